@@ -1,0 +1,191 @@
+"""The run's folder: who owns it, resumable checkpoints, and the Hugging Face export.
+
+`checkpoints/step_000100/` holds PyTorch's distributed checkpoint of model and optimizer (resharded on load, so another
+number of ranks may resume), `state.json` (step and data cursor) and `manifest.json` (size and CRC of every file). It is
+written under another name and renamed once everything is on disk, so a killed save is never picked up. The folder must
+be one that all ranks see.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from common import distributed
+from common.config import RESUMABLE_CHANGES, RunArgs
+from common.models import Policy
+
+
+def prepare_output_dir(args: RunArgs) -> None:
+    """Make `--output_dir` this run's, before anything slow. Collective.
+
+    Raises `ValueError` on every rank if it cannot be written or holds a run with other flags; with `--resume never`
+    that run's files are deleted, with `--resume must` there has to be one.
+    """
+    problem = None
+    if distributed.is_main():
+        try:
+            problem = _claim(Path(args.output_dir), args)
+        except (OSError, yaml.YAMLError) as error:
+            problem = f"--output_dir {args.output_dir}: {distributed.first_line(error)}"
+    problem = distributed.gather_objects(problem)[0]
+    if problem:
+        raise ValueError(problem)
+
+
+def _claim(folder: Path, args: RunArgs) -> str | None:
+    flags = folder / "args.yaml"
+    if args.resume == "never":
+        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png"):
+            (folder / name).unlink(missing_ok=True)
+        for name in ("checkpoints", "hf"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    if args.resume == "must" and not _checkpoints(folder):
+        return f"--resume must: {folder} has no checkpoint"
+    if flags.is_file():
+        then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
+        changed = [k for k in then | now if then.get(k) != now.get(k) and k not in RESUMABLE_CHANGES]
+        if changed:
+            what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            return (
+                f"--output_dir {folder} holds a run with other flags ({what}{more}): "
+                "name another folder, or --resume never to delete that run and start over"
+            )
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for stale in [*folder.glob("checkpoints/*.tmp"), *folder.glob("*.tmp")]:
+        shutil.rmtree(stale)
+    flags.write_text(yaml.safe_dump(args.to_dict(), sort_keys=False))
+    return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    return sorted((p for p in folder.glob("checkpoints/step_*") if p.suffix == ""), reverse=True)
+
+
+class Checkpointer:
+    """Saves and restores model, optimizer and whatever else has `state_dict` (small, the same on every rank)."""
+
+    def __init__(self, args: RunArgs, model: Policy, optimizer: torch.optim.Optimizer, **stateful):
+        self.folder, self.keep_last, self.resume = Path(args.output_dir), args.keep_last, args.resume
+        self.model, self.optimizer, self.stateful = model, optimizer, stateful
+
+    def load_latest(self) -> int:
+        """Restore the newest checkpoint that is whole; returns the step to go on with, 0 without any. Collective.
+
+        A damaged one is set aside as `step_N.corrupt` and the one before it is tried, with a line that says so.
+        Raises `ValueError` if there were checkpoints and none is whole.
+        """
+        found = distributed.gather_objects([path.name for path in _checkpoints(self.folder)])[0]
+        for name in found:
+            path = self.folder / "checkpoints" / name
+            problems = [p for p in distributed.gather_objects(self._verify(path)) if p]
+            if not problems:
+                return self._load(path)
+            if distributed.is_main():
+                print(f"checkpoint {path} is damaged ({problems[0]}): trying the one before it")
+                shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
+                path.rename(path.with_suffix(".corrupt"))
+        if found:
+            raise ValueError(f"no checkpoint in {self.folder / 'checkpoints'} is whole: --resume never starts over")
+        return 0
+
+    def _verify(self, path: Path) -> str | None:
+        """What is wrong with the files this rank checks (every world_size-th), or None."""
+        try:
+            manifest = json.loads((path / "manifest.json").read_text())
+        except (OSError, ValueError) as error:
+            return f"manifest.json: {distributed.first_line(error)}"
+        for name, expected in sorted(manifest.items())[dist.get_rank() :: dist.get_world_size()]:
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if _fingerprint(path / name) != expected:
+                return f"{name} is not what was written"
+        return None
+
+    def _load(self, path: Path) -> int:
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        state = json.loads((path / "state.json").read_text())
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
+        if distributed.is_main():
+            print(f"resuming from {path} (step {state['step']})")
+        return state["step"]
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint that resumes with `step` steps done, then drop all but the newest `--keep_last`.
+
+        Collective. It replaces an earlier one of the same step.
+        """
+        final = self.folder / "checkpoints" / f"step_{step:06d}"
+        work = final.with_suffix(".tmp")
+        if distributed.is_main():
+            work.mkdir(parents=True)
+        dist.barrier()
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=work)
+        if distributed.is_main():
+            state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
+            (work / "state.json").write_text(json.dumps(state))
+        dist.barrier()
+        files = sorted(f for f in work.iterdir())[dist.get_rank() :: dist.get_world_size()]
+        shares = distributed.gather_objects({f.name: _fingerprint(f) for f in files})
+        if distributed.is_main():
+            manifest = {name: fingerprint for share in shares for name, fingerprint in share.items()}
+            (work / "manifest.json").write_text(json.dumps(manifest))
+            shutil.rmtree(final, ignore_errors=True)
+            work.rename(final)
+            for old in _checkpoints(self.folder)[self.keep_last :]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def export_hf(self, tokenizer) -> None:
+        """Write `hf/`: safetensors in the dtype of the starting checkpoint, config and tokenizer. Collective.
+
+        Weights are gathered one at a time and kept on rank 0's host alone. The old folder stays until the new one is
+        whole.
+        """
+        export_hf(self.model, tokenizer, self.folder / "hf")
+
+
+def export_hf(model: Policy, tokenizer, folder: Path) -> None:
+    """`Checkpointer.export_hf` to any folder."""
+    from huggingface_hub import save_torch_state_dict
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model.path)  # as it was: ours has another attention and dtype
+    weights = {}
+    for name, tensor in model.hf.state_dict().items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if distributed.is_main() and name not in model.hf.all_tied_weights_keys:
+            weights[name] = whole.to("cpu", config.dtype or torch.float32, copy=True)
+    if distributed.is_main():
+        work = folder.with_suffix(".tmp")
+        work.mkdir(parents=True)
+        save_torch_state_dict(weights, work)
+        config.save_pretrained(work)
+        if (Path(model.path) / "generation_config.json").is_file():
+            shutil.copy(Path(model.path) / "generation_config.json", work)
+        tokenizer.save_pretrained(work)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(work, folder)
+    dist.barrier()
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """[size in bytes, CRC-32]: finds truncated and damaged files at the speed of the disk."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return [path.stat().st_size, crc]

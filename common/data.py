@@ -1,0 +1,325 @@
+"""Datasets -> rows -> token ids with loss masks, and the order in which rows are drawn.
+
+A row is a dict of the dataset's columns plus `_source` (`train.jsonl:17`), which every complaint about it names. What a
+row is for follows from its columns, as in TRL. Every rank reads all rows and takes its share of each batch, so the
+order never depends on the number of ranks.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import distributed
+from common.config import RolloutArgs, RunArgs
+from common.packing import Sample
+from common.tiny import arithmetic_rows
+
+# What the supervised scripts can train on: the first of these whose columns the dataset has.
+SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",))
+PROMPT_COLUMNS = (("prompt",), ("question",))  # what the online scripts can sample from
+
+
+# ---- reading ----
+
+
+def load_rows(flag: str, dataset: str, split: str, config: str | None = None) -> list[dict] | None:
+    """All rows of one split: a built-in task, a file, a folder or a Hugging Face dataset.
+
+    None if the dataset is there but has no such split. Raises `ValueError` naming `flag`, the file or the row.
+    """
+    path = Path(dataset).expanduser()
+    if dataset == "arithmetic":
+        rows, name = arithmetic_rows(split) if split in ("train", "test") else None, f"arithmetic/{split}"
+    elif path.is_file():
+        rows, name = _read_file(flag, path) if split == "train" else None, path.name
+    elif path.is_dir():
+        rows, name = _read_folder(flag, path, split), f"{path.name}/{split}"
+    elif path.suffix in (".jsonl", ".json", ".parquet", ".csv") or dataset.startswith((".", "/", "~")):
+        raise ValueError(f"{flag} {dataset}: no such file")
+    else:
+        rows, name = _read_hub(flag, dataset, split, config), f"{dataset}/{split}"
+    if rows is None:
+        return None
+    if not rows:
+        raise ValueError(f"{flag} {dataset}: {name} is empty")
+    for number, row in enumerate(rows, 1):
+        row.setdefault("_source", f"{name}:{number}")
+    return rows
+
+
+def _read_file(flag: str, path: Path) -> list[dict]:
+    if path.suffix in (".parquet", ".csv"):
+        return _with_datasets(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"{flag} {path}: expected a .jsonl, .json, .parquet or .csv file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
+    rows = []
+    # not splitlines(): it also breaks at U+2028, which JSON strings may hold
+    lines = [text] if path.suffix == ".json" else text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{flag} {path}: line {number + error.lineno - 1} is not valid JSON: {error.msg}"
+            ) from error
+        for item in value if path.suffix == ".json" and isinstance(value, list) else [value]:
+            where = f"{path.name}:{number if path.suffix == '.jsonl' else len(rows) + 1}"
+            if not isinstance(item, dict):
+                raise ValueError(f"{flag} {path}: {where} is not an object")
+            rows.append(item | {"_source": where})
+    return rows
+
+
+def _read_folder(flag: str, folder: Path, split: str) -> list[dict] | None:
+    """`train.jsonl`, `train-00000-of-00002.parquet`, ... ; a folder whose files name no split is all `train`."""
+    files = sorted(f for f in folder.rglob("*") if f.suffix in (".jsonl", ".json", ".parquet", ".csv"))
+    if not files:
+        raise ValueError(f"{flag} {folder}: no .jsonl, .json, .parquet or .csv files in it")
+    named = [f for f in files if f.stem.split("-")[0].split(".")[0] in ("train", "test", "validation", "eval", split)]
+    if named:
+        files = [f for f in files if f.stem.split("-")[0].split(".")[0] == split]
+    elif split != "train":
+        return None
+    return [row for f in files for row in _read_file(flag, f)] or None
+
+
+def _read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
+    return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
+
+
+def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from pyarrow import ArrowException
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(*where, split=split, **options).to_list()
+    except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
+        ) from error
+    except (datasets.exceptions.DatasetGenerationError, ArrowException) as error:
+        raise ValueError(f"{what}: cannot be read: {distributed.first_line(error.__cause__ or error)}") from error
+    except ValueError as error:
+        if "Unknown split" in str(error) or "Bad split" in str(error):
+            return None
+        raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
+
+
+def train_and_eval_rows(args: RunArgs) -> tuple[list[dict], list[dict]]:
+    """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
+    own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`."""
+    train = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    if train is None:
+        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
+    if not args.eval_every:
+        return train, []
+    if args.eval_dataset is not None:
+        held_out = load_rows("--eval_dataset", args.eval_dataset, args.eval_split, args.dataset_config)
+        held_out = held_out or load_rows("--eval_dataset", args.eval_dataset, "train", args.dataset_config)
+    else:
+        held_out = load_rows("--dataset", args.dataset, args.eval_split, args.dataset_config)
+    order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
+    if held_out is not None:
+        return train, order.sample(held_out, min(args.eval_size, len(held_out)))
+    if len(train) <= args.eval_size:
+        raise ValueError(f"--eval_size {args.eval_size} leaves no training rows of {len(train)}; or --eval_every 0")
+    order.shuffle(train)
+    return train[args.eval_size :], train[: args.eval_size]
+
+
+def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The first of `choices` that the rows have. Raises `ValueError` saying what was found and what would do."""
+    found = [column for column in rows[0] if column != "_source"]
+    for columns in choices:
+        if all(column in found for column in columns):
+            return columns
+    wanted = ", or ".join(" and ".join(columns) for columns in choices)
+    raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")
+
+
+# ---- rows -> token ids ----
+
+
+def text_field(row: dict, column: str) -> str:
+    """A column that must be a string. Raises `ValueError` with file and row number."""
+    value = row.get(column)
+    if not isinstance(value, str):
+        problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
+        raise ValueError(f"{row['_source']}: column {column} {problem}")
+    return value
+
+
+def _messages(row: dict, column: str) -> list[dict] | None:
+    """The column as a message list, None if it is not a list. Raises `ValueError` for a malformed one."""
+    value = row.get(column)
+    if not isinstance(value, list):
+        return None
+    for message in value:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise ValueError(f"{row['_source']}: column {column} must list objects with string role and content")
+    return value
+
+
+class Encoder:
+    """Rows -> ids, in the one way training and sampling share: text is cut where a completion starts and ends and the
+    pieces are tokenised apart, so the prompt's ids in training are exactly those the engine is given."""
+
+    def __init__(self, tokenizer, args: RunArgs):
+        self.tokenizer, self.prompt_format, self.system_prompt = tokenizer, args.prompt_format, args.system_prompt
+        if args.prompt_format == "chat" and tokenizer.chat_template is None:
+            raise ValueError("--prompt_format chat: the tokenizer has no chat template")
+        self.has_template = tokenizer.chat_template is not None and args.prompt_format != "plain"
+
+    def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
+        """Prompt ids of an RL row, up to where the model is to speak."""
+        messages = self._prompt_messages(row, columns[0])
+        if messages is None:
+            return self._plain_prompt(row, columns[0])
+        return self._ids(self._render(row, messages, add_generation_prompt=True))
+
+    def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
+        """Ids and loss mask of a supervised row. Trained: the completion, or every assistant turn, with its EOS; with
+        `train_on_all` everything."""
+        if columns == ("text",):
+            pieces = [(self._ids(text_field(row, "text"), special=True) + [self.tokenizer.eos_token_id], True)]
+        elif columns == ("messages",):
+            if (messages := _messages(row, "messages")) is None:
+                raise ValueError(f"{row['_source']}: column messages must be a list of messages")
+            pieces = self._conversation(row, self._with_system(messages), first_trained=0)
+        else:
+            prompt, completion = columns
+            messages = self._prompt_messages(row, prompt)
+            if messages is None:
+                answer = self._ids(text_field(row, completion)) + [self.tokenizer.eos_token_id]
+                pieces = [(self._plain_prompt(row, prompt), False), (answer, True)]
+            else:
+                answer = _messages(row, completion) or [dict(role="assistant", content=text_field(row, completion))]
+                pieces = self._conversation(row, messages + answer, first_trained=len(messages))
+        ids = [i for piece, _ in pieces for i in piece]
+        mask = [trained or train_on_all for piece, trained in pieces for _ in piece]
+        return Sample(
+            ids=ids, loss_mask=mask, prompt_length=next((i for i, m in enumerate(mask) if m), len(ids)), row=row
+        )
+
+    def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
+        """The prompt as messages, or None if it goes in as plain text."""
+        messages = _messages(row, column)
+        if messages is None:
+            if not self.has_template or (self.prompt_format == "auto" and column != "question"):
+                return None
+            messages = [dict(role="user", content=text_field(row, column))]
+        elif not self.has_template:
+            raise ValueError(f"{row['_source']}: column {column} lists messages, which need a chat template")
+        return self._with_system(messages)
+
+    def _with_system(self, messages: list[dict]) -> list[dict]:
+        if not self.system_prompt or (messages and messages[0]["role"] == "system"):
+            return messages
+        return [dict(role="system", content=self.system_prompt), *messages]
+
+    def _plain_prompt(self, row: dict, column: str) -> list[int]:
+        return self._ids(text_field(row, column) + ("\n" if column == "question" else ""), special=True)
+
+    def _conversation(self, row: dict, messages: list[dict], first_trained: int) -> list[tuple[list[int], bool]]:
+        """(ids, trained) pieces: from where an assistant turn starts to its end-of-turn token."""
+        text, done, pieces = self._render(row, messages), 0, []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or i < first_trained:
+                continue
+            start = len(self._render(row, messages[:i], add_generation_prompt=True))
+            content = text.find(message["content"].strip(), start)
+            if text[:start] != self._render(row, messages[:i], add_generation_prompt=True) or content < 0:
+                raise ValueError(f"{row['_source']}: turn {i + 1} does not come out of the chat template as it went in")
+            end = content + len(message["content"].strip())
+            # The template's end-of-turn token is trained, whatever stands before it ("\n", say).
+            eos = min((e + len(t) for t in self._special_tokens() if (e := text.find(t, end)) >= 0), default=end)
+            pieces += [(self._ids(text[done:start]), False), (self._ids(text[start:eos]), True)]
+            done = eos
+        return pieces + [(self._ids(text[done:]), False)]
+
+    def _special_tokens(self) -> list[str]:
+        return [str(token) for token in self.tokenizer.all_special_tokens]
+
+    def _render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise ValueError(f"{row['_source']}: the chat template refuses the messages: {error}") from error
+
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids[:-1] if special and ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+
+def encode_prompts(
+    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: RolloutArgs
+) -> tuple[list[list[int]], list[dict], int]:
+    """`(prompts, rows, dropped)`: prompt ids with their rows, of at most `room` tokens, and how many were longer.
+
+    Raises `ValueError` for a longer one with `--overlong_prompts error`, and if no row is left.
+    """
+    prompts = [encoder.prompt(row, columns) for row in rows]
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not prompt:
+            raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
+        if len(prompt) > room and args.overlong_prompts == "error":
+            raise ValueError(
+                f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "
+                f"--max_new_tokens {args.max_new_tokens}; --overlong_prompts drop leaves such rows out"
+            )
+    kept = [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) <= room]
+    if rows and not kept:
+        raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
+    return [prompt for prompt, _ in kept], [row for _, row in kept], len(rows) - len(kept)
+
+
+# ---- order ----
+
+
+class RowOrder:
+    """An endless stream of row indices, each epoch a new permutation. Its state is (epoch, index), on every rank alike."""
+
+    def __init__(self, num_rows: int, seed: int):
+        self.num_rows, self.seed = num_rows, seed
+        self.epoch = self.index = 0
+        self._shuffle()
+
+    def _shuffle(self) -> None:
+        self._order = list(range(self.num_rows))
+        random.Random(distributed.fold_seed(self.seed, self.epoch)).shuffle(self._order)
+
+    def draw(self, count: int) -> list[int]:
+        """The next `count` rows; goes on into the next epoch where this one ends."""
+        rows: list[int] = []
+        while len(rows) < count:
+            if self.index == self.num_rows:
+                self.epoch, self.index = self.epoch + 1, 0
+                self._shuffle()
+            taken = self._order[self.index : self.index + count - len(rows)]
+            self.index += len(taken)
+            rows += taken
+        return rows
+
+    @property
+    def epochs_done(self) -> float:
+        return self.epoch + self.index / self.num_rows
+
+    def state_dict(self) -> dict:
+        return dict(epoch=self.epoch, index=self.index)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.index = state["epoch"], state["index"]
+        self._shuffle()

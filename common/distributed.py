@@ -1,0 +1,200 @@
+"""Process group, seeds, reductions, signals and the one way out, alike for one process and for many nodes.
+
+Every script calls `setup()` first and `cleanup()` last. In between a rank may fail at any point: the first to fail
+says why in one line, and no rank is left waiting for it (see `_report_and_exit`).
+"""
+
+import hashlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+_store: dist.Store | None = None  # set by setup(); used to agree on which rank failed first
+_stop_signal: int | None = None  # set by the signal handler, read at safe points by stop_requested()
+before_failing: list[Callable[[], None]] = []  # what must be put in order before the message: the progress bar
+
+
+class RunError(RuntimeError):
+    """The run cannot go on (a NaN gradient, say): one line, exit code 1. Bad input is a ValueError: exit code 2."""
+
+
+def world_size() -> int:
+    """Number of ranks: torchrun's, also before `setup()`; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes files and the console (global rank 0)."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def setup(seed: int) -> tuple[torch.device, int, int]:
+    """Join the process group, install the signal and failure handlers and seed torch.
+
+    Returns `(device, rank, world_size)`. Under torchrun the environment says who we are; plain `python script.py` is one
+    rank. CUDA ranks use NCCL (and gloo for CPU tensors), others gloo. Every rank gets the same seed: initial
+    weights must not depend on the rank, and nothing else draws from the global generator.
+
+    Exits with one line if the other ranks cannot be met.
+    """
+    global _store
+    if "RANK" not in os.environ:  # plain python; the engine reads these variables too
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    try:
+        _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        dist.init_process_group(
+            backend, store=_store, rank=rank, world_size=world_size(), timeout=timedelta(minutes=30)
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        fail(f"rank {rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
+    sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
+    install_signal_handlers()
+    torch.manual_seed(seed)
+    return device, rank, world_size()
+
+
+def cleanup() -> None:
+    """Leave the process group. Call last, after `Engine.close()`: vLLM's shutdown may already have left it."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+# ---- reductions: plain numbers or tensors in, the same value on every rank out ----
+
+
+def _reduce(value, op: dist.ReduceOp) -> Tensor:
+    value = torch.as_tensor(value).detach()
+    value = value.to(torch.float64 if value.is_floating_point() else torch.int64)
+    if dist.is_initialized():
+        value = value.cuda() if torch.cuda.is_available() else value.clone()
+        dist.all_reduce(value, op)
+    return value
+
+
+def all_sum(value: Tensor | float) -> Tensor:
+    """Sum over ranks, in float64 or int64."""
+    return _reduce(value, dist.ReduceOp.SUM)
+
+
+def all_max(value: Tensor | float) -> Tensor:
+    """Maximum over ranks."""
+    return _reduce(value, dist.ReduceOp.MAX)
+
+
+def gather_objects(value: object) -> list:
+    """`value` of every rank, in rank order, on every rank. For small things: it pickles."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def fold_seed(*parts: int) -> int:
+    """A 32-bit seed from whole numbers, the same in every process: `fold_seed(seed, step, prompt_index)`."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+# ---- signals: SIGTERM and SIGINT ask for a stop, the loop stops where its state can be saved ----
+
+
+def install_signal_handlers() -> None:
+    """Make SIGTERM and SIGINT set a flag. Called again after vLLM starts: libraries replace handlers."""
+
+    def handler(signum, frame):
+        global _stop_signal
+        _stop_signal = signum
+        signal.signal(signum, signal.SIG_DFL)  # asked twice: stop at once
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, handler)
+
+
+def stop_requested() -> bool:
+    """Whether any rank was told to stop. Collective: every rank must call it at the same point."""
+    return bool(all_max(int(_stop_signal is not None)))
+
+
+# ---- failing: one message, no hang ----
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def fail(message: str, code: int) -> None:
+    """Print `error: message` once, whatever the number of ranks, and exit. For errors that every rank meets alike.
+
+    The other ranks wait for the launcher to end them: one that exited first would have rank 0 killed unheard.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(60)
+    sys.exit(code)
+
+
+def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> None:
+    """`sys.excepthook` of every rank: the first rank to fail speaks, all leave.
+
+    A ValueError raised by this checkout's own files is bad input and a RunError a run that cannot go on: one line.
+    Anything else is a bug and keeps its traceback. The exit is immediate: interpreter shutdown would run vLLM's and
+    NCCL's exit hooks, which wait for ranks that may be gone. The peers' collectives then fail, or the launcher
+    terminates them; they land here too, find that another rank has spoken, and stay silent.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    first = True
+    if _store is not None and world_size() > 1:
+        try:
+            first = _store.add(f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1
+        except (dist.DistNetworkError, dist.DistStoreError):  # the store's host is gone, so another rank failed first
+            first = False
+    if not first:
+        time.sleep(60)
+        os._exit(1)
+    for put_in_order in before_failing:
+        put_in_order()
+    frames = traceback.extract_tb(trace)
+    ours = bool(frames) and Path(frames[-1].filename).resolve().parent in (PROJECT, PROJECT / "common")
+    code = 2 if issubclass(kind, ValueError) else 1
+    if issubclass(kind, RunError) or (issubclass(kind, ValueError) and ours):
+        print(f"error: {error}", file=sys.stderr)
+    elif issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    elif _stop_signal is not None:
+        print(f"error: stopped by signal {_stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
+        code = 1
+    else:
+        code = 1
+        print(f"rank {os.environ.get('RANK', 0)} failed:", file=sys.stderr)
+        traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,253 @@
+"""What a run tells: numbers per step, on disk and on the console, by rank 0 alone.
+
+`metrics.jsonl` always; wandb and tensorboard on request; a progress bar and tables on a terminal, plain lines elsewhere.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common import distributed
+from common.config import RunArgs
+from common.packing import Sample
+
+
+class Meter:
+    """Collects numbers over the micro-batches and ranks of one step. The global value never depends on how the batch
+    was split, because sums and weights are added up before they are divided."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[str, list]] = {}
+
+    def _entry(self, kind: str, name: str) -> list:
+        entry = self.values.setdefault(name, (kind, []))
+        assert entry[0] == kind, f"{name} is both {entry[0]} and {kind}"
+        return entry[1]
+
+    def mean(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """sum of `total` / sum of `weight`."""
+        self._entry("mean", name).append((total, weight))
+
+    def masked_mean(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
+        """Mean over the tokens in the mask."""
+        self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
+
+    def max(self, name: str, value: Tensor | float) -> None:
+        self._entry("max", name).append((value, 0.0))
+
+    def min(self, name: str, value: Tensor | float) -> None:
+        self._entry("min", name).append((value, 0.0))
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Seconds spent inside, added up within a step; of the slowest rank."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._entry("time", f"time/{name}").append((time.perf_counter() - start, 0.0))
+
+    def reduce(self) -> dict[str, float]:
+        """The global values of everything added since the last call, by name. Collective.
+
+        A mean of nothing (weight 0) is left out.
+        """
+        local = {}
+        for name, (kind, pairs) in self.values.items():
+            first, second = ([float(x) for x in column] for column in zip(*pairs, strict=True))
+            combine = dict(mean=math.fsum, time=math.fsum, max=max, min=min)[kind]
+            local[name] = (kind, combine(first), math.fsum(second))
+        self.values = {}
+        ranks = distributed.gather_objects(local)
+        out = {}
+        for name in dict.fromkeys(name for rank in ranks for name in rank):
+            entries = [rank[name] for rank in ranks if name in rank]
+            kind, first = entries[0][0], [entry[1] for entry in entries]
+            if kind == "mean":
+                if weight := math.fsum(entry[2] for entry in entries):
+                    out[name] = math.fsum(first) / weight
+            else:
+                out[name] = min(first) if kind == "min" else max(first)
+        return out
+
+
+class Totals:
+    """Counts that go on over the whole run, through checkpoints too."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def state_dict(self) -> dict:
+        return dict(num_tokens=self.num_tokens)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.num_tokens = state["num_tokens"]
+
+
+class RunLogger:
+    """`log(step, metrics)` to everywhere. `show`: the numbers beside the progress bar; `curves`: the ones drawn."""
+
+    def __init__(self, args: RunArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str]):
+        self.active, self.folder = distributed.is_main(), Path(args.output_dir)
+        self.total_steps, self.show, self.curves = total_steps, show, curves
+        self.progress = self.wandb = self.tensorboard = None
+        if not self.active:
+            return
+        from rich.console import Console
+
+        self.console = Console()
+        for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint we resume from will come again
+            _keep_until(self.folder / name, first_step)
+        if "wandb" in args.log:
+            import wandb
+
+            self.wandb = wandb.init(project="onefile", dir=args.output_dir, config=args.to_dict(), resume="allow",
+                                    id=_run_id(self.folder))  # fmt: skip
+        if "tensorboard" in args.log:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
+        if self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self.progress = Progress(*columns, console=self.console)
+            self.task = self.progress.add_task("", total=total_steps, completed=first_step)
+            self.progress.start()
+            distributed.before_failing.append(self.progress.stop)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl: `step` counts finished steps, from 1."""
+        if not self.active:
+            return
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(dict(step=step) | metrics) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=step)
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.show if name in metrics)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, description=shown)
+        elif step == self.total_steps or step % max(1, self.total_steps // 20) == 0:
+            print(f"step {step}/{self.total_steps}  {shown}", flush=True)
+
+    def message(self, text: str) -> None:
+        """A line for people."""
+        if self.active:
+            self.console.print(text, markup=False, highlight=False)
+
+    def preview(self, sample: Sample, tokenizer) -> None:
+        """One training sample, decoded; what is trained stands out in colour, or between marks without a terminal."""
+        if not self.active:
+            return
+        from itertools import groupby
+
+        from rich.text import Text
+
+        text, position = Text(), 0
+        for trained, tokens in groupby(sample.loss_mask):
+            length = len(list(tokens))
+            piece = tokenizer.decode(sample.ids[position : position + length])
+            position += length
+            plain = f"⟦{piece}⟧" if trained and not self.console.is_terminal else piece
+            text.append(plain, style="bold green" if trained else "dim")
+        self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
+
+    def samples(self, step: int, samples: list[Sample], rewards: list[float], rows: int = 4) -> None:
+        """Append every sample to samples.jsonl and show a few as a table. Rank 0's samples."""
+        if not self.active:
+            return
+        with (self.folder / "samples.jsonl").open("a") as file:
+            for sample, reward in zip(samples, rewards, strict=True):
+                advantage = sample.advantages[-1] if sample.advantages else None
+                line = dict(step=step, prompt=sample.row.get("prompt") or sample.row.get("question"), reward=reward,
+                            completion=sample.text, advantage=advantage, finish_reason=sample.finish_reason)  # fmt: skip
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        from rich.table import Table
+
+        table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
+        for sample, reward in list(zip(samples, rewards, strict=True))[:rows]:
+            prompt = sample.row.get("prompt") or sample.row.get("question")
+            table.add_row(_brief(str(prompt)), _brief(sample.text), f"{reward:.2f}")
+        self.console.print(table)
+
+    def draw_curves(self) -> None:
+        """curves.png from metrics.jsonl, so that a resumed run draws all of it."""
+        if self.active:
+            draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            distributed.before_failing.remove(self.progress.stop)
+        if self.wandb is not None:
+            self.wandb.finish()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+
+def _brief(text: str, limit: int = 160):
+    from rich.text import Text
+
+    text = text.replace("\n", "⏎")
+    return Text(text if len(text) <= limit else text[: limit // 2] + " … " + text[-limit // 2 :])
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    if path.is_file():
+        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]  # a kill may cut the last
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
+
+
+def _run_id(folder: Path) -> str:
+    """wandb's id of this run, kept in the folder so that a resumed run goes on in the same place."""
+    path = folder / "wandb_id"
+    if not path.is_file():
+        path.write_text(f"{folder.name}-{time.time_ns():x}")
+    return path.read_text()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
+    """One panel per metric that occurs, one line per metrics.jsonl."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [read_metrics(path) for path in runs]
+    names = [name for name in names if any(name in line for lines in records for line in lines)]
+    if not names:
+        return
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    for axis, name in zip(axes.flat, names, strict=False):
+        for i, lines in enumerate(records):
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            label = labels[i] if labels else None
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []), label=label, marker="." if len(points) < 30 else ""
+            )
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+    if labels:
+        axes.flat[0].legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,316 @@
+"""Hugging Face checkpoint -> FSDP2 shards, and the packed forward that returns token log-probs.
+
+Shapes: T packed tokens, D hidden size, V vocabulary, N sequences.
+"""
+
+import contextlib
+import json
+import os
+from itertools import groupby, pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common import distributed
+from common.config import RunArgs
+from common.packing import PackedBatch
+from common.tiny import tiny_model
+
+LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
+
+
+# ---- finding a checkpoint ----
+
+
+def resolve_model(model: str) -> str:
+    """`tiny`, a folder or a Hugging Face id -> a local folder with config.json, safetensors and a tokenizer.
+
+    One rank of each machine downloads, the others wait. Raises `ValueError` if there is no such model here or there.
+    """
+    if model == "tiny":
+        return tiny_model()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        for name in ("config.json", "tokenizer_config.json"):
+            if not (folder / name).is_file():
+                raise ValueError(f"--model {model}: the folder has no {name}")
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(f"--model {model}: the folder has no *.safetensors weights")
+        return str(folder)
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ValueError(f"--model {model}: no such folder")
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+    return download(f"--model {model}", model, "model", patterns)
+
+
+def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:
+    """Fetch a repository from the hub, or find it in the local cache. Raises `ValueError` naming `flag`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    def fetch() -> str | ValueError:
+        try:
+            return snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
+        except (LocalEntryNotFoundError, OSError) as error:
+            if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
+                return ValueError(f"{flag}: no such folder, and no such {repo_type} on the hub that you may read")
+            return ValueError(f"{flag}: no such folder, not in the local cache, and the hub cannot be reached")
+        except HFValidationError:
+            return ValueError(f"{flag}: no such folder, and not a valid Hugging Face id")
+
+    answer = fetch() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+    distributed.gather_objects(None)  # the others of this machine find it in the cache
+    answer = answer or fetch()
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+def load_tokenizer(path: str):
+    """The checkpoint's tokenizer. Raises `ValueError` if it has no EOS, without which no completion ends."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--model {path}: the tokenizer has no EOS token")
+    return tokenizer
+
+
+def eos_token_ids(path: str, tokenizer) -> list[int]:
+    """Every token that ends a completion: the generation config's (chat models often have two) and the tokenizer's."""
+    ids = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        if (file := Path(path) / name).is_file():
+            listed = json.loads(file.read_text()).get("eos_token_id")
+            ids.update(listed if isinstance(listed, list) else [listed])
+    return sorted(ids - {None})
+
+
+# ---- attention over a packed stream ----
+
+
+def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, **kwargs):
+    """Causal attention within each sequence of the pack; nothing crosses a boundary and nothing is quadratic in T.
+
+    `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query attention); the offsets
+    come through the model's keyword arguments. FlashAttention's varlen kernel on CUDA, one SDPA call per sequence
+    elsewhere. Raises `ValueError` for variants of attention it does not compute.
+    """
+    for variant in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(variant) is not None:
+            raise ValueError(f"--model: {type(module).__name__} needs {variant} in attention, which is not supported")
+    cu_seqlens_N1, max_seqlen = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    if query.is_cuda and query.dtype != torch.float32:
+        from torch.nn.attention.varlen import varlen_attn
+
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (-1, 0) is plain causal
+        groups = query.shape[1] // key.shape[1]  # torch 2.11 has no enable_gqa here
+        q, k, v = (
+            x[0].transpose(0, 1) for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        )
+        out = varlen_attn(
+            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window
+        )
+        return out[None], None
+    outputs, start = [], 0
+    lengths = [end - begin for begin, end in pairwise(kwargs["offsets"])]
+    for length, run in groupby(lengths):  # packs are sorted by length: neighbours of one length go as one batch
+        count = len(list(run))
+        # [1, heads, count * length, head_dim] -> [count, heads, length, head_dim]
+        q, k, v = (
+            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
+            for x in (query, key, value)
+        )
+        start += count * length
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
+    return torch.cat(outputs)[None], None
+
+
+# ---- token log-probs ----
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Chunk by chunk, forward and backward, so that the logits of one chunk are all that ever exists of [T, V]."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float):
+        logprobs_T, entropy_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD)) for _ in range(3))
+        correct_T = torch.empty_like(targets_T, dtype=torch.bool)
+        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
+            c = slice(start, start + LOGPROB_CHUNK)
+            logits_CV = (hidden_TD[c] @ head_VD.T).div_(temperature)
+            largest_C1 = logits_CV.amax(-1, keepdim=True)
+            exp_CV = (logits_CV - largest_C1).exp_()
+            sum_C = exp_CV.sum(-1)
+            logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
+            target_C = logits_CV.gather(-1, targets_T[c, None])[:, 0]
+            logprobs_T[c], correct_T[c] = target_C - logsumexp_T[c], target_C == largest_C1[:, 0]
+            entropy_T[c] = logsumexp_T[c] - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(correct_T)
+        return logprobs_T, entropy_T, correct_T
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, _):
+        hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        grad_hidden_TD, grad_head_VD = torch.zeros_like(hidden_TD), torch.zeros_like(head_VD)
+        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
+            c = slice(start, start + LOGPROB_CHUNK)
+            logp_CV = (hidden_TD[c] @ head_VD.T).div_(ctx.temperature).sub_(logsumexp_T[c, None])
+            probs_CV = logp_CV.exp()
+            grad_CV = torch.zeros_like(probs_CV) if grad_logprobs_T is None else probs_CV * -grad_logprobs_T[c, None]
+            if grad_entropy_T is not None:  # dH/dz_j = -p_j (log p_j + H)
+                grad_CV -= grad_entropy_T[c, None] * probs_CV * (logp_CV + entropy_T[c, None])
+            if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
+                grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
+            grad_CV.div_(ctx.temperature)
+            grad_hidden_TD[c] = grad_CV @ head_VD
+            grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])
+        return grad_hidden_TD, grad_head_VD, None, None
+
+
+def token_logprobs(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(logprobs_T, entropy_T, correct_T)` of softmax(hidden head^T / temperature), never holding [T, V].
+
+    Log-prob of each target and entropy (nats) of each distribution, in float32 (or float64), gradients through both;
+    and whether the target is the most likely token. The head is float32 also when the model computes in bfloat16:
+    that is where sampling and scoring would part first.
+    """
+    if hidden_TD.dtype != torch.float64:
+        hidden_TD, head_VD = hidden_TD.float(), head_VD.float()
+    return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature)
+
+
+class Policy(nn.Module):
+    """A causal language model that takes a PackedBatch. `policy.hf` is the Hugging Face model, with its own names."""
+
+    def __init__(self, hf: nn.Module, path: str):
+        super().__init__()
+        self.hf, self.path = hf, path
+
+    def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        """`(logprobs_T, entropy_T, correct_T)` of the targets: see `token_logprobs`."""
+        hidden_TD = packed_hidden_states(self.hf, mb)
+        # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
+        return token_logprobs(hidden_TD, self.hf.get_output_embeddings().weight, mb.targets_T, temperature)
+
+
+def packed_hidden_states(hf: nn.Module, mb: PackedBatch) -> Tensor:
+    """Last hidden states [T, D] of a packed micro-batch."""
+    output = hf.base_model(
+        input_ids=mb.input_ids_T[None],
+        position_ids=mb.position_ids_T[None],
+        use_cache=False,
+        cu_seq_lens_q=mb.cu_seqlens_N1,
+        max_length_q=mb.max_seqlen,
+        offsets=mb.offsets,
+    )
+    return output.last_hidden_state[0]
+
+
+# ---- loading ----
+
+
+def compute_dtype(args: RunArgs, device: torch.device) -> torch.dtype:
+    """`--dtype`, with auto resolved: bfloat16 on CUDA, float32 elsewhere."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if args.dtype == "auto" else args.dtype)
+
+
+def load_policy(path: str, args: RunArgs, device: torch.device, trainable: bool = True) -> Policy:
+    """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
+
+    Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference. Dropout
+    is off: the log-probs of a sample must not depend on when they are computed.
+    Raises `ValueError` for a model this forward would not compute exactly.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    AttentionInterface.register("packed", packed_attention)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--model {path}: {str(error).splitlines()[0]}") from error
+    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"--model {path}: {config.model_type} has {field}, which the chunked log-probs do not apply"
+            )
+    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
+        setattr(config, field, 0.0)
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
+    if hf.get_output_embeddings().bias is not None:
+        raise ValueError(f"--model {path}: {config.model_type} has a bias in its head, which is not supported")
+    hf.requires_grad_(trainable)
+    if args.activation_checkpointing and trainable:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    model = Policy(hf, path).train()  # train() for activation checkpointing; without dropout it changes nothing else
+    shard(model, hf.base_model.layers, args, device)
+    load_weights(hf, path, device)
+    return model
+
+
+def shard(model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.device) -> None:
+    """`fully_shard` every transformer block and the rest, as the root; compile the blocks if `--compile` says so."""
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, device), reduce_dtype=torch.float32)
+    mesh = torch.distributed.init_device_mesh(device.type, (distributed.world_size(),))
+    for block in blocks:
+        if args.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+
+
+def load_weights(hf: nn.Module, path: str, device: torch.device) -> None:
+    """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
+
+    Raises `ValueError` if the checkpoint's names or shapes are not the model's.
+    """
+    hf.to_empty(device=device)
+    # Buffers that no checkpoint holds (rotary frequencies): NaN until their module computes them again.
+    for name, buffer in list(hf.named_non_persistent_buffers()):
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+        with torch.no_grad():
+            hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
+    if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
+        raise ValueError(f"--model {path}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
+    wanted = hf.state_dict()
+    for name in hf.all_tied_weights_keys:
+        wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
+    reader = HuggingFaceStorageReader(path)
+    with one_line_errors(f"--model {path}"):
+        stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
+    for name, tensor in wanted.items():
+        if stored.get(name) != list(tensor.shape):
+            found = f"shape {stored[name]}" if name in stored else "no such weight"
+            raise ValueError(f"--model {path}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
+    with one_line_errors(f"--model {path}"):
+        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str):
+    """Unreadable files become a ValueError that names them."""
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (OSError, EOFError, json.JSONDecodeError, SafetensorError, CheckpointException) as error:
+        raise ValueError(f"{what}: cannot read the checkpoint: {distributed.first_line(error)}") from error

@@ -1,0 +1,51 @@
+"""AdamW, its learning rate as a function of the step, and the one place where weights change."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from common import distributed
+from common.config import RunArgs
+
+
+def adamw(model: nn.Module, args: RunArgs) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) over the sharded float32 masters; weight decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
+        dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+
+
+def learning_rate(step: int, total_steps: int, args: RunArgs) -> float:
+    """Learning rate of the update after `step` finished ones: linear warmup from 0, then `--lr_schedule`, which
+    reaches `min_lr_ratio` of the peak after the last update. A function of the step: nothing to save or resume."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    done = min(1.0, (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
+    remaining = 1 - done if args.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return args.lr * (args.min_lr_ratio + (1 - args.min_lr_ratio) * remaining)
+
+
+def optimizer_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: Tensor
+) -> float:
+    """Clip, step, clear the gradients; returns the global gradient norm before clipping. Collective.
+
+    `loss` is this rank's share of it, summed over the micro-batches.
+    Raises `RunError` before anything is changed if the loss or the gradient is not finite.
+    """
+    loss = distributed.all_sum(loss)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        what = f"the loss is {float(loss)}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+        raise distributed.RunError(f"{what}: stopped before the optimizer step; the last checkpoint is good")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm

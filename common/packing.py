@@ -1,0 +1,126 @@
+"""Samples -> packed micro-batches: several sequences in one stream of tokens, no padding.
+
+The one place where tokens are shifted. A `Sample` keeps its streams aligned with its own `ids`: `x[i]` describes the
+token `ids[i]`. The packer turns them into inputs `ids[:-1]` and targets `ids[1:]`, and every stream follows the
+targets: in a `PackedBatch`, `x_T[t]` describes the prediction of `targets_T[t]`.
+
+Shapes: N sequences and T tokens in one micro-batch.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common import distributed
+
+# Per-token streams that a Sample may carry and a PackedBatch then has as `<name>_T`.
+STREAMS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+
+
+@dataclass
+class Sample:
+    """A prompt and its completion as token ids. Lists, not tensors: samples are small, many and travel by pickle."""
+
+    ids: list[int]
+    """prompt, then completion"""
+    loss_mask: list[bool]
+    """which of `ids` are trained on; same length. The first token is never predicted, so its entry is ignored"""
+    rollout_logprobs: list[float] | None = None
+    """log-probs of `ids` by the engine that sampled them, 0 where it did not; same length"""
+    old_logprobs: list[float] | None = None
+    """log-probs by the trainer at rollout time"""
+    ref_logprobs: list[float] | None = None
+    """log-probs by the reference model"""
+    advantages: list[float] | None = None
+    """advantage of each token"""
+    prompt_length: int = 0
+    """tokens of the prompt; `ids[prompt_length:]` is the completion"""
+    finish_reason: str = ""
+    """`stop` (an EOS was sampled) or `length` (cut off)"""
+    text: str = ""
+    """the completion decoded, for rewards and for people; never tokenised again"""
+    row: dict = field(default_factory=dict)
+    """the data row it came from, for the reward"""
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return self.ids[self.prompt_length :]
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens this sample takes in a pack: every id but the first is predicted once."""
+        return len(self.ids) - 1
+
+
+@dataclass
+class PackedBatch:
+    """One micro-batch. T is the number of packed targets; streams that no sample carries are None."""
+
+    input_ids_T: Tensor  # int64
+    targets_T: Tensor  # int64
+    position_ids_T: Tensor  # int64, restarts at 0 in every sequence
+    loss_mask_T: Tensor  # bool
+    sequence_ids_T: Tensor  # int64: which sequence, 0..N-1
+    cu_seqlens_N1: Tensor  # int32, N + 1 offsets: sequence n is [cu_seqlens[n], cu_seqlens[n + 1])
+    offsets: list[int]  # cu_seqlens_N1 on the host
+    max_seqlen: int  # on the host too: no kernel launch waits for the device
+    rollout_logprobs_T: Tensor | None = None  # float32, like all below
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offsets) - 1
+
+
+def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
+    """Pack this rank's samples into micro-batches of at most `pack_tokens` targets, first-fit decreasing.
+
+    Collective: every rank gets the same number of micro-batches, because each one's forward and backward run FSDP
+    collectives. Ranks with less to do get empty packs: one token, masked, whose loss is exactly zero.
+
+    Raises `ValueError` for a sample longer than `pack_tokens`.
+    """
+    bins: list[list[Sample]] = []
+    room: list[int] = []
+    for sample in sorted(samples, key=lambda sample: -sample.num_targets):  # stable: deterministic for equal lengths
+        size = sample.num_targets
+        if size > pack_tokens:
+            raise ValueError(f"a sequence of {size} tokens does not fit in --pack_tokens {pack_tokens}")
+        index = next((i for i, free in enumerate(room) if free >= size), None)
+        if index is None:
+            index = len(bins)
+            bins.append([])
+            room.append(pack_tokens)
+        bins[index].append(sample)
+        room[index] -= size
+    num_packs = max(1, int(distributed.all_max(len(bins))))
+    streams = [name for name in STREAMS if samples and getattr(samples[0], name) is not None]
+    streams = sorted(set().union(*distributed.gather_objects(streams)))  # also for a rank without samples
+    return [_pack_one(bins[i] if i < len(bins) else [], streams, device) for i in range(num_packs)]
+
+
+def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -> PackedBatch:
+    if not samples:
+        samples = [Sample(ids=[0, 0], loss_mask=[False, False], **{name: [0.0, 0.0] for name in streams})]
+    lengths = torch.tensor([sample.num_targets for sample in samples])
+    cu_seqlens_N1 = torch.zeros(len(samples) + 1, dtype=torch.int32)
+    cu_seqlens_N1[1:] = lengths.cumsum(0)
+
+    def targets(values_of, dtype: torch.dtype) -> Tensor:
+        """Streams follow the targets: everything about a sample's first token is dropped."""
+        return torch.tensor([x for sample in samples for x in values_of(sample)[1:]], dtype=dtype).to(device)
+
+    return PackedBatch(
+        input_ids_T=torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device),
+        targets_T=targets(lambda sample: sample.ids, torch.int64),
+        position_ids_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool),
+        sequence_ids_T=torch.arange(len(samples)).repeat_interleave(lengths).to(device),
+        cu_seqlens_N1=cu_seqlens_N1.to(device),
+        offsets=cu_seqlens_N1.tolist(),
+        max_seqlen=int(lengths.max()),
+        **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams},
+    )

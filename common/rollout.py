@@ -1,0 +1,324 @@
+"""The engine that samples completions from the policy being trained, in the same process.
+
+`make_engine` returns a vLLM engine (one per rank, or per tensor-parallel group), or where vLLM is not installed a
+short one over transformers. Both have `generate`, `sync_weights`, `sleep`, `wake` and `close`. The loop of a script is
+
+    engine.wake(); engine.sync_weights(model); groups = engine.generate(...); engine.sleep(); ...train...
+
+Completions do not depend on the number of ranks: every completion has a seed of its own.
+"""
+
+import contextlib
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common import distributed
+from common.config import RolloutArgs
+from common.models import compute_dtype
+from common.packing import PackedBatch, Sample
+
+SEED_SPACING = 1 << 16  # vLLM seeds the i-th completion of a request with seed + i
+
+
+def make_engine(path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, device: torch.device) -> "Engine":
+    """The engine `--engine` asks for, loaded with the checkpoint in folder `path`. Call after `load_policy`.
+
+    Raises `ValueError` for `--engine vllm` without vLLM or a tensor-parallel size that vLLM refuses.
+    """
+    installed = importlib.util.find_spec("vllm") is not None
+    if args.engine == "vllm" and not installed:
+        raise ValueError("--engine vllm: vllm is not installed; --engine transformers is the slower fallback")
+    if args.engine == "transformers" or not installed:
+        if args.tensor_parallel_size > 1:
+            raise ValueError("--tensor_parallel_size needs --engine vllm")
+        if args.engine == "auto" and distributed.is_main():
+            print("vllm is not installed: sampling with transformers, which is slower")
+        return TransformersEngine(path, args, eos_ids, tokenizer, device)
+    return VLLMEngine(path, args, eos_ids, tokenizer, device)
+
+
+class Engine:
+    """What both engines share: the settings, and the walk over the policy's weights."""
+
+    def __init__(self, path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, device: torch.device):
+        self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
+        self.dtype = compute_dtype(args, device)
+        with _untouched_rng():
+            self._start(path)
+        distributed.install_signal_handlers()  # vLLM's imports may have replaced them
+
+    def generate(
+        self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float, max_new_tokens: int | None = None
+    ) -> list[list[Sample]]:
+        """`n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt.
+
+        Sampled from softmax(logits / temperature), nothing cut off (temperature 0: greedy). `rollout_logprobs` are
+        those of that distribution; an EOS ends a completion and belongs to it. Collective with tensor parallelism.
+        """
+        with _untouched_rng():
+            groups = self._generate(prompts, n, seeds, temperature, max_new_tokens or self.args.max_new_tokens)
+        return [
+            [self._sample(prompt, ids, logprobs, finish_reason) for ids, logprobs, finish_reason in group]
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
+
+    def _sample(self, prompt: list[int], ids: list[int], logprobs: list[float], finish_reason: str) -> Sample:
+        return Sample(
+            ids=prompt + ids,
+            loss_mask=[False] * len(prompt) + [True] * len(ids),
+            rollout_logprobs=[0.0] * len(prompt) + logprobs,
+            prompt_length=len(prompt),
+            finish_reason=finish_reason,
+            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+        )
+
+    def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every weight of the policy, whole, one at a time, in one order on every rank (gathering is collective).
+
+        `state_dict` names a tied head too. Without it the engine would keep its old head and never say so.
+        """
+        for name, tensor in model.hf.state_dict().items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, whole.to(self.dtype)
+
+    def sleep(self) -> None:
+        """Give memory to the trainer, where the engine can."""
+
+    def wake(self) -> None:
+        """Take it back. `sync_weights` must follow before `generate`."""
+
+    def close(self) -> None:
+        """Shut down, on every rank, before `distributed.cleanup`."""
+
+
+class VLLMEngine(Engine):
+    """vLLM with `external_launcher`: its workers are the torchrun ranks themselves."""
+
+    def _start(self, path: str) -> None:
+        # Read once at import: before anything of vllm is imported.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
+        kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+        set_num_threads = torch.set_num_threads
+        from vllm import LLM
+
+        options = dict(enforce_eager=True) if on_cpu else dict(enable_sleep_mode=True)
+        if self.dtype != torch.float32:  # as the trainer does: see token_logprobs
+            options["hf_overrides"] = dict(head_dtype="float32")
+        try:
+            self.llm = LLM(
+                model=path,
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=self.args.tensor_parallel_size,
+                skip_tokenizer_init=True,
+                dtype=str(self.dtype).removeprefix("torch."),
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
+                generation_config="vllm",  # not the model's own top_p, top_k and penalties
+                max_model_len=context_length(path, self.args),
+                gpu_memory_utilization=self.args.gpu_memory_utilization,
+                seed=0,  # unused: every request brings its own
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **options,
+            )
+        except ValueError as error:
+            raise ValueError(f"vLLM refuses the model or its flags: {distributed.first_line(error)}") from error
+        finally:
+            # vLLM's CPU worker overwrites these for subprocesses we do not have, and turns set_num_threads off,
+            # which would leave the trainer on one thread (vllm/platforms/cpu.py, vllm/v1/worker/cpu_worker.py).
+            for name, value in kept.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            torch.set_num_threads = set_num_threads
+        size = self.args.tensor_parallel_size
+        first = dist.get_rank() // size * size
+        self.group_start, self.group = first, None
+        for start in range(0, dist.get_world_size(), size):  # new_group is collective: every rank makes all of them
+            group = dist.new_group(list(range(start, start + size)), backend="gloo") if size > 1 else None
+            self.group = group if start == first else self.group
+        self.sleep()
+
+    def _generate(self, prompts, n, seeds, temperature, max_new_tokens):
+        from vllm import SamplingParams
+
+        counts = [len(prompts)]
+        if self.group is not None:  # the ranks of a tensor-parallel group must all ask for all of the group's prompts
+            shares: list = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(shares, (prompts, seeds), group=self.group)
+            counts = [len(share) for share, _ in shares]
+            prompts = [prompt for share, _ in shares for prompt in share]
+            seeds = [seed for _, share in shares for seed in share]
+        params = [
+            SamplingParams(
+                n=n,
+                seed=seed * SEED_SPACING,
+                temperature=temperature,
+                max_tokens=max_new_tokens,
+                stop_token_ids=self.eos_ids,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
+        stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()
+        with stance:
+            requests = [dict(prompt_token_ids=prompt) for prompt in prompts]
+            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        mine = dist.get_rank() - self.group_start if self.group is not None else 0
+        start = sum(counts[:mine])
+        return [
+            [
+                (
+                    list(c.token_ids),
+                    [p[t].logprob for p, t in zip(c.logprobs, c.token_ids, strict=True)],
+                    c.finish_reason,
+                )
+                for c in output.outputs
+            ]
+            for output in outputs[start : start + counts[mine]]
+        ]
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Load the policy's current weights. Collective. Always call it before sampling; nothing guesses."""
+        self.llm.collective_rpc(
+            "reload_weights", kwargs=dict(weights_iterator=self._weights(model), is_checkpoint_format=True)
+        )
+        if self.device.type != "cpu":
+            self.llm.wake_up(tags=["kv_cache"])
+        # Cached prefixes are of the old weights.
+        assert self.llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests were still running"
+
+    def sleep(self) -> None:
+        if self.device.type != "cpu":  # vLLM's CPU worker cannot
+            self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()  # vLLM takes its memory from the driver, not from PyTorch's cache
+            self.llm.wake_up(tags=["weights"])
+
+    def close(self) -> None:
+        dist.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class TransformersEngine(Engine):
+    """`model.generate` on an unsharded replica: for machines without vLLM."""
+
+    def _start(self, path: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).to(self.device).eval()
+
+    @torch.no_grad()
+    def _generate(self, prompts, n, seeds, temperature, max_new_tokens):
+        rows = [
+            (prompt, seed * SEED_SPACING + i) for prompt, seed in zip(prompts, seeds, strict=True) for i in range(n)
+        ]
+        done: list = [None] * len(rows)
+        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+        for start in range(0, len(rows), 64):
+            batch = by_length[start : start + 64]
+            for i, completion in zip(
+                batch, self._batch([rows[i] for i in batch], temperature, max_new_tokens), strict=True
+            ):
+                done[i] = completion
+        return [done[i : i + n] for i in range(0, len(done), n)]
+
+    def _batch(self, rows, temperature, max_new_tokens):
+        longest = max(len(prompt) for prompt, _ in rows)
+        pad = self.eos_ids[0]
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt, _ in rows], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in rows], device=self.device)
+        sampler = _SeededSampler([seed for _, seed in rows], temperature, self.device)
+        out = self.replica.generate(
+            ids, attention_mask=mask, max_new_tokens=max_new_tokens, eos_token_id=self.eos_ids, pad_token_id=pad,
+            do_sample=False, top_p=None, top_k=None, repetition_penalty=None, logits_processor=[sampler],
+        )  # fmt: skip
+        logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
+        completions = []
+        for tokens, token_logprobs in zip(out[:, longest:].tolist(), logprobs, strict=True):
+            length = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+            reason = "stop" if tokens[length - 1] in self.eos_ids else "length"
+            completions.append((tokens[:length], token_logprobs[:length], reason))
+        return completions
+
+    def sync_weights(self, model: nn.Module) -> None:
+        """Copy the policy's current weights. Collective."""
+        mine = self.replica.state_dict()
+        with torch.no_grad():
+            for name, whole in self._weights(model):
+                mine[name].copy_(whole)
+
+
+class _SeededSampler:
+    """A logits processor that makes `generate`'s argmax a sample: argmax(log p + Gumbel noise) ~ p, with one noise
+    generator per completion, so that batching and ranks change nothing."""
+
+    def __init__(self, seeds: list[int], temperature: float, device: torch.device):
+        self.temperature = temperature
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
+        chosen = logprobs
+        if self.temperature > 0:
+            exponential = torch.stack(
+                [
+                    torch.empty_like(row).exponential_(generator=g)
+                    for row, g in zip(logprobs, self.generators, strict=True)
+                ]
+            )
+            chosen = logprobs - exponential.log()
+        self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
+        return chosen
+
+
+def context_length(path: str, args: RolloutArgs) -> int:
+    """Most tokens a prompt and its completion may have together: the model's context, or what one pack holds."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    return min(getattr(config, "max_position_embeddings", args.pack_tokens + 1), args.pack_tokens + 1)
+
+
+@contextlib.contextmanager
+def _untouched_rng():
+    """Starting an engine and sampling draw from the global generators; the trainer must not notice."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, engine: Engine) -> None:
+    """Compare the log-probs of engine and trainer on everything a first rollout sampled. Collective.
+
+    A wrong temperature, a stale head or a weight that did not arrive shows here, before anything is learned from it.
+    Raises `RunError` above `--max_logprob_difference`.
+    """
+    limit = args.max_logprob_difference or (1e-3 if engine.dtype == torch.float32 else 1.0)
+    differences = [((mb.old_logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() for mb in micro_batches]
+    if (worst := float(distributed.all_max(max(differences)))) > limit:
+        raise distributed.RunError(
+            f"engine and trainer differ by {worst:.2g} nats on a sampled token (--max_logprob_difference {limit:g}): "
+            "they do not compute the same model"
+        )

@@ -1,0 +1,288 @@
+"""GRPO, reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
+
+    torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
+
+Several completions of each prompt are sampled and rewarded; a completion's advantage is how much better it did than its
+group, and PPO's clipped loss makes the better ones more likely. No value model, and no reference unless `--beta`.
+
+Differences from the paper: the loss is a mean over the tokens of the whole global batch and the clip bounds differ
+(both DAPO, arXiv:2503.14476), KL to the reference is off by default, and the engine's and the trainer's probabilities
+are reconciled by truncated importance weights. See docs/grpo.md.
+
+Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch. Every per-token stream is
+aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common import distributed
+from common.advantages import group_advantages
+from common.checkpoint import Checkpointer, prepare_output_dir
+from common.config import RolloutArgs, parse
+from common.data import PROMPT_COLUMNS, Encoder, RowOrder, encode_prompts, require_columns, train_and_eval_rows
+from common.losses import clip_policy_loss, kl_k3, truncated_importance_weights
+from common.metrics import Meter, RunLogger, Totals
+from common.models import eos_token_ids, load_policy, load_tokenizer, resolve_model
+from common.optim import adamw, learning_rate, optimizer_step
+from common.packing import PackedBatch, Sample, pack
+from common.rewards import Rewards
+from common.rollout import Engine, check_agreement, context_length, make_engine
+
+
+@dataclass
+class Args(RolloutArgs):
+    output_dir: str = "runs/grpo"
+    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
+    lr: float = 1e-6
+    """peak learning rate of AdamW"""
+    minibatches: int = 1
+    """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
+    epochs_per_rollout: int = 1
+    """passes over each rollout"""
+    scale_rewards: bool = True
+    """divide a group's advantages by the standard deviation of its rewards; false: only subtract the mean (Dr. GRPO)"""
+    clip_low: float = 0.2
+    """the importance ratio is clipped below at 1 - clip_low"""
+    clip_high: float = 0.28
+    """the importance ratio is clipped above at 1 + clip_high"""
+    beta: float = 0.0
+    """weight of the KL penalty to the starting model; 0 never loads it"""
+    importance_cap: float = 2.0
+    """truncate the trainer/engine importance weights here; 0: no correction"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("minibatches", "epochs_per_rollout")
+        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
+        ranks = distributed.world_size()
+        self.require_multiple("prompts_per_step", ranks * self.minibatches, "the number of ranks times --minibatches")
+        if self.samples_per_prompt < 2:
+            raise ValueError(
+                f"--samples_per_prompt {self.samples_per_prompt}: GRPO compares samples, it needs at least 2"
+            )
+        for flag in ("clip_low", "clip_high", "beta", "importance_cap"):
+            if getattr(self, flag) < 0:
+                raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
+        if self.clip_low >= 1:
+            raise ValueError(f"--clip_low {self.clip_low} must be below 1: ratios are positive")
+
+
+def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor]) -> None:
+    """Reward and length statistics of this rank's groups. NaN is a reward that could not be computed."""
+    valid_PG = ~rewards_PG.isnan()
+    std_P = group_advantages(rewards_PG, scale_by_std=False).square().sum(-1).div(rewards_PG.shape[1] - 1).sqrt()
+    meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
+    meter.mean("reward_std", std_P.sum(), len(std_P))
+    meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
+    meter.mean("reward/error_fraction", (~valid_PG).sum(), valid_PG.numel())
+    for name, part_PG in parts.items():
+        meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
+    for sample in (sample for group in groups for sample in group):
+        meter.mean("completions/mean_length", len(sample.completion_ids))
+        meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
+
+
+def measure_update(meter: Meter, args: Args, mb: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> None:
+    """Statistics of one micro-batch's update over its trained tokens."""
+    mask_T, log_ratio_T = mb.loss_mask_T, logprobs_T.detach() - mb.old_logprobs_T
+    too_low_T = (log_ratio_T < math.log(1 - args.clip_low)) & (mb.advantages_T < 0)
+    too_high_T = (log_ratio_T > math.log(1 + args.clip_high)) & (mb.advantages_T > 0)
+    meter.masked_mean("clip_ratio/region_mean", too_low_T | too_high_T, mask_T)
+    meter.masked_mean("entropy", entropy_T, mask_T)
+
+
+def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
+    """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled."""
+    difference = (mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T]
+    if len(difference) == 0:  # an empty pack
+        return
+    ratio, name = difference.exp(), "sampling/importance_sampling_ratio"
+    meter.mean("sampling/sampling_logp_difference/mean", difference.abs().sum(), len(difference))
+    meter.max("sampling/sampling_logp_difference/max", difference.abs().max())
+    meter.mean(f"{name}/mean", ratio.sum(), len(ratio))
+    meter.mean(f"{name}/mean_square", ratio.square().sum(), len(ratio))
+    meter.min(f"{name}/min", ratio.min())
+    meter.max(f"{name}/max", ratio.max())
+
+
+def evaluate(engine: Engine, prompts: list[list[int]], rows: list[dict], rewards: Rewards) -> dict[str, float]:
+    """Greedy completions of this rank's held-out prompts. pass@1: the fraction whose first reward is at least 1."""
+    meter = Meter()
+    groups = engine.generate(prompts, n=1, seeds=[0] * len(prompts), temperature=0.0)
+    for group, row in zip(groups, rows, strict=True):
+        group[0].row = row
+    rewards_PG, parts = rewards(groups)
+    solved_PG = next(iter(parts.values())) >= 1
+    meter.mean("eval/pass_at_1", solved_PG.sum(), solved_PG.numel())
+    meter.mean("eval/reward", rewards_PG.nansum(), (~rewards_PG.isnan()).sum())
+    return meter.reduce()
+
+
+def main(args: Args) -> None:
+    # ---- setup: one process per GPU, identical Args everywhere ----
+    device, rank, world_size = distributed.setup(args.seed)
+    prepare_output_dir(args)
+
+    # ---- data: prompts as token ids, and what the rewards need beside them ----
+    path = resolve_model(args.model)
+    tokenizer = load_tokenizer(path)
+    encoder = Encoder(tokenizer, args)
+    rows, eval_rows = train_and_eval_rows(args)
+    columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    rewards = Rewards(args.reward, args.reward_weights, args.max_reward_errors, rows)
+    room = context_length(path, args) - args.max_new_tokens
+    prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
+    eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
+    my_eval = eval_prompts[rank::world_size], eval_rows[rank::world_size]
+    order = RowOrder(len(prompts), args.seed)
+    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
+
+    # ---- models and engine: FSDP2 shards train, vLLM in the same process samples ----
+    model = load_policy(path, args, device)
+    reference = load_policy(path, args, device, trainable=False) if args.beta else None
+    optimizer = adamw(model, args)
+    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+
+    # ---- resume: everything else is a function of (seed, step) ----
+    totals = Totals()
+    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals)
+    first_step = checkpointer.load_latest()
+    meter = Meter()
+    logger = RunLogger(
+        args, first_step, total_steps, show=("reward", "eval/pass_at_1", "completions/mean_length", "time/step"),
+        curves=("reward", "eval/pass_at_1", "entropy", "grad_norm", "completions/mean_length",
+                "sampling/sampling_logp_difference/max"),
+    )  # fmt: skip
+    updates = args.minibatches * args.epochs_per_rollout
+    logger.message(
+        f"{len(prompts)} prompts ({dropped} dropped as too long), {len(eval_prompts)} held out ({eval_dropped} dropped), "
+        f"{total_steps} steps on {world_size} ranks, {type(engine).__name__}, "
+        + ("on-policy" if updates == 1 else f"off-policy, {updates} updates per rollout")
+    )
+    if eval_prompts and first_step == 0:
+        engine.wake()
+        engine.sync_weights(model)
+        logger.log(0, evaluate(engine, *my_eval, rewards))
+        engine.sleep()
+
+    stopping = False
+    for step in range(first_step, total_steps):
+        # ---- 1. rollout: the engine always samples from the weights we are about to update ----
+        cursor = order.state_dict()
+        with meter.time("step"):
+            with meter.time("sync"):
+                engine.wake()
+                engine.sync_weights(model)
+            with meter.time("rollout"):
+                drawn = order.draw(args.prompts_per_step)
+                mine = range(rank, args.prompts_per_step, world_size)  # positions in the step's global batch
+                # A seed per prompt, from its global position: completions do not depend on the number of ranks.
+                seeds = [distributed.fold_seed(args.seed, step, i) for i in mine]
+                batch = [prompts[drawn[i]] for i in mine]
+                groups = engine.generate(batch, args.samples_per_prompt, seeds, args.temperature)
+                engine.sleep()  # hand weights and KV-cache memory back to the trainer
+            for i, group in zip(mine, groups, strict=True):
+                for sample in group:
+                    sample.row = rows[drawn[i]]
+            if distributed.stop_requested():
+                order.load_state_dict(cursor)  # nothing was learned from this rollout: the resumed run makes it again
+                stopping = True
+                break
+
+            # ---- 2. reward and advantage ----
+            with meter.time("reward"):
+                rewards_PG, parts = rewards(groups)
+            advantages_PG = group_advantages(rewards_PG, args.scale_rewards)
+            for group, advantages_G in zip(groups, advantages_PG.tolist(), strict=True):
+                for sample, advantage in zip(group, advantages_G, strict=True):
+                    sample.advantages = [advantage] * len(sample.ids)  # one per completion, the same on every token
+            measure_groups(meter, groups, rewards_PG, parts)
+
+            # ---- 3. update ----
+            with meter.time("train"):
+                # Groups [m * size, (m + 1) * size) of every rank are minibatch m: the same global prompts on any ranks.
+                # pack() gives every rank the same number of micro-batches: FSDP collectives must match.
+                size = len(groups) // args.minibatches
+                minibatches = [
+                    pack([s for group in groups[m : m + size] for s in group], args.pack_tokens, device)
+                    for m in range(0, len(groups), size)
+                ]
+                if updates > 1:  # the ratio is to the policy at rollout time, by the trainer's own arithmetic
+                    for mb in (mb for minibatch in minibatches for mb in minibatch):
+                        with torch.no_grad():
+                            mb.old_logprobs_T, _, _ = model(mb, temperature=args.temperature)
+                for update in range(updates):
+                    minibatch = minibatches[update % args.minibatches]
+                    global_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+                    minibatch_loss = torch.zeros((), device=device)
+                    for mb in minibatch:
+                        logprobs_T, entropy_T, _ = model(mb, temperature=args.temperature)
+                        if updates == 1:
+                            mb.old_logprobs_T = logprobs_T.detach()
+                        loss_T = clip_policy_loss(
+                            logprobs_T, mb.old_logprobs_T, mb.advantages_T, args.clip_low, args.clip_high
+                        )
+                        if args.importance_cap:
+                            loss_T = loss_T * truncated_importance_weights(
+                                mb.old_logprobs_T, mb.rollout_logprobs_T, args.importance_cap
+                            )
+                        if reference is not None:
+                            with torch.no_grad():
+                                ref_logprobs_T, _, _ = reference(mb, temperature=args.temperature)
+                            kl_T = kl_k3(logprobs_T, ref_logprobs_T)
+                            loss_T = loss_T + args.beta * kl_T
+                            meter.masked_mean("kl", kl_T, mb.loss_mask_T)
+                        # Token mean over the *global* minibatch. FSDP averages gradients over ranks; undo that.
+                        loss = (loss_T * mb.loss_mask_T).sum() / global_tokens
+                        (loss * world_size).backward()
+                        minibatch_loss += loss.detach()
+                        meter.masked_mean("loss", loss_T, mb.loss_mask_T)
+                        measure_update(meter, args, mb, logprobs_T, entropy_T)
+                        if update < args.minibatches:
+                            measure_sampling(meter, mb)
+                    if step == first_step and update == 0:
+                        check_agreement(minibatch, args, engine)
+                    lr = learning_rate(step, total_steps, args)
+                    grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss)
+                    meter.mean("grad_norm", grad_norm)
+
+        # ---- 4. log, evaluate, checkpoint ----
+        totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
+        metrics = meter.reduce() | dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
+        ratio = "sampling/importance_sampling_ratio"
+        metrics["sampling/ess"] = metrics[f"{ratio}/mean"] ** 2 / metrics.pop(f"{ratio}/mean_square")
+        last = step + 1 == total_steps
+        if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
+            engine.wake()
+            engine.sync_weights(model)
+            metrics |= evaluate(engine, *my_eval, rewards)
+            engine.sleep()
+        logger.log(step + 1, metrics)
+        if (step + 1) % args.log_every == 0 or last:
+            logger.samples(step + 1, [s for group in groups for s in group], rewards_PG.flatten().tolist())
+        stopping = distributed.stop_requested()
+        if stopping:
+            step += 1
+            break
+        if (step + 1) % args.save_every == 0 or last:
+            with meter.time("save"):  # counted in the next step's line
+                checkpointer.save(step + 1)
+            logger.draw_curves()
+
+    if stopping:
+        checkpointer.save(step)
+        logger.message(f"told to stop: saved step {step}; the same command goes on from there")
+    else:
+        checkpointer.export_hf(tokenizer)
+        logger.message(f"done: {args.output_dir}/hf")
+    logger.close()
+    engine.close()
+    distributed.cleanup()
+
+
+if __name__ == "__main__":
+    main(parse(Args))
