@@ -20,11 +20,13 @@ from torch import Tensor
 from common import distributed
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.config import RunArgs, parse
-from common.data import SFT_COLUMNS, Encoder, RowOrder, require_columns, train_and_eval_rows
+from common.data import Encoder, RowOrder
+from common.hub import load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
-from common.models import Policy, load_policy, load_tokenizer, resolve_model
+from common.models import Policy, load_policy
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, Sample, pack
+from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows
 
 
 @dataclass

@@ -1,0 +1,141 @@
+"""Reading datasets: files, folders, the hub or a built-in task -> rows.
+
+A row is a dict of the dataset's columns plus `_source` (`train.jsonl:17`), which every complaint about it names. Every
+rank reads all rows.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import distributed
+from common.config import RunArgs
+from common.tiny import arithmetic_rows
+
+# What the supervised scripts can train on: the first of these whose columns the dataset has.
+SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",))
+PROMPT_COLUMNS = (("prompt",), ("question",))  # what the online scripts can sample from
+
+
+def load_rows(flag: str, dataset: str, split: str, config: str | None = None) -> list[dict] | None:
+    """All rows of one split: a built-in task, a file, a folder or a Hugging Face dataset.
+
+    None if the dataset is there but has no such split. Raises `ValueError` naming `flag`, the file or the row.
+    """
+    path = Path(dataset).expanduser()
+    if dataset == "arithmetic":
+        rows, name = arithmetic_rows(split) if split in ("train", "test") else None, f"arithmetic/{split}"
+    elif path.is_file():
+        rows, name = _read_file(flag, path) if split == "train" else None, path.name
+    elif path.is_dir():
+        rows, name = _read_folder(flag, path, split), f"{path.name}/{split}"
+    elif path.suffix in (".jsonl", ".json", ".parquet", ".csv") or dataset.startswith((".", "/", "~")):
+        raise ValueError(f"{flag} {dataset}: no such file")
+    else:
+        rows, name = _read_hub(flag, dataset, split, config), f"{dataset}/{split}"
+    if rows is None:
+        return None
+    if not rows:
+        raise ValueError(f"{flag} {dataset}: {name} is empty")
+    for number, row in enumerate(rows, 1):
+        row.setdefault("_source", f"{name}:{number}")
+    return rows
+
+
+def _read_file(flag: str, path: Path) -> list[dict]:
+    if path.suffix in (".parquet", ".csv"):
+        return _with_datasets(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
+    if path.suffix not in (".jsonl", ".json"):
+        raise ValueError(f"{flag} {path}: expected a .jsonl, .json, .parquet or .csv file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
+    rows = []
+    # not splitlines(): it also breaks at U+2028, which JSON strings may hold
+    lines = [text] if path.suffix == ".json" else text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{flag} {path}: line {number + error.lineno - 1} is not valid JSON: {error.msg}"
+            ) from error
+        for item in value if path.suffix == ".json" and isinstance(value, list) else [value]:
+            where = f"{path.name}:{number if path.suffix == '.jsonl' else len(rows) + 1}"
+            if not isinstance(item, dict):
+                raise ValueError(f"{flag} {path}: {where} is not an object")
+            rows.append(item | {"_source": where})
+    return rows
+
+
+def _read_folder(flag: str, folder: Path, split: str) -> list[dict] | None:
+    """`train.jsonl`, `train-00000-of-00002.parquet`, ... ; a folder whose files name no split is all `train`."""
+    files = sorted(f for f in folder.rglob("*") if f.suffix in (".jsonl", ".json", ".parquet", ".csv"))
+    if not files:
+        raise ValueError(f"{flag} {folder}: no .jsonl, .json, .parquet or .csv files in it")
+    named = [f for f in files if f.stem.split("-")[0].split(".")[0] in ("train", "test", "validation", "eval", split)]
+    if named:
+        files = [f for f in files if f.stem.split("-")[0].split(".")[0] == split]
+    elif split != "train":
+        return None
+    return [row for f in files for row in _read_file(flag, f)] or None
+
+
+def _read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
+    return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
+
+
+def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from pyarrow import ArrowException
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(*where, split=split, **options).to_list()
+    except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
+        ) from error
+    except (datasets.exceptions.DatasetGenerationError, ArrowException) as error:
+        raise ValueError(f"{what}: cannot be read: {distributed.first_line(error.__cause__ or error)}") from error
+    except ValueError as error:
+        if "Unknown split" in str(error) or "Bad split" in str(error):
+            return None
+        raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
+
+
+def train_and_eval_rows(args: RunArgs) -> tuple[list[dict], list[dict]]:
+    """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
+    own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`."""
+    train = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    if train is None:
+        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
+    if not args.eval_every:
+        return train, []
+    if args.eval_dataset is not None:
+        held_out = load_rows("--eval_dataset", args.eval_dataset, args.eval_split, args.dataset_config)
+        held_out = held_out or load_rows("--eval_dataset", args.eval_dataset, "train", args.dataset_config)
+    else:
+        held_out = load_rows("--dataset", args.dataset, args.eval_split, args.dataset_config)
+    order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
+    if held_out is not None:
+        return train, order.sample(held_out, min(args.eval_size, len(held_out)))
+    if len(train) <= args.eval_size:
+        raise ValueError(f"--eval_size {args.eval_size} leaves no training rows of {len(train)}; or --eval_every 0")
+    order.shuffle(train)
+    return train[args.eval_size :], train[: args.eval_size]
+
+
+def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The first of `choices` that the rows have. Raises `ValueError` saying what was found and what would do."""
+    found = [column for column in rows[0] if column != "_source"]
+    for columns in choices:
+        if all(column in found for column in columns):
+            return columns
+    wanted = ", or ".join(" and ".join(columns) for columns in choices)
+    raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")

@@ -1,0 +1,60 @@
+"""Packing shifts streams once, loses nothing and never exceeds its budget."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.packing import Sample, pack
+
+CPU = torch.device("cpu")
+
+
+def sample(length: int, start: int = 0) -> Sample:
+    ids = list(range(start, start + length))
+    return Sample(
+        ids=ids,
+        loss_mask=[i % 2 == 0 for i in ids],
+        rollout_logprobs=[float(-i) for i in ids],
+        advantages=[float(10 * i) for i in ids],
+    )
+
+
+@given(st.lists(st.integers(2, 30), max_size=40), st.integers(30, 100))
+def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
+    samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
+    micro_batches = pack(samples, pack_tokens, CPU)
+    targets = []
+    for mb in micro_batches:
+        assert len(mb.targets_T) <= pack_tokens
+        assert mb.offsets == mb.cu_seqlens_N1.tolist() and mb.offsets[-1] == len(mb.targets_T)
+        if not samples:
+            continue
+        assert torch.equal(mb.rollout_logprobs_T, -mb.targets_T.float())  # a stream follows the targets
+        assert torch.equal(mb.advantages_T, 10 * mb.targets_T.float())
+        assert torch.equal(mb.loss_mask_T, mb.targets_T % 2 == 0)
+        assert torch.equal(mb.targets_T, mb.input_ids_T + 1)  # ids of a sample count up: the shift is by one
+        assert torch.equal(mb.position_ids_T, mb.input_ids_T % 1000)  # positions restart in every sequence
+        targets += mb.targets_T.tolist()
+    assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
+
+
+def test_sequence_ids_and_offsets():
+    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and mb.num_sequences == 2
+    assert mb.sequence_ids_T.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_no_samples_still_gives_one_masked_pack():
+    (mb,) = pack([], 10, CPU)
+    assert len(mb.targets_T) == 1 and not mb.loss_mask_T.any()
+
+
+def test_too_long_names_the_flag():
+    with pytest.raises(ValueError, match="--pack_tokens 10"):
+        pack([sample(12)], 10, CPU)
+
+
+def test_first_fit_decreasing_fills_the_bins():
+    micro_batches = pack([sample(n + 1) for n in (2, 5, 5, 8, 3, 7)], 10, CPU)
+    assert [len(mb.targets_T) for mb in micro_batches] == [10, 10, 10]
