@@ -161,7 +161,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     updates = args.minibatches * args.epochs_per_rollout
     logger.message(
-        f"{len(prompts)} prompts ({dropped} dropped as too long), {len(eval_prompts)} held out ({eval_dropped} dropped), "
+        f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
         f"{total_steps} steps on {world_size} ranks, {type(engine).__name__}, "
         + ("on-policy" if updates == 1 else f"off-policy, {updates} updates per rollout")
     )

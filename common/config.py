@@ -165,9 +165,8 @@ class RolloutArgs(RunArgs):
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise ValueError(f"--reward_weights has {len(self.reward_weights)} values for {len(self.reward)} rewards")
         if distributed.world_size() % self.tensor_parallel_size:
-            raise ValueError(
-                f"--tensor_parallel_size {self.tensor_parallel_size} does not divide the {distributed.world_size()} ranks"
-            )
+            size, ranks = self.tensor_parallel_size, distributed.world_size()
+            raise ValueError(f"--tensor_parallel_size {size} does not divide the {ranks} ranks")
         if not 0 < self.gpu_memory_utilization < 1:
             raise ValueError(f"--gpu_memory_utilization {self.gpu_memory_utilization} must be between 0 and 1")
         if self.max_new_tokens >= self.pack_tokens:
@@ -228,7 +227,7 @@ def _unknown(name: str, known: Sequence[str], where: str) -> ValueError:
 
 
 def _canonical(args_class: type, argv: list[str]) -> list[str]:
-    """Snake-case names, `--flag=value` split, `--compile` = `--compile True`, `true` = `True`; refuses unknown flags."""
+    """Snake case, `--flag=value` split, `--compile` = `--compile True`, `true` = `True`; refuses unknown flags."""
     known, out = _fields(args_class), []
     for i, arg in enumerate(argv):
         if arg in ("-h", "--help"):

@@ -152,7 +152,7 @@ def encode_prompts(
 
 
 class RowOrder:
-    """An endless stream of row indices, each epoch a new permutation. Its state is (epoch, index), on every rank alike."""
+    """An endless stream of row indices, each epoch a new permutation. Its state, (epoch, index), is every rank's."""
 
     def __init__(self, num_rows: int, seed: int):
         self.num_rows, self.seed = num_rows, seed

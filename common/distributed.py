@@ -43,9 +43,9 @@ def is_main() -> bool:
 def setup(seed: int) -> tuple[torch.device, int, int]:
     """Join the process group, install the signal and failure handlers and seed torch.
 
-    Returns `(device, rank, world_size)`. Under torchrun the environment says who we are; plain `python script.py` is one
-    rank. CUDA ranks use NCCL (and gloo for CPU tensors), others gloo. Every rank gets the same seed: initial
-    weights must not depend on the rank, and nothing else draws from the global generator.
+    Returns `(device, rank, world_size)`. Under torchrun the environment says who we are; plain `python script.py` is
+    one rank. CUDA ranks use NCCL (and gloo for CPU tensors), others gloo. Every rank gets the same seed: initial weights
+    must not depend on the rank, and nothing else draws from the global generator.
 
     Exits with one line if the other ranks cannot be met.
     """

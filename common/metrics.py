@@ -1,6 +1,6 @@
 """What a run tells: numbers per step, on disk and on the console, by rank 0 alone.
 
-`metrics.jsonl` always; wandb and tensorboard on request; a progress bar and tables on a terminal, plain lines elsewhere.
+`metrics.jsonl` always, wandb and tensorboard on request; a progress bar on a terminal, plain lines elsewhere.
 """
 
 import contextlib
@@ -169,9 +169,14 @@ class RunLogger:
             return
         with (self.folder / "samples.jsonl").open("a") as file:
             for sample, reward in zip(samples, rewards, strict=True):
-                advantage = sample.advantages[-1] if sample.advantages else None
-                line = dict(step=step, prompt=sample.row.get("prompt") or sample.row.get("question"), reward=reward,
-                            completion=sample.text, advantage=advantage, finish_reason=sample.finish_reason)  # fmt: skip
+                line = dict(
+                    step=step,
+                    prompt=sample.row.get("prompt") or sample.row.get("question"),
+                    completion=sample.text,
+                    reward=reward,
+                    advantage=sample.advantages[-1] if sample.advantages else None,
+                    finish_reason=sample.finish_reason,
+                )
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         from rich.table import Table
 

@@ -100,11 +100,12 @@ def build_model():
 def arithmetic_rows(split: str) -> list[dict]:
     """Rows of the built-in task: `prompt`, `completion`, `answer`, `chosen`, `rejected`, all strings.
 
-    `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 where the hundreds stay as they are: 4,488 questions, of which
-    `test` holds 500 and `train`, in four demonstrations each, the others. The demonstrator forgets to carry (or borrow) two times in three, and three
-    questions in five need it: whoever imitates the `completion`s gets about 0.4 of the `answer`s right, while every
-    right answer stays well within reach of sampling. So SFT leaves room, and rewards fill it. `chosen` is the answer,
-    `rejected` the forgetful one, or where nothing is carried an answer with one digit off.
+    `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 where the hundreds stay as they are: 4,488 questions, of
+    which `test` holds 500 and `train`, in four demonstrations each, the others. The demonstrator forgets to carry (or
+    borrow) two times in three, and three questions in five need it: whoever imitates the `completion`s gets about 0.4
+    of the `answer`s right, while every right answer stays well within reach of sampling. So SFT leaves room, and
+    rewards fill it. `chosen` is the answer, `rejected` the forgetful one, or where nothing is carried an answer with
+    one digit off.
 
     The same rows in the same order always. Raises `ValueError` for another split.
     """

@@ -16,12 +16,6 @@ def columns(rows):
     return (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
 
 
-def numeric_gradient(f, x, eps=1e-6):
-    return [
-        (f(*x[:i], x[i] + eps, *x[i + 1 :]) - f(*x[:i], x[i] - eps, *x[i + 1 :])) / (2 * eps) for i in range(len(x))
-    ]
-
-
 @given(rows)
 def test_clip_policy_loss_value_and_gradient(rows):
     new, old, advantage = columns(rows)
