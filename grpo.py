@@ -265,7 +265,7 @@ def main(args: Args) -> None:
             engine.sleep()
         logger.log(step + 1, metrics)
         if (step + 1) % args.log_every == 0 or last:
-            logger.samples(step + 1, [s for group in groups for s in group], rewards_PG.flatten().tolist())
+            logger.samples(step + 1, groups, rewards_PG)
         stopping = distributed.stop_requested()
         if stopping:
             step += 1

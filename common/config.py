@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import math
 import re
 import sys
 import types
@@ -103,6 +104,7 @@ class RunArgs:
         self.require_positive("keep_last")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"--max_steps {self.max_steps} must be at least 1")
+        self.require_finite("epochs", "lr", "weight_decay", "min_lr_ratio")
         for flag in ("warmup_steps", "weight_decay", "eval_every", "min_lr_ratio"):
             if getattr(self, flag) < 0:
                 raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
@@ -114,6 +116,11 @@ class RunArgs:
         for flag in flags:
             if not getattr(self, flag) > 0:
                 raise ValueError(f"--{flag} {getattr(self, flag)} must be greater than 0")
+
+    def require_finite(self, *flags: str) -> None:
+        for flag in flags:
+            if not math.isfinite(getattr(self, flag)):
+                raise ValueError(f"--{flag} {getattr(self, flag)} must be a finite number")
 
     def require_multiple(self, flag: str, divisor: int, of: str) -> None:
         """A global size must split evenly: over the ranks, over the minibatches."""
@@ -159,11 +166,16 @@ class RolloutArgs(RunArgs):
         super().__post_init__()
         self.require_positive("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
         self.require_positive("tensor_parallel_size")
+        self.require_finite("temperature")
         self.require_multiple("prompts_per_step", distributed.world_size(), "the number of ranks")
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise ValueError(f"--reward_weights has {len(self.reward_weights)} values for {len(self.reward)} rewards")
+        if not all(map(math.isfinite, self.reward_weights)):
+            raise ValueError(f"--reward_weights {' '.join(map(str, self.reward_weights))} must be finite numbers")
+        if not 0 <= self.max_reward_errors <= 1:
+            raise ValueError(f"--max_reward_errors {self.max_reward_errors} must be in [0, 1]")
         if distributed.world_size() % self.tensor_parallel_size:
             size, ranks = self.tensor_parallel_size, distributed.world_size()
             raise ValueError(f"--tensor_parallel_size {size} does not divide the {ranks} ranks")
@@ -253,7 +265,7 @@ def _yaml_to_argv(args_class: type, path: str) -> list[str]:
         config = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config {path}: expected `flag: value` lines")

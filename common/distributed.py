@@ -44,7 +44,7 @@ def setup(seed: int) -> tuple[torch.device, int, int]:
     """Join the process group, install the signal and failure handlers and seed torch.
 
     Returns `(device, rank, world_size)`. Under torchrun the environment says who we are; plain `python script.py` is
-    one rank. CUDA ranks use NCCL (and gloo for CPU tensors), others gloo. Every rank gets the same seed: initial weights
+    one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Every rank gets the same seed: initial weights
     must not depend on the rank, and nothing else draws from the global generator.
 
     Exits with one line if the other ranks cannot be met.
@@ -56,6 +56,8 @@ def setup(seed: int) -> tuple[torch.device, int, int]:
             port = free.getsockname()[1]
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if world_size() > 1 and os.environ["MASTER_PORT"] == "0":  # every rank would wait at a port of its own
+        fail("--master_port 0: on one machine use torchrun --standalone, else name a port", code=2)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

@@ -16,17 +16,38 @@ def resolve_model(model: str) -> str:
     if model == "tiny":
         return tiny_model()
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        for name in ("config.json", "tokenizer_config.json"):
-            if not (folder / name).is_file():
-                raise ValueError(f"--model {model}: the folder has no {name}")
-        if not any(folder.glob("*.safetensors")):
-            raise ValueError(f"--model {model}: the folder has no *.safetensors weights")
-        return str(folder)
-    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise ValueError(f"--model {model}: no such folder")
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-    return download(f"--model {model}", model, "model", patterns)
+    if not folder.is_dir():
+        if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise ValueError(f"--model {model}: no such folder")
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        folder = Path(download(f"--model {model}", model, "model", patterns))
+    _require_checkpoint(f"--model {model}", folder)
+    return str(folder)
+
+
+def _require_checkpoint(flag: str, folder: Path) -> None:
+    """The files that everything later takes for granted; damaged ones would fail deep inside a library."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    for name in ("config.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{flag}: the folder has no {name}")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{flag}: the folder has no *.safetensors weights")
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{flag}: {file.name} is not valid JSON: {distributed.first_line(error)}") from error
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except StrictDataclassError as error:  # its first line names the field, its second says what is wrong with it
+        raise ValueError(f"{flag}: config.json: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{flag}: config.json: {distributed.first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{flag}: {config.model_type} is not a causal language model")
 
 
 def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:
@@ -53,10 +74,15 @@ def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None
 
 
 def load_tokenizer(path: str):
-    """The checkpoint's tokenizer. Raises `ValueError` if it has no EOS, without which no completion ends."""
+    """The checkpoint's tokenizer. Raises `ValueError` if it cannot be loaded or has no EOS, without which no completion
+    ends."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    # a KeyError is a tokenizer.json of another kind; an ImportError a slow tokenizer that needs packages of its own
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"--model {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--model {path}: the tokenizer has no EOS token")
     return tokenizer

@@ -144,7 +144,7 @@ class RunLogger:
     def message(self, text: str) -> None:
         """A line for people."""
         if self.active:
-            self.console.print(text, markup=False, highlight=False)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer) -> None:
         """One training sample, decoded; what is trained stands out in colour, or between marks without a terminal."""
@@ -163,27 +163,33 @@ class RunLogger:
             text.append(plain, style="bold green" if trained else "dim")
         self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
-    def samples(self, step: int, samples: list[Sample], rewards: list[float], rows: int = 4) -> None:
-        """Append every sample to samples.jsonl and show a few as a table. Rank 0's samples."""
-        if not self.active:
-            return
-        with (self.folder / "samples.jsonl").open("a") as file:
-            for sample, reward in zip(samples, rewards, strict=True):
-                line = dict(
+    def samples(self, step: int, groups: list[list[Sample]], rewards_PG: Tensor, rows: int = 4) -> None:
+        """All ranks' groups to samples.jsonl, in the step's global order, and a few as a table. Collective."""
+        mine = [
+            [
+                dict(
                     step=step,
                     prompt=sample.row.get("prompt") or sample.row.get("question"),
                     completion=sample.text,
                     reward=reward,
-                    advantage=sample.advantages[-1] if sample.advantages else None,
+                    advantage=sample.advantages[-1],
                     finish_reason=sample.finish_reason,
                 )
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                for sample, reward in zip(group, rewards_G, strict=True)
+            ]
+            for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True)
+        ]
+        ranks = distributed.gather_objects(mine)
+        if not self.active:
+            return
+        lines = [line for groups in zip(*ranks, strict=True) for group in groups for line in group]
+        with (self.folder / "samples.jsonl").open("a") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         from rich.table import Table
 
         table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
-        for sample, reward in list(zip(samples, rewards, strict=True))[:rows]:
-            prompt = sample.row.get("prompt") or sample.row.get("question")
-            table.add_row(_brief(str(prompt)), _brief(sample.text), f"{reward:.2f}")
+        for line in lines[:: max(1, len(lines) // rows)][:rows]:
+            table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}")
         self.console.print(table)
 
     def draw_curves(self) -> None:

@@ -43,7 +43,7 @@ def optimizer_step(
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         what = f"the loss is {float(loss)}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-        raise distributed.RunError(f"{what}: stopped before the optimizer step; the last checkpoint is good")
+        raise distributed.RunError(f"{what}: stopped before the optimizer step, nothing was saved after it")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -89,8 +89,9 @@ def load_reward(name: str) -> Reward:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises, it is named and the run stops
-        raise ValueError(f"--reward {name}: {path} fails to import: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's file raises, it is named and the run stops
+        what = f"{type(error).__name__}: {distributed.first_line(error)}"
+        raise ValueError(f"--reward {name}: {path} fails to import: {what}") from error
     if not callable(getattr(module, function, None)):
         raise ValueError(f"--reward {name}: {path} has no function {function}")
     return getattr(module, function)
@@ -108,7 +109,10 @@ class Rewards:
         for name, function in self.functions.items():
             for column in getattr(function, "columns", ()):
                 if column not in rows[0]:
-                    raise ValueError(f"--reward {name} reads column {column}; the dataset has {', '.join(rows[0])}")
+                    found = ", ".join(c for c in rows[0] if c != "_source")
+                    raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
+                if bad := next((row for row in rows if row.get(column) is None), None):
+                    raise ValueError(f"{bad['_source']}: column {column} is missing, --reward {name} reads it")
 
     def __call__(self, groups: list[list[Sample]]) -> tuple[Tensor, dict[str, Tensor]]:
         """`(rewards_PG, {name: rewards_PG})`, float64. A function that raises, or returns no finite number, leaves NaN:
@@ -134,8 +138,9 @@ class Rewards:
     def _call(self, name: str, sample: Sample, errors: list[str]) -> float:
         try:
             value = float(self.functions[name](sample.text, sample.row))
-        except Exception as error:  # counted, reported and bounded by --max_reward_errors
-            errors.append(f"{name} on {sample.row['_source']}: {type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # counted, reported and bounded by --max_reward_errors
+            what = f"{type(error).__name__}: {distributed.first_line(error)}"
+            errors.append(f"{name} on {sample.row['_source']}: {what}")
             return math.nan
         if not math.isfinite(value):
             errors.append(f"{name} on {sample.row['_source']}: returned {value}")

@@ -12,12 +12,15 @@ import contextlib
 import importlib.util
 import os
 import random
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from common import distributed
 from common.config import RolloutArgs
@@ -82,13 +85,19 @@ class Engine:
         )
 
     def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of the policy, whole, one at a time, in one order on every rank (gathering is collective).
+        """Every weight of the policy, whole, in one order on every rank (gathering is collective).
 
-        `state_dict` names a tied head too. Without it the engine would keep its old head and never say so.
+        FSDP's own all-gather, one transformer block at a time and in the compute dtype: no more than a block is ever
+        whole. Copies, because vLLM holds on to them until a layer is complete. `remove_duplicate=False` names a tied
+        head too: without it the engine would keep its old head and never say so.
         """
-        for name, tensor in model.hf.state_dict().items():
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            yield name, whole.to(self.dtype)
+        prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
+        for unit in (model, *prefixes):
+            unit.unshard()
+            for name, weight in unit.named_parameters(remove_duplicate=False):
+                if not isinstance(weight, DTensor):  # of another unit, still sharded
+                    yield prefixes.get(unit, "") + name.removeprefix("hf."), weight.detach().to(self.dtype, copy=True)
+            unit.reshard()
 
     def sleep(self) -> None:
         """Give memory to the trainer, where the engine can."""
@@ -113,7 +122,9 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
         kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
         set_num_threads = torch.set_num_threads
-        from vllm import LLM
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM's import walks over deprecated names of torch
+            from vllm import LLM
 
         options = dict(enforce_eager=True) if on_cpu else dict(enable_sleep_mode=True)
         if self.dtype != torch.float32:  # as the trainer does: see token_logprobs

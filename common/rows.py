@@ -91,19 +91,22 @@ def _read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[d
 
 def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
     import datasets
+    import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     from pyarrow import ArrowException
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
+    huggingface_hub.logging.set_verbosity_error()
     try:
         return datasets.load_dataset(*where, split=split, **options).to_list()
     except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         raise ValueError(
             f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
         ) from error
-    except (datasets.exceptions.DatasetGenerationError, ArrowException) as error:
+    except (datasets.exceptions.DatasetsError, ArrowException) as error:
         raise ValueError(f"{what}: cannot be read: {distributed.first_line(error.__cause__ or error)}") from error
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
         raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config

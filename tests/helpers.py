@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -15,7 +18,7 @@ needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is 
 
 def command(ranks: int, script: str, *flags: object) -> list[str]:
     """The launch line; one rank is plain python."""
-    torchrun = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
+    torchrun = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
     return [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)]
 
 
@@ -33,10 +36,41 @@ def run(ranks: int, script: str, *flags: object, code: int = 0, timeout: float =
 
 
 def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Whole lines: a run may be writing the last one."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
 
 
 def weights(folder: Path) -> dict:
     from safetensors.torch import load_file
 
     return load_file(folder / "hf" / "model.safetensors")
+
+
+def run_and_kill(ranks: int, script: str, *flags: object, folder: Path, after_step: int, delay: float) -> None:
+    """Start a run and `kill -9` launcher and ranks `delay` seconds after it logged `after_step`."""
+    process = subprocess.Popen(
+        command(ranks, script, *flags), cwd=ROOT, env=environment(), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    log, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not (log.is_file() and any(line["step"] >= after_step for line in metrics(folder))):
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.02)
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Bit for bit."""
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_close_metrics(one: Path, other: Path, names: tuple[str, ...], rel: float) -> None:
+    """Step by step, relative to the larger value."""
+    one, other = ([line for line in metrics(folder) if line["step"] > 0] for folder in (one, other))
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for a, b in zip(one, other, strict=True):
+        for name in names:
+            assert abs(a[name] - b[name]) <= rel * max(abs(a[name]), abs(b[name])), (a["step"], name, a[name], b[name])

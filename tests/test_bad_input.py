@@ -1,0 +1,437 @@
+"""Bad input: one line that starts with `error: ` and names the flag, the file, the row or the column; exit code 2."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+import grpo
+import sft
+from common.config import parse
+from common.data import Encoder, encode_prompts
+from common.hub import load_tokenizer, resolve_model
+from common.rewards import Rewards, load_reward
+from common.rows import PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
+from common.tiny import tiny_model
+from tests.helpers import run
+
+
+def the_error(stderr: str) -> str:
+    """The one line we print; torchrun's own summary comes after it."""
+    ours = stderr.split("torch/distributed/elastic")[0]
+    assert "Traceback" not in ours, ours
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    return line.removeprefix("error: ")
+
+
+# ---- flags ----
+
+NOT_YAML = {
+    "list.yaml": "- lr",
+    "broken.yaml": "lr: [1\nseed: {",
+    "nested.yaml": "lr: {peak: 1}",
+    "unknown.yaml": "lrr: 1",
+}
+CONFIG_ERRORS = [
+    ("absent.yaml", "absent.yaml: No such file"),
+    ("list.yaml", "list.yaml: expected `flag: value` lines"),
+    ("broken.yaml", "broken.yaml: not valid YAML"),
+    ("nested.yaml", "nested.yaml: lr must be a plain value"),
+    ("unknown.yaml", "unknown.yaml: unknown key lrr (did you mean lr?)"),
+    ("bytes.yaml", "bytes.yaml: not valid YAML"),
+]
+FLAG_ERRORS = [
+    (sft, "--leraning_rate 1", "unknown flag --leraning_rate"),
+    (sft, "--sed 1", "unknown flag --sed (did you mean --seed?)"),
+    (sft, "stray", "stray"),
+    (sft, "--lr fast", "--lr: could not convert string to float: 'fast'"),
+    (sft, "--lr", "Missing value for argument '--lr'"),
+    (sft, "--max_steps 1.5", "--max-steps"),
+    (sft, "--max_steps 0", "--max_steps 0 must be at least 1"),
+    (sft, "--resume maybe", "invalid choice 'maybe' for argument '--resume'"),
+    (sft, "--compile perhaps", "'--compile'"),
+    (sft, "--log paper", "invalid choice 'paper' for argument '--log'"),
+    (sft, "--lr 0", "--lr 0.0 must be greater than 0"),
+    (sft, "--lr inf", "--lr inf must be a finite number"),
+    (sft, "--epochs inf", "--epochs inf must be a finite number"),
+    (sft, "--weight_decay nan", "--weight_decay nan must be a finite number"),
+    (sft, "--warmup_steps -1", "--warmup_steps -1 must not be negative"),
+    (sft, "--adam_beta2 1", "--adam_beta2 1.0 must be in [0, 1)"),
+    (sft, "--keep_last 0", "--keep_last 0 must be greater than 0"),
+    (sft, "--max_length 9000", "--max_length 9000 does not fit in --pack_tokens 8192"),
+    (sft, "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
+    (grpo, "--samples_per_prompt 1", "--samples_per_prompt 1: GRPO compares samples"),
+    (grpo, "--prompts_per_step 7", "--prompts_per_step 7 is not a multiple of the number of ranks (2)"),
+    (grpo, "--prompts_per_step 8 --minibatches 3", "--prompts_per_step 8 is not a multiple of --minibatches (3)"),
+    (grpo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the number of ranks times --minibatches (4)"),
+    (grpo, "--tensor_parallel_size 3", "--tensor_parallel_size 3 does not divide the 2 ranks"),
+    (grpo, "--max_new_tokens 9000", "--max_new_tokens 9000 leaves no prompt in --pack_tokens 8192"),
+    (grpo, "--temperature 0", "--temperature 0.0 must be greater than 0"),
+    (grpo, "--reward", "--reward needs at least one name"),
+    (grpo, "--reward_weights 1 2", "--reward_weights has 2 values for 1 rewards"),
+    (grpo, "--reward_weights nan", "--reward_weights nan must be finite"),
+    (grpo, "--max_reward_errors 7", "--max_reward_errors 7.0 must be in [0, 1]"),
+    (grpo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "words"), FLAG_ERRORS, ids=[flags for _, flags, _ in FLAG_ERRORS])
+def test_flags(script, flags, words, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as done:
+        parse(script.Args, flags.split())
+    assert done.value.code == 2
+    assert words in the_error(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("name", "words"), CONFIG_ERRORS, ids=[name for name, _ in CONFIG_ERRORS])
+def test_config_file(name, words, tmp_path, capsys):
+    for file, text in NOT_YAML.items():
+        (tmp_path / file).write_text(text)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SystemExit) as done:
+        parse(sft.Args, ["--config", str(tmp_path / name)])
+    assert done.value.code == 2
+    error = the_error(capsys.readouterr().err)
+    assert error.startswith("--config") and words in error
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("/absent/folder", "no such folder"),
+        ("./absent", "no such folder"),
+        (__file__, "no such folder"),
+        ("nobody/nothing", "not in the local cache, and the hub cannot be reached"),
+        ("no body", "not a valid Hugging Face id"),
+    ],
+)
+def test_model_not_found(model, words, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        resolve_model(model)
+    assert str(error.value).startswith(f"--model {model}: ") and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.json", None, "the folder has no config.json"),
+        ("tokenizer_config.json", None, "the folder has no tokenizer_config.json"),
+        ("model.safetensors", None, "the folder has no *.safetensors weights"),
+        ("config.json", "{oops", "config.json is not valid JSON"),
+        ("tokenizer.json", "{oops", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "{}", "the tokenizer cannot be loaded"),
+        ("tokenizer.json", None, "the tokenizer cannot be loaded"),
+        ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
+        ("config.json", '{"model_type": "qwen3", "num_hidden_layers": "four"}', "num_hidden_layers"),
+        ("config.json", '{"model_type": "clip"}', "clip is not a causal language model"),
+    ],
+)
+def test_model_folder(file, text, words, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(resolve_model(str(folder)))
+    assert str(error.value).startswith(f"--model {folder}: ") and words in str(error.value)
+
+
+# ---- data ----
+
+GOOD = dict(prompt="1+1=", completion="2", answer="2")
+FILE_ERRORS = [
+    ("empty.jsonl", "", "empty.jsonl is empty"),
+    ("blank.jsonl", "\n\n", "blank.jsonl is empty"),
+    ("broken.jsonl", '{"prompt": "a"}\n\n{"prompt": oops\n', "line 3 is not valid JSON"),
+    ("broken.json", '[{"prompt": "a"},\n {"prompt":}]', "line 2 is not valid JSON"),
+    ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
+    ("number.json", '[{"prompt": "a"}, 3]', "number.json:2 is not an object"),
+    ("bytes.jsonl", b"\xff\xfe", "can't decode"),
+    ("rows.txt", "a", "expected a .jsonl, .json, .parquet or .csv file"),
+    ("rows.parquet", "not parquet", "cannot be read"),
+    ("empty.csv", "", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "words"), FILE_ERRORS, ids=[name for name, _, _ in FILE_ERRORS])
+def test_data_file(name, text, words, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError) as error:
+        load_rows("--dataset", str(path), "train")
+    assert str(error.value).startswith(f"--dataset {path}: ") and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("/absent.jsonl", "no such file"),
+        ("absent.csv", "no such file"),
+        ("nobody/nothing", "no such file or folder, and not found on the hub"),
+        ("a/b/c", "no such file or folder, and not found on the hub"),
+    ],
+)
+def test_dataset_not_found(dataset, words, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        load_rows("--eval_dataset", dataset, "train")
+    assert str(error.value).startswith(f"--eval_dataset {dataset}: ") and words in str(error.value)
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(ValueError, match="--dataset .*: no .jsonl, .json, .parquet or .csv files in it"):
+        load_rows("--dataset", str(tmp_path), "train")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(dataset_split="validation"), "--dataset arithmetic has no split 'validation'"),
+        (dict(eval_split="validation", eval_size=20000), "--eval_size 20000 leaves no training rows of 15952"),
+        (dict(eval_dataset="/absent.jsonl"), "--eval_dataset /absent.jsonl: no such file"),
+    ],
+)
+def test_splits(flags, words):
+    with pytest.raises(ValueError) as error:
+        train_and_eval_rows(sft.Args(**flags))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("choices", [SFT_COLUMNS, PROMPT_COLUMNS])
+def test_columns(choices):
+    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar; needed: .*prompt"):
+        require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(resolve_model("tiny"))
+
+
+USER, ANSWER = dict(role="user", content="1+1="), dict(role="assistant", content="2")
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (dict(prompt="1+1="), "column completion is missing"),
+        (dict(prompt=None, completion="2"), "column prompt is missing"),
+        (dict(prompt="1+1=", completion=2), "column completion is int, expected a string"),
+        (dict(messages="hi"), "column messages must be a list of messages"),
+        (dict(messages=[USER, "2"]), "column messages must list objects with string role and content"),
+        (dict(messages=[USER, dict(role="assistant")]), "column messages must list objects"),
+        (dict(messages=[USER, dict(role=1, content="2")]), "column messages must list objects"),
+    ],
+)
+def test_a_bad_row_is_named(bad, words, tokenizer, tmp_path):
+    good = dict(messages=[USER, ANSWER]) if "messages" in bad else GOOD
+    path = tmp_path / "deep.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 298, bad, good]))
+    rows, args = load_rows("--dataset", str(path), "train"), sft.Args()
+    columns = require_columns("--dataset", rows, SFT_COLUMNS)
+    with pytest.raises(ValueError) as error:
+        sft.encode_rows(rows, columns, Encoder(tokenizer, args), args)
+    assert str(error.value).startswith("deep.jsonl:299: ") and words in str(error.value)
+
+
+def test_overlong_rows(tokenizer):
+    args = sft.Args(max_length=5, overlong="error")
+    with pytest.raises(ValueError, match="a:1 has 6 tokens, --max_length is 5"):
+        sft.encode_rows([GOOD | dict(_source="a:1")], ("prompt", "completion"), Encoder(tokenizer, args), args)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "flags", "words"),
+    [
+        ("9" * 50, {}, "a:2: a prompt of 50 tokens, the context (or --pack_tokens) has 40"),
+        ("", {}, "a:2: column prompt is empty"),
+        (None, {}, "a:2: column prompt is missing"),
+    ],
+)
+def test_prompts(prompt, flags, words, tokenizer):
+    args = grpo.Args(**flags)
+    rows = [GOOD | dict(_source="a:1"), dict(prompt=prompt, _source="a:2")]
+    with pytest.raises(ValueError) as error:
+        encode_prompts(rows, ("prompt",), Encoder(tokenizer, args), 40, args)
+    assert words in str(error.value)
+
+
+def test_no_prompt_left(tokenizer):
+    args = grpo.Args(overlong_prompts="drop")
+    with pytest.raises(ValueError, match="no prompt has at most 2 tokens"):
+        encode_prompts([GOOD | dict(_source="a:1")], ("prompt",), Encoder(tokenizer, args), 2, args)
+
+
+# ---- rewards ----
+
+REWARD_FILE = """
+import random
+
+def half(completion, row):
+    if row["number"] % 2:
+        raise KeyError("odd\\nsecond line")
+    return 1.0
+
+def leaves(completion, row): raise SystemExit(0)
+def nothing(completion, row): return None
+def infinite(completion, row): return float("inf")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("exact_mach", "unknown; there are exact_match"),
+        ("{}/absent.py:f", "no file"),
+        ("{}/rewards.py:absent", "has no function absent"),
+        ("{}/missing.py:f", "fails to import: ModuleNotFoundError: No module named 'nonesuch'"),
+        ("{}/syntax.py:f", "fails to import: SyntaxError"),
+        ("{}/leaves.py:f", "fails to import: SystemExit"),
+    ],
+)
+def test_reward_name(name, words, tmp_path):
+    files = {"rewards.py": REWARD_FILE, "missing.py": "import nonesuch", "syntax.py": "def f(:",
+             "leaves.py": "raise SystemExit(0)"}  # fmt: skip
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    name = name.format(tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_reward(name)
+    assert str(error.value).startswith(f"--reward {name}: ") and words in str(error.value)
+
+
+def test_reward_column():
+    with pytest.raises(ValueError, match="--reward exact_match reads column answer; the dataset has prompt$"):
+        Rewards(["exact_match"], [], 0.1, [dict(prompt="a", _source="a:1")])
+    with pytest.raises(ValueError, match="a:2: column answer is missing, --reward exact_match reads it"):
+        Rewards(["exact_match"], [], 0.1, [dict(answer="1", _source="a:1"), dict(answer=None, _source="a:2")])
+
+
+@pytest.mark.parametrize(
+    ("function", "limit", "words"),
+    [
+        (
+            "half",
+            0.4,
+            "2 of 4 rewards could not be computed (--max_reward_errors 0.4); the first: half on a:1: KeyError",
+        ),
+        ("leaves", 0.9, "4 of 4 rewards could not be computed"),
+        ("nothing", 0.9, "the first: nothing on a:0: TypeError"),
+        ("infinite", 0.9, "the first: infinite on a:0: returned inf"),
+        ("half", 0.5, None),
+    ],
+)
+def test_reward_errors(function, limit, words, tmp_path):
+    from common.distributed import RunError
+    from common.packing import Sample
+
+    (tmp_path / "rewards.py").write_text(REWARD_FILE)
+    rows = [dict(number=i, _source=f"a:{i}") for i in range(4)]
+    groups = [[Sample(ids=[0], loss_mask=[True], row=row)] for row in rows]
+    rewards = Rewards([f"{tmp_path}/rewards.py:{function}"], [], limit, rows)
+    if words is None:
+        total_PG, _ = rewards(groups)
+        assert total_PG.isnan().flatten().tolist() == [False, True, False, True] and total_PG.nansum() == 2
+        return
+    with pytest.raises(RunError) as error:
+        rewards(groups)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- whole runs ----
+
+FLAGS = ["--batch_size", 4, "--eval_every", 0]
+
+
+def one_error(ranks: int, script: str, *flags, code: int) -> str:
+    """Exit code and message of a run that must fail, and end long before a launcher or a collective gives up."""
+    done = run(ranks, script, *flags, code=1 if ranks > 1 else code, timeout=45)
+    return the_error(done.stderr)
+
+
+@pytest.mark.slow
+def test_two_ranks_name_a_bad_row_once(tmp_path):
+    rows = [GOOD] * 299 + [dict(prompt="1+1=")]
+    (tmp_path / "deep.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--dataset", tmp_path / "deep.jsonl", "--output_dir", tmp_path / "run"]
+    assert one_error(2, "sft.py", *FLAGS, *flags, code=2) == "deep.jsonl:300: column completion is missing"
+
+
+@pytest.mark.slow
+def test_two_ranks_refuse_a_flag_once(tmp_path):
+    assert "unknown flag --bach_size" in one_error(2, "sft.py", "--bach_size", 4, code=2)
+
+
+@pytest.mark.slow
+def test_truncated_weights(tmp_path):
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    os.truncate(tmp_path / "model" / "model.safetensors", 100_000)
+    flags = ["--model", tmp_path / "model", "--output_dir", tmp_path / "run"]
+    error = one_error(2, "sft.py", *FLAGS, *flags, code=2)
+    assert error.startswith(f"--model {tmp_path / 'model'}: cannot read the checkpoint")
+
+
+@pytest.mark.slow
+def test_output_dir_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    error = one_error(2, "sft.py", *FLAGS, "--output_dir", tmp_path / "file" / "run", code=2)
+    assert error.startswith(f"--output_dir {tmp_path / 'file' / 'run'}: ")
+
+
+@pytest.mark.slow
+def test_a_diverging_run_stops_before_the_optimizer_step(tmp_path):
+    flags = ["--lr", 1e30, "--lr_schedule", "constant", "--max_steps", 5, "--output_dir", tmp_path]
+    error = one_error(1, "sft.py", *FLAGS, *flags, code=1)
+    assert "is nan: stopped before the optimizer step" in error
+    assert not list((tmp_path / "checkpoints").iterdir()) and not (tmp_path / "hf").exists()
+
+
+@pytest.mark.slow
+def test_rewards_that_fail_stop_the_run(tmp_path):
+    (tmp_path / "rewards.py").write_text("def fails(completion, row): raise KeyError('score')")
+    flags = ["--reward", f"{tmp_path}/rewards.py:fails", "--prompts_per_step", 2, "--samples_per_prompt", 2,
+             "--max_new_tokens", 4, "--eval_every", 0, "--engine", "transformers",
+             "--output_dir", tmp_path / "run"]  # fmt: skip
+    error = one_error(2, "grpo.py", *flags, code=1)
+    assert "4 of 4 rewards could not be computed (--max_reward_errors 0.1); the first: fails on arithmetic" in error
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints(tmp_path):
+    """The newest that is whole is taken, and the others are named; with none the run stops."""
+    flags = [*FLAGS, "--save_every", 1, "--output_dir", tmp_path]
+    error = one_error(1, "sft.py", *flags, "--resume", "must", code=2)
+    assert error == f"--resume must: {tmp_path} has no checkpoint"
+    run(1, "sft.py", *flags, "--keep_last", 3, "--max_steps", 3)
+    checkpoints = tmp_path / "checkpoints"
+    shards = next((checkpoints / "step_000003").glob("*.distcp"))
+    damaged = bytearray(shards.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shards.write_bytes(damaged)
+    (checkpoints / "step_000002" / "manifest.json").unlink()
+    shutil.copytree(checkpoints / "step_000001", checkpoints / "step_000009.tmp")
+
+    resumed = run(2, "sft.py", *flags, "--keep_last", 9, "--max_steps", 2).stdout
+    assert f"step_000003 is damaged ({shards.name} is not what was written)" in resumed
+    assert "step_000002 is damaged (manifest.json: " in resumed
+    assert "step_000001 (step 1)" in resumed
+    whole = ["step_000001", "step_000002"]
+    assert sorted(p.name for p in checkpoints.iterdir() if p.suffix == "") == whole
+
+    error = one_error(1, "sft.py", *flags, "--max_steps", 2, "--lr", 1, code=2)
+    assert f"--output_dir {tmp_path} holds a run with other flags (lr was 2e-05, is 1.0)" in error
+    for name in whole:
+        next((checkpoints / name).glob("*.distcp")).unlink()
+    error = one_error(2, "sft.py", *flags, "--max_steps", 2, code=2)
+    assert error == f"no checkpoint in {checkpoints} is whole: --resume never starts over"

@@ -1,0 +1,104 @@
+"""grpo.py as a whole, with the real engine: one gradient, exact resume, engine = trainer, two nodes, real data."""
+
+import json
+import random
+
+import helpers
+import pytest
+from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
+
+pytestmark = pytest.mark.slow
+
+REWARD = '''
+def digits(completion, row):
+    """Varies among the completions of an untrained model, so there is something to learn from the first step."""
+    return sum(c.isdigit() for c in completion) / (1 + len(completion))
+'''
+SAME = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+    return (
+        "--reward", f"{reward}:digits", "--max_steps", 6, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+        "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
+        "--save_every", 2, "--max_logprob_difference", 1e-4,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run(2, "grpo.py", *flags, "--output_dir", folder)
+    return folder
+
+
+def samples(folder, step=None):
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [line for line in lines if step is None or line["step"] == step]
+
+
+@pytest.mark.parametrize(("ranks", "pack_tokens"), [(1, 8192), (2, 40)])
+def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path, ranks, pack_tokens):
+    run(ranks, "grpo.py", *flags, "--pack_tokens", pack_tokens, "--output_dir", tmp_path)
+    assert samples(two_ranks, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
+
+
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
+    flags = (*flags, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=3, delay=random.uniform(0, 0.2))
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    assert "resuming from" in run(2, "grpo.py", *flags).stdout
+    assert_same_weights(two_ranks, tmp_path)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
+    assert samples(two_ranks) == samples(tmp_path)
+
+
+def test_resumed_on_another_number_of_ranks(two_ranks, flags, tmp_path):
+    flags = (*flags, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    run(1, "grpo.py", *flags)
+    assert [s["prompt"] for s in samples(two_ranks)] == [s["prompt"] for s in samples(tmp_path)]
+    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4)
+
+
+def test_engine_and_trainer_agree_on_every_step(two_ranks):
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(two_ranks)) <= 1e-4
+    assert all(abs(line["sampling/ess"] - 1) < 1e-6 for line in metrics(two_ranks))
+
+
+def test_disagreement_stops_the_run_before_anything_is_learned(flags, tmp_path):
+    done = run(2, "grpo.py", *flags, "--max_logprob_difference", 1e-12, "--output_dir", tmp_path, code=1)
+    assert done.stderr.count("error: engine and trainer differ by") == 1
+    assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_transformers_engine_samples_the_same_distribution(flags, tmp_path):
+    """Agreement with the trainer is checked at its first step by the flag; another engine draws other samples."""
+    done = run(2, "grpo.py", *flags, "--engine", "transformers", "--max_steps", 2, "--output_dir", tmp_path)
+    assert "TransformersEngine" in done.stdout
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(tmp_path)) <= 1e-4
+
+
+def test_tensor_parallel_engine_gives_the_same_completions(two_ranks, flags, tmp_path):
+    run(2, "grpo.py", *flags, "--tensor_parallel_size", 2, "--max_steps", 2, "--output_dir", tmp_path)
+    assert [s["completion"] for s in samples(two_ranks, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
+
+
+def test_kl_penalty_and_dr_grpo_run(flags, tmp_path):
+    extra = ("--beta", 0.1, "--scale_rewards", "false", "--max_steps", 2)
+    done = run(1, "grpo.py", *flags, *extra, "--output_dir", tmp_path)
+    first, second = metrics(tmp_path)
+    assert 0 <= first["kl"] < second["kl"], "the policy starts at the reference and moves away"
+    assert "off-policy, 2 updates per rollout" in done.stdout
+
+
+@needs_gsm8k
+def test_gsm8k_form_data_goes_through(tmp_path):
+    """Two steps of the recipe on the real file, over an untrained model; docs/grpo.md has the full run."""
+    run(2, "grpo.py", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
+        "--output_dir", tmp_path, "--max_steps", 2, "--max_new_tokens", 32, "--eval_size", 4)  # fmt: skip
+    assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(tmp_path)[-1].keys()

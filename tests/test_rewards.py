@@ -1,0 +1,188 @@
+"""Rewards: what counts as the same answer, several at once, and functions that fail."""
+
+import json
+import math
+
+import pytest
+import torch
+from helpers import GSM8K, needs_gsm8k
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.distributed import RunError
+from common.packing import Sample
+from common.rewards import REWARDS, Rewards, boxed, exact_match, format, gsm8k, last_boxed, load_reward, to_number
+
+# ---- the built-in functions ----
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        ("so 6 * 3 = 18\n#### 18", "9 + 9 = 18\n#### 18", 1),
+        ("#### 18", "18", 1),
+        ("####18", "18", 1),
+        ("#### 18.00", "18", 1),
+        ("#### 18.", "18", 1),
+        ("#### 18 apples", "18", 1),
+        ("#### 0.5", ".50", 1),
+        ("#### $1,234.50", "1234.5", 1),
+        ("#### 1,000,000", "1000000", 1),
+        ("#### 70,000", "... 7 <<7*1=7>>7\n#### 70000", 1),
+        ("#### -5", "-5", 1),
+        ("#### +5", "5", 1),
+        ("#### 50%", "50", 1),
+        ("A: 18", "18", 1),
+        ("Q: what?\nA: 18", "A: 18", 1),
+        ("#### 7\nno:\n#### 18", "18", 1),
+        ("#### 18\nno:\n#### 7", "18", 0),
+        ("#### 18", "180", 0),
+        ("#### 180", "18", 0),
+        ("#### 18.5", "18", 0),
+        ("#### -18", "18", 0),
+        ("#### 5", "-5", 0),
+        ("18", "18", 0),
+        ("the answer is 18", "#### 18", 0),
+        ("DNA: 18", "18", 0),
+        ("####", "18", 0),
+        ("", "18", 0),
+        ("#### none", "none", 0),
+        ("#### 18", "eighteen", 0),
+    ],
+)
+def test_gsm8k(completion, answer, reward):
+    assert gsm8k(completion, dict(answer=answer)) == reward
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_gsm8k_compares_numbers(a, b):
+    for written in (f"#### {a}", f"#### {a:,}", f"#### {a}.0", f"step\n#### {a} \n"):
+        assert gsm8k(written, dict(answer=f"#### {a}")) == 1
+        assert gsm8k(written, dict(answer=f"#### {b:,}")) == (a == b)
+
+
+def test_to_number_is_exact():
+    assert to_number("0.1") + to_number("0.2") == to_number("0.3")
+    assert to_number("-1,234.50") == to_number("-1234.5")
+    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [None] * 8
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        (r"so \boxed{18}", "18", 1),
+        (r"so \boxed{1,000.0}", "1000", 1),
+        (r"\boxed{18}.", r"thus \boxed{18}", 1),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{ x + 1 }", "x+1", 1),
+        (r"\boxed{7} no, \boxed{18}", "18", 1),
+        (r"\boxed{18} no, \boxed{7}", "18", 0),
+        (r"\boxed{18} and then \boxed{1", "18", 0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
+        (r"\boxed{18}", "x", 0),
+        (r"\boxed{}", "18", 0),
+        ("18", "18", 0),
+    ],
+)
+def test_boxed(completion, answer, reward):
+    assert boxed(completion, dict(answer=answer)) == reward
+
+
+def test_last_boxed_balances_braces():
+    assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2} + {3}} c}") == r"\frac{1}{2} + {3}"
+    assert last_boxed("none") is None and last_boxed(r"\boxed{1") is None
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0), ("#### 5 x", 0),
+     ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0)],
+)  # fmt: skip
+def test_format(completion, reward):
+    assert format(completion, {}) == reward
+
+
+def test_exact_match():
+    assert exact_match(" 18\n", dict(answer="18")) == 1 and exact_match("18", dict(answer=18)) == 1
+    assert exact_match("18.0", dict(answer="18")) == 0 and exact_match("", dict(answer="18")) == 0
+
+
+@needs_gsm8k
+def test_gsm8k_on_the_real_file():
+    """Every gold answer is right for itself, and wrong for the next row with another answer."""
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line]
+    gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
+    assert len(answers) > 7000
+    different = 0
+    for i, answer in enumerate(answers):
+        assert gsm8k(answer, dict(answer=answer)) == 1, answer
+        assert gsm8k(f"#### {gold[i]}.00", dict(answer=answer)) == 1, answer
+        if gold[i] != gold[i - 1]:
+            assert gsm8k(answer, dict(answer=answers[i - 1])) == 0, (answer, answers[i - 1])
+            different += 1
+    assert different > 7000
+
+
+# ---- several at once ----
+
+ROW = dict(answer="18", _source="rows.jsonl:1")
+
+
+def groups(*texts_of_groups) -> list[list[Sample]]:
+    return [[Sample(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts] for texts in texts_of_groups]
+
+
+def user_file(tmp_path, code: str):
+    (tmp_path / "mine.py").write_text(code)
+    return tmp_path / "mine.py"
+
+
+def test_weighted_sum():
+    rewards = Rewards(("gsm8k", "format"), (2.0, 0.25), 0.0, [ROW])
+    total, parts = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]))
+    assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
+    assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [[1, 1], [0, 0]]
+    assert total.tolist() == [[2.25, 0.25], [0, 2]]
+    assert Rewards(("gsm8k", "format"), (), 0.0, [ROW])(groups(["#### 18"]))[0].tolist() == [[2]]
+
+
+def test_user_file(tmp_path):
+    file = user_file(tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n")
+    total, parts = Rewards((f"{file}:length",), (), 0.0, [ROW])(groups(["abc", ""]))
+    assert total.tolist() == [[5, 2]] and list(parts) == ["length"]
+
+
+def test_failing_rewards_leave_nan_and_are_bounded(tmp_path):
+    code = """
+def odd(completion, row):
+    if completion == "raise": raise KeyError("oops")
+    return {"nan": float("nan"), "inf": float("inf"), "none": None}.get(completion, 1.0)
+"""
+    names = (f"{user_file(tmp_path, code)}:odd", "format")
+    batch = groups(["raise", "nan", "inf", "none", "fine", "#### 1"])
+    total, parts = Rewards(names, (), 0.5, [ROW])(batch)
+    assert [math.isnan(x) for x in total[0]] == [math.isnan(x) for x in parts["odd"][0]] == [True] * 4 + [False] * 2
+    assert total[0, 4:].tolist() == [1, 2] and not parts["format"].isnan().any()
+    with pytest.raises(RunError, match=r"4 of 12 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"):
+        Rewards(names, (), 0.3, [ROW])(batch)
+
+
+def test_no_groups_on_this_rank():
+    total, parts = Rewards(("gsm8k",), (), 0.0, [ROW])([])
+    assert total.numel() == 0 and parts["gsm8k"].numel() == 0
+
+
+def test_bad_names_are_refused(tmp_path):
+    file = user_file(tmp_path, "x = 1\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_this_name\n")
+    for name, what in (
+        ("gsm9k", f"unknown; there are {', '.join(REWARDS)}"), (f"{tmp_path}/none.py:f", "no file"),
+        (f"{file}:f", "has no function f"), (f"{file}:x", "has no function x"), (f"{broken}:f", "fails to import"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=what):
+            load_reward(name)
+    with pytest.raises(ValueError, match="reads column answer"):
+        Rewards(("gsm8k",), (), 0.0, [dict(prompt="")])
+    with pytest.raises(ValueError, match="the names must differ"):
+        Rewards(("gsm8k", "gsm8k"), (), 0.0, [ROW])
