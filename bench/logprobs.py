@@ -1,6 +1,8 @@
 """Chunked token log-probs against full logits: peak memory and time of forward and backward of the language-model head.
 
-    OMP_NUM_THREADS=1 python bench/logprobs.py    # 4,096 tokens, width 256, vocabulary 151,936, float32; on CPU needs about 15 GB
+    OMP_NUM_THREADS=1 python bench/logprobs.py    # on CPU needs about 11 GB
+
+T = 4,096 tokens, width D = 256, vocabulary V = 151,936, float32.
 
 From hidden states [T, D] and a head [V, D], the gradient of the mean negative log-prob with respect to both:
 - chunked: common.models.token_logprobs, which also returns entropy and accuracy and never holds [T, V];

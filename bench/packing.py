@@ -9,7 +9,7 @@ the same AdamW; a step is batching, forward, backward, clipping and update.
   64, 16 and 8 rows, each padded on the right to its longest: the whole batch at once, as many rows as a pack holds
   (about equal memory), and the default of most trainers.
 The four take turns on every batch and must report the same loss. On CPU, time is the CPU time of this process, not the
-clock's: other programs do not count. That is the same with one thread (the default here).
+clock's: other programs do not count. Use one thread (the default here): CPU time adds up over threads.
 """
 
 import argparse
@@ -66,9 +66,9 @@ def padded_step(hf, optimizer, batch: list[Sample], args, device, rows: int) -> 
         L = max(len(s.ids) for s in part)
         ids_BL = torch.tensor([s.ids + [0] * (L - len(s.ids)) for s in part]).to(device)
         mask_BL = torch.tensor([[1] * len(s.ids) + [0] * (L - len(s.ids)) for s in part]).to(device)
-        labels_BL = torch.tensor(
-            [[i if m else -100 for i, m in zip(s.ids, s.loss_mask, strict=True)] + [-100] * (L - len(s.ids)) for s in part]
-        ).to(device)
+        labels_BL = torch.full_like(ids_BL, -100)
+        for row, s in enumerate(part):
+            labels_BL[row, : len(s.ids)] = torch.tensor(s.ids).where(torch.tensor(s.loss_mask), -100)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits_BLV = hf(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).logits
         loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels_BL[:, 1:].flatten(), reduction="sum")
@@ -112,7 +112,7 @@ def main() -> None:
         difference = max(difference, max(losses) - min(losses))
     tokens = sum(sum(s.loss_mask[1:]) for s in samples) / (flags.steps + 1)
     print(f"{device}, {torch.get_num_threads()} threads, {flags.steps} steps of {flags.batch_size} sequences, "
-          f"mean length {sum(len(s.ids) for s in samples) / count:.0f}, {tokens:.0f} trained tokens a step")  # fmt: skip
+          f"mean length {sum(len(s.ids) for s in samples) / count:.0f}, {tokens:.0f} trained tokens/step")  # fmt: skip
     ours = median(seconds["packed"][1:])
     for name, times in seconds.items():
         print(f"{name:16} {median(times[1:]):7.2f} s/step {tokens / median(times[1:]):8.0f} trained tokens/s "

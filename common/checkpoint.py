@@ -51,6 +51,8 @@ def _claim(folder: Path, args: RunArgs) -> str | None:
         return f"--resume must: {folder} has no checkpoint"
     if flags.is_file():
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
+        if not isinstance(then, dict):
+            return f"--output_dir {folder}: args.yaml in it is not one of ours"
         changed = [k for k in then | now if then.get(k) != now.get(k) and k not in RESUMABLE_CHANGES]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
@@ -94,7 +96,7 @@ class Checkpointer:
                 print(f"checkpoint {path} is damaged ({problems[0]}): trying the one before it")
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
-        if found:
+        if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also when the run is started once more
             raise ValueError(f"no checkpoint in {self.folder / 'checkpoints'} is whole: --resume never starts over")
         return 0
 
@@ -104,6 +106,8 @@ class Checkpointer:
             manifest = json.loads((path / "manifest.json").read_text())
         except (OSError, ValueError) as error:
             return f"manifest.json: {distributed.first_line(error)}"
+        if not isinstance(manifest, dict) or "state.json" not in manifest:
+            return "manifest.json does not list the checkpoint's files"
         for name, expected in sorted(manifest.items())[dist.get_rank() :: dist.get_world_size()]:
             if not (path / name).is_file():
                 return f"{name} is missing"

@@ -179,7 +179,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         except (dist.DistNetworkError, dist.DistStoreError):  # the store's host is gone, so another rank failed first
             first = False
     if not first:
-        time.sleep(60)
+        # Wait for the launcher's SIGTERM; if our handler has had it already, no other will come for 30 seconds.
+        time.sleep(60 if _stop_signal is None else 1)
         os._exit(1)
     for put_in_order in before_failing:
         put_in_order()
@@ -190,6 +191,9 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         print(f"error: {error}", file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
+    elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
+        print(f"error: rank {os.environ['RANK']} lost another rank: {first_line(error)}", file=sys.stderr)
+        code = 1
     elif _stop_signal is not None:
         print(f"error: stopped by signal {_stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
         code = 1

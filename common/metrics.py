@@ -105,7 +105,7 @@ class RunLogger:
 
         self.console = Console()
         for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint we resume from will come again
-            _keep_until(self.folder / name, first_step)
+            _keep_until(self.folder / name, first_step or -1)  # a fresh start evaluates step 0 again
         if "wandb" in args.log:
             import wandb
 

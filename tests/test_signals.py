@@ -105,4 +105,5 @@ def test_asked_twice_it_stops_at_once(tmp_path):
 def test_a_killed_rank_ends_the_run(tmp_path):
     job = Running(2, "sft.py", *SFT, "--max_steps", 5000, folder=tmp_path, after_step=2)
     os.kill(job.ranks[1], signal.SIGKILL)
-    assert job.end().returncode == 1
+    done = job.end()
+    assert done.returncode == 1 and "error: rank 0 lost another rank: " in done.stderr, done.stderr
