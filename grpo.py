@@ -76,7 +76,8 @@ class Args(RolloutArgs):
 def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor]) -> None:
     """Reward and length statistics of this rank's groups. NaN is a reward that could not be computed."""
     valid_PG = ~rewards_PG.isnan()
-    std_P = group_advantages(rewards_PG, scale_by_std=False).square().sum(-1).div(rewards_PG.shape[1] - 1).sqrt()
+    squares_P = group_advantages(rewards_PG, scale_by_std=False).square().sum(-1)
+    std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
     meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
     meter.mean("reward_std", std_P.sum(), len(std_P))
     meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
@@ -135,7 +136,7 @@ def main(args: Args) -> None:
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
     columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
-    rewards = Rewards(args.reward, args.reward_weights, args.max_reward_errors, rows)
+    rewards = Rewards(args.reward, args.reward_weights, args.max_reward_errors, rows + eval_rows)
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
     eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
@@ -247,7 +248,7 @@ def main(args: Args) -> None:
                         if update < args.minibatches:
                             measure_sampling(meter, mb)
                     if step == first_step and update == 0:
-                        check_agreement(minibatch, args, engine)
+                        check_agreement([mb for minibatch in minibatches for mb in minibatch], args, engine)
                     lr = learning_rate(step, total_steps, args)
                     grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss)
                     meter.mean("grad_norm", grad_norm)
@@ -276,8 +277,9 @@ def main(args: Args) -> None:
             logger.draw_curves()
 
     if stopping:
-        checkpointer.save(step)
-        logger.message(f"told to stop: saved step {step}; the same command goes on from there")
+        if step > 0:
+            checkpointer.save(step)
+        logger.message(f"told to stop after step {step}; the same command goes on from there")
     else:
         checkpointer.export_hf(tokenizer)
         logger.message(f"done: {args.output_dir}/hf")

@@ -44,7 +44,7 @@ class Args(RunArgs):
     lr: float = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """after warmup: stay, or decay to `min_lr_ratio` of the peak at the last step"""
+    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,9 +112,9 @@ def main(args: Args) -> None:
     samples, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not samples:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left ({train_counts}); see --max_length")
+        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(train_counts)}; see --max_length")
     if eval_rows and not eval_samples:
-        raise ValueError(f"no held-out rows are left ({eval_counts}); see --max_length and --eval_split")
+        raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
     order = RowOrder(len(samples), args.seed)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 

@@ -19,8 +19,15 @@ import yaml
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common import distributed
-from common.config import RESUMABLE_CHANGES, RunArgs
+from common.config import RunArgs
 from common.models import Policy
+
+# Flags that may differ between the run that made a checkpoint and the run that resumes it: they change how long,
+# where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate.)
+RESUMABLE_CHANGES = {
+    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
+    "activation_checkpointing", "compile", "output_dir",
+}  # fmt: skip
 
 
 def prepare_output_dir(args: RunArgs) -> None:
@@ -43,13 +50,13 @@ def prepare_output_dir(args: RunArgs) -> None:
 def _claim(folder: Path, args: RunArgs) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
-        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png"):
+        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id"):
             (folder / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "hf"):
+        for name in ("checkpoints", "hf", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
     if args.resume == "must" and not _checkpoints(folder):
         return f"--resume must: {folder} has no checkpoint"
-    if flags.is_file():
+    if flags.is_file() and (_checkpoints(folder) or (folder / "metrics.jsonl").is_file()):  # not if it never began
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"
@@ -62,7 +69,7 @@ def _claim(folder: Path, args: RunArgs) -> str | None:
                 "name another folder, or --resume never to delete that run and start over"
             )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for stale in [*folder.glob("checkpoints/*.tmp"), *folder.glob("*.tmp")]:
+    for stale in [*folder.glob("checkpoints/step_*.tmp"), *folder.glob("hf.tmp")]:
         shutil.rmtree(stale)
     flags.write_text(yaml.safe_dump(args.to_dict(), sort_keys=False))
     return None

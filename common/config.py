@@ -22,13 +22,6 @@ import yaml
 
 from common import distributed
 
-# Flags that may differ between the run that made a checkpoint and the run that resumes it: they change how long,
-# where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate.)
-RESUMABLE_CHANGES = {
-    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-    "activation_checkpointing", "compile", "output_dir",
-}  # fmt: skip
-
 
 @dataclass
 class RunArgs:
@@ -64,7 +57,7 @@ class RunArgs:
     lr: float = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """after warmup: stay, or decay to `min_lr_ratio` of the peak at the last step"""
+    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
     warmup_steps: int = 0
     """steps of linear warmup from 0"""
     min_lr_ratio: float = 0.0
@@ -89,8 +82,6 @@ class RunArgs:
     """steps between checkpoints (one is always written at the end)"""
     eval_every: int = 100
     """steps between evaluations (one is always made at the end); 0: never"""
-    log_every: int = 10
-    """steps between tables of samples on the console and in samples.jsonl"""
     keep_last: int = 2
     """checkpoints to keep"""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -100,7 +91,7 @@ class RunArgs:
     """more places for metrics, beside metrics.jsonl: wandb (WANDB_MODE=offline works), tensorboard"""
 
     def __post_init__(self) -> None:
-        self.require_positive("eval_size", "pack_tokens", "epochs", "lr", "max_grad_norm", "save_every", "log_every")
+        self.require_positive("eval_size", "pack_tokens", "epochs", "lr", "max_grad_norm", "save_every")
         self.require_positive("keep_last")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"--max_steps {self.max_steps} must be at least 1")
@@ -108,6 +99,8 @@ class RunArgs:
         for flag in ("warmup_steps", "weight_decay", "eval_every", "min_lr_ratio"):
             if getattr(self, flag) < 0:
                 raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
+        if self.min_lr_ratio > 1:
+            raise ValueError(f"--min_lr_ratio {self.min_lr_ratio} must be at most 1")
         for flag in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, flag) < 1:
                 raise ValueError(f"--{flag} {getattr(self, flag)} must be in [0, 1)")
@@ -140,6 +133,8 @@ class RolloutArgs(RunArgs):
     """prompts per rollout, over all ranks"""
     samples_per_prompt: int = 8
     """completions sampled for each prompt (G)"""
+    log_every: int = 10
+    """steps between tables of samples on the console and in samples.jsonl"""
     max_new_tokens: int = 256
     """longest completion, in tokens"""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -164,7 +159,7 @@ class RolloutArgs(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature")
+        self.require_positive("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "log_every")
         self.require_positive("tensor_parallel_size")
         self.require_finite("temperature")
         self.require_multiple("prompts_per_step", distributed.world_size(), "the number of ranks")
@@ -278,7 +273,7 @@ def _yaml_to_argv(args_class: type, path: str) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if not isinstance(value, list) and _is_list(known[name]) and value is not None:
             raise ValueError(f"--config {path}: {name} must be a list")
-        argv += [f"--{name}", *map(str, values)]
+        argv += [f"--{name}", *map(str, values)] if isinstance(value, list) else [f"--{name}={value}"]
     return argv
 
 

@@ -17,7 +17,14 @@ def text_field(row: dict, column: str) -> str:
     if not isinstance(value, str):
         problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
         raise ValueError(f"{row['_source']}: column {column} {problem}")
-    return value
+    return _valid(row, column, value)
+
+
+def _valid(row: dict, column: str, text: str) -> str:
+    """JSON may hold half of a surrogate pair, which is no character and has no UTF-8."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{row['_source']}: column {column} holds a lone surrogate, which is not a character")
+    return text
 
 
 def _messages(row: dict, column: str) -> list[dict] | None:
@@ -28,6 +35,7 @@ def _messages(row: dict, column: str) -> list[dict] | None:
     for message in value:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise ValueError(f"{row['_source']}: column {column} must list objects with string role and content")
+        _valid(row, column, message["content"])
     return value
 
 
@@ -39,6 +47,8 @@ class Encoder:
         self.tokenizer, self.prompt_format, self.system_prompt = tokenizer, args.prompt_format, args.system_prompt
         if args.prompt_format == "chat" and tokenizer.chat_template is None:
             raise ValueError("--prompt_format chat: the tokenizer has no chat template")
+        if args.system_prompt and (tokenizer.chat_template is None or args.prompt_format == "plain"):
+            raise ValueError("--system_prompt needs chat format: a tokenizer with a template, no --prompt_format plain")
         self.has_template = tokenizer.chat_template is not None and args.prompt_format != "plain"
 
     def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
@@ -54,8 +64,10 @@ class Encoder:
         if columns == ("text",):
             pieces = [(self._ids(text_field(row, "text"), special=True) + [self.tokenizer.eos_token_id], True)]
         elif columns == ("messages",):
-            if (messages := _messages(row, "messages")) is None:
+            if not (messages := _messages(row, "messages")):
                 raise ValueError(f"{row['_source']}: column messages must be a list of messages")
+            if not self.has_template:
+                raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
             pieces = self._conversation(row, self._with_system(messages), first_trained=0)
         else:
             prompt, completion = columns
@@ -77,6 +89,8 @@ class Encoder:
         messages = _messages(row, column)
         if messages is None:
             if not self.has_template or (self.prompt_format == "auto" and column != "question"):
+                if self.system_prompt:
+                    raise ValueError(f"--system_prompt: column {column} is plain text; --prompt_format chat wraps it")
                 return None
             messages = [dict(role="user", content=text_field(row, column))]
         elif not self.has_template:
@@ -102,14 +116,16 @@ class Encoder:
             if text[:start] != self._render(row, messages[:i], add_generation_prompt=True) or content < 0:
                 raise ValueError(f"{row['_source']}: turn {i + 1} does not come out of the chat template as it went in")
             end = content + len(message["content"].strip())
-            # The template's end-of-turn token is trained, whatever stands before it ("\n", say).
-            eos = min((e + len(t) for t in self._special_tokens() if (e := text.find(t, end)) >= 0), default=end)
+            # The template's end-of-turn token is trained, whatever stands before it ("\n", say): without it a model
+            # would never learn to stop. Some tokenizers have it among the added tokens only.
+            tokens = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
+            found = [(e, e + len(t)) for t in tokens if (e := text.find(t, end)) >= 0]
+            if not found:
+                raise ValueError(f"{row['_source']}: the chat template puts no end-of-turn token after turn {i + 1}")
+            eos = min(found)[1]
             pieces += [(self._ids(text[done:start]), False), (self._ids(text[start:eos]), True)]
             done = eos
         return pieces + [(self._ids(text[done:]), False)]
-
-    def _special_tokens(self) -> list[str]:
-        return [str(token) for token in self.tokenizer.all_special_tokens]
 
     def _render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -137,6 +153,10 @@ def encode_prompts(
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
+        if room < 1:
+            raise ValueError(
+                f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt"
+            )
         if len(prompt) > room and args.overlong_prompts == "error":
             raise ValueError(
                 f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "
@@ -180,8 +200,12 @@ class RowOrder:
         return self.epoch + self.index / self.num_rows
 
     def state_dict(self) -> dict:
-        return dict(epoch=self.epoch, index=self.index)
+        return dict(epoch=self.epoch, index=self.index, num_rows=self.num_rows)
 
     def load_state_dict(self, state: dict) -> None:
+        """Raises `ValueError` if the order was of another number of rows: the data has changed."""
+        if state["num_rows"] != self.num_rows:
+            was, now = state["num_rows"], self.num_rows
+            raise ValueError(f"the checkpoint is of {was} training rows, now there are {now}: other data or flags")
         self.epoch, self.index = state["epoch"], state["index"]
         self._shuffle()

@@ -66,11 +66,12 @@ def setup(seed: int) -> tuple[torch.device, int, int]:
     else:
         device, backend = torch.device("cpu"), "gloo"
     try:
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would go on trying for minutes
         _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         dist.init_process_group(
             backend, store=_store, rank=rank, world_size=world_size(), timeout=timedelta(minutes=30)
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         fail(f"rank {rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds

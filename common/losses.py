@@ -29,7 +29,7 @@ def kl_k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     The k3 estimator of Schulman's note "Approximating KL divergence", as in GRPO (arXiv:2402.03300 Eq. 4): never
     negative, unbiased as a value. expm1 keeps it accurate where the two nearly agree.
     """
-    log_ratio_T = ref_logprobs_T - logprobs_T
+    log_ratio_T = (ref_logprobs_T - logprobs_T).clamp(max=60)  # exp stays finite, also on tokens that get masked
     return torch.expm1(log_ratio_T) - log_ratio_T
 
 

@@ -183,7 +183,7 @@ class RunLogger:
         if not self.active:
             return
         lines = [line for groups in zip(*ranks, strict=True) for group in groups for line in group]
-        with (self.folder / "samples.jsonl").open("a") as file:
+        with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         from rich.table import Table
 
@@ -216,8 +216,12 @@ def _brief(text: str, limit: int = 160):
 
 def _keep_until(path: Path, last_step: int) -> None:
     if path.is_file():
-        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]  # a kill may cut the last
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may cut the last; texts may hold U+2028
+        try:
+            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged; mend or delete it: {error}") from error
+        path.write_text("".join(kept), encoding="utf-8")
 
 
 def _run_id(folder: Path) -> str:

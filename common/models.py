@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from common import distributed
 from common.config import RunArgs
-from common.packing import PackedBatch
+from common.packing import PackedBatch, Sample, pack
 
 LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
 
@@ -34,7 +34,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
     for variant in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(variant) is not None:
             raise ValueError(f"--model: {type(module).__name__} needs {variant} in attention, which is not supported")
-    cu_seqlens_N1, max_seqlen = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    cu_seqlens_N1, max_seqlen = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]  # a KeyError is caught at load
     if query.is_cuda and query.dtype != torch.float32:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -79,12 +79,13 @@ class _TokenLogprobs(torch.autograd.Function):
             c = slice(start, start + LOGPROB_CHUNK)
             logits_CV = (hidden_TD[c] @ head_VD.T).div_(temperature)
             largest_C1 = logits_CV.amax(-1, keepdim=True)
-            exp_CV = (logits_CV - largest_C1).exp_()
+            logits_CV.sub_(largest_C1)  # log-probs and entropy do not change, and nothing overflows or cancels
+            exp_CV = logits_CV.exp()
             sum_C = exp_CV.sum(-1)
-            logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
             target_C = logits_CV.gather(-1, targets_T[c, None])[:, 0]
-            logprobs_T[c], correct_T[c] = target_C - logsumexp_T[c], target_C == largest_C1[:, 0]
-            entropy_T[c] = logsumexp_T[c] - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+            logprobs_T[c], correct_T[c] = target_C - sum_C.log(), target_C == 0
+            entropy_T[c] = sum_C.log() - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+            logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
         ctx.save_for_backward(hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -181,6 +182,11 @@ def load_policy(path: str, args: RunArgs, device: torch.device, trainable: bool 
             raise ValueError(
                 f"--model {path}: {config.model_type} has {field}, which the chunked log-probs do not apply"
             )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"--model {path}: {rope['rope_type']} rotary embeddings mix packed sequences"
+        )
     for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
         setattr(config, field, 0.0)
     with torch.device("meta"):
@@ -191,9 +197,35 @@ def load_policy(path: str, args: RunArgs, device: torch.device, trainable: bool 
     if args.activation_checkpointing and trainable:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model = Policy(hf, path).train()  # train() for activation checkpointing; without dropout it changes nothing else
-    shard(model, hf.base_model.layers, args, device)
+    if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
+        raise ValueError(f"--model {path}: {config.model_type} does not keep its transformer blocks in `layers`")
+    shard(model, blocks, args, device)
     load_weights(hf, path, device)
+    check_packing(model, path, args, device)
     return model
+
+
+@torch.no_grad()
+def check_packing(model: FSDPModule, path: str, args: RunArgs, device: torch.device) -> None:
+    """Refuse a model that computes something else for a sequence in a pack than for the same sequence alone.
+
+    State-space and convolutional layers let one sequence see the one before it. Collective.
+    Raises `ValueError`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(0, model.hf.config.vocab_size, (n,), generator=generator).tolist() for n in (13, 12))
+    samples = [Sample(ids, [True] * len(ids)) for ids in (first, second)]
+    (both,), (alone,) = pack(samples, 100, device), pack(samples[1:], 100, device)
+    try:
+        packed_T, alone_T = model(both)[0][-alone.max_seqlen :], model(alone)[0]
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"--model {path}: {model.hf.config.model_type} has no packed forward: {distributed.first_line(error)}"
+        ) from error
+    model.reshard()  # the root stays whole after a forward without backward
+    limit = 1e-3 if compute_dtype(args, device) == torch.float32 else 0.5  # nats; a leak is worth more than rounding
+    if not (packed_T - alone_T).abs().max() < limit:
+        raise ValueError(f"--model {path}: {model.hf.config.model_type} does not keep packed sequences apart")
 
 
 def shard(model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.device) -> None:
@@ -230,6 +262,9 @@ def load_weights(hf: nn.Module, path: str, device: torch.device) -> None:
         if stored.get(name) != list(tensor.shape):
             found = f"shape {stored[name]}" if name in stored else "no such weight"
             raise ValueError(f"--model {path}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
+    unused = stored.keys() - hf.state_dict().keys()
+    if unused and distributed.is_main():
+        print(f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, {min(unused)} for one")
     with one_line_errors(f"--model {path}"):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
 

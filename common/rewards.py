@@ -19,13 +19,15 @@ from common.packing import Sample
 
 Reward = Callable[[str, dict], float]
 
-NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-FINAL_ANSWER = re.compile(rf"(?:####|\bA:)\s*\$?\s*({NUMBER})")
-FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *\$?{NUMBER}\s*$")
+NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # without sign
+FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*([-+]?)\s*\$?\s*({NUMBER})(?!\d|\s*/\s*\d)")
+FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?\$?{NUMBER}\s*$")
 
 
 def to_number(text: str) -> Fraction | None:
     """`-1,234.50` -> Fraction(-2469, 2); None if it is not one number. Exact: 0.1 + 0.2 problems do not arise."""
+    if len(text) > 100:  # no answer, and Python refuses to convert integers of thousands of digits
+        return None
     text = text.strip().rstrip(".%").lstrip("$").replace(",", "")
     return Fraction(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", text) else None
 
@@ -38,9 +40,13 @@ def exact_match(completion: str, row: dict) -> float:
 def gsm8k(completion: str, row: dict) -> float:
     """1 if the last `#### n` or `A: n` of the completion equals that of the `answer` column (or the column itself) as a
     number: commas, signs, a dollar sign and trailing zeros do not matter."""
-    found = FINAL_ANSWER.findall(completion)
-    gold = FINAL_ANSWER.findall(str(row["answer"])) or [str(row["answer"])]
-    return float(bool(found) and to_number(found[-1]) == to_number(gold[-1]))
+    found, gold = final_answers(completion), final_answers(str(row["answer"])) or [str(row["answer"])]
+    return float(bool(found) and to_number(found[-1]) is not None and to_number(found[-1]) == to_number(gold[-1]))
+
+
+def final_answers(text: str) -> list[str]:
+    """Every number that `####` or `A:` announces, sign and digits only."""
+    return [sign + number for sign, number in FINAL_ANSWER.findall(text)]
 
 
 def boxed(completion: str, row: dict) -> float:

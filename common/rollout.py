@@ -93,6 +93,7 @@ class Engine:
         """
         prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
         for unit in (model, *prefixes):
+            unit.reshard()  # it may still be whole, with older values, after a forward without backward
             unit.unshard()
             for name, weight in unit.named_parameters(remove_duplicate=False):
                 if not isinstance(weight, DTensor):  # of another unit, still sharded
@@ -126,7 +127,13 @@ class VLLMEngine(Engine):
             warnings.simplefilter("ignore", FutureWarning)  # vLLM's import walks over deprecated names of torch
             from vllm import LLM
 
-        options = dict(enforce_eager=True) if on_cpu else dict(enable_sleep_mode=True)
+        max_model_len = context_length(path, self.args)
+        options = dict(enable_sleep_mode=True)
+        if on_cpu:
+            # A prompt in two chunks has vLLM rewind the request's generator, which CPU generators cannot ("CPU
+            # Generator does not use offset", vllm/v1/worker/gpu_model_runner.py). So no chunks.
+            whole = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
+            options = dict(enforce_eager=True) | whole
         if self.dtype != torch.float32:  # as the trainer does: see token_logprobs
             options["hf_overrides"] = dict(head_dtype="float32")
         try:
@@ -138,7 +145,7 @@ class VLLMEngine(Engine):
                 dtype=str(self.dtype).removeprefix("torch."),
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
                 generation_config="vllm",  # not the model's own top_p, top_k and penalties
-                max_model_len=context_length(path, self.args),
+                max_model_len=max_model_len,
                 gpu_memory_utilization=self.args.gpu_memory_utilization,
                 seed=0,  # unused: every request brings its own
                 disable_log_stats=True,
@@ -256,8 +263,9 @@ def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, engine:
     Raises `RunError` above `--max_logprob_difference`.
     """
     limit = args.max_logprob_difference or (1e-3 if engine.dtype == torch.float32 else 1.0)
-    differences = [((mb.old_logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() for mb in micro_batches]
-    if (worst := float(distributed.all_max(max(differences)))) > limit:
+    differences = [(mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs() for mb in micro_batches]
+    largest = max(float(d.nan_to_num(nan=torch.inf).max()) if len(d) else 0.0 for d in differences)
+    if (worst := float(distributed.all_max(largest))) > limit:
         raise distributed.RunError(
             f"engine and trainer differ by {worst:.2g} nats on a sampled token (--max_logprob_difference {limit:g}): "
             "they do not compute the same model"

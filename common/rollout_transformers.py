@@ -10,9 +10,10 @@ class TransformersEngine(Engine):
     """`model.generate` on an unsharded replica: for machines without vLLM."""
 
     def _start(self, path: str) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         self.replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).to(self.device).eval()
+        self.replica.generation_config = GenerationConfig()  # not the model's own penalties
 
     @torch.no_grad()
     def _generate(self, prompts, n, seeds, temperature, max_new_tokens):

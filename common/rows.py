@@ -120,10 +120,14 @@ def train_and_eval_rows(args: RunArgs) -> tuple[list[dict], list[dict]]:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     if not args.eval_every:
         return train, []
+    held_out = None
     if args.eval_dataset is not None:
         held_out = load_rows("--eval_dataset", args.eval_dataset, args.eval_split, args.dataset_config)
-        held_out = held_out or load_rows("--eval_dataset", args.eval_dataset, "train", args.dataset_config)
-    else:
+        if held_out is None and Path(args.eval_dataset).is_file():  # a file has no splits
+            held_out = load_rows("--eval_dataset", args.eval_dataset, "train")
+        if held_out is None:
+            raise ValueError(f"--eval_dataset {args.eval_dataset} has no split {args.eval_split!r}: see --eval_split")
+    elif args.eval_split != args.dataset_split:
         held_out = load_rows("--dataset", args.dataset, args.eval_split, args.dataset_config)
     order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
     if held_out is not None:

@@ -46,6 +46,12 @@ def weights(folder: Path) -> dict:
     return load_file(folder / "hf" / "model.safetensors")
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, from /proc."""
+    children = [int(p) for f in Path(f"/proc/{pid}/task").glob("*/children") for p in f.read_text().split()]
+    return children + [p for child in children for p in descendants(child)]
+
+
 def run_and_kill(ranks: int, script: str, *flags: object, folder: Path, after_step: int, delay: float) -> None:
     """Start a run and `kill -9` launcher and ranks `delay` seconds after it logged `after_step`."""
     process = subprocess.Popen(
@@ -57,7 +63,8 @@ def run_and_kill(ranks: int, script: str, *flags: object, folder: Path, after_st
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
         time.sleep(0.02)
     time.sleep(delay)
-    os.killpg(process.pid, signal.SIGKILL)
+    for pid in [process.pid, *descendants(process.pid)]:  # torchrun gives every rank a session of its own
+        os.kill(pid, signal.SIGKILL)
     process.wait()
 
 

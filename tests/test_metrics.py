@@ -104,11 +104,6 @@ def test_resume_cuts_what_will_come_again(tmp_path, capsys):
     assert "step 4/4  loss 0.25" in capsys.readouterr().out
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=json.JSONDecodeError,
-    reason="lines are split at these characters too, and the pieces are no JSON",
-)
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
 def test_resume_with_line_separators_in_a_completion(character, tmp_path):
     log = logger(tmp_path)

@@ -289,7 +289,6 @@ LEAKING = dict(
 )
 
 
-@pytest.mark.xfail(strict=True, reason="convolutions and recurrences run across the sequences of a pack, unnoticed")
 @pytest.mark.parametrize("what", LEAKING)
 def test_models_that_mix_packed_sequences_are_refused(what, tmp_path, device):
     path = write_checkpoint(LEAKING[what](), tmp_path)

@@ -246,7 +246,6 @@ def test_the_engine_that_is_asked_for(device, monkeypatch):
     assert type(make_engine(path, RolloutArgs(), [1], tokenizer, device)).__name__ == "TransformersEngine"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="penalties of the model's generation config are applied")
 def test_the_generation_config_of_the_model_is_ignored(tmp_path, device):
     """vLLM is told so (generation_config="vllm"); the transformers engine must do the same."""
     path = tmp_path / "model"
