@@ -15,7 +15,7 @@ test-fast: .venv/installed
 	$(BIN)/python -m pytest -m "not slow"
 
 lint: .venv/installed
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 # CUDA: the vllm extra. Linux without a GPU: the pinned CPU set. Elsewhere (a Mac): no vLLM, the fallback engine.
 .venv/installed: pyproject.toml requirements-cpu.txt

@@ -157,8 +157,8 @@ def main(args: Args) -> None:
     meter = Meter()
     logger = RunLogger(
         args, first_step, total_steps, show=("reward", "eval/pass_at_1", "completions/mean_length", "time/step"),
-        curves=("reward", "eval/pass_at_1", "entropy", "grad_norm", "completions/mean_length",
-                "sampling/sampling_logp_difference/max"),
+        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.functions), "eval/pass_at_1", "entropy",
+                "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
     )  # fmt: skip
     updates = args.minibatches * args.epochs_per_rollout
     logger.message(

@@ -34,7 +34,7 @@ class RunArgs:
     dataset_split: str = "train"
     """split to train on (files without splits are one split, `train`)"""
     dataset_config: str | None = None
-    """configuration of a Hugging Face dataset that has several, e.g. `main` for openai/gsm8k"""
+    """configuration of a Hugging Face dataset that has several; default: `main`, if that is one of them"""
     eval_dataset: str | None = None
     """held-out data; default: the split `eval_split` of `dataset`, or rows set aside where it has no such split"""
     eval_split: str = "test"

@@ -154,9 +154,7 @@ def encode_prompts(
         if not prompt:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
         if room < 1:
-            raise ValueError(
-                f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt"
-            )
+            raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
         if len(prompt) > room and args.overlong_prompts == "error":
             raise ValueError(
                 f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "

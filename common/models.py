@@ -184,9 +184,7 @@ def load_policy(path: str, args: RunArgs, device: torch.device, trainable: bool 
             )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(
-            f"--model {path}: {rope['rope_type']} rotary embeddings mix packed sequences"
-        )
+        raise ValueError(f"--model {path}: {rope['rope_type']} rotary embeddings mix packed sequences")
     for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
         setattr(config, field, 0.0)
     with torch.device("meta"):

@@ -86,7 +86,12 @@ def _read_folder(flag: str, folder: Path, split: str) -> list[dict] | None:
 
 
 def _read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
-    return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
+    try:
+        return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
+    except ValueError as error:  # openai/gsm8k and others have several configurations, `main` being the usual one
+        if config is None and "Config name is missing" in str(error) and "'main'" in str(error.__cause__):
+            return _with_datasets(f"{flag} {dataset}", dataset, "main", split=split)
+        raise
 
 
 def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
