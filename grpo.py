@@ -24,14 +24,14 @@ from common.advantages import group_advantages
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.config import RolloutArgs, parse
 from common.data import Encoder, RowOrder, encode_prompts
-from common.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.hub import context_length, eos_token_ids, load_tokenizer, resolve_model
 from common.losses import clip_policy_loss, kl_k3, truncated_importance_weights
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, Sample, pack
 from common.rewards import Rewards
-from common.rollout import Engine, check_agreement, context_length, make_engine
+from common.rollout import Engine, check_agreement, make_engine
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 

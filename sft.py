@@ -21,7 +21,7 @@ from common import distributed
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.config import RunArgs, parse
 from common.data import Encoder, RowOrder
-from common.hub import load_tokenizer, resolve_model
+from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import Policy, load_policy
 from common.optim import adamw, learning_rate, optimizer_step
@@ -105,6 +105,10 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
+    if args.max_length > (context := context_length(path, args)):
+        raise ValueError(
+            f"--max_length {args.max_length} is beyond the context of --model {args.model}, {context} tokens"
+        )
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

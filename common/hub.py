@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from common import distributed
+from common.config import RunArgs
 from common.tiny import tiny_model
 
 
@@ -96,3 +97,11 @@ def eos_token_ids(path: str, tokenizer) -> list[int]:
             listed = json.loads(file.read_text()).get("eos_token_id")
             ids.update(listed if isinstance(listed, list) else [listed])
     return sorted(ids - {None})
+
+
+def context_length(path: str, args: RunArgs) -> int:
+    """Most tokens a sequence may have, prompt and completion together: the model's context, or what one pack holds."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    return min(getattr(config, "max_position_embeddings", args.pack_tokens + 1), args.pack_tokens + 1)

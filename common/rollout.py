@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from common import distributed
 from common.config import RolloutArgs
+from common.hub import context_length
 from common.models import compute_dtype
 from common.packing import PackedBatch, Sample
 
@@ -231,14 +232,6 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         dist.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def context_length(path: str, args: RolloutArgs) -> int:
-    """Most tokens a prompt and its completion may have together: the model's context, or what one pack holds."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
-    return min(getattr(config, "max_position_embeddings", args.pack_tokens + 1), args.pack_tokens + 1)
 
 
 @contextlib.contextmanager

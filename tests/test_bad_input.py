@@ -436,3 +436,8 @@ def test_damaged_checkpoints(tmp_path):
     for ranks in (2, 1):  # the second time too, when they have been set aside
         error = one_error(ranks, "sft.py", *flags, "--max_steps", 2, code=2)
         assert error == f"no checkpoint in {checkpoints} is whole: --resume never starts over"
+
+
+def test_a_max_length_beyond_the_context_is_refused(tmp_path):
+    done = run(1, "sft.py", "--max_length", 4096, "--output_dir", tmp_path, code=2)
+    assert "error: --max_length 4096 is beyond the model's context, 2048 tokens" in done.stderr

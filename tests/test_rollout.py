@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from common.config import RolloutArgs
 from common.distributed import RunError
-from common.hub import eos_token_ids, load_tokenizer
+from common.hub import context_length, eos_token_ids, load_tokenizer
 from common.models import Policy, load_policy
 from common.packing import Sample, pack
-from common.rollout import Engine, check_agreement, context_length, make_engine
+from common.rollout import Engine, check_agreement, make_engine
 from common.tiny import tiny_model
 
 NEW_TOKENS = 24
