@@ -10,7 +10,7 @@ From hidden states [T, D] and a head [V, D], the gradient of the mean negative l
 - full, log-prob only: logits [T, V], cross_entropy.
 Every measurement is a process of its own, since memory once freed may stay with the process; the three take turns.
 Memory is the peak above what the process held before (inputs, libraries): on CPU the resident set, on CUDA what the
-allocator gave out. Time on CPU is the CPU time of the process, not the clock's: other programs do not count.
+allocator gave out.
 """
 
 import argparse
@@ -74,16 +74,15 @@ def measure(name: str, T: int, device: str) -> None:
     torch.manual_seed(0)
     hidden_TD, head_VD = torch.randn(T, D, device=device), 0.1 * torch.randn(V, D, device=device)
     targets_T = torch.randint(V, (T,), device=device)
-    clock = time.process_time if device == "cpu" else time.perf_counter
     for tokens in (32, T):
         hidden = hidden_TD[:tokens].clone().requires_grad_()
         head = head_VD.clone().requires_grad_()
-        before, start = reset_peak(device), clock()
+        before, start = reset_peak(device), time.perf_counter()
         outputs = VARIANTS[name](hidden, head, targets_T[:tokens])
         (-outputs[0].mean()).backward()
         sums = [output.detach().double().mean().item() for output in outputs]  # item() waits for the device
         norms = [x.grad.norm().item() for x in (hidden, head)]
-        seconds, memory = clock() - start, peak(device) - before
+        seconds, memory = time.perf_counter() - start, peak(device) - before
     print(json.dumps(dict(seconds=seconds, bytes=memory, values=norms + sums)))
 
 

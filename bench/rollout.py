@@ -5,15 +5,13 @@
 256 different prompts of 4 to 12 tokens, sampled from the whole distribution at temperature 1, two workloads:
 (a) every completion has exactly 128 tokens;
 (b) lengths are geometric with mean 32, at most 256: what training sees, most completions end early.
-EOS is ignored and every request is told its length, so in (a) and (b) all make the same tokens. The prompts are short
-so that they fit one prefill: vLLM on CPU fails on a seeded request whose prompt it splits.
+EOS is ignored and every request is told its length, so in (a) and (b) all make the same tokens.
 - vllm: the LLM of `VLLMEngine`, a seed per request and the log-prob of every sampled token, as the engine asks for;
 - generate: plain `do_sample=True`, one left-padded batch of 256, until its longest member is done; only wanted tokens
   count. No log-probs and no seeds, so it does less;
 - transformers: our `TransformersEngine` (seeds, log-probs, batches of 64), in (a) alone: it has one length for all.
 (c) is the time of `sync_weights`, and of one whole `VLLMEngine.generate` call of at most 128 tokens each (EOS ends it).
-The variants take turns; the first call of each is not timed. On CPU, time is the CPU time of this process, not the
-clock's: other programs do not count.
+The variants take turns; the first call of each is not timed.
 """
 
 import argparse
@@ -84,7 +82,6 @@ def main() -> None:
         print("vllm is not installed: nothing to compare")
         return
     device, _, _ = distributed.setup(seed=0)
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
     args, path, rng = RolloutArgs(max_new_tokens=FIXED), resolve_model("tiny"), random.Random(0)
     tokenizer, threads = load_tokenizer(path), torch.get_num_threads()
     prompts = [[rng.randrange(95) for _ in range(rng.randint(4, 12))] for _ in range(COUNT)]
@@ -122,9 +119,9 @@ def main() -> None:
     for _ in range(1 + rounds):
         for name, call in calls.items():
             torch.set_num_threads(threads)  # whatever an engine may have set
-            start = clock()
+            start = time.perf_counter()
             tokens[name] = call()  # token ids on the host: nothing is left running
-            seconds[name].append(clock() - start)
+            seconds[name].append(time.perf_counter() - start)
     times = {name: median(values[1:]) for name, values in seconds.items()}
     assert all(tokens[f"{w} {name}"] == sum(n) for w, n in workloads.items() for name in ("vllm", "generate"))
     print(f"{device}, {threads} threads, {rounds} rounds; (b): mean {sum(geometric) / COUNT:.1f}, max {max(geometric)}")

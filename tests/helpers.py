@@ -74,10 +74,15 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def assert_close_metrics(one: Path, other: Path, names: tuple[str, ...], rel: float) -> None:
-    """Step by step, relative to the larger value."""
+def assert_close_metrics(one: Path, other: Path, names: tuple[str, ...], rel: float, floor: float = 0.0) -> None:
+    """Step by step, relative to the larger value, or to `floor` where both are smaller."""
     one, other = ([line for line in metrics(folder) if line["step"] > 0] for folder in (one, other))
     assert [line["step"] for line in one] == [line["step"] for line in other]
     for a, b in zip(one, other, strict=True):
         for name in names:
-            assert abs(a[name] - b[name]) <= rel * max(abs(a[name]), abs(b[name])), (a["step"], name, a[name], b[name])
+            assert abs(a[name] - b[name]) <= rel * max(abs(a[name]), abs(b[name]), floor), (
+                a["step"],
+                name,
+                a[name],
+                b[name],
+            )

@@ -14,7 +14,7 @@ def digits(completion, row):
     """Varies among the completions of an untrained model, so there is something to learn from the first step."""
     return sum(c.isdigit() for c in completion) / (1 + len(completion))
 '''
-SAME = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch")
+SAME = ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch")
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,9 @@ def flags(tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 6, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+        "--reward", f"{reward}:digits", "--max_steps", 10, "--prompts_per_step", 4, "--samples_per_prompt", 4,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 2, "--max_logprob_difference", 1e-4,
+        "--save_every", 4, "--max_logprob_difference", 1e-4,
     )  # fmt: skip
 
 
@@ -44,25 +44,27 @@ def samples(folder, step=None):
 def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path, ranks, pack_tokens):
     run(ranks, "grpo.py", *flags, "--pack_tokens", pack_tokens, "--output_dir", tmp_path)
     assert samples(two_ranks, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
+    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is what its digits can tell.
+    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-5, floor=0.1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
 
 
 def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
     flags = (*flags, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=3, delay=random.uniform(0, 0.2))
+    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=5, delay=random.uniform(0, 0.2))
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "grpo.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
+    assert_close_metrics(two_ranks, tmp_path, ("loss", *SAME), rel=0)
     assert samples(two_ranks) == samples(tmp_path)
 
 
 def test_resumed_on_another_number_of_ranks(two_ranks, flags, tmp_path):
     flags = (*flags, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=5, delay=0)
     run(1, "grpo.py", *flags)
     assert [s["prompt"] for s in samples(two_ranks)] == [s["prompt"] for s in samples(tmp_path)]
-    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4)
+    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4, floor=0.1)
 
 
 def test_engine_and_trainer_agree_on_every_step(two_ranks):
