@@ -9,6 +9,7 @@ EOS is ignored and every request is told its length, so in (a) and (b) all make 
 - vllm: the LLM of `VLLMEngine`, a seed per request and the log-prob of every sampled token, as the engine asks for;
 - generate: plain `do_sample=True`, one left-padded batch of 256, until its longest member is done; only wanted tokens
   count. No log-probs and no seeds, so it does less;
+- vllm, plain: neither seeds nor log-probs, as `generate`;
 - transformers: our `TransformersEngine` (seeds, log-probs, batches of 64), in (a) alone: it has one length for all.
 (c) is the time of `sync_weights`, and of one whole `VLLMEngine.generate` call of at most 128 tokens each (EOS ends it).
 The variants take turns; the first call of each is not timed.
@@ -49,11 +50,13 @@ class RowsDone(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-def with_vllm(llm, prompts: list[list[int]], lengths: list[int]) -> int:
+def with_vllm(llm, prompts: list[list[int]], lengths: list[int], plain: bool = False) -> int:
     from vllm import SamplingParams
 
     params = [
-        SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, seed=i, logprobs=0, detokenize=False)
+        SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False)
+        if plain
+        else SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False, seed=i, logprobs=0)
         for i, n in enumerate(lengths)
     ]
     stance = "force_eager" if not torch.cuda.is_available() else "default"  # as VLLMEngine does
@@ -113,7 +116,8 @@ def main() -> None:
             "vllm": lambda lengths=lengths: with_vllm(vllm.llm, prompts, lengths),
             "generate": lambda lengths=lengths: with_generate(hf, prompts, lengths),
         }.items()
-    } | {"a transformers": lambda: sampled(ours), "c VLLMEngine": lambda: sampled(vllm), "c sync_weights": sync}
+    } | {"a vllm, plain": lambda: with_vllm(vllm.llm, prompts, workloads["a"], plain=True)}
+    calls |= {"a transformers": lambda: sampled(ours), "c VLLMEngine": lambda: sampled(vllm), "c sync_weights": sync}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     tokens = {}
     for _ in range(1 + rounds):
@@ -131,6 +135,8 @@ def main() -> None:
     for workload, target in TARGETS.items():
         ratio = times[f"{workload} generate"] / times[f"{workload} vllm"]
         print(f"({workload}) vllm is {ratio:.2f}x generate (target: at least {target}x)")
+    without, both = times["a generate"] / times["a vllm, plain"], times["a transformers"] / times["a vllm"]
+    print(f"(a) like with like: {without:.2f}x without seeds and log-probs, {both:.2f}x with both")
     vllm.close()
     distributed.cleanup()
 
