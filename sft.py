@@ -106,9 +106,7 @@ def main(args: Args) -> None:
     # ---- data ----
     path = resolve_model(args.model)
     if args.max_length > (context := context_length(path, args)):
-        raise ValueError(
-            f"--max_length {args.max_length} is beyond the context of --model {args.model}, {context} tokens"
-        )
+        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
