@@ -84,7 +84,7 @@ class Checkpointer:
     """Saves and restores model, optimizer and whatever else has `state_dict` (small, the same on every rank)."""
 
     def __init__(self, args: RunArgs, model: Policy, optimizer: torch.optim.Optimizer, **stateful):
-        self.folder, self.keep_last, self.resume = Path(args.output_dir), args.keep_last, args.resume
+        self.folder, self.keep_last = Path(args.output_dir), args.keep_last
         self.model, self.optimizer, self.stateful = model, optimizer, stateful
 
     def load_latest(self) -> int:

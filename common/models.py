@@ -173,10 +173,7 @@ def load_policy(path: str, args: RunArgs, device: torch.device, trainable: bool 
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--model {path}: {str(error).splitlines()[0]}") from error
+    config = AutoConfig.from_pretrained(path)  # resolve_model has seen that it can be read
     for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, field, None) not in (None, 1, 1.0):
             raise ValueError(
