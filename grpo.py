@@ -217,13 +217,13 @@ def main(args: Args) -> None:
                 if updates > 1:  # the ratio is to the policy at rollout time, by the trainer's own arithmetic
                     for mb in (mb for minibatch in minibatches for mb in minibatch):
                         with torch.no_grad():
-                            mb.old_logprobs_T, _, _ = model(mb, temperature=args.temperature)
+                            mb.old_logprobs_T, *_ = model(mb, temperature=args.temperature)
                 for update in range(updates):
                     minibatch = minibatches[update % args.minibatches]
                     global_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
-                        logprobs_T, entropy_T, _ = model(mb, temperature=args.temperature)
+                        logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
                         if updates == 1:
                             mb.old_logprobs_T = logprobs_T.detach()
                         loss_T = clip_policy_loss(
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
                             )
                         if reference is not None:
                             with torch.no_grad():
-                                ref_logprobs_T, _, _ = reference(mb, temperature=args.temperature)
+                                ref_logprobs_T, *_ = reference(mb, temperature=args.temperature)
                             kl_T = kl_k3(logprobs_T, ref_logprobs_T)
                             loss_T = loss_T + args.beta * kl_T
                             meter.masked_mean("kl", kl_T, mb.loss_mask_T)

@@ -94,7 +94,7 @@ def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.dev
     """Held-out metrics over all ranks; `samples` is this rank's share."""
     meter = Meter()
     for mb in pack(samples, args.pack_tokens, device):
-        measure(meter, "eval_", mb, *model(mb))
+        measure(meter, "eval_", mb, *model(mb)[:3])
     return meter.reduce()
 
 
@@ -152,7 +152,7 @@ def main(args: Args) -> None:
             # ---- 2. update: one optimizer step over the whole batch ----
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
-                logprobs_T, entropy_T, correct_T = model(mb)
+                logprobs_T, entropy_T, correct_T, _ = model(mb)
                 # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
                 loss = (-logprobs_T * mb.loss_mask_T).sum() / global_tokens
                 (loss * world_size).backward()

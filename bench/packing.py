@@ -49,7 +49,7 @@ def drawn_samples(count: int, rng: random.Random) -> list[Sample]:
 def packed_step(model, optimizer, batch: list[Sample], args, device) -> float:
     tokens, total = sum(sum(s.loss_mask[1:]) for s in batch), torch.zeros((), device=device)
     for mb in pack(batch, args.pack_tokens, device):
-        logprobs_T, _, _ = model(mb)
+        logprobs_T, *_ = model(mb)
         loss = (-logprobs_T * mb.loss_mask_T).sum() / tokens
         loss.backward()
         total += loss.detach()

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from common import distributed
 from common.config import RunArgs
-from common.models import Policy
+from common.hub import eos_token_ids
+from common.models import PackedModel, ScalarModel
 
 # Flags that may differ between the run that made a checkpoint and the run that resumes it: they change how long,
 # where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate.)
@@ -50,7 +51,7 @@ def prepare_output_dir(args: RunArgs) -> None:
 def _claim(folder: Path, args: RunArgs) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
-        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id"):
+        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id", "reference_logps.json"):
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "hf", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -83,7 +84,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 class Checkpointer:
     """Saves and restores model, optimizer and whatever else has `state_dict` (small, the same on every rank)."""
 
-    def __init__(self, args: RunArgs, model: Policy, optimizer: torch.optim.Optimizer, **stateful):
+    def __init__(self, args: RunArgs, model: PackedModel, optimizer: torch.optim.Optimizer, **stateful):
         self.folder, self.keep_last = Path(args.output_dir), args.keep_last
         self.model, self.optimizer, self.stateful = model, optimizer, stateful
 
@@ -169,12 +170,18 @@ class Checkpointer:
         export_hf(self.model, tokenizer, self.folder / "hf")
 
 
-def export_hf(model: Policy, tokenizer, folder: Path) -> None:
+def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
     """`Checkpointer.export_hf` to any folder."""
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model.path)  # as it was: ours has another attention and dtype
+    config.architectures = [type(model.hf).__name__]
+    if isinstance(model, ScalarModel):
+        config.num_labels = 1
+        # Transformers scores the last token that is not padding; an EOS that also pads would never be the one.
+        ends = eos_token_ids(model.path, tokenizer)
+        config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     weights = {}
     for name, tensor in model.hf.state_dict().items():
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

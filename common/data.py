@@ -39,6 +39,32 @@ def _messages(row: dict, column: str) -> list[dict] | None:
     return value
 
 
+def _split_prompt(row: dict) -> dict:
+    """`prompt`, `chosen` and `rejected` of a row whose chosen and rejected both begin with the prompt: what they share,
+    whole messages, or of strings up to the last white space before they part. Raises `ValueError` if that is nothing.
+    """
+    chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
+    if (chosen is None) != (rejected is None):
+        raise ValueError(f"{row['_source']}: one of chosen and rejected lists messages, the other does not")
+    if chosen is None:
+        chosen, rejected = text_field(row, "chosen"), text_field(row, "rejected")
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if shared is None:
+        shared = min(len(chosen), len(rejected)) - (len(chosen) == len(rejected) and isinstance(chosen, list))
+    if isinstance(chosen, str):
+        shared = max((i + 1 for i in range(shared) if chosen[i].isspace() and chosen[: i + 1].strip()), default=0)
+    answers = [side[shared] for side in (chosen, rejected) if isinstance(side, list) and len(side) > shared]
+    if not shared or any(message["role"] != "assistant" for message in answers):
+        raise ValueError(f"{row['_source']}: chosen and rejected do not begin with the same prompt")
+    return row | dict(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
+
+
+def _sample(pieces: list[tuple[list[int], bool]], row: dict, train_on_all: bool = False) -> Sample:
+    ids = [i for piece, _ in pieces for i in piece]
+    mask = [trained or train_on_all for piece, trained in pieces for _ in piece]
+    return Sample(ids=ids, loss_mask=mask, prompt_length=next((i for i, m in enumerate(mask) if m), len(ids)), row=row)
+
+
 class Encoder:
     """Rows -> ids, in the one way training and sampling share: text is cut where a completion starts and ends and the
     pieces are tokenised apart, so the prompt's ids in training are exactly those the engine is given."""
@@ -70,19 +96,40 @@ class Encoder:
                 raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
             pieces = self._conversation(row, self._with_system(messages), first_trained=0)
         else:
-            prompt, completion = columns
-            messages = self._prompt_messages(row, prompt)
-            if messages is None:
-                answer = self._ids(text_field(row, completion)) + [self.tokenizer.eos_token_id]
-                pieces = [(self._plain_prompt(row, prompt), False), (answer, True)]
-            else:
-                answer = _messages(row, completion) or [dict(role="assistant", content=text_field(row, completion))]
-                pieces = self._conversation(row, messages + answer, first_trained=len(messages))
-        ids = [i for piece, _ in pieces for i in piece]
-        mask = [trained or train_on_all for piece, trained in pieces for _ in piece]
-        return Sample(
-            ids=ids, loss_mask=mask, prompt_length=next((i for i, m in enumerate(mask) if m), len(ids)), row=row
-        )
+            pieces = self._prompt_completion(row, *columns)
+        return _sample(pieces, row, train_on_all)
+
+    def completion(self, row: dict, prompt: str, completion: str) -> Sample:
+        """A prompt with one of its completions, for the objectives that score whole completions: `sft` up to the last
+        trained token. Raises `ValueError` for a completion without text."""
+        value = row.get(completion)
+        last = _messages(row, completion)[-1:] if isinstance(value, list) else [dict(content=value)]
+        if not last or (isinstance(last[0]["content"], str) and not last[0]["content"].strip()):
+            raise ValueError(f"{row['_source']}: column {completion} is empty")
+        sample = _sample(self._prompt_completion(row, prompt, completion), row)
+        if not any(sample.loss_mask):
+            raise ValueError(f"{row['_source']}: column {completion} has no assistant turn")
+        if not sample.prompt_length:
+            raise ValueError(f"{row['_source']}: column {prompt} is empty")
+        end = len(sample.ids) - sample.loss_mask[::-1].index(True)
+        sample.ids, sample.loss_mask = sample.ids[:end], sample.loss_mask[:end]
+        return sample
+
+    def pair(self, row: dict, columns: tuple[str, ...]) -> list[Sample]:
+        """[chosen, rejected] of a preference row, the prompt in a column of its own or in front of both (message lists
+        that do not start with an assistant turn have it in front, whatever the column `prompt` says)."""
+        lists = [_messages(row, side) for side in ("chosen", "rejected")]
+        if columns == ("chosen", "rejected") or all(m and m[0]["role"] != "assistant" for m in lists):
+            row = _split_prompt(row)
+        return [self.completion(row, "prompt", side) for side in ("chosen", "rejected")]
+
+    def _prompt_completion(self, row: dict, prompt: str, completion: str) -> list[tuple[list[int], bool]]:
+        messages = self._prompt_messages(row, prompt)
+        if messages is None:
+            answer = self._ids(text_field(row, completion)) + [self.tokenizer.eos_token_id]
+            return [(self._plain_prompt(row, prompt), False), (answer, True)]
+        answer = _messages(row, completion) or [dict(role="assistant", content=text_field(row, completion))]
+        return self._conversation(row, messages + answer, first_trained=len(messages))
 
     def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
         """The prompt as messages, or None if it goes in as plain text."""

@@ -9,20 +9,21 @@ from common.config import RunArgs
 from common.tiny import tiny_model
 
 
-def resolve_model(model: str) -> str:
+def resolve_model(model: str, flag: str = "--model") -> str:
     """`tiny`, a folder or a Hugging Face id -> a local folder with config.json, safetensors and a tokenizer.
 
-    One rank of each machine downloads, the others wait. Raises `ValueError` if there is no such model here or there.
+    One rank of each machine downloads, the others wait. Raises `ValueError` naming `flag` if there is no such model
+    here or there.
     """
     if model == "tiny":
         return tiny_model()
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-            raise ValueError(f"--model {model}: no such folder")
+            raise ValueError(f"{flag} {model}: no such folder")
         patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-        folder = Path(download(f"--model {model}", model, "model", patterns))
-    _require_checkpoint(f"--model {model}", folder)
+        folder = Path(download(f"{flag} {model}", model, "model", patterns))
+    _require_checkpoint(f"{flag} {model}", folder)
     return str(folder)
 
 
@@ -74,7 +75,7 @@ def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None
     return answer
 
 
-def load_tokenizer(path: str):
+def load_tokenizer(path: str, flag: str = "--model"):
     """The checkpoint's tokenizer. Raises `ValueError` if it cannot be loaded or has no EOS, without which no completion
     ends."""
     from transformers import AutoTokenizer
@@ -83,10 +84,23 @@ def load_tokenizer(path: str):
         tokenizer = AutoTokenizer.from_pretrained(path)
     # a KeyError is a tokenizer.json of another kind; an ImportError a slow tokenizer that needs packages of its own
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"--model {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
+        raise ValueError(f"{flag} {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--model {path}: the tokenizer has no EOS token")
+        raise ValueError(f"{flag} {path}: the tokenizer has no EOS token")
     return tokenizer
+
+
+def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
+    """Raises `ValueError` unless the model in `path` reads the policy's token ids as the policy does."""
+    from transformers import AutoConfig
+
+    theirs = load_tokenizer(path, flag)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        ours, others = (set(t.get_vocab().items()) for t in (tokenizer, theirs))
+        raise ValueError(f"{flag} {path}: another tokenizer than --model's, {len(ours ^ others)} entries differ")
+    size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    if size <= max(tokenizer.get_vocab().values()):
+        raise ValueError(f"{flag} {path}: its vocabulary of {size} is too small for its own tokenizer")
 
 
 def eos_token_ids(path: str, tokenizer) -> list[int]:

@@ -79,6 +79,16 @@ class Meter:
         return out
 
 
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """95% confidence interval of a probability that was seen as `fraction` of `count` independent trials (Wilson)."""
+    z = 1.96
+    center, spread = (
+        fraction + z * z / (2 * count),
+        z * math.sqrt(fraction * (1 - fraction) / count + (z / 2 / count) ** 2),
+    )
+    return (center - spread) / (1 + z * z / count), (center + spread) / (1 + z * z / count)
+
+
 class Totals:
     """Counts that go on over the whole run, through checkpoints too."""
 

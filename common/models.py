@@ -5,6 +5,7 @@ Shapes: T packed tokens, D hidden size, V vocabulary, N sequences.
 
 import contextlib
 import json
+import math
 from itertools import groupby, pairwise
 
 import torch
@@ -12,14 +13,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from common import distributed
 from common.config import RunArgs
+from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
-
-LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
-
 
 # ---- attention over a packed stream ----
 
@@ -65,64 +65,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
     return torch.cat(outputs)[None], None
 
 
-# ---- token log-probs ----
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Chunk by chunk, forward and backward, so that the logits of one chunk are all that ever exists of [T, V]."""
-
-    @staticmethod
-    def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float):
-        logprobs_T, entropy_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD)) for _ in range(3))
-        correct_T = torch.empty_like(targets_T, dtype=torch.bool)
-        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
-            c = slice(start, start + LOGPROB_CHUNK)
-            logits_CV = (hidden_TD[c] @ head_VD.T).div_(temperature)
-            largest_C1 = logits_CV.amax(-1, keepdim=True)
-            logits_CV.sub_(largest_C1)  # log-probs and entropy do not change, and nothing overflows or cancels
-            exp_CV = logits_CV.exp()
-            sum_C = exp_CV.sum(-1)
-            target_C = logits_CV.gather(-1, targets_T[c, None])[:, 0]
-            logprobs_T[c], correct_T[c] = target_C - sum_C.log(), target_C == 0
-            entropy_T[c] = sum_C.log() - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
-            logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T)
-        ctx.temperature = temperature
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(correct_T)
-        return logprobs_T, entropy_T, correct_T
-
-    @staticmethod
-    def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, _):
-        hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
-        grad_hidden_TD, grad_head_VD = torch.zeros_like(hidden_TD), torch.zeros_like(head_VD)
-        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
-            c = slice(start, start + LOGPROB_CHUNK)
-            logp_CV = (hidden_TD[c] @ head_VD.T).div_(ctx.temperature).sub_(logsumexp_T[c, None])
-            probs_CV = logp_CV.exp()
-            grad_CV = torch.zeros_like(probs_CV) if grad_logprobs_T is None else probs_CV * -grad_logprobs_T[c, None]
-            if grad_entropy_T is not None:  # dH/dz_j = -p_j (log p_j + H)
-                grad_CV -= grad_entropy_T[c, None] * probs_CV * (logp_CV + entropy_T[c, None])
-            if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
-                grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
-            grad_CV.div_(ctx.temperature)
-            grad_hidden_TD[c] = grad_CV @ head_VD
-            grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])
-        return grad_hidden_TD, grad_head_VD, None, None
-
-
-def token_logprobs(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(logprobs_T, entropy_T, correct_T)` of softmax(hidden head^T / temperature), never holding [T, V].
-
-    Log-prob of each target and entropy (nats) of each distribution, in float32 (or float64), gradients through both;
-    and whether the target is the most likely token. The head is float32 also when the model computes in bfloat16:
-    that is where sampling and scoring would part first.
-    """
-    if hidden_TD.dtype != torch.float64:
-        hidden_TD, head_VD = hidden_TD.float(), head_VD.float()
-    return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature)
+# ---- models that take packs ----
 
 
 class Policy(nn.Module):
@@ -132,11 +75,25 @@ class Policy(nn.Module):
         super().__init__()
         self.hf, self.path = hf, path
 
-    def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-        """`(logprobs_T, entropy_T, correct_T)` of the targets: see `token_logprobs`."""
+    def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`."""
         hidden_TD = packed_hidden_states(self.hf, mb)
         # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
         return token_logprobs(hidden_TD, self.hf.get_output_embeddings().weight, mb.targets_T, temperature)
+
+
+class ScalarModel(nn.Module):
+    """A transformer with a head of one number per token, the form of Hugging Face's sequence classifiers with one
+    label: a reward model or a value model."""
+
+    def __init__(self, hf: nn.Module, path: str):
+        super().__init__()
+        self.hf, self.path = hf, path
+
+    def forward(self, mb: PackedBatch) -> Tensor:
+        """Scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` has seen the inputs up to t,
+        not `targets_T[t]`."""
+        return packed_hidden_states(self.hf, mb).float() @ self.hf.score.weight[0].float()
 
 
 def packed_hidden_states(hf: nn.Module, mb: PackedBatch) -> Tensor:
@@ -152,6 +109,9 @@ def packed_hidden_states(hf: nn.Module, mb: PackedBatch) -> Tensor:
     return output.last_hidden_state[0]
 
 
+PackedModel = Policy | ScalarModel
+
+
 # ---- loading ----
 
 
@@ -161,47 +121,88 @@ def compute_dtype(args: RunArgs, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
-def load_policy(path: str, args: RunArgs, device: torch.device, trainable: bool = True) -> Policy:
+def load_policy(
+    path: str, args: RunArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
+) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
 
     Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference. Dropout
-    is off: the log-probs of a sample must not depend on when they are computed.
+    is off: the log-probs of a sample must not depend on when they are computed. `flag` is what errors name.
     Raises `ValueError` for a model this forward would not compute exactly.
     """
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    what = f"{flag} {path}"
+    config = _packable_config(path, what)
+    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise ValueError(f"{what}: {config.model_type} has {field}, which the chunked log-probs do not apply")
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
+    if hf.get_output_embeddings().bias is not None:
+        raise ValueError(f"{what}: {config.model_type} has a bias in its head, which is not supported")
+    return _load(Policy(hf, path), what, args, device, trainable)
+
+
+def load_scalar_model(
+    path: str, args: RunArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
+) -> ScalarModel:
+    """`load_policy` with a scalar head: the checkpoint's own, or where it has none (a language model) a new one drawn
+    from N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models must have one.
+
+    Raises `ValueError`, also for a classifier with more than one label.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
+    what = f"{flag} {path}"
+    config = _packable_config(path, what)
+    config.num_labels = 1
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(f"{what}: transformers has no sequence classifier of {config.model_type}")
+    with torch.device("meta"):
+        hf = AutoModelForSequenceClassification.from_config(config, attn_implementation="packed", dtype=torch.float32)
+    if not isinstance(getattr(hf, "score", None), nn.Linear):
+        raise ValueError(f"{what}: {type(hf).__name__} has no linear head `score`, which is not supported")
+    return _load(ScalarModel(hf, path), what, args, device, trainable)
+
+
+def _packable_config(path: str, what: str):
+    """The model's configuration without dropout. Raises `ValueError` for rotary embeddings that mix sequences."""
+    from transformers import AttentionInterface, AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
     config = AutoConfig.from_pretrained(path)  # resolve_model has seen that it can be read
-    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, field, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"--model {path}: {config.model_type} has {field}, which the chunked log-probs do not apply"
-            )
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(f"--model {path}: {rope['rope_type']} rotary embeddings mix packed sequences")
+        raise ValueError(f"{what}: {rope['rope_type']} rotary embeddings mix packed sequences")
     for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
         setattr(config, field, 0.0)
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
-    if hf.get_output_embeddings().bias is not None:
-        raise ValueError(f"--model {path}: {config.model_type} has a bias in its head, which is not supported")
-    hf.requires_grad_(trainable)
+    return config
+
+
+def _load(model: PackedModel, what: str, args: RunArgs, device: torch.device, trainable: bool) -> PackedModel:
+    hf = model.hf.requires_grad_(trainable)
     if args.activation_checkpointing and trainable:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    model = Policy(hf, path).train()  # train() for activation checkpointing; without dropout it changes nothing else
+    model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
-        raise ValueError(f"--model {path}: {config.model_type} does not keep its transformer blocks in `layers`")
+        raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
     shard(model, blocks, args, device)
-    load_weights(hf, path, device)
-    check_packing(model, path, args, device)
+    new_head = load_weights(model, what, device)
+    if new_head is not None:
+        if not trainable:
+            raise ValueError(f"{what}: a language model without a reward head")
+        width, generator = new_head.shape[1], torch.Generator().manual_seed(args.seed)
+        drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
+        new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
+    check_packing(model, what, args, device)
     return model
 
 
 @torch.no_grad()
-def check_packing(model: FSDPModule, path: str, args: RunArgs, device: torch.device) -> None:
+def check_packing(model: PackedModel, what: str, args: RunArgs, device: torch.device) -> None:
     """Refuse a model that computes something else for a sequence in a pack than for the same sequence alone.
 
     State-space and convolutional layers let one sequence see the one before it. Collective.
@@ -212,15 +213,15 @@ def check_packing(model: FSDPModule, path: str, args: RunArgs, device: torch.dev
     samples = [Sample(ids, [True] * len(ids)) for ids in (first, second)]
     (both,), (alone,) = pack(samples, 100, device), pack(samples[1:], 100, device)
     try:
-        packed_T, alone_T = model(both)[0][-alone.max_seqlen :], model(alone)[0]
+        packed_T, alone_T = (out[0] if isinstance(out, tuple) else out for out in (model(both), model(alone)))
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
-            f"--model {path}: {model.hf.config.model_type} has no packed forward: {distributed.first_line(error)}"
+            f"{what}: {model.hf.config.model_type} has no packed forward: {distributed.first_line(error)}"
         ) from error
     model.reshard()  # the root stays whole after a forward without backward
     limit = 1e-3 if compute_dtype(args, device) == torch.float32 else 0.5  # nats; a leak is worth more than rounding
-    if not (packed_T - alone_T).abs().max() < limit:
-        raise ValueError(f"--model {path}: {model.hf.config.model_type} does not keep packed sequences apart")
+    if not (packed_T[-alone.max_seqlen :] - alone_T).abs().max() < limit:
+        raise ValueError(f"{what}: {model.hf.config.model_type} does not keep packed sequences apart")
 
 
 def shard(model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.device) -> None:
@@ -234,11 +235,13 @@ def shard(model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.
     fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
-def load_weights(hf: nn.Module, path: str, device: torch.device) -> None:
+def load_weights(model: PackedModel, what: str, device: torch.device) -> Tensor | None:
     """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
 
+    Returns the scalar head if the checkpoint has none, to be filled by the caller.
     Raises `ValueError` if the checkpoint's names or shapes are not the model's.
     """
+    hf, path = model.hf, model.path
     hf.to_empty(device=device)
     # Buffers that no checkpoint holds (rotary frequencies): NaN until their module computes them again.
     for name, buffer in list(hf.named_non_persistent_buffers()):
@@ -246,22 +249,24 @@ def load_weights(hf: nn.Module, path: str, device: torch.device) -> None:
         with torch.no_grad():
             hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
     if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
-        raise ValueError(f"--model {path}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
+        raise ValueError(f"{what}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
     wanted = hf.state_dict()
     for name in hf.all_tied_weights_keys:
         wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
     reader = HuggingFaceStorageReader(path)
-    with one_line_errors(f"--model {path}"):
+    with one_line_errors(what):
         stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
+    new_head = wanted.pop("score.weight", None) if "score.weight" not in stored else None
     for name, tensor in wanted.items():
         if stored.get(name) != list(tensor.shape):
             found = f"shape {stored[name]}" if name in stored else "no such weight"
-            raise ValueError(f"--model {path}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
-    unused = stored.keys() - hf.state_dict().keys()
+            raise ValueError(f"{what}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
+    unused = stored.keys() - hf.state_dict().keys() - {"lm_head.weight"}  # a scalar model has no use for that one
     if unused and distributed.is_main():
         print(f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, {min(unused)} for one")
-    with one_line_errors(f"--model {path}"):
+    with one_line_errors(what):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
+    return new_head
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ targets: in a `PackedBatch`, `x_T[t]` describes the prediction of `targets_T[t]`
 Shapes: N sequences and T tokens in one micro-batch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from common import distributed
 
 # Per-token streams that a Sample may carry and a PackedBatch then has as `<name>_T`.
-STREAMS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+STREAMS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights")
 
 
 @dataclass
@@ -34,6 +35,10 @@ class Sample:
     """log-probs by the reference model"""
     advantages: list[float] | None = None
     """advantage of each token"""
+    weights: list[float] | None = None
+    """weight of each token in a sum over the sequence"""
+    ref_logp: float | None = None
+    """log-prob of the whole completion by the reference model, where only sums matter: nats"""
     prompt_length: int = 0
     """tokens of the prompt; `ids[prompt_length:]` is the completion"""
     finish_reason: str = ""
@@ -55,7 +60,10 @@ class Sample:
 
 @dataclass
 class PackedBatch:
-    """One micro-batch. T is the number of packed targets; streams that no sample carries are None."""
+    """One micro-batch. T is the number of packed targets; streams that no sample carries are None.
+
+    A rank with nothing left gets a filler: one masked token and no samples.
+    """
 
     input_ids_T: Tensor  # int64
     targets_T: Tensor  # int64
@@ -65,44 +73,64 @@ class PackedBatch:
     cu_seqlens_N1: Tensor  # int32, N + 1 offsets: sequence n is [cu_seqlens[n], cu_seqlens[n + 1])
     offsets: list[int]  # cu_seqlens_N1 on the host
     max_seqlen: int  # on the host too: no kernel launch waits for the device
+    samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
+    weights_T: Tensor | None = None
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.offsets) - 1
+    def sequence_sums(self, x_T: Tensor) -> Tensor:
+        """Sum of a stream over the trained tokens of each sequence: [N], float64. A filler gives an empty tensor that
+        is still part of the graph, so its backward runs."""
+        trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
+        sums = torch.zeros(len(self.offsets) - 1, dtype=torch.float64, device=x_T.device)
+        return sums.index_add(0, self.sequence_ids_T, trained_T)[: len(self.samples)]
+
+    def per_sequence(self, values: Iterable[float]) -> Tensor:
+        """One number per sample -> [N], float64, on the device."""
+        return torch.tensor(list(values), dtype=torch.float64).to(self.loss_mask_T.device)
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
     """Pack this rank's samples into micro-batches of at most `pack_tokens` targets, first-fit decreasing.
 
     Collective: every rank gets the same number of micro-batches, because each one's forward and backward run FSDP
-    collectives. Ranks with less to do get empty packs: one token, masked, whose loss is exactly zero.
+    collectives. Ranks with less to do get fillers, whose loss is exactly zero.
 
     Raises `ValueError` for a sample longer than `pack_tokens`.
     """
-    bins: list[list[Sample]] = []
+    return pack_groups([[sample] for sample in samples], pack_tokens, device)
+
+
+def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
+    """`pack`, with the samples of a group side by side in one micro-batch: chosen and rejected of a pair, say."""
+    bins: list[list[list[Sample]]] = []
     room: list[int] = []
-    for sample in sorted(samples, key=lambda sample: -sample.num_targets):  # stable: deterministic for equal lengths
-        size = sample.num_targets
-        if size > pack_tokens:
-            raise ValueError(f"a sequence of {size} tokens does not fit in --pack_tokens {pack_tokens}")
+    for group in sorted(groups, key=_size, reverse=True):  # stable: deterministic for equal lengths
+        if (size := _size(group)) > pack_tokens:
+            what = "a sequence" if len(group) == 1 else f"{len(group)} sequences that belong together"
+            raise ValueError(f"{what} of {size} tokens do not fit in --pack_tokens {pack_tokens}")
         index = next((i for i, free in enumerate(room) if free >= size), None)
         if index is None:
             index = len(bins)
             bins.append([])
             room.append(pack_tokens)
-        bins[index].append(sample)
+        bins[index].append(group)
         room[index] -= size
     num_packs = max(1, int(distributed.all_max(len(bins))))
-    streams = [name for name in STREAMS if samples and getattr(samples[0], name) is not None]
+    bins += [[]] * (num_packs - len(bins))
+    streams = [name for name in STREAMS if groups and getattr(groups[0][0], name) is not None]
     streams = sorted(set().union(*distributed.gather_objects(streams)))  # also for a rank without samples
-    return [_pack_one(bins[i] if i < len(bins) else [], streams, device) for i in range(num_packs)]
+    return [_pack_one([sample for group in groups for sample in group], streams, device) for groups in bins]
+
+
+def _size(group: list[Sample]) -> int:
+    return sum(sample.num_targets for sample in group)
 
 
 def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -> PackedBatch:
+    packed = samples
     if not samples:
         samples = [Sample(ids=[0, 0], loss_mask=[False, False], **{name: [0.0, 0.0] for name in streams})]
     lengths = torch.tensor([sample.num_targets for sample in samples])
@@ -122,5 +150,6 @@ def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -
         cu_seqlens_N1=cu_seqlens_N1.to(device),
         offsets=cu_seqlens_N1.tolist(),
         max_seqlen=int(lengths.max()),
+        samples=packed,
         **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams},
     )

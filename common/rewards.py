@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.packing import Sample
+from common.models import ScalarModel
+from common.packing import Sample, pack
 
 Reward = Callable[[str, dict], float]
 
@@ -152,3 +153,21 @@ class Rewards:
             errors.append(f"{name} on {sample.row['_source']}: returned {value}")
             return math.nan
         return value
+
+
+# ---- reward models ----
+
+
+def at_end(ids: list[int], row: dict | None = None) -> Sample:
+    """A sample of which a scalar model is read once, having seen all of `ids`. Streams follow the targets and the last
+    token has none, so one is put behind it; which one does not matter, it is never an input."""
+    return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})
+
+
+@torch.no_grad()
+def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, device: torch.device) -> list[float]:
+    """The reward model's number for each of this rank's sequences of token ids (prompt and completion). Collective."""
+    samples, scores = [at_end(ids) for ids in sequences], {}
+    for mb in pack(samples, pack_tokens, device):
+        scores |= zip(map(id, mb.samples), mb.sequence_sums(model(mb)).tolist(), strict=True)
+    return [scores[id(sample)] for sample in samples]

@@ -15,6 +15,8 @@ from common.tiny import arithmetic_rows
 
 # What the supervised scripts can train on: the first of these whose columns the dataset has.
 SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",))
+PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
+KTO_COLUMNS = (("prompt", "completion", "label"),)
 PROMPT_COLUMNS = (("prompt",), ("question",))  # what the online scripts can sample from
 
 

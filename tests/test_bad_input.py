@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 
+import dpo
 import grpo
+import rm
 import sft
 from common.config import parse
 from common.data import Encoder, encode_prompts
-from common.hub import load_tokenizer, resolve_model
+from common.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.rewards import Rewards, load_reward
 from common.rows import PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
 from common.tiny import tiny_model
@@ -73,6 +75,32 @@ FLAG_ERRORS = [
     (grpo, "--reward_weights nan", "--reward_weights nan must be finite"),
     (grpo, "--max_reward_errors 7", "--max_reward_errors 7.0 must be in [0, 1]"),
     (grpo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
+    (dpo, "--beta 0", "--beta 0.0 must be greater than 0"),
+    (dpo, "--beta nan", "--beta nan must be greater than 0"),
+    (dpo, "--loss dop", "--loss dop: unknown; there are sigmoid, robust"),
+    (dpo, "--loss", "--loss needs at least one name, and each once; here: None"),
+    (dpo, "--loss ipo ipo", "--loss needs at least one name, and each once; here: ipo ipo"),
+    (dpo, "--loss_weights 1 2", "--loss_weights has 2 values for 1 losses"),
+    (dpo, "--loss_weights -1", "--loss_weights and --sft_weight must be finite and not negative"),
+    (dpo, "--sft_weight -1", "--loss_weights and --sft_weight must be finite and not negative"),
+    (dpo, "--label_smoothing 0.5", "--label_smoothing 0.5 must be in [0, 0.5)"),
+    (dpo, "--loss ipo --label_smoothing 0.1", "--label_smoothing has no meaning in --loss ipo"),
+    (dpo, "--loss exo_pair", "--loss exo_pair needs --label_smoothing above 0"),
+    (dpo, "--loss ipo --f_divergence js", "--f_divergence js has no meaning in --loss ipo"),
+    (dpo, "--length_normalize false", "--length_normalize false is a form of --loss ipo"),
+    (dpo, "--loss discopop --discopop_tau 2", "--discopop_tau 2.0 must be at most 1"),
+    (dpo, "--loss kto sigmoid", "--loss kto is of single completions"),
+    (dpo, "--loss kto --sft_weight 1", "--loss kto is of single completions"),
+    (dpo, "--desirable_weight 2", "--desirable_weight and --undesirable_weight have no meaning in --loss sigmoid"),
+    (dpo, "--loss simpo --reference_model x", "--loss simpo has no reference"),
+    (dpo, "--loss orpo --reference_logprobs online", "--loss orpo has no reference"),
+    (dpo, "--ld_alpha 1.5", "--ld_alpha 1.5 must be in [0, 1]"),
+    (dpo, "--loss simpo --ld_alpha 0.5", "--ld_alpha is for summed log-ratios of pairs"),
+    (dpo, "--max_length 4098", "two sequences of --max_length 4098 exceed --pack_tokens 8192"),
+    (dpo, "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
+    (rm, "--center_coefficient -1", "--center_coefficient -1.0 must not be negative"),
+    (rm, "--max_length 4097", "two sequences of --max_length 4097 exceed --pack_tokens 8192"),
+    (rm, "--relabel out.csv", "--relabel out.csv must end in .jsonl"),
 ]
 
 
@@ -243,6 +271,92 @@ def test_a_bad_row_is_named(bad, words, tokenizer, tmp_path):
     with pytest.raises(ValueError) as error:
         sft.encode_rows(rows, columns, Encoder(tokenizer, args), args)
     assert str(error.value).startswith("deep.jsonl:299: ") and words in str(error.value)
+
+
+PAIR, Q, A, B = dict(prompt="1+1=", chosen="2", rejected="3"), "1+1=", [ANSWER], [dict(ANSWER, content="3")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (dict(prompt=Q, chosen="2"), "column rejected is missing"),
+        (dict(prompt=Q, rejected="2"), "column chosen is missing"),
+        (dict(prompt=Q, chosen="2", rejected=3), "column rejected is int, expected a string"),
+        (dict(prompt=Q, chosen="", rejected="3"), "column chosen is empty"),
+        (dict(prompt=Q, chosen="2", rejected=" \n"), "column rejected is empty"),
+        (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
+        (dict(chosen="1+1=2", rejected="2+1=3"), "chosen and rejected do not begin with the same prompt"),
+        (dict(chosen="2", rejected="3"), "chosen and rejected do not begin with the same prompt"),
+        (dict(chosen=A, rejected=B), "chosen and rejected do not begin with the same prompt"),
+        (dict(chosen=[USER, *A], rejected=[dict(USER, content="3"), *B]), "do not begin with the same prompt"),
+        (dict(chosen=[USER, *A], rejected="1+1=3"), "one of chosen and rejected lists messages"),
+        (dict(chosen=[USER, *A], rejected=[USER]), "column rejected is empty"),
+        (dict(chosen=[USER, *A], rejected=[USER, dict(ANSWER, content="")]), "column rejected is empty"),
+        (dict(chosen=[USER, "2"], rejected=[USER, *B]), "column chosen must list objects"),
+    ],
+)
+@pytest.mark.parametrize("script", [dpo, rm])
+def test_a_bad_pair_is_named(bad, words, script, tokenizer):
+    args = script.Args()
+    rows = [row | dict(_source=f"pairs.jsonl:{i}") for i, row in enumerate([PAIR, bad], 1)]
+    columns = ("prompt", "chosen", "rejected") if "prompt" in bad else ("chosen", "rejected")
+    rows[0] = rows[0] if "prompt" in bad else dict(chosen="1+1= 2", rejected="1+1= 3", _source="pairs.jsonl:1")
+    with pytest.raises(ValueError) as error:
+        script.encode_rows(rows, columns, Encoder(tokenizer, args), args)
+    assert str(error.value).startswith("pairs.jsonl:2: ") and words in str(error.value)
+
+
+@pytest.mark.parametrize("script", [dpo, rm])
+def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
+    rows = [dict(PAIR, _source="x:1"), dict(prompt=Q, chosen="2", rejected="2", _source="x:2")]
+
+    def encode(**flags):
+        args = script.Args(**flags)
+        return script.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args), args)
+
+    pairs, counts = encode()
+    assert len(pairs) == 1 and counts == {"with chosen = rejected": 1}
+    assert len(encode(identical_pairs="keep")[0]) == 2
+    with pytest.raises(ValueError, match="x:2: chosen and rejected are the same"):
+        encode(identical_pairs="error")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([dict(completion="2", label=True), dict(completion="3", label=True)], "rows with label false"),
+        ([dict(completion="2", label=True), dict(completion="3", label="no")], "x:1: column label must be true or"),
+        ([dict(completion="2", label=True), dict(completion="3", label=None)], "x:1: column label must be true or"),
+        ([dict(completion="2", label=True), dict(completion="", label=False)], "x:1: column completion is empty"),
+    ],
+)
+def test_bad_kto_rows(rows, words, tokenizer):
+    args = dpo.Args(loss=("kto",))
+    rows = [dict(row, prompt=Q, _source=f"x:{i}") for i, row in enumerate(rows)]
+    with pytest.raises(ValueError, match=words):
+        dpo.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
+
+
+@pytest.mark.parametrize("margin", ["1", None, float("nan")])
+def test_bad_margins(margin, tokenizer):
+    rows = [dict(PAIR, margin=1, _source="x:1"), dict(PAIR, margin=margin, _source="x:2")]
+    with pytest.raises(ValueError, match="x:2: column margin is .*, expected a finite number"):
+        rm.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args := rm.Args()), args)
+
+
+def test_a_reference_with_another_tokenizer_or_vocabulary(tokenizer, tmp_path):
+    for name, edit in (
+        ("tokenizer.json", ('"0":0', '"é":0')),
+        ("config.json", ('"vocab_size": 356', '"vocab_size": 9')),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(tiny_model(), folder)
+        text = (folder / name).read_text()
+        compact = text if edit[0] in text else text.replace('"0": 0', '"0":0')
+        assert edit[0] in compact
+        (folder / name).write_text(compact.replace(*edit))
+        with pytest.raises(ValueError, match="--reference_model .*(another tokenizer|its vocabulary of 9)"):
+            require_same_tokenizer("--reference_model", str(folder), tokenizer)
 
 
 def test_overlong_rows(tokenizer):

@@ -11,6 +11,7 @@ from helpers import ROOT
 import grpo
 import sft
 from common.config import RolloutArgs, RunArgs, parse
+from common.preference_losses import PreferenceArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/*.py"))
@@ -161,7 +162,8 @@ def documented(path, class_name: str) -> None:
 def test_every_field_is_documented():
     for class_name in (RunArgs.__name__, RolloutArgs.__name__):
         documented(ROOT / "common" / "config.py", class_name)
-    assert {"sft", "grpo"} <= set(ALGORITHMS)
+    documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
+    assert {"sft", "dpo", "rm", "grpo"} <= set(ALGORITHMS)
     for script in ALGORITHMS:
         documented(ROOT / f"{script}.py", "Args")
 

@@ -97,7 +97,7 @@ def test_packed_equals_separate(checkpoint, device, temperature):
     for pack_tokens in (63, 100, 1000):
         seen = 0
         for mb in pack(batch, pack_tokens, device):
-            logprobs_T, entropy_T, correct_T = policy(mb, temperature=temperature)
+            logprobs_T, entropy_T, correct_T, _ = policy(mb, temperature=temperature)
             for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
                 targets = mb.targets_T[begin:end].tolist()
                 (sample,) = [s for s in batch if s.ids[1:] == targets]
@@ -182,7 +182,7 @@ def test_token_logprobs_value_and_gradient(tokens, temperature, through):
 def test_token_logprobs_are_float32_whatever_comes_in():
     hidden_TD, head_VD, targets_T = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
     low = hidden_TD.bfloat16().requires_grad_(), head_VD.bfloat16().requires_grad_()
-    logprobs_T, entropy_T, correct_T = token_logprobs(*low, targets_T)
+    logprobs_T, entropy_T, correct_T, _ = token_logprobs(*low, targets_T)
     expected = naive(low[0].detach().double(), low[1].detach().double(), targets_T, 1.0)
     assert logprobs_T.dtype == entropy_T.dtype == torch.float32 and correct_T.dtype == torch.bool
     torch.testing.assert_close((logprobs_T.double(), entropy_T.double()), expected, atol=1e-5, rtol=0)
@@ -193,7 +193,7 @@ def test_token_logprobs_are_float32_whatever_comes_in():
 def test_extreme_logits_do_not_overflow():
     hidden_TD = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [0.0, 0.0]], requires_grad=True)
     head_VD = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 0.0]], requires_grad=True)
-    logprobs_T, entropy_T, correct_T = token_logprobs(hidden_TD, head_VD, torch.tensor([0, 0, 2]), 0.5)
+    logprobs_T, entropy_T, correct_T, _ = token_logprobs(hidden_TD, head_VD, torch.tensor([0, 0, 2]), 0.5)
     torch.testing.assert_close(logprobs_T, torch.tensor([0.0, -4e4, -torch.tensor(3.0).log()]))
     torch.testing.assert_close(entropy_T, torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]))
     assert correct_T.tolist() == [True, False, True]

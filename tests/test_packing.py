@@ -41,7 +41,7 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
 
 def test_sequence_ids_and_offsets():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
-    assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and mb.num_sequences == 2
+    assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and len(mb.samples) == 2
     assert mb.sequence_ids_T.tolist() == [0, 0, 0, 0, 1, 1]
 
 

@@ -1,0 +1,67 @@
+"""Log-probs of target tokens from hidden states, without the logits of a whole pack ever existing.
+
+Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Chunk by chunk, forward and backward, so that the logits of one chunk are all that ever exists of [T, V]."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float):
+        logprobs_T, entropy_T, collision_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD)) for _ in range(4))
+        correct_T = torch.empty_like(targets_T, dtype=torch.bool)
+        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
+            c = slice(start, start + LOGPROB_CHUNK)
+            logits_CV = (hidden_TD[c] @ head_VD.T).div_(temperature)
+            largest_C1 = logits_CV.amax(-1, keepdim=True)
+            logits_CV.sub_(largest_C1)  # log-probs and entropy do not change, and nothing overflows or cancels
+            exp_CV = logits_CV.exp()
+            sum_C = exp_CV.sum(-1)
+            target_C = logits_CV.gather(-1, targets_T[c, None])[:, 0]
+            logprobs_T[c], correct_T[c] = target_C - sum_C.log(), target_C == 0
+            entropy_T[c] = sum_C.log() - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
+            collision_T[c] = torch.linalg.vecdot(exp_CV, exp_CV).log() - 2 * sum_C.log()
+            logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(correct_T, collision_T)
+        return logprobs_T, entropy_T, correct_T, collision_T
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, *_):
+        hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        grad_hidden_TD, grad_head_VD = torch.zeros_like(hidden_TD), torch.zeros_like(head_VD)
+        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
+            c = slice(start, start + LOGPROB_CHUNK)
+            logp_CV = (hidden_TD[c] @ head_VD.T).div_(ctx.temperature).sub_(logsumexp_T[c, None])
+            probs_CV = logp_CV.exp()
+            grad_CV = torch.zeros_like(probs_CV) if grad_logprobs_T is None else probs_CV * -grad_logprobs_T[c, None]
+            if grad_entropy_T is not None:  # dH/dz_j = -p_j (log p_j + H)
+                grad_CV -= grad_entropy_T[c, None] * probs_CV * (logp_CV + entropy_T[c, None])
+            if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
+                grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
+            grad_CV.div_(ctx.temperature)
+            grad_hidden_TD[c] = grad_CV @ head_VD
+            grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])
+        return grad_hidden_TD, grad_head_VD, None, None
+
+
+def token_logprobs(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`(logprobs_T, entropy_T, correct_T, collision_T)` of softmax(hidden head^T / temperature), never holding [T, V].
+
+    Log-prob of each target and entropy (nats) of each distribution, in float32 (or float64), gradients through both;
+    whether the target is the most likely token; and log sum_v p_v^2, the log-prob that two draws agree. The head is
+    float32 also when the model computes in bfloat16: that is where sampling and scoring would part first.
+    """
+    if hidden_TD.dtype != torch.float64:
+        hidden_TD, head_VD = hidden_TD.float(), head_VD.float()
+    return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature)

@@ -1,0 +1,291 @@
+"""Reward models (Bradley-Terry, as in Ouyang et al. 2022, arXiv:2203.02155 Eq. 1): a number for how good an answer is.
+
+    torchrun --nproc_per_node 8 rm.py --model Qwen/Qwen3-1.7B --dataset trl-lib/ultrafeedback_binarized
+
+A language model with a head of one number, read at the last token of prompt and completion, trained on pairs:
+-log s(rc - rr - margin), with the rewards of chosen and rejected and s the logistic function. Then:
+
+    rm.py --model runs/rm/hf --dataset pairs.jsonl --eval_only                      # how often does it agree?
+    rm.py --model runs/rm/hf --dataset pairs.jsonl --relabel relabelled.jsonl       # swap the pairs where it does not
+
+Difference from the paper: pairs, not rankings of several answers; rewards are centred by a penalty (if at all) and not
+by shifting them. See docs/rm.md.
+
+Shapes: N pairs (2N sequences) and T packed tokens in one micro-batch.
+"""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from common import distributed
+from common.checkpoint import Checkpointer, prepare_output_dir
+from common.config import RunArgs, parse
+from common.data import Encoder, RowOrder
+from common.hub import context_length, load_tokenizer, resolve_model
+from common.metrics import Meter, RunLogger, Totals, wilson_interval
+from common.models import ScalarModel, load_scalar_model
+from common.optim import adamw, learning_rate, optimizer_step
+from common.packing import PackedBatch, Sample, pack_groups
+from common.rewards import at_end, score
+from common.rows import PAIR_COLUMNS, load_rows, require_columns, train_and_eval_rows
+
+
+@dataclass
+class Args(RunArgs):
+    output_dir: str = "runs/rm"
+    """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; scores.jsonl of --eval_only"""
+    batch_size: int = 64
+    """pairs per optimizer step, over all ranks"""
+    max_length: int = 2048
+    """longest prompt and completion together, in tokens"""
+    overlong: Literal["drop", "truncate", "error"] = "drop"
+    """what to do with pairs of which one is longer: leave them out, cut its end off (both are counted), or refuse"""
+    identical_pairs: Literal["drop", "keep", "error"] = "drop"
+    """what to do with pairs whose chosen and rejected are the same: leave them out (counted), keep them, or refuse"""
+    center_coefficient: float = 0.0
+    """weight of (rc + rr)^2, which holds the mean reward at zero (arXiv:2312.09244)"""
+    lr: float = 1e-5
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
+    eval_only: bool = False
+    """train nothing: score every pair of `dataset` with the reward model `model`"""
+    relabel: str | None = None
+    """a .jsonl file to write: the pairs of `dataset`, swapped where the reward model disagrees (implies --eval_only)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("batch_size", "max_length")
+        self.require_finite("center_coefficient")
+        self.require_multiple("batch_size", distributed.world_size(), "the number of ranks")
+        if self.center_coefficient < 0:
+            raise ValueError(f"--center_coefficient {self.center_coefficient} must not be negative")
+        if 2 * self.max_length > self.pack_tokens:
+            raise ValueError(f"two sequences of --max_length {self.max_length} exceed --pack_tokens {self.pack_tokens}")
+        if self.relabel is not None and not self.relabel.endswith(".jsonl"):
+            raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
+
+
+def encode_rows(
+    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
+) -> tuple[list[list[Sample]], Counter]:
+    """Rows -> [chosen, rejected] pairs no longer than `--max_length`, and how many something was done to, by what."""
+    pairs, counts = [], Counter()
+    for row in rows:
+        chosen, rejected = (sample.ids for sample in encoder.pair(row, columns))
+        margin = row.get("margin", 0.0)
+        if "margin" in rows[0] and not (isinstance(margin, int | float) and math.isfinite(margin)):
+            raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
+        if chosen == rejected:
+            if args.identical_pairs == "error":
+                raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
+            counts["with chosen = rejected"] += 1
+            if args.identical_pairs == "drop":
+                continue
+        if (length := max(len(chosen), len(rejected))) > args.max_length:
+            if args.overlong == "error":
+                raise ValueError(
+                    f"{row['_source']} has {length} tokens, --max_length is {args.max_length} (--overlong)"
+                )
+            chosen, rejected = chosen[: args.max_length], rejected[: args.max_length]
+            fits = args.overlong == "truncate" and chosen != rejected  # else the prompt alone is too long
+            counts["truncated" if fits else "dropped as too long"] += 1
+            if not fits:
+                continue
+        pairs.append([at_end(chosen, row), at_end(rejected, row)])
+    return pairs, counts
+
+
+def bradley_terry(
+    chosen_N: Tensor, rejected_N: Tensor, margin_N: Tensor | float = 0.0, center_coefficient: float = 0.0
+) -> Tensor:
+    """-log s(rc - rr - margin) + c (rc + rr)^2 per pair, [N]: the negative log-likelihood of the preference
+    (arXiv:2203.02155 Eq. 1), the margin of arXiv:2307.09288 Eq. 2 and the centring of arXiv:2312.09244."""
+    centring_N = center_coefficient * (chosen_N + rejected_N).square()
+    return -logsigmoid(chosen_N - rejected_N - margin_N) + centring_N
+
+
+def pair_loss(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefix: str = "") -> Tensor:
+    """`bradley_terry` summed over the pairs of a micro-batch, and its metrics."""
+    rewards_2N = mb.sequence_sums(model(mb))  # one position of each sequence counts: its end
+    chosen_N, rejected_N = rewards_2N[0::2], rewards_2N[1::2]
+    margin_N = mb.per_sequence(sample.row.get("margin", 0.0) for sample in mb.samples)[0::2]
+    loss = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient).sum()
+    if mb.samples:
+        rewards_2N, count = rewards_2N.detach(), len(chosen_N)
+        meter.mean(f"{prefix}loss", loss.detach(), count)
+        meter.mean(f"{prefix}rewards/chosen", rewards_2N[0::2].sum(), count)
+        meter.mean(f"{prefix}rewards/rejected", rewards_2N[1::2].sum(), count)
+        meter.mean(f"{prefix}rewards/margins", (rewards_2N[0::2] - rewards_2N[1::2]).sum(), count)
+        meter.mean(f"{prefix}rewards/accuracies", (chosen_N > rejected_N).sum(), count)
+        meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
+        meter.mean(f"{prefix}rewards/mean_square", rewards_2N.square().sum(), 2 * count)
+        meter.min(f"{prefix}rewards/min", rewards_2N.min())
+        meter.max(f"{prefix}rewards/max", rewards_2N.max())
+    return loss
+
+
+def with_std(metrics: dict[str, float], prefix: str = "") -> dict[str, float]:
+    """The mean square of the rewards turned into their standard deviation."""
+    square, mean = metrics.pop(f"{prefix}rewards/mean_square"), metrics[f"{prefix}rewards/mean"]
+    return metrics | {f"{prefix}rewards/std": math.sqrt(max(0.0, square - mean**2))}
+
+
+@torch.no_grad()
+def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> dict[str, float]:
+    """Held-out metrics over all ranks; `pairs` is this rank's share."""
+    meter = Meter()
+    for mb in pack_groups(pairs, args.pack_tokens, device):
+        pair_loss(model, mb, args, meter, "eval_")
+    return with_std(meter.reduce(), "eval_")
+
+
+def agreement(accuracy: float, pairs: int) -> str:
+    low, high = wilson_interval(accuracy, pairs)
+    return f"{accuracy:.3f} of {pairs} pairs (95% interval {low:.3f} to {high:.3f})"
+
+
+def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device, rank: int, world_size: int) -> None:
+    """`--eval_only` and `--relabel`: scores.jsonl in the output folder, agreement on the console, and the swapped rows.
+
+    A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
+    """
+    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    if rows is None:
+        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
+    columns = require_columns(f"--dataset {args.dataset}", rows, PAIR_COLUMNS)
+    pairs, counts = encode_rows(rows, columns, encoder, args)
+    if not pairs:
+        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(counts)}; see --max_length")
+    model = load_scalar_model(path, args, device, trainable=False)
+    mine = [sample.ids[:-1] for pair in pairs[rank::world_size] for sample in pair]
+    ranks = distributed.gather_objects(score(model, mine, args.pack_tokens, device))
+    if not distributed.is_main():
+        return
+    scores = [tuple(ranks[i % world_size][2 * (i // world_size) :][:2]) for i in range(len(pairs))]
+    right, ties = sum(c > r for c, r in scores), sum(c == r for c, r in scores)
+    flat = torch.tensor(scores, dtype=torch.float64)
+    for reason, count in counts.items():
+        print(f"{count} rows {reason}")
+    print(f"the reward model agrees with {agreement((right + ties / 2) / len(pairs), len(pairs))}, {ties} ties")
+    (chosen, rejected), spread = flat.mean(0).tolist(), flat.std(correction=0)
+    print(f"mean reward of chosen {chosen:.3f}, of rejected {rejected:.3f}, margin {chosen - rejected:.3f}; "
+          f"all: std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}")  # fmt: skip
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        with (Path(args.output_dir) / "scores.jsonl").open("w", encoding="utf-8") as file:
+            for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
+                file.write(json.dumps(dict(row=pair[0].row["_source"], chosen=chosen, rejected=rejected)) + "\n")
+        if args.relabel is not None:
+            with Path(args.relabel).open("w", encoding="utf-8") as file:
+                for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
+                    row = {k: v for k, v in pair[0].row.items() if k != "_source"}
+                    if chosen < rejected:
+                        row |= dict(chosen=row["rejected"], rejected=row["chosen"])
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            print(f"{len(pairs) - right - ties} pairs swapped: {args.relabel}")
+    except OSError as error:
+        raise ValueError(f"--output_dir {args.output_dir} or --relabel {args.relabel}: {error.strerror}") from error
+
+
+def main(args: Args) -> None:
+    # ---- setup: one process per GPU, identical Args everywhere ----
+    device, rank, world_size = distributed.setup(args.seed)
+    training = not (args.eval_only or args.relabel)
+    if training:
+        prepare_output_dir(args)
+
+    # ---- data ----
+    path = resolve_model(args.model)
+    if args.max_length > (context := context_length(path, args)):
+        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
+    tokenizer = load_tokenizer(path)
+    encoder = Encoder(tokenizer, args)
+    if not training:
+        score_dataset(args, path, encoder, device, rank, world_size)
+        return distributed.cleanup()
+    train_rows, eval_rows = train_and_eval_rows(args)
+    columns = require_columns(f"--dataset {args.dataset}", train_rows, PAIR_COLUMNS)
+    pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
+    eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
+    if not pairs:
+        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(train_counts)}; see --max_length")
+    if eval_rows and not eval_pairs:
+        raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
+    order = RowOrder(len(pairs), args.seed)
+    total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
+
+    # ---- model: FSDP2 shards of float32 masters, with a head of one number ----
+    model = load_scalar_model(path, args, device)
+    optimizer = adamw(model, args)
+
+    # ---- resume: everything else is a function of (seed, step) ----
+    totals = Totals()
+    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals)
+    first_step = checkpointer.load_latest()
+    meter, metrics = Meter(), {}
+    logger = RunLogger(
+        args, first_step, total_steps, show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
+        curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
+                "rewards/chosen", "rewards/rejected", "rewards/std", "grad_norm"),
+    )  # fmt: skip
+    for name, counts in (("training", train_counts), ("held-out", eval_counts)):
+        for reason, count in counts.items():
+            logger.message(f"{count} {name} rows {reason}")
+    logger.message(f"{len(pairs)} training pairs, {len(eval_pairs)} held out, {total_steps} steps, {world_size} ranks")
+    for what, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
+        logger.message(f"{what}: {tokenizer.decode(sample.ids[:-1])}")
+
+    for step in range(first_step, total_steps):
+        # ---- 1. batch: the same global pairs whatever the number of ranks, every rank takes its share ----
+        with meter.time("step"):
+            batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
+            # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
+            micro_batches = pack_groups(batch, args.pack_tokens, device)
+
+            # ---- 2. update: one optimizer step over the whole batch ----
+            batch_loss = torch.zeros((), device=device)
+            for mb in micro_batches:
+                # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
+                loss = pair_loss(model, mb, args, meter) / args.batch_size
+                (loss * world_size).backward()
+                batch_loss += loss.detach()
+            lr = learning_rate(step, total_steps, args)
+            grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+
+        # ---- 3. log, evaluate, checkpoint ----
+        tokens = int(distributed.all_sum(sum(sample.num_targets for pair in batch for sample in pair)))
+        totals.num_tokens += tokens
+        metrics = with_std(meter.reduce())
+        metrics |= dict(grad_norm=grad_norm, lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
+        metrics["tokens_per_second"] = tokens / metrics["time/step"]
+        last = step + 1 == total_steps
+        stopping = distributed.stop_requested()
+        if eval_pairs and ((step + 1) % args.eval_every == 0 or last):
+            metrics |= evaluate(model, eval_pairs[rank::world_size], args, device)
+        logger.log(step + 1, metrics)
+        if (step + 1) % args.save_every == 0 or last or stopping:
+            checkpointer.save(step + 1)
+            logger.draw_curves()
+        if stopping:
+            logger.message(f"told to stop: saved step {step + 1}; the same command goes on from there")
+            break
+    else:
+        checkpointer.export_hf(tokenizer)
+        if "eval_rewards/accuracies" in metrics:
+            logger.message(f"held out, it prefers {agreement(metrics['eval_rewards/accuracies'], len(eval_pairs))}")
+        logger.message(f"done: {args.output_dir}/hf")
+    logger.close()
+    distributed.cleanup()
+
+
+if __name__ == "__main__":
+    main(parse(Args))

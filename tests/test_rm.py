@@ -1,0 +1,151 @@
+"""rm.py as a whole: one gradient, exact resume, an export that transformers scores equally, and relabelling."""
+
+import json
+import math
+import random
+
+import helpers
+import pytest
+import torch
+from helpers import assert_close_metrics, assert_same_weights, metrics, run
+
+import rm
+from common.config import RunArgs
+from common.hub import load_tokenizer
+from common.models import load_scalar_model
+from common.packing import pack
+from common.rewards import at_end, score
+from common.tiny import tiny_model
+
+STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
+FLAGS = (*STEPS, "--center_coefficient", 0.01)
+SAME = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
+        "rewards/std", "rewards/min", "rewards/max", "num_tokens")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pairs of very different lengths, with margins."""
+    rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
+
+    def words(n):
+        return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=n))
+
+    rows = [dict(prompt=words(3), chosen=words(rng.randint(1, 30)), rejected=words(rng.randint(1, 30)), margin=i % 3)
+            for i in range(40)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def two_ranks(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run(2, "rm.py", *FLAGS, "--dataset", data, "--output_dir", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path):
+    flags = ("--pack_tokens", 1000, "--max_length", 400, "--dataset", data, "--output_dir", tmp_path)
+    run(1, "rm.py", *FLAGS, *flags)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
+    assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, data, tmp_path):
+    flags = (*FLAGS, "--dataset", data, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "rm.py", *flags, folder=tmp_path, after_step=4, delay=0)
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    assert "resuming from" in run(2, "rm.py", *flags).stdout
+    assert_same_weights(two_ranks, tmp_path)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
+
+
+@pytest.mark.slow
+def test_transformers_scores_the_export_equally(two_ranks, data, device):
+    """One sequence at a time and in a padded batch; and the export is what we load again."""
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = load_tokenizer(str(two_ranks / "hf"))
+    hf = AutoModelForSequenceClassification.from_pretrained(two_ranks / "hf")
+    assert hf.config.num_labels == 1 and hf.config.architectures == ["Qwen3ForSequenceClassification"]
+    texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
+    sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    model = load_scalar_model(str(two_ranks / "hf"), RunArgs(), device, trainable=False)
+    ours = score(model, sequences, 100, device)
+    assert len(set(ours)) == 3
+    padded = tokenizer.pad(dict(input_ids=sequences), return_tensors="pt")
+    with torch.no_grad():
+        alone = [hf(input_ids=torch.tensor([ids])).logits.item() for ids in sequences]
+        together = hf(**padded).logits[:, 0].tolist()
+    assert ours == pytest.approx(alone, abs=1e-4) and ours == pytest.approx(together, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_relabelling_swaps_what_the_model_disagrees_with(two_ranks, data, tmp_path):
+    """On two ranks; what comes out, the model agrees with completely, on one."""
+    out = tmp_path / "relabelled.jsonl"
+    flags = ("--model", two_ranks / "hf", "--output_dir", tmp_path)
+    first = run(2, "rm.py", *flags, "--dataset", data, "--relabel", out).stdout
+    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (data, out))
+    scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert len(after) == len(scores) == 40 and [s["row"] for s in scores] == [f"pairs.jsonl:{i}" for i in range(1, 41)]
+    for old, new, s in zip(before, after, scores, strict=True):
+        swapped = old | dict(chosen=old["rejected"], rejected=old["chosen"])
+        assert new == (swapped if s["chosen"] < s["rejected"] else old)
+    wrong = sum(s["chosen"] < s["rejected"] for s in scores)
+    assert 0 < wrong < 40
+    assert f"agrees with {1 - wrong / 40:.3f} of 40 pairs" in first and f"{wrong} pairs swapped" in first
+    assert "agrees with 1.000 of 40 pairs" in run(1, "rm.py", *flags, "--dataset", out, "--eval_only").stdout
+    message = run(1, "rm.py", "--dataset", out, "--eval_only", code=2).stderr  # tiny is a language model
+    assert message.startswith("error: --model ") and message.count("\n") == 1 and "without a reward head" in message
+
+
+def test_bradley_terry_by_hand():
+    """Value, and the gradient by central differences."""
+
+    def loss(rc, rr, margin, c):
+        return math.log1p(math.exp(-(rc - rr - margin))) + c * (rc + rr) ** 2
+
+    generator = torch.Generator().manual_seed(0)
+    rc, rr, margin = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    rc.requires_grad_(), rr.requires_grad_()
+    got = rm.bradley_terry(rc, rr, margin, 0.3)
+    got.sum().backward()
+    for i in range(5):
+        x = rc[i].item(), rr[i].item(), margin[i].item(), 0.3
+        h = 1e-6
+        assert got[i].item() == pytest.approx(loss(*x), rel=1e-12)
+        slope = (loss(x[0] + h, *x[1:]) - loss(x[0] - h, *x[1:])) / (2 * h)
+        assert rc.grad[i].item() == pytest.approx(slope, rel=1e-6)
+        slope = (loss(x[0], x[1] + h, *x[2:]) - loss(x[0], x[1] - h, *x[2:])) / (2 * h)
+        assert rr.grad[i].item() == pytest.approx(slope, rel=1e-6)
+    extreme = rm.bradley_terry(torch.tensor([1e4, -1e4]), torch.tensor([-1e4, 1e4]))
+    assert extreme.tolist() == [0.0, 2e4]
+
+
+def test_a_score_is_of_the_whole_sequence_whatever_stands_beside_it(device):
+    model = load_scalar_model(tiny_model(), RunArgs(), device)
+    sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
+    together, apart = score(model, sequences, 100, device), [score(model, [s], 100, device)[0] for s in sequences]
+    assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
+    assert score(model, [[5, 6, 8]], 100, device)[0] != pytest.approx(together[0], abs=1e-4)  # the last token counts
+    (mb,) = pack([at_end([5, 6, 7])], 10, device)
+    assert mb.input_ids_T.tolist() == [5, 6, 7] and mb.loss_mask_T.tolist() == [False, False, True]
+
+
+def test_a_new_head_depends_on_the_seed_alone(device):
+    def head(seed):
+        return load_scalar_model(tiny_model(), RunArgs(seed=seed), device).hf.score.weight.full_tensor()
+
+    assert torch.equal(head(0), head(0)) and not torch.equal(head(0), head(1))
+    assert head(0).std().item() == pytest.approx(1 / math.sqrt(129), rel=0.2)
+
+
+@pytest.mark.slow
+def test_arithmetic_preferences_are_learned(tmp_path):
+    """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/rm.md)."""
+    flags = ("--max_steps", 120, "--batch_size", 128, "--lr", 2e-3, "--warmup_steps", 10, "--eval_every", 120)
+    run(2, "rm.py", *flags, "--output_dir", tmp_path)
+    assert metrics(tmp_path)[-1]["eval_rewards/accuracies"] > 0.7
