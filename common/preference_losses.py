@@ -281,8 +281,8 @@ def kto(
     `baseline` is z0 >= 0, an estimate of KL(policy || reference) over the global batch, without gradient; `weights` are
     (w_d, w_u).
     """
-    sign_N = torch.where(desirable_N, 1.0, -1.0)
-    weight_N = torch.where(desirable_N, *weights)
+    desirable_N = desirable_N.to(log_ratios_N.dtype)  # 1 or 0
+    sign_N, weight_N = 2 * desirable_N - 1, weights[0] * desirable_N + weights[1] * (1 - desirable_N)
     return weight_N * (-sign_N * beta * (log_ratios_N - baseline)).sigmoid()
 
 
