@@ -141,14 +141,17 @@ def encode_rows(
             if not isinstance(sample.row["label"], bool):
                 raise ValueError(f"{sample.row['_source']}: column label must be true or false")
     samples = [pair[side] for side in range(2) for pair in pairs if side < len(pair)]  # neighbours differ in prompt
-    if pairs and len({sample.row["label"] for sample in samples}) < 2:
-        raise ValueError("--loss kto needs rows with label true and rows with label false; all are the same")
     groups = []
     for sample, other in zip(samples, samples[1:] + samples[:1], strict=True):
         prompt, completion = sample.ids[: sample.prompt_length], other.ids[other.prompt_length :]
         mismatch = Sample(prompt + completion, [False] * len(prompt) + other.loss_mask[other.prompt_length :])
         groups.append([sample, cut(mismatch, args.max_length)])
     return groups, counts
+
+
+def require_both_labels(groups: list[list[Sample]]) -> None:
+    if len(labels := {sample.row["label"] for sample, _ in groups}) < 2:
+        raise ValueError(f"--loss kto needs rows with label true and rows with label false; all are {labels.pop()}")
 
 
 def cut(sample: Sample, length: int) -> Sample:
@@ -169,14 +172,23 @@ def reference_logps(mb: PackedBatch, reference: Policy | None) -> Tensor:
     return mb.per_sequence(sample.ref_logp or 0.0 for sample in mb.samples)
 
 
-def store_reference_logps(groups: list[list[Sample]], load_reference, args: Args, device: torch.device) -> None:
+def store_reference_logps(
+    groups: list[list[Sample]], reference_path: str, load_reference, args: Args, device: torch.device
+) -> None:
     """Fill `ref_logp` of every sample on every rank: from `<output_dir>/reference_logps.json` if it is of these very
     samples and this reference, else by one pass of the reference over them, divided among the ranks."""
     samples, path = [sample for group in groups for sample in group], Path(args.output_dir) / "reference_logps.json"
-    what = [args.reference_model or args.model, args.dtype, [(s.ids, s.loss_mask, s.weights) for s in samples]]
-    digest = hashlib.blake2b(json.dumps(what).encode()).hexdigest()
-    stored = json.loads(path.read_text()) if path.is_file() else {}
-    if not all(distributed.gather_objects(stored.get("digest") == digest)):
+    files = [
+        (f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(Path(reference_path).glob("*.safetensors"))
+    ]
+    digest = hashlib.blake2b(repr((reference_path, files, args.dtype)).encode())
+    for sample in samples:
+        digest.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
+    try:
+        stored = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged; delete it: {distributed.first_line(error)}") from error
+    if not all(distributed.gather_objects(stored.get("digest") == digest.hexdigest())):
         reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
         for start in range(0, len(samples), chunk := 1024 * world_size):  # the same number of packs on every rank
             for mb in pack(samples[start + rank : start + chunk : world_size], args.pack_tokens, device):
@@ -184,7 +196,9 @@ def store_reference_logps(groups: list[list[Sample]], load_reference, args: Args
                     sample.ref_logp = logp
         reference.reshard()  # the root stays whole after a forward without backward
         ranks = distributed.gather_objects([sample.ref_logp for sample in samples[rank::world_size]])
-        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(len(samples))])
+        stored = dict(
+            digest=digest.hexdigest(), logps=[ranks[i % world_size][i // world_size] for i in range(len(samples))]
+        )
         if distributed.is_main():
             work = path.with_suffix(".tmp")
             work.write_text(json.dumps(stored))
@@ -229,10 +243,10 @@ class Objective:
 
     def __call__(self, mb: PackedBatch, meter: Meter, prefix: str = "") -> Tensor:
         """The loss summed over the pairs (kto: completions) of a micro-batch, and its metrics."""
-        logprobs_T, entropy_T, correct_T, collision_T = scores = self.model(mb)
+        logprobs_T, entropy_T, _, collision_T = scores = self.model(mb)
         meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
         if self.is_kto:
-            return self.kto(mb, logprobs_T, collision_T, meter, prefix)
+            return self.unpaired(mb, logprobs_T, collision_T, meter, prefix)
         args, pairs = self.args, self.pairs(mb, *scores)
         own, everything = slice(None), pairs
         if self.whole is not None:  # our rows with gradient among all others without
@@ -262,7 +276,7 @@ class Objective:
             meter.mean(prefix + name, values.detach().sum(), len(nll))
         return loss
 
-    def kto(self, mb: PackedBatch, logprobs_T: Tensor, collision_T: Tensor, meter: Meter, prefix: str) -> Tensor:
+    def unpaired(self, mb: PackedBatch, logprobs_T: Tensor, collision_T: Tensor, meter: Meter, prefix: str) -> Tensor:
         args, logps = self.args, completion_logps(mb, logprobs_T)
         log_ratios = logps - reference_logps(mb, self.reference)
         label = mb.per_sequence(sample.row["label"] for sample in mb.samples).bool()
@@ -313,6 +327,8 @@ def main(args: Args) -> None:
         raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(train_counts)}; see --max_length")
     if eval_rows and not eval_groups:
         raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
+    if args.loss == ("kto",):
+        require_both_labels(groups)
     order = RowOrder(len(groups), args.seed)
     total_steps = args.max_steps or math.ceil(args.epochs * len(groups) / args.batch_size)
 
@@ -329,7 +345,7 @@ def main(args: Args) -> None:
         if args.reference_logprobs == "online":
             reference = load_reference()
         else:  # before the checkpoint is loaded: the policy still is the starting model
-            store_reference_logps(groups + eval_groups, load_reference, args, device)
+            store_reference_logps(groups + eval_groups, reference_path, load_reference, args, device)
     optimizer = adamw(model, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
@@ -385,7 +401,8 @@ def main(args: Args) -> None:
             break
     else:
         checkpointer.export_hf(tokenizer)
-        if accuracy := metrics.get("eval_rewards/accuracies"):
+        if "eval_rewards/accuracies" in metrics:
+            accuracy = metrics["eval_rewards/accuracies"]
             low, high = wilson_interval(accuracy, len(eval_groups))
             logger.message(f"held-out accuracy {accuracy:.3f} (95% interval {low:.3f} to {high:.3f})")
         logger.message(f"done: {args.output_dir}/hf")

@@ -112,7 +112,7 @@ def speed(flags, folder: str) -> bool:
     pairs = load_pairs(flags, path, args)[: size * (flags.steps + 1)]
     policy, online = (load_policy(path, args, device) for _ in range(2))
     reference, start = load_policy(path, args, device, trainable=False), time.perf_counter()
-    store_reference_logps(pairs, lambda: reference, args, device)
+    store_reference_logps(pairs, path, lambda: reference, args, device)
     storing = (time.perf_counter() - start) / (flags.steps + 1)
     variants = {"packed": (packed_step, policy, adamw(policy, args), ())}
     variants["packed, online"] = (packed_step, online, adamw(online, args), (reference,))

@@ -324,7 +324,7 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([dict(completion="2", label=True), dict(completion="3", label=True)], "rows with label false"),
+        ([dict(completion="2", label=True), dict(completion="3", label=True)], "rows with label false; all are True"),
         ([dict(completion="2", label=True), dict(completion="3", label="no")], "x:1: column label must be true or"),
         ([dict(completion="2", label=True), dict(completion="3", label=None)], "x:1: column label must be true or"),
         ([dict(completion="2", label=True), dict(completion="", label=False)], "x:1: column completion is empty"),
@@ -334,7 +334,8 @@ def test_bad_kto_rows(rows, words, tokenizer):
     args = dpo.Args(loss=("kto",))
     rows = [dict(row, prompt=Q, _source=f"x:{i}") for i, row in enumerate(rows)]
     with pytest.raises(ValueError, match=words):
-        dpo.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
+        groups, _ = dpo.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
+        dpo.require_both_labels(groups)
 
 
 @pytest.mark.parametrize("margin", ["1", None, float("nan")])

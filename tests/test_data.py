@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.config import RolloutArgs, RunArgs
 from common.data import Encoder, RowOrder, encode_prompts
-from common.rows import PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
 from common.tiny import arithmetic_rows, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -53,6 +53,46 @@ def test_prompt_and_completion():
     row = dict(prompt=[turn("user", "1+1=")], completion=[turn("assistant", "2")])
     assert encode(row, PAIR) == (start + "2" + EOT + "\n", ["2" + EOT])
     assert encode(row | dict(completion="2"), PAIR) == (start + "2" + EOT + "\n", ["2" + EOT])
+
+
+# ---- preferences ----
+
+
+def pair(row: dict, columns: tuple[str, ...], **flags) -> list[tuple[str, str]]:
+    """(prompt, completion) of chosen and rejected; everything trained is completion and the other way round."""
+    samples = encoder(**flags).pair(row | dict(_source="rows.jsonl:3"), columns)
+    for s in samples:
+        assert s.loss_mask == [i >= s.prompt_length for i in range(len(s.ids))]
+    return [(TOKENIZER.decode(s.ids[: s.prompt_length]), TOKENIZER.decode(s.completion_ids)) for s in samples]
+
+
+EXPLICIT, IMPLICIT = PAIR_COLUMNS
+
+
+def test_pairs_with_a_prompt_of_their_own():
+    row = dict(prompt="1+1=", chosen="2", rejected="3")
+    assert pair(row, EXPLICIT) == [("1+1=", "2" + EOS), ("1+1=", "3" + EOS)]
+    start = "<|turn|>user\n1+1=" + EOT + "\n<|turn|>assistant\n"
+    expected = [(start, "2" + EOT), (start, "3" + EOT)]  # nothing after the end of the turn
+    assert pair(row, EXPLICIT, prompt_format="chat") == expected
+    row = dict(prompt=[turn("user", "1+1=")], chosen=[turn("assistant", "2")], rejected=[turn("assistant", "3")])
+    assert pair(row, EXPLICIT) == expected
+    whole = dict(prompt="1+1=", chosen=row["prompt"] + row["chosen"], rejected=row["prompt"] + row["rejected"])
+    assert pair(whole, EXPLICIT) == expected  # UltraFeedback's form
+
+
+def test_pairs_that_share_a_prompt():
+    row = dict(chosen="Q: 1+1? A: it is 2", rejected="Q: 1+1? A: it was 3")
+    prompt = "Q: 1+1? A: it "
+    assert pair(row, IMPLICIT) == [(prompt, "is 2" + EOS), (prompt, "was 3" + EOS)]
+    row = dict(chosen="Q: 1+1? A: two", rejected="Q: 1+1? A: twelve")  # a word is not cut in two
+    assert pair(row, IMPLICIT) == [("Q: 1+1? A: ", "two" + EOS), ("Q: 1+1? A: ", "twelve" + EOS)]
+    context = [turn("user", "hi"), turn("assistant", "ho"), turn("user", "1+1=")]
+    row = dict(chosen=context + [turn("assistant", "2")], rejected=context + [turn("assistant", "3")])
+    (prompt, chosen), (same, rejected) = pair(row, IMPLICIT)
+    assert prompt == same and prompt.endswith("1+1=" + EOT + "\n<|turn|>assistant\n") and "ho" in prompt
+    assert (chosen, rejected) == ("2" + EOT, "3" + EOT)
+    assert pair(dict(chosen=row["chosen"], rejected=row["chosen"]), IMPLICIT)[0] == (prompt, "2" + EOT)
 
 
 def test_question_and_answer_are_a_chat_where_there_is_a_template():

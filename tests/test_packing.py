@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.packing import Sample, pack
+from common.packing import Sample, pack, pack_groups
 
 CPU = torch.device("cpu")
 
@@ -58,3 +58,32 @@ def test_too_long_names_the_flag():
 def test_first_fit_decreasing_fills_the_bins():
     micro_batches = pack([sample(n + 1) for n in (2, 5, 5, 8, 3, 7)], 10, CPU)
     assert [len(mb.targets_T) for mb in micro_batches] == [10, 10, 10]
+
+
+@given(st.lists(st.tuples(st.integers(2, 15), st.integers(2, 15)), max_size=20), st.integers(30, 60))
+def test_groups_stay_together_and_in_order(lengths, pack_tokens):
+    groups = [[sample(a, start=1000 * n), sample(b, start=1000 * n + 500)] for n, (a, b) in enumerate(lengths)]
+    seen = []
+    for mb in pack_groups(groups, pack_tokens, CPU):
+        assert len(mb.samples) % 2 == 0 and (not mb.samples or len(mb.targets_T) <= pack_tokens)
+        for first, second in zip(mb.samples[0::2], mb.samples[1::2], strict=True):
+            assert second.ids[0] == first.ids[0] + 500
+            seen.append(first.ids[0] // 1000)
+        starts = [mb.input_ids_T[begin].item() for begin in mb.offsets[:-1]]
+        assert not mb.samples or starts == [s.ids[0] for s in mb.samples]
+    assert sorted(seen) == list(range(len(groups)))
+
+
+def test_sequence_sums_count_trained_tokens_alone():
+    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    x_T = torch.tensor([1.0, 2, 4, 8, 16, 32]).requires_grad_()
+    assert mb.loss_mask_T.tolist() == [False, True, False, True, False, True]
+    sums = mb.sequence_sums(x_T)
+    assert sums.tolist() == [2 + 8, 32] and sums.dtype == torch.float64
+    assert mb.per_sequence(s.ids[0] for s in mb.samples).tolist() == [100, 0]
+    (filler,) = pack([], 10, CPU)
+    y_T = torch.tensor([float("nan")], requires_grad=True)
+    empty = filler.sequence_sums(y_T)
+    assert empty.shape == (0,)
+    empty.sum().backward()
+    assert y_T.grad.tolist() == [0.0]
