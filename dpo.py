@@ -6,8 +6,8 @@ A pair is a prompt with a chosen and a rejected completion. The policy's own log
 the reward, and -log s(beta (lc - lr)) makes it larger for the chosen one. common/preference_losses.py has the formulas,
 docs/dpo.md a table of them.
 
-Differences from the papers: the reference's log-probs are computed once, before training, so that one model is in
-memory; chosen and rejected share one packed stream; KTO's baseline is over the global batch.
+Differences from the papers: the reference's log-probs are computed once, before training, so that training has one
+model in memory; chosen and rejected share one packed stream; KTO's baseline is over the global batch.
 
 Shapes: N pairs (2N sequences; with --loss kto N sequences) and T packed tokens in one micro-batch. Every per-token
 stream is aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
@@ -34,18 +34,11 @@ from common.metrics import Meter, RunLogger, Totals, wilson_interval
 from common.models import Policy, load_policy
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, Sample, pack, pack_groups
-from common.preference_losses import (
-    OVER_BATCH,
-    PER_TOKEN,
-    REFERENCE_FREE,
-    Pairs,
-    PreferenceArgs,
-    implicit_rewards,
-    kto,
-    preference_losses,
-    wpo_weights,
+
+from common.preference_losses import (  # isort: skip
+    OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs, PreferenceArgs, implicit_rewards, kto, preference_losses, wpo_weights,
 )  # fmt: skip
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, train_and_eval_rows
 
 
 @dataclass
@@ -104,49 +97,54 @@ def encode_rows(
 ) -> tuple[list[list[Sample]], Counter]:
     """Rows -> [chosen, rejected] pairs no longer than `--max_length`, and how many something was done to, by what.
 
-    With --loss kto: [completion, mismatch] with a bool `label` in the completion's row. The mismatch is the prompt with
-    the completion of the next row, for the KL baseline; pairs count as one desirable and one undesirable row.
+    With --loss kto: [completion, mismatch] with a bool `label` in the completion's row, see `with_mismatches`; a pair
+    counts as one desirable and one undesirable row.
     """
-    pairs, counts = [], Counter()
+    pairs, counts, unpaired = [], Counter(), columns == KTO_COLUMNS[0]
     for row in rows:
-        unpaired = columns == KTO_COLUMNS[0]
+        if unpaired and not isinstance(row.get("label"), bool):
+            raise ValueError(f"{row['_source']}: column label must be true or false")
         pair = [encoder.completion(row, "prompt", "completion")] if unpaired else encoder.pair(row, columns)
+        if (length := max(len(s.ids) for s in pair)) > args.max_length:
+            if args.overlong == "error":
+                raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
+            if args.overlong == "drop" or max(s.prompt_length for s in pair) >= args.max_length:
+                counts["dropped as too long (--max_length)"] += 1
+                continue
+            counts["truncated (--max_length)"] += 1
+            pair = [cut(sample, args.max_length) for sample in pair]
         if not unpaired and pair[0].ids == pair[1].ids:
             if args.identical_pairs == "error":
                 raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
-            counts["with chosen = rejected"] += 1
+            counts["with chosen = rejected (--identical_pairs)"] += 1
             if args.identical_pairs == "drop":
                 continue
-        if (length := max(len(s.ids) for s in pair)) > args.max_length:
-            if args.overlong == "error":
-                raise ValueError(
-                    f"{row['_source']} has {length} tokens, --max_length is {args.max_length} (--overlong)"
-                )
-            prompt_fits = max(s.prompt_length for s in pair) < args.max_length
-            counts["truncated" if args.overlong == "truncate" and prompt_fits else "dropped as too long"] += 1
-            if args.overlong == "drop" or not prompt_fits:
-                continue
-            for sample in pair:
-                cut(sample, args.max_length)
         if args.ld_alpha < 1:
             shared = min(sum(sample.loss_mask) for sample in pair)
             for sample in pair:
                 sample.weights = [1.0 if n <= shared else args.ld_alpha for n in accumulate(sample.loss_mask)]
         pairs.append(pair)
-    if args.loss != ("kto",):
-        return pairs, counts
-    for pair in pairs:
-        for sample, label in zip(pair, (True, False), strict=False):
-            sample.row = dict(sample.row, label=sample.row["label"] if columns == KTO_COLUMNS[0] else label)
-            if not isinstance(sample.row["label"], bool):
-                raise ValueError(f"{sample.row['_source']}: column label must be true or false")
-    samples = [pair[side] for side in range(2) for pair in pairs if side < len(pair)]  # neighbours differ in prompt
+    if args.loss == ("kto",):
+        pairs = with_mismatches(pairs, args)
+    return pairs, counts
+
+
+def with_mismatches(pairs: list[list[Sample]], args: Args) -> list[list[Sample]]:
+    """[completion] or [chosen, rejected] -> [completion, mismatch]: the same prompt with the completion of the next row
+    that has another prompt, whose log-ratio estimates the KL baseline."""
+    for chosen, *rejected in pairs:
+        for sample, label in ((chosen, True), *((r, False) for r in rejected)):
+            sample.row = dict(label=label) | sample.row
+    samples = [pair[side] for side in range(2) for pair in pairs if side < len(pair)]
+    prompts = [sample.ids[: sample.prompt_length] for sample in samples]
+    if samples and all(prompt == prompts[0] for prompt in prompts):
+        raise ValueError("--loss kto needs rows with different prompts: its baseline takes completions of other ones")
     groups = []
-    for sample, other in zip(samples, samples[1:] + samples[:1], strict=True):
-        prompt, completion = sample.ids[: sample.prompt_length], other.ids[other.prompt_length :]
-        mismatch = Sample(prompt + completion, [False] * len(prompt) + other.loss_mask[other.prompt_length :])
-        groups.append([sample, cut(mismatch, args.max_length)])
-    return groups, counts
+    for i, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
+        other = next(j % len(samples) for j in range(i + 1, i + len(samples)) if prompts[j % len(samples)] != prompt)
+        completion, mask = samples[other].completion_ids, samples[other].loss_mask[len(prompts[other]) :]
+        groups.append([sample, cut(Sample(prompt + completion, [False] * len(prompt) + mask), args.max_length)])
+    return groups
 
 
 def require_both_labels(groups: list[list[Sample]]) -> None:
@@ -181,14 +179,19 @@ def store_reference_logps(
     files = [
         (f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(Path(reference_path).glob("*.safetensors"))
     ]
-    digest = hashlib.blake2b(repr((reference_path, files, args.dtype)).encode())
+    hashed = hashlib.blake2b(repr((reference_path, files, args.dtype)).encode())
     for sample in samples:
-        digest.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
-    try:
-        stored = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged; delete it: {distributed.first_line(error)}") from error
-    if not all(distributed.gather_objects(stored.get("digest") == digest.hexdigest())):
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
+    digest, stored = hashed.hexdigest(), {}
+    if distributed.is_main() and path.is_file():
+        try:
+            stored = json.loads(path.read_text())
+            if stored["digest"] == digest and len(stored["logps"]) != len(samples):
+                raise ValueError("another number of samples")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged, delete it: {distributed.first_line(error)}") from error
+    digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may hold copies: the first one decides
+    if stored.get("digest") != digest:
         reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
         for start in range(0, len(samples), chunk := 1024 * world_size):  # the same number of packs on every rank
             for mb in pack(samples[start + rank : start + chunk : world_size], args.pack_tokens, device):
@@ -324,9 +327,9 @@ def main(args: Args) -> None:
     groups, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_groups, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not groups:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(train_counts)}; see --max_length")
+        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(train_counts)}")
     if eval_rows and not eval_groups:
-        raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
+        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
     if args.loss == ("kto",):
         require_both_labels(groups)
     order = RowOrder(len(groups), args.seed)
@@ -337,6 +340,8 @@ def main(args: Args) -> None:
     if not set(args.loss) <= REFERENCE_FREE:
         reference_path = resolve_model(args.reference_model or args.model, "--reference_model")
         require_same_tokenizer("--reference_model", reference_path, tokenizer)
+        if args.max_length > (context := context_length(reference_path, args)):
+            raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
 
         def load_reference() -> Policy:
             other = reference_path != path or args.reference_logprobs == "online"
@@ -401,8 +406,7 @@ def main(args: Args) -> None:
             break
     else:
         checkpointer.export_hf(tokenizer)
-        if "eval_rewards/accuracies" in metrics:
-            accuracy = metrics["eval_rewards/accuracies"]
+        if (accuracy := metrics.get("eval_rewards/accuracies")) is not None:
             low, high = wilson_interval(accuracy, len(eval_groups))
             logger.message(f"held-out accuracy {accuracy:.3f} (95% interval {low:.3f} to {high:.3f})")
         logger.message(f"done: {args.output_dir}/hf")

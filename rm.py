@@ -35,7 +35,7 @@ from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, Sample, pack_groups
 from common.rewards import at_end, score
-from common.rows import PAIR_COLUMNS, load_rows, require_columns, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, load_rows, reasons, require_columns, train_and_eval_rows
 
 
 @dataclass
@@ -78,27 +78,24 @@ def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
     """Rows -> [chosen, rejected] pairs no longer than `--max_length`, and how many something was done to, by what."""
-    pairs, counts = [], Counter()
+    pairs, counts, with_margin = [], Counter(), any("margin" in row for row in rows)
     for row in rows:
-        chosen, rejected = (sample.ids for sample in encoder.pair(row, columns))
-        margin = row.get("margin", 0.0)
-        if "margin" in rows[0] and not (isinstance(margin, int | float) and math.isfinite(margin)):
+        pair, margin = encoder.pair(row, columns), row.get("margin")
+        if with_margin and (type(margin) not in (int, float) or not math.isfinite(margin)):
             raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
+        if (length := max(len(s.ids) for s in pair)) > args.max_length:
+            if args.overlong == "error":
+                raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
+            if args.overlong == "drop" or max(s.prompt_length for s in pair) >= args.max_length:
+                counts["dropped as too long (--max_length)"] += 1
+                continue
+            counts["truncated (--max_length)"] += 1
+        chosen, rejected = (sample.ids[: args.max_length] for sample in pair)
         if chosen == rejected:
             if args.identical_pairs == "error":
                 raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
-            counts["with chosen = rejected"] += 1
+            counts["with chosen = rejected (--identical_pairs)"] += 1
             if args.identical_pairs == "drop":
-                continue
-        if (length := max(len(chosen), len(rejected))) > args.max_length:
-            if args.overlong == "error":
-                raise ValueError(
-                    f"{row['_source']} has {length} tokens, --max_length is {args.max_length} (--overlong)"
-                )
-            chosen, rejected = chosen[: args.max_length], rejected[: args.max_length]
-            fits = args.overlong == "truncate" and chosen != rejected  # else the prompt alone is too long
-            counts["truncated" if fits else "dropped as too long"] += 1
-            if not fits:
                 continue
         pairs.append([at_end(chosen, row), at_end(rejected, row)])
     return pairs, counts
@@ -153,6 +150,19 @@ def agreement(accuracy: float, pairs: int) -> str:
     return f"{accuracy:.3f} of {pairs} pairs (95% interval {low:.3f} to {high:.3f})"
 
 
+def writable(flag: str, path: Path) -> Path:
+    """Where to write before `path` is replaced. Raises `ValueError` naming `flag`, before anything slow."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = path.with_name(f"{path.name}.tmp")
+        work.touch()
+        if path.is_dir():
+            raise IsADirectoryError(0, "is a folder")
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from error
+    return work
+
+
 def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device, rank: int, world_size: int) -> None:
     """`--eval_only` and `--relabel`: scores.jsonl in the output folder, agreement on the console, and the swapped rows.
 
@@ -164,36 +174,43 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
     columns = require_columns(f"--dataset {args.dataset}", rows, PAIR_COLUMNS)
     pairs, counts = encode_rows(rows, columns, encoder, args)
     if not pairs:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(counts)}; see --max_length")
+        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(counts)}")
+    if args.relabel is not None and Path(args.relabel).resolve() == Path(args.dataset).resolve():
+        raise ValueError(f"--relabel {args.relabel} is the --dataset itself")
+    outputs = {"--output_dir": Path(args.output_dir) / "scores.jsonl"}
+    if args.relabel is not None:
+        outputs["--relabel"] = Path(args.relabel)
+        try:
+            json.dumps([pair[0].row for pair in pairs])
+        except TypeError as error:
+            raise ValueError(f"--relabel: the rows of {args.dataset} cannot be written as JSON: {error}") from error
+    works = {flag: writable(flag, output) for flag, output in outputs.items()} if distributed.is_main() else {}
     model = load_scalar_model(path, args, device, trainable=False)
     mine = [sample.ids[:-1] for pair in pairs[rank::world_size] for sample in pair]
     ranks = distributed.gather_objects(score(model, mine, args.pack_tokens, device))
     if not distributed.is_main():
         return
-    scores = [tuple(ranks[i % world_size][2 * (i // world_size) :][:2]) for i in range(len(pairs))]
+    scores = [ranks[i % world_size][2 * (i // world_size) : 2 * (i // world_size) + 2] for i in range(len(pairs))]
     right, ties = sum(c > r for c, r in scores), sum(c == r for c, r in scores)
     flat = torch.tensor(scores, dtype=torch.float64)
-    for reason, count in counts.items():
-        print(f"{count} rows {reason}")
+    if counts:
+        print(f"of {len(rows)} rows {reasons(counts)}")
     print(f"the reward model agrees with {agreement((right + ties / 2) / len(pairs), len(pairs))}, {ties} ties")
     (chosen, rejected), spread = flat.mean(0).tolist(), flat.std(correction=0)
     print(f"mean reward of chosen {chosen:.3f}, of rejected {rejected:.3f}, margin {chosen - rejected:.3f}; "
           f"all: std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}")  # fmt: skip
-    try:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        with (Path(args.output_dir) / "scores.jsonl").open("w", encoding="utf-8") as file:
+    for flag, work in works.items():
+        with work.open("w", encoding="utf-8") as file:
             for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
-                file.write(json.dumps(dict(row=pair[0].row["_source"], chosen=chosen, rejected=rejected)) + "\n")
-        if args.relabel is not None:
-            with Path(args.relabel).open("w", encoding="utf-8") as file:
-                for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
-                    row = {k: v for k, v in pair[0].row.items() if k != "_source"}
-                    if chosen < rejected:
-                        row |= dict(chosen=row["rejected"], rejected=row["chosen"])
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            print(f"{len(pairs) - right - ties} pairs swapped: {args.relabel}")
-    except OSError as error:
-        raise ValueError(f"--output_dir {args.output_dir} or --relabel {args.relabel}: {error.strerror}") from error
+                row = {k: v for k, v in pair[0].row.items() if k != "_source"}
+                if flag == "--output_dir":
+                    row = dict(row=pair[0].row["_source"], chosen=chosen, rejected=rejected)
+                elif chosen < rejected:
+                    row |= dict(chosen=row["rejected"], rejected=row["chosen"])
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        work.replace(outputs[flag])
+    if args.relabel is not None:
+        print(f"{len(pairs) - right - ties} pairs swapped: {args.relabel}")
 
 
 def main(args: Args) -> None:
@@ -217,9 +234,9 @@ def main(args: Args) -> None:
     pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(train_counts)}; see --max_length")
+        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(train_counts)}")
     if eval_rows and not eval_pairs:
-        raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
+        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
     order = RowOrder(len(pairs), args.seed)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 

@@ -126,6 +126,9 @@ class Encoder:
     def _prompt_completion(self, row: dict, prompt: str, completion: str) -> list[tuple[list[int], bool]]:
         messages = self._prompt_messages(row, prompt)
         if messages is None:
+            if isinstance(row.get(completion), list):
+                where = f"{row['_source']}: column {completion} lists messages, column {prompt} is text"
+                raise ValueError(f"{where}; --prompt_format chat makes that a user turn")
             answer = self._ids(text_field(row, completion)) + [self.tokenizer.eos_token_id]
             return [(self._plain_prompt(row, prompt), False), (answer, True)]
         answer = _messages(row, completion) or [dict(role="assistant", content=text_field(row, completion))]

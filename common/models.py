@@ -256,6 +256,8 @@ def load_weights(model: PackedModel, what: str, device: torch.device) -> Tensor 
     reader = HuggingFaceStorageReader(path)
     with one_line_errors(what):
         stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
+    if isinstance(model, Policy) and "score.weight" in stored:
+        raise ValueError(f"{what}: a reward model (it has score.weight), not a language model")
     new_head = wanted.pop("score.weight", None) if "score.weight" not in stored else None
     for name, tensor in wanted.items():
         if stored.get(name) != list(tensor.shape):

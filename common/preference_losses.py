@@ -99,14 +99,17 @@ class PreferenceArgs(RunArgs):
                 raise ValueError("--loss_weights and --sft_weight must be finite and not negative")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"--label_smoothing {self.label_smoothing} must be in [0, 0.5)")
-        if self.label_smoothing and not SMOOTHED & set(self.loss):
-            raise ValueError(f"--label_smoothing has no meaning in --loss {names}")
         if "exo_pair" in self.loss and not self.label_smoothing:
             raise ValueError("--loss exo_pair needs --label_smoothing above 0 (its authors take 0.001)")
-        if self.f_divergence != "reverse_kl" and not DIVERGENT & set(self.loss):
-            raise ValueError(f"--f_divergence {self.f_divergence} has no meaning in --loss {names}")
-        if not self.length_normalize and "ipo" not in self.loss:
-            raise ValueError("--length_normalize false is a form of --loss ipo")
+        read = dict(
+            label_smoothing=SMOOTHED & set(self.loss), f_divergence=DIVERGENT & set(self.loss),
+            f_alpha=self.f_divergence == "alpha", length_normalize="ipo" in self.loss,
+            simpo_gamma="simpo" in self.loss, discopop_tau="discopop" in self.loss,
+            sft_length_normalize=self.sft_weight,
+        )  # fmt: skip
+        for field in fields(self):
+            if field.name in read and not read[field.name] and (value := getattr(self, field.name)) != field.default:
+                raise ValueError(f"--{field.name} {value} would not be read: --loss {names}")
         if self.discopop_tau > 1:
             raise ValueError(f"--discopop_tau {self.discopop_tau} must be at most 1: the loss would have no bound")
 

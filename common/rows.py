@@ -153,3 +153,8 @@ def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ..
             return columns
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
     raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")
+
+
+def reasons(counts: dict[str, int]) -> str:
+    """What happened to rows, by how many: `3 dropped as too long, 1 truncated`."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())

@@ -84,11 +84,15 @@ FLAG_ERRORS = [
     (dpo, "--loss_weights -1", "--loss_weights and --sft_weight must be finite and not negative"),
     (dpo, "--sft_weight -1", "--loss_weights and --sft_weight must be finite and not negative"),
     (dpo, "--label_smoothing 0.5", "--label_smoothing 0.5 must be in [0, 0.5)"),
-    (dpo, "--loss ipo --label_smoothing 0.1", "--label_smoothing has no meaning in --loss ipo"),
+    (dpo, "--loss ipo --label_smoothing 0.1", "--label_smoothing 0.1 would not be read: --loss ipo"),
     (dpo, "--loss exo_pair", "--loss exo_pair needs --label_smoothing above 0"),
-    (dpo, "--loss ipo --f_divergence js", "--f_divergence js has no meaning in --loss ipo"),
-    (dpo, "--length_normalize false", "--length_normalize false is a form of --loss ipo"),
+    (dpo, "--loss ipo --f_divergence js", "--f_divergence js would not be read: --loss ipo"),
+    (dpo, "--length_normalize false", "--length_normalize False would not be read: --loss sigmoid"),
     (dpo, "--loss discopop --discopop_tau 2", "--discopop_tau 2.0 must be at most 1"),
+    (dpo, "--simpo_gamma 1", "--simpo_gamma 1.0 would not be read: --loss sigmoid"),
+    (dpo, "--f_alpha 0.1", "--f_alpha 0.1 would not be read"),
+    (dpo, "--discopop_tau 0.1", "--discopop_tau 0.1 would not be read"),
+    (dpo, "--sft_length_normalize false", "--sft_length_normalize False would not be read"),
     (dpo, "--loss kto sigmoid", "--loss kto is of single completions"),
     (dpo, "--loss kto --sft_weight 1", "--loss kto is of single completions"),
     (dpo, "--desirable_weight 2", "--desirable_weight and --undesirable_weight have no meaning in --loss sigmoid"),
@@ -281,6 +285,7 @@ PAIR, Q, A, B = dict(prompt="1+1=", chosen="2", rejected="3"), "1+1=", [ANSWER],
     [
         (dict(prompt=Q, chosen="2"), "column rejected is missing"),
         (dict(prompt=Q, rejected="2"), "column chosen is missing"),
+        (dict(prompt=Q, chosen="2", rejected=A), "column rejected lists messages, column prompt is text"),
         (dict(prompt=Q, chosen="2", rejected=3), "column rejected is int, expected a string"),
         (dict(prompt=Q, chosen="", rejected="3"), "column chosen is empty"),
         (dict(prompt=Q, chosen="2", rejected=" \n"), "column rejected is empty"),
@@ -314,8 +319,12 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
         args = script.Args(**flags)
         return script.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args), args)
 
+    cut, counts = encode(max_length=6, overlong="truncate")  # 1+1=2 and 1+1=3 keep their difference, 1+1= does not
+    assert len(cut) == 1
+    cut, counts = encode(max_length=4, overlong="truncate")
+    assert not cut and counts == {"dropped as too long (--max_length)": 2}
     pairs, counts = encode()
-    assert len(pairs) == 1 and counts == {"with chosen = rejected": 1}
+    assert len(pairs) == 1 and counts == {"with chosen = rejected (--identical_pairs)": 1}
     assert len(encode(identical_pairs="keep")[0]) == 2
     with pytest.raises(ValueError, match="x:2: chosen and rejected are the same"):
         encode(identical_pairs="error")
@@ -324,25 +333,54 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([dict(completion="2", label=True), dict(completion="3", label=True)], "rows with label false; all are True"),
-        ([dict(completion="2", label=True), dict(completion="3", label="no")], "x:1: column label must be true or"),
-        ([dict(completion="2", label=True), dict(completion="3", label=None)], "x:1: column label must be true or"),
-        ([dict(completion="2", label=True), dict(completion="", label=False)], "x:1: column completion is empty"),
+        ([("2", True), ("3", True)], "rows with label false; all are True"),
+        ([("2", True), ("3", "no")], "x:1: column label must be true or false"),
+        ([("2", True), ("3", None)], "x:1: column label must be true or false"),
+        ([("2", True), ("", False)], "x:1: column completion is empty"),
     ],
 )
 def test_bad_kto_rows(rows, words, tokenizer):
     args = dpo.Args(loss=("kto",))
-    rows = [dict(row, prompt=Q, _source=f"x:{i}") for i, row in enumerate(rows)]
+    rows = [
+        dict(prompt=f"{i}+1=", completion=completion, label=label, _source=f"x:{i}")
+        for i, (completion, label) in enumerate(rows)
+    ]
     with pytest.raises(ValueError, match=words):
         groups, _ = dpo.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
         dpo.require_both_labels(groups)
+    del rows[1]["label"]
+    with pytest.raises(ValueError, match="x:1: column label"):
+        dpo.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
+    with pytest.raises(ValueError, match="--loss kto needs rows with different prompts"):
+        dpo.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
 
 
-@pytest.mark.parametrize("margin", ["1", None, float("nan")])
-def test_bad_margins(margin, tokenizer):
-    rows = [dict(PAIR, margin=1, _source="x:1"), dict(PAIR, margin=margin, _source="x:2")]
-    with pytest.raises(ValueError, match="x:2: column margin is .*, expected a finite number"):
+@pytest.mark.parametrize("margin", ["1", None, float("nan"), True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_bad_margins(margin, first, tokenizer):
+    rows = [dict(PAIR, margin=1), dict(PAIR, margin=margin)] if first else [dict(PAIR), dict(PAIR, margin=1)]
+    rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
+    with pytest.raises(ValueError, match=f"x:{first}: column margin is .*, expected a finite number"):
         rm.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args := rm.Args()), args)
+
+
+def test_a_reference_file_that_is_damaged(tmp_path, device):
+    args = dpo.Args(output_dir=str(tmp_path))
+    for text in ("{", "[]", '{"logps": []}', "null"):
+        (tmp_path / "reference_logps.json").write_text(text)
+        with pytest.raises(ValueError, match="reference_logps.json is damaged, delete it"):
+            dpo.store_reference_logps([], tiny_model(), None, args, device)
+
+
+@pytest.mark.parametrize("relabel", ["/proc/out.jsonl", "folder.jsonl", "pairs.jsonl"])
+def test_relabelling_to_where_nothing_can_be_written(relabel, tokenizer, tmp_path, monkeypatch, device):
+    """Before the model is loaded."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
+    args = rm.Args(relabel=relabel, dataset="pairs.jsonl", output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=f"--relabel {relabel}"):
+        rm.score_dataset(args, "/absent", Encoder(tokenizer, args), device, 0, 1)
 
 
 def test_a_reference_with_another_tokenizer_or_vocabulary(tokenizer, tmp_path):

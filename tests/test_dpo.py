@@ -189,6 +189,7 @@ def test_kto_baseline_and_loss_by_hand(data, device):
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
     hf = AutoModelForCausalLM.from_pretrained(tiny_model())
     ref_hf = disturbed(AutoModelForCausalLM.from_pretrained(tiny_model()))
+    assert all(m.ids[: s.prompt_length] == s.ids[: s.prompt_length] for s, m in groups)
     assert len(groups) == 12 and [s.row["label"] for s, _ in groups] == [True] * 6 + [False] * 6
     ratio = {id(s): naive_logps(hf, s)[0] - naive_logps(ref_hf, s)[0] for group in groups for s in group}
     z0 = max(0.0, sum(ratio[id(mismatch)] for _, mismatch in groups) / 12)

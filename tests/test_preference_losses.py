@@ -159,16 +159,23 @@ BETAS = st.integers(1, 60).map(lambda k: k / (10 * math.pi))  # irrational: no z
 
 
 def arguments(*names, **flags):
-    """Random flags as far as these objectives allow them."""
-    drawn = {"beta": BETAS, "simpo_gamma": st.floats(0, 2), "discopop_tau": st.floats(0.05, 1)}
+    """Random flags as far as these objectives read them."""
+    drawn = {"beta": BETAS}
+    if "simpo" in names:
+        drawn["simpo_gamma"] = st.floats(0, 2)
+    if "discopop" in names:
+        drawn["discopop_tau"] = st.floats(0.05, 1)
     if SMOOTHED & set(names):
         drawn["label_smoothing"] = st.floats(0.001 if "exo_pair" in names else 0, 0.45)
-    if DIVERGENT & set(names):
-        drawn["f_divergence"] = st.sampled_from(["reverse_kl", "forward_kl", "js", "alpha"])
-        drawn["f_alpha"] = st.sampled_from([0.0, 1.0]) | st.floats(-1, 2)
     if "ipo" in names:
         drawn["length_normalize"] = st.booleans()
-    return st.builds(PreferenceArgs, loss=st.just(names), **(drawn | {k: st.just(v) for k, v in flags.items()}))
+    drawn = st.fixed_dictionaries(drawn | {k: st.just(v) for k, v in flags.items()})
+    divergences = st.just({})
+    if DIVERGENT & set(names):
+        named = st.sampled_from([{"f_divergence": kind} for kind in ("reverse_kl", "forward_kl", "js")])
+        orders = st.sampled_from([0.0, 1.0]) | st.floats(-1, 2)
+        divergences = named | orders.map(lambda alpha: {"f_divergence": "alpha", "f_alpha": alpha})
+    return st.builds(lambda one, other: PreferenceArgs(loss=names, **one, **other), drawn, divergences)
 
 
 def smoothing(name):
@@ -294,18 +301,22 @@ def test_reference_free_objectives_see_no_reference(name, rows, beta):
 # ---- f-divergences ----
 
 
+def divergence(kind, alpha):
+    return PreferenceArgs(f_divergence=kind, **(dict(f_alpha=alpha) if kind == "alpha" else {}))
+
+
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
 @settings(max_examples=30)
 @given(u=st.lists(st.floats(-25, 25), min_size=1, max_size=6), alpha=st.floats(-1, 2))
 def test_f_value_and_gradient(kind, u, alpha):
-    args, u_N = PreferenceArgs(f_divergence=kind, f_alpha=alpha), tensor(u).requires_grad_()
+    args, u_N = divergence(kind, alpha), tensor(u).requires_grad_()
     assert_equals_naive(f(u_N, args), [u_N], lambda rows: [naive_f(u, args) for (u,) in rows], [(x,) for x in u])
 
 
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.5, 1 - 1e-12, 1.0, 3.0])
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
 def test_f_is_finite_and_never_decreases(kind, alpha):
-    args, u_N = PreferenceArgs(f_divergence=kind, f_alpha=alpha), tensor(list(range(-10_000, 10_001))).requires_grad_()
+    args, u_N = divergence(kind, alpha), tensor(list(range(-10_000, 10_001))).requires_grad_()
     value_N = f(u_N, args)
     (grad_N,) = torch.autograd.grad(value_N.sum(), u_N)
     assert value_N.isfinite().all() and grad_N.isfinite().all()
