@@ -199,9 +199,7 @@ def store_reference_logps(
                     sample.ref_logp = logp
         reference.reshard()  # the root stays whole after a forward without backward
         ranks = distributed.gather_objects([sample.ref_logp for sample in samples[rank::world_size]])
-        stored = dict(
-            digest=digest.hexdigest(), logps=[ranks[i % world_size][i // world_size] for i in range(len(samples))]
-        )
+        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(len(samples))])
         if distributed.is_main():
             work = path.with_suffix(".tmp")
             work.write_text(json.dumps(stored))

@@ -120,8 +120,8 @@ def test_overlong_rows_are_counted(data, tmp_path):
 
 @needs_gsm8k
 def test_gsm8k_is_learned(tmp_path):
-    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 60 are on the way, from ln 356 = 5.87."""
+    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 40 are on the way, from ln 356 = 5.87."""
     run(2, "sft.py", "--config", ROOT / "configs/gsm8k_sft.yaml", "--dataset", helpers.GSM8K, "--output_dir", tmp_path,
-        "--max_steps", 60, "--eval_every", 60, "--eval_size", 64)  # fmt: skip
+        "--max_steps", 40, "--eval_every", 40, "--eval_size", 64)  # fmt: skip
     last = metrics(tmp_path)[-1]
-    assert last["eval_loss"] < 2.55, last
+    assert last["eval_loss"] < 2.7, last
