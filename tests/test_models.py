@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from common.checkpoint import export_hf
 from common.config import RunArgs
 from common.hub import load_tokenizer
-from common.models import LOGPROB_CHUNK, load_policy, token_logprobs
+from common.logprobs import LOGPROB_CHUNK, token_logprobs
+from common.models import load_policy
 from common.packing import Sample, pack
 from common.tiny import build_tokenizer, tiny_model
 
@@ -132,7 +133,7 @@ def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
     policy.hf.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
     micro_batches = pack(batch, pack_tokens, device)
     for mb in micro_batches:
-        logprobs_T, entropy_T, _ = policy(mb, temperature=0.8)
+        logprobs_T, entropy_T, *_ = policy(mb, temperature=0.8)
         (-(logprobs_T + 0.1 * entropy_T) * mb.loss_mask_T).sum().backward()
     assert len(forwards) == len(micro_batches) * (2 if recompute else 1)
     for sample in batch:
@@ -147,7 +148,7 @@ def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
 def test_an_empty_pack_has_zero_gradient(device):
     policy = load_policy(tiny_model(), ARGS, device)
     (mb,) = pack([], 100, device)
-    logprobs_T, _, _ = policy(mb)
+    logprobs_T, *_ = policy(mb)
     (-logprobs_T * mb.loss_mask_T).sum().backward()
     assert all((whole(parameter.grad) == 0).all() for parameter in policy.parameters())
 
@@ -193,10 +194,11 @@ def test_token_logprobs_are_float32_whatever_comes_in():
 def test_extreme_logits_do_not_overflow():
     hidden_TD = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [0.0, 0.0]], requires_grad=True)
     head_VD = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 0.0]], requires_grad=True)
-    logprobs_T, entropy_T, correct_T, _ = token_logprobs(hidden_TD, head_VD, torch.tensor([0, 0, 2]), 0.5)
+    logprobs_T, entropy_T, correct_T, collision_T = token_logprobs(hidden_TD, head_VD, torch.tensor([0, 0, 2]), 0.5)
     torch.testing.assert_close(logprobs_T, torch.tensor([0.0, -4e4, -torch.tensor(3.0).log()]))
     torch.testing.assert_close(entropy_T, torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]))
     assert correct_T.tolist() == [True, False, True]
+    torch.testing.assert_close(collision_T, torch.tensor([0.0, 0.0, -torch.tensor(3.0).log()]))  # log sum_v p_v^2
     (logprobs_T.sum() + entropy_T.sum()).backward()
     assert hidden_TD.grad.isfinite().all() and head_VD.grad.isfinite().all()
 

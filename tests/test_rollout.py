@@ -77,7 +77,7 @@ def difference(policy: Policy, groups: list[list[Sample]], temperature: float, d
     """Largest difference between the engine's log-probs and the trainer's, on sampled tokens."""
     worst = 0.0
     for mb in pack(flat(groups), 1000, device):
-        logprobs_T, _, _ = policy(mb, temperature=temperature)
+        logprobs_T, *_ = policy(mb, temperature=temperature)
         worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
     return worst
 
