@@ -226,7 +226,7 @@ def test_check_agreement_stops_the_run(synced, policy, device):
     groups = synced.generate(prompts(synced), 2, SEEDS, 1.0)
     (mb,) = pack(flat(groups), 1000, device)
     with torch.no_grad():
-        mb.old_logprobs_T, _, _ = policy(mb, temperature=1.0)
+        mb.old_logprobs_T, *_ = policy(mb, temperature=1.0)
     check_agreement([mb], synced.args, synced)
     mb.old_logprobs_T[~mb.loss_mask_T] += 1  # nobody sampled these
     check_agreement([mb], synced.args, synced)
