@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import RunArgs
-from common.metrics import Meter, RunLogger, Totals, draw_curves, read_metrics
+from common.metrics import Meter, RunLogger, Totals, draw_curves, read_metrics, wilson_interval
 from common.packing import Sample
 
 # ---- Meter ----
@@ -162,3 +162,9 @@ def test_totals_resume():
     totals.num_tokens += 5
     resumed.load_state_dict(json.loads(json.dumps(totals.state_dict())))
     assert resumed.num_tokens == 5
+
+
+def test_wilson_interval_is_that_of_the_tables():
+    """Newcombe 1998 (doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E), Table I."""
+    for hits, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
+        assert wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)

@@ -10,6 +10,7 @@ import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
 
 import rm
+from common.checkpoint import export_hf
 from common.config import RunArgs
 from common.hub import load_tokenizer
 from common.models import load_scalar_model
@@ -133,6 +134,22 @@ def test_a_score_is_of_the_whole_sequence_whatever_stands_beside_it(device):
     assert score(model, [[5, 6, 8]], 100, device)[0] != pytest.approx(together[0], abs=1e-4)  # the last token counts
     (mb,) = pack([at_end([5, 6, 7])], 10, device)
     assert mb.input_ids_T.tolist() == [5, 6, 7] and mb.loss_mask_T.tolist() == [False, False, True]
+
+
+def test_an_end_of_text_that_also_pads_is_scored(device, tmp_path):
+    """Transformers reads the last token that is not padding, so the export names no padding that ends texts."""
+    from transformers import AutoModelForSequenceClassification
+
+    model, tokenizer = load_scalar_model(tiny_model(), RunArgs(), device), load_tokenizer(tiny_model())
+    ids = [5, 6, 7, tokenizer.eos_token_id]
+    for pad in (tokenizer.eos_token, "<|pad|>"):
+        tokenizer.pad_token = pad
+        export_hf(model, tokenizer, tmp_path / "hf")
+        hf = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+        assert (hf.config.pad_token_id is None) == (pad == tokenizer.eos_token)
+        with torch.no_grad():
+            theirs = hf(input_ids=torch.tensor([ids])).logits.item()
+        assert score(model, [ids], 100, device) == pytest.approx([theirs], abs=1e-5)
 
 
 def test_a_new_head_depends_on_the_seed_alone(device):
