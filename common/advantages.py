@@ -28,3 +28,13 @@ def group_advantages(rewards_PG: Tensor, scale_by_std: bool = True, eps: float =
         return centred_PG
     std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
     return centred_PG / (std_P1 + eps)
+
+
+def leave_one_out(rewards_PG: Tensor) -> Tensor:
+    """A_i = r_i - mean of the others' r in its group, one per completion (RLOO, arXiv:2402.14740 Eq. 7).
+
+    Equal to n / (n - 1) times r_i - mean_G r, which is how it is computed. NaN rewards mean "no reward": they count in
+    no baseline and get advantage 0, as does a sample that is left alone. Returns float64, shape [P, G].
+    """
+    count_P1 = (~rewards_PG.isnan()).sum(-1, keepdim=True)
+    return group_advantages(rewards_PG, scale_by_std=False) * count_P1 / (count_P1 - 1).clamp(min=1)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.advantages import group_advantages
+from common.advantages import group_advantages, leave_one_out
 
 NAN = float("nan")
 
@@ -43,3 +43,18 @@ def test_missing_rewards_are_left_out_of_their_group():
 def test_groups_do_not_see_each_other():
     both = group_advantages(torch.tensor([[1.0, 0.0], [100.0, 50.0]]))
     torch.testing.assert_close(both[:1], group_advantages(torch.tensor([[1.0, 0.0]])))
+
+
+# ---- leave one out ----
+
+
+@given(st.lists(st.lists(st.floats(-100, 100), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_the_baseline_is_the_mean_of_the_others(rewards):
+    for group, got in zip(rewards, leave_one_out(torch.tensor(rewards, dtype=torch.float64)).tolist(), strict=True):
+        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(3)]
+        assert got == pytest.approx([r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9)
+
+
+def test_a_missing_reward_is_in_no_baseline():
+    assert leave_one_out(torch.tensor([[1.0, NAN, 0.0, 0.5]]))[0].tolist() == [0.75, 0, -0.75, 0]
+    assert leave_one_out(torch.tensor([[1.0, NAN], [2.0, 2.0]])).tolist() == [[0, 0], [0, 0]]
