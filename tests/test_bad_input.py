@@ -8,6 +8,7 @@ import pytest
 
 import dpo
 import grpo
+import rloo
 import rm
 import sft
 from common.config import parse
@@ -75,6 +76,10 @@ FLAG_ERRORS = [
     (grpo, "--reward_weights nan", "--reward_weights nan must be finite"),
     (grpo, "--max_reward_errors 7", "--max_reward_errors 7.0 must be in [0, 1]"),
     (grpo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
+    (rloo, "--samples_per_prompt 1", "--samples_per_prompt 1: the baseline is the others, it needs at least 2"),
+    (rloo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the number of ranks times --minibatches (4)"),
+    (rloo, "--beta -1", "--beta -1.0 must not be negative"),
+    (rloo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
     (dpo, "--beta 0", "--beta 0.0 must be greater than 0"),
     (dpo, "--beta nan", "--beta nan must be greater than 0"),
     (dpo, "--loss dop", "--loss dop: unknown; there are sigmoid, robust"),

@@ -163,7 +163,7 @@ def test_every_field_is_documented():
     for class_name in (RunArgs.__name__, RolloutArgs.__name__):
         documented(ROOT / "common" / "config.py", class_name)
     documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
-    assert {"sft", "dpo", "rm", "grpo"} <= set(ALGORITHMS)
+    assert {"sft", "dpo", "rm", "grpo", "rloo"} <= set(ALGORITHMS)
     for script in ALGORITHMS:
         documented(ROOT / f"{script}.py", "Args")
 
