@@ -12,7 +12,7 @@ from test_grpo import REWARD
 from common.advantages import leave_one_out
 from common.losses import clip_policy_loss
 
-SAME = ("grad_norm", "reward", "kl", "entropy", "completions/mean_length", "num_tokens", "epoch")
+SAME = ("grad_norm", "reward", "entropy", "completions/mean_length", "num_tokens", "epoch")
 
 
 def test_expected_gradient_is_that_of_the_expected_reward():
@@ -59,8 +59,9 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path)
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and scores
         assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-6)  # the KL is the reference's float32
-    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-5, floor=0.1)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1e-2)
+    # Loss and KL are small differences of float32 numbers of size 1: 1e-5 of 0.1 is what their digits can tell.
+    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-5, floor=0.1)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
     assert metrics(two_ranks)[0]["kl"] == 0 and metrics(two_ranks)[-1]["kl"] != 0
 
 
@@ -71,4 +72,4 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, t
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "rloo.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, ("loss", *SAME), rel=0)
+    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl", *SAME), rel=0)
