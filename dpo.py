@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common import distributed
 from common.checkpoint import Checkpointer, prepare_output_dir
-from common.config import parse
+from common.cli import parse
 from common.data import Encoder, RowOrder
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals, wilson_interval

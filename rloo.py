@@ -16,6 +16,7 @@ per-token stream is aligned with *targets*: x_T[t] describes the prediction of t
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,13 +24,23 @@ from torch import Tensor
 from common import distributed
 from common.advantages import leave_one_out
 from common.checkpoint import Checkpointer, prepare_output_dir
-from common.config import RolloutArgs, parse
+from common.cli import parse
 from common.data import Encoder, RowOrder, encode_prompts
 from common.hub import context_length, eos_token_ids, load_tokenizer, resolve_model
-from common.losses import clip_policy_loss, truncated_importance_weights
+from common.losses import clip_policy_loss
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
-from common.online import evaluate, measure_groups, measure_sampling
+from common.online import (
+    KLCoefficient,
+    PolicyGradientArgs,
+    correction_weights,
+    effective_sample_size,
+    evaluate,
+    length_penalties,
+    measure_groups,
+    measure_sampling,
+    shape_rewards,
+)
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import pack
 from common.rewards import Rewards
@@ -38,39 +49,27 @@ from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
 @dataclass
-class Args(RolloutArgs):
+class Args(PolicyGradientArgs):
     output_dir: str = "runs/rloo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     lr: float = 1e-6
     """peak learning rate of AdamW"""
-    minibatches: int = 1
-    """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
-    epochs_per_rollout: int = 1
-    """passes over each rollout"""
     clip_low: float = 0.2
     """the ratio of a completion is clipped below at 1 - clip_low"""
     clip_high: float = 0.2
     """the ratio of a completion is clipped above at 1 + clip_high"""
     beta: float = 0.05
     """weight of log(policy / starting model) in the reward; 0 never loads the starting model"""
-    importance_cap: float = 2.0
-    """truncate the trainer/engine importance weight of a completion here; 0: no correction"""
+    correction: Literal["none", "sequence"] = "sequence"
+    """weigh completions by their trainer / engine probability"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("minibatches", "epochs_per_rollout")
-        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
-        ranks = distributed.world_size()
-        self.require_multiple("prompts_per_step", ranks * self.minibatches, "the number of ranks times --minibatches")
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"--samples_per_prompt {self.samples_per_prompt}: the baseline is the others, it needs at least 2"
             )
-        for flag in ("clip_low", "clip_high", "beta", "importance_cap"):
-            if getattr(self, flag) < 0:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
-        if self.clip_low >= 1:
-            raise ValueError(f"--clip_low {self.clip_low} must be below 1: ratios are positive")
+        self.require_clip_bounds()
 
 
 def measure_clipping(meter: Meter, args: Args, log_ratio_N: Tensor, advantages_N: Tensor) -> None:
@@ -91,7 +90,7 @@ def main(args: Args) -> None:
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
     columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
-    rewards = Rewards(args.reward, args.reward_weights, args.max_reward_errors, rows + eval_rows)
+    rewards = Rewards(args, rows + eval_rows, tokenizer, device)
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
     eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
@@ -106,13 +105,13 @@ def main(args: Args) -> None:
     engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
 
     # ---- resume: everything else is a function of (seed, step) ----
-    totals = Totals()
-    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals)
+    totals, beta = Totals(), KLCoefficient(args)
+    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals, beta=beta)
     first_step = checkpointer.load_latest()
     meter = Meter()
     logger = RunLogger(
         args, first_step, total_steps, show=("reward", "kl", "eval/pass_at_1", "time/step"),
-        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.functions), "eval/pass_at_1", "kl", "entropy",
+        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "kl", "entropy",
                 "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
     )  # fmt: skip
     updates = args.minibatches * args.epochs_per_rollout
@@ -172,8 +171,10 @@ def main(args: Args) -> None:
                         kl_N = mb.sequence_sums(mb.old_logprobs_T - ref_logprobs_T)
                         kl_of |= zip(map(id, mb.samples), kl_N.tolist(), strict=True)
                         meter.mean("kl", kl_N.sum(), len(kl_N))
+                model.reshard()  # a forward without backward leaves the root whole
             kl_PG = torch.tensor([[kl_of.get(id(s), 0.0) for s in group] for group in groups], dtype=torch.float64)
-            advantages_PG = leave_one_out(scores_PG - args.beta * kl_PG)
+            rewards_PG = shape_rewards(scores_PG, args) + length_penalties(groups, args) - beta.value * kl_PG
+            advantages_PG = leave_one_out(rewards_PG)
             for group, advantages_G in zip(groups, advantages_PG.tolist(), strict=True):
                 for sample, advantage in zip(group, advantages_G, strict=True):
                     sample.advantages = [advantage]  # of the whole completion
@@ -191,11 +192,8 @@ def main(args: Args) -> None:
                         logps_N, old_logps_N = mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T)
                         advantages_N = mb.per_sequence(sample.advantages[0] for sample in mb.samples)
                         loss_N = clip_policy_loss(logps_N, old_logps_N, advantages_N, args.clip_low, args.clip_high)
-                        if args.importance_cap:
-                            rollout_logps_N = mb.sequence_sums(mb.rollout_logprobs_T)
-                            loss_N = loss_N * truncated_importance_weights(
-                                old_logps_N, rollout_logps_N, args.importance_cap
-                            )
+                        weights_T = correction_weights(mb, args)  # the same on every token of a completion
+                        loss_N = loss_N * weights_T[mb.ends_N]
                         # Mean over the completions of the *global* minibatch. FSDP averages over ranks; undo that.
                         loss = loss_N.sum() / global_completions
                         (loss * world_size).backward()
@@ -204,7 +202,7 @@ def main(args: Args) -> None:
                         meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
                         measure_clipping(meter, args, (logps_N - old_logps_N).detach(), advantages_N)
                         if update < args.minibatches:
-                            measure_sampling(meter, mb)
+                            measure_sampling(meter, mb, weights_T)
                     if step == first_step and update == 0:
                         check_agreement([mb for minibatch in minibatches for mb in minibatch], args, engine)
                     lr = learning_rate(step, total_steps, args)
@@ -213,9 +211,11 @@ def main(args: Args) -> None:
 
         # ---- 4. log, evaluate, checkpoint ----
         totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
-        metrics = meter.reduce() | dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
-        ratio = "sampling/importance_sampling_ratio"
-        metrics["sampling/ess"] = metrics[f"{ratio}/mean"] ** 2 / metrics.pop(f"{ratio}/mean_square")
+        metrics = effective_sample_size(meter.reduce())
+        metrics |= dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
+        if args.beta:
+            metrics["beta"] = beta.value
+            beta.update(metrics["kl"], args.prompts_per_step * args.samples_per_prompt)
         last = step + 1 == total_steps
         if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
             engine.wake()
@@ -224,7 +224,7 @@ def main(args: Args) -> None:
             engine.sleep()
         logger.log(step + 1, metrics)
         if (step + 1) % args.log_every == 0 or last:
-            logger.samples(step + 1, groups, scores_PG)
+            logger.samples(step + 1, groups, scores_PG, mine)
         stopping = distributed.stop_requested()
         if stopping:
             step += 1

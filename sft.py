@@ -19,7 +19,8 @@ from torch import Tensor
 
 from common import distributed
 from common.checkpoint import Checkpointer, prepare_output_dir
-from common.config import RunArgs, parse
+from common.cli import parse
+from common.config import RunArgs
 from common.data import Encoder, RowOrder
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals

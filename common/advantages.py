@@ -1,40 +1,135 @@
 """Rewards -> advantages. In float64 and in two passes, so that equal rewards give exactly zero.
 
-Shapes: P prompts, G samples per prompt.
+Functions of `rewards_PG` that look beyond a group want the groups of *all* ranks. NaN rewards mean "no reward": they
+count in no statistic and get advantage 0.
+
+Shapes: P prompts, G samples per prompt, K reward functions, T packed tokens, N sequences.
 """
 
 import torch
 from torch import Tensor
+
+# ---- one number per completion ----
 
 
 def group_advantages(rewards_PG: Tensor, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """A = (r - mean_G r) / (std_G r + eps), one per completion (GRPO, arXiv:2402.03300 section 4.1.2).
 
     With `scale_by_std=False` the mean is subtracted only (Dr. GRPO, arXiv:2503.20783). The standard deviation is the
-    sample one (G - 1). NaN rewards mean "no reward": they count in no mean or std and get advantage 0. Groups that are
-    all equal, or have one reward left, get exactly 0. Returns float64, shape [P, G].
+    sample one (G - 1), of the whole group. Groups that are all equal, or have one reward left, get exactly 0. Returns
+    float64, shape [P, G].
     """
     rewards_PG = rewards_PG.double()
     valid_PG = ~rewards_PG.isnan()
     count_P1 = valid_PG.sum(-1, keepdim=True)
     mean_P1 = rewards_PG.nansum(-1, keepdim=True) / count_P1.clamp(min=1)
     centred_PG = torch.where(valid_PG, rewards_PG - mean_P1, 0.0)
-    # The mean of equal rewards can round: compare the rewards themselves, not their centred values.
-    equal_P1 = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1, True) == rewards_PG.nan_to_num(nan=torch.inf).amin(
-        -1, True
-    )
-    centred_PG = torch.where(equal_P1 | (count_P1 < 2), 0.0, centred_PG)
+    # The mean of equal rewards can round, so whether they are equal is asked of the rewards themselves.
+    centred_PG = torch.where(unequal(rewards_PG)[:, None], centred_PG, 0.0)
     if not scale_by_std:
         return centred_PG
     std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
     return centred_PG / (std_P1 + eps)
 
 
+def unequal(rewards_PG: Tensor) -> Tensor:
+    """Which groups have at least two different rewards, [P] bool: the others teach nothing."""
+    highest_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1)
+    return highest_P > rewards_PG.nan_to_num(nan=torch.inf).amin(-1)
+
+
 def leave_one_out(rewards_PG: Tensor) -> Tensor:
     """A_i = r_i - mean of the others' r in its group, one per completion (RLOO, arXiv:2402.14740 Eq. 7).
 
-    Equal to n / (n - 1) times r_i - mean_G r, which is how it is computed. NaN rewards mean "no reward": they count in
-    no baseline and get advantage 0, as does a sample that is left alone. Returns float64, shape [P, G].
+    Equal to n / (n - 1) times r_i - mean_G r, which is how it is computed. A sample that is left alone gets 0. Returns
+    float64, shape [P, G].
     """
     count_P1 = (~rewards_PG.isnan()).sum(-1, keepdim=True)
     return group_advantages(rewards_PG, scale_by_std=False) * count_P1 / (count_P1 - 1).clamp(min=1)
+
+
+def group_mean_batch_std(rewards_PG: Tensor, eps: float = 1e-6) -> Tensor:
+    """A = (r - mean_G r) / (std r + eps), the standard deviation of the rewards of the whole batch (LitePPO,
+    arXiv:2508.08221). Returns float64, shape [P, G]."""
+    rewards = rewards_PG[~rewards_PG.isnan()].double()
+    std = rewards.std() if len(rewards) > 1 else 0.0
+    return group_advantages(rewards_PG, scale_by_std=False) / (std + eps)
+
+
+def reinforce_plus_plus(rewards_PG: Tensor, lengths_PG: Tensor, baseline: bool = False, eps: float = 1e-6) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262): rewards whitened over all tokens of the whole batch, where a completion's reward
+    stands on each of its `lengths_PG` tokens. `baseline`: the group's mean is subtracted first.
+
+    Returns float64, shape [P, G].
+    """
+    centred_PG = group_advantages(rewards_PG, scale_by_std=False) if baseline else rewards_PG.double()
+    counts_PG = torch.where(rewards_PG.isnan(), 0, lengths_PG)
+    return whiten(centred_PG.nan_to_num(nan=0.0), counts_PG, eps)
+
+
+def gdpo(parts_KPG: Tensor, weights_K: Tensor, eps: float = 1e-6) -> Tensor:
+    """GDPO (arXiv:2601.05242): each reward is normalised in its group, so that none is drowned by a larger one; their
+    weighted sum is whitened over the completions of the whole batch. Returns float64, shape [P, G]."""
+    missing_PG = parts_KPG.isnan().any(0)  # a completion without one of its rewards has no reward
+    parts_KPG = parts_KPG.masked_fill(missing_PG, torch.nan)
+    sums_PG = sum(w * group_advantages(part_PG) for w, part_PG in zip(weights_K, parts_KPG, strict=True))
+    return whiten(sums_PG, (~missing_PG).long(), eps)
+
+
+def whiten(x: Tensor, counts: Tensor, eps: float = 1e-6) -> Tensor:
+    """(x - mean) / (std + eps), where x[i] counts `counts[i]` times; 0 where that is 0. Exactly 0 if all are equal."""
+    x, counted = x.double(), counts > 0
+    if not counted.any() or (x[counted] == x[counted][0]).all():
+        return torch.zeros_like(x)
+    total = counts.sum()
+    centred = torch.where(counted, x - (x * counts).sum() / total, 0.0)
+    std = ((centred.square() * counts).sum() / (total - 1).clamp(min=1)).sqrt()
+    return centred / (std + eps)
+
+
+# ---- one number per token ----
+
+
+def gae(
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, gamma: float, lambda_N: Tensor
+) -> Tensor:
+    """Generalised advantage estimation (arXiv:1506.02438 Eq. 16) over the trained tokens of each packed sequence.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the sequence's next
+    trained token and V = A = 0 behind its last one, whether an EOS or the length ended it. Tokens that are not trained
+    (prompts, tool output) are passed over and get 0. `values_T[t]` is the value before targets[t] is
+    emitted; `lambda_N` has one lambda per sequence. Returns float64, shape [T].
+    """
+    trained = mask_T.nonzero()[:, 0]
+    out_T = torch.zeros(len(mask_T), dtype=torch.float64, device=mask_T.device)
+    if len(trained) == 0:
+        return out_T
+    row = sequence_ids_T[trained]
+    counts_N = row.bincount(minlength=len(lambda_N))
+    column = torch.arange(len(trained), device=row.device) - (counts_N.cumsum(0) - counts_N)[row]
+    # A right-padded rectangle of trained tokens: one vectorised step per position instead of one per token.
+    rewards_NL, values_NL = torch.zeros(
+        2, len(counts_N), int(counts_N.max()) + 1, dtype=torch.float64, device=row.device
+    )
+    rewards_NL[row, column], values_NL[row, column] = rewards_T[trained].double(), values_T[trained].double()
+    advantages_NL, decay_N = torch.zeros_like(values_NL), gamma * lambda_N.to(row.device, torch.float64)
+    for t in range(values_NL.shape[1] - 2, -1, -1):
+        delta_N = rewards_NL[:, t] + gamma * values_NL[:, t + 1] - values_NL[:, t]
+        advantages_NL[:, t] = delta_N + decay_N * advantages_NL[:, t + 1]
+    out_T[trained] = advantages_NL[row, column]
+    return out_T
+
+
+def length_adaptive_lambda(lengths_N: Tensor, alpha: float) -> Tensor:
+    """lambda = 1 - 1 / (alpha length), not below 0 (VAPO, arXiv:2504.05118): the longer the completion, the further a
+    reward at its end is carried back. Returns float64, shape [N]."""
+    return (1 - 1 / (alpha * lengths_N.double())).clamp(min=0)
+
+
+# ---- shaping ----
+
+
+def overlong_penalty(lengths: Tensor, longest: int, buffer: float) -> Tensor:
+    """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`, its floor (DAPO, arXiv:2503.14476
+    Eq. 13)."""
+    return ((longest - buffer - lengths.double()) / buffer).clamp(-1, 0)

@@ -82,11 +82,22 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 class Checkpointer:
-    """Saves and restores model, optimizer and whatever else has `state_dict` (small, the same on every rank)."""
+    """Saves and restores model, optimizer and whatever else has `state_dict` (small, the same on every rank).
 
-    def __init__(self, args: RunArgs, model: PackedModel, optimizer: torch.optim.Optimizer, **stateful):
+    `value` is a second model with its optimizer.
+    """
+
+    def __init__(
+        self,
+        args: RunArgs,
+        model: PackedModel,
+        optimizer: torch.optim.Optimizer,
+        value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
+        **stateful,
+    ):
         self.folder, self.keep_last = Path(args.output_dir), args.keep_last
-        self.model, self.optimizer, self.stateful = model, optimizer, stateful
+        self.model, self.stateful = model, stateful
+        self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint that is whole; returns the step to go on with, 0 without any. Collective.
@@ -124,15 +135,23 @@ class Checkpointer:
         return None
 
     def _load(self, path: Path) -> int:
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.load(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        tensors = self._tensors()
+        dcp.load(tensors, checkpoint_id=path)
+        for prefix, (model, optimizer) in self.trained.items():
+            weights, moments = tensors[f"{prefix}model"], tensors[f"{prefix}optimizer"]
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         state = json.loads((path / "state.json").read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
         if distributed.is_main():
             print(f"resuming from {path} (step {state['step']})")
         return state["step"]
+
+    def _tensors(self) -> dict[str, dict]:
+        out = {}
+        for prefix, (model, optimizer) in self.trained.items():
+            out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer)
+        return out
 
     def save(self, step: int) -> None:
         """Write a checkpoint that resumes with `step` steps done, then drop all but the newest `--keep_last`.
@@ -144,8 +163,7 @@ class Checkpointer:
         if distributed.is_main():
             work.mkdir(parents=True)
         dist.barrier()
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.save(dict(model=model_state, optimizer=optimizer_state), checkpoint_id=work)
+        dcp.save(self._tensors(), checkpoint_id=work)
         if distributed.is_main():
             state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
             (work / "state.json").write_text(json.dumps(state))

@@ -1,24 +1,12 @@
-"""The flags every script shares, and the command line: flat dataclasses, `--config FILE.yaml`, errors in one line.
+"""The flags every script shares, as flat dataclasses.
 
-A script's `Args` inherits `RunArgs`, overrides defaults and adds its own flags. Precedence: default < file < flag.
+A script's `Args` inherits `RunArgs`, overrides defaults and adds its own flags. `common/cli.py` reads them.
 """
 
-import contextlib
 import dataclasses
-import difflib
-import io
 import math
-import re
-import sys
-import types
-import typing
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, TypeVar
-
-import tyro
-import yaml
+from typing import Literal
 
 from common import distributed
 
@@ -96,9 +84,7 @@ class RunArgs:
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"--max_steps {self.max_steps} must be at least 1")
         self.require_finite("epochs", "lr", "weight_decay", "min_lr_ratio")
-        for flag in ("warmup_steps", "weight_decay", "eval_every", "min_lr_ratio"):
-            if getattr(self, flag) < 0:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
+        self.require_not_negative("warmup_steps", "weight_decay", "eval_every", "min_lr_ratio")
         if self.min_lr_ratio > 1:
             raise ValueError(f"--min_lr_ratio {self.min_lr_ratio} must be at most 1")
         for flag in ("adam_beta1", "adam_beta2"):
@@ -110,6 +96,11 @@ class RunArgs:
             if not getattr(self, flag) > 0:
                 raise ValueError(f"--{flag} {getattr(self, flag)} must be greater than 0")
 
+    def require_not_negative(self, *flags: str) -> None:
+        for flag in flags:
+            if not 0 <= getattr(self, flag) < math.inf:
+                raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
+
     def require_finite(self, *flags: str) -> None:
         for flag in flags:
             if not math.isfinite(getattr(self, flag)):
@@ -119,6 +110,11 @@ class RunArgs:
         """A global size must split evenly: over the ranks, over the minibatches."""
         if getattr(self, flag) % divisor:
             raise ValueError(f"--{flag} {getattr(self, flag)} is not a multiple of {of} ({divisor})")
+
+    def require_read(self, flag: str, unless: bool, why: str) -> None:
+        """A flag that was set, but that nothing would read `unless` something else is said."""
+        if not unless and getattr(self, flag) != type(self).__dataclass_fields__[flag].default:
+            raise ValueError(f"--{flag} {getattr(self, flag)} would not be read: {why}")
 
     def to_dict(self) -> dict:
         """Plain YAML types, in field order."""
@@ -180,115 +176,3 @@ class RolloutArgs(RunArgs):
             raise ValueError(
                 f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --pack_tokens {self.pack_tokens}"
             )
-
-
-ArgsT = TypeVar("ArgsT", bound=RunArgs)
-
-
-def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
-    """Read the command line (and `--config FILE.yaml`) into `args_class`; on bad input one line and exit code 2."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        argv, config_path = _take_config_flag(argv)
-        argv = _canonical(args_class, argv)
-        if config_path is not None:
-            argv = _yaml_to_argv(args_class, config_path) + argv  # the last occurrence of a flag wins
-        console = io.StringIO()
-        with contextlib.redirect_stderr(console):
-            # tyro's own validation stops at types; __post_init__ raises ValueError for flags that conflict
-            return tyro.cli(
-                args_class, args=argv, description=_summary(args_class), config=(tyro.conf.FlagConversionOff,)
-            )
-    except ValueError as error:
-        distributed.fail(str(error), code=2)
-    except SystemExit as done:
-        if done.code == 0:  # --help
-            raise
-        distributed.fail(_unframe(console.getvalue()), code=2)
-
-
-def _summary(args_class: type) -> str:
-    """The first paragraph of the script's docstring."""
-    return (sys.modules[args_class.__module__].__doc__ or "").split("\n\n")[0]
-
-
-def _take_config_flag(argv: list[str]) -> tuple[list[str], str | None]:
-    for i, arg in enumerate(argv):
-        if arg == "--config":
-            if i + 1 == len(argv):
-                raise ValueError("--config needs a file name")
-            return argv[:i] + argv[i + 2 :], argv[i + 1]
-        if arg.startswith("--config="):
-            return argv[:i] + argv[i + 1 :], arg.removeprefix("--config=")
-    return argv, None
-
-
-def _fields(args_class: type) -> dict[str, type]:
-    hints = typing.get_type_hints(args_class)
-    return {field.name: hints[field.name] for field in dataclasses.fields(args_class)}
-
-
-def _unknown(name: str, known: Sequence[str], where: str) -> ValueError:
-    close = difflib.get_close_matches(name, known, n=1)
-    return ValueError(f"{where}{name}{f' (did you mean {close[0]}?)' if close else ''}")
-
-
-def _canonical(args_class: type, argv: list[str]) -> list[str]:
-    """Snake case, `--flag=value` split, `--compile` = `--compile True`, `true` = `True`; refuses unknown flags."""
-    known, out = _fields(args_class), []
-    for i, arg in enumerate(argv):
-        if arg in ("-h", "--help"):
-            return ["--help"]
-        if not arg.startswith("--"):
-            previous = out[-1].removeprefix("--") if out else ""
-            out.append(arg.capitalize() if known.get(previous) is bool else arg)
-            continue
-        name, equals, value = arg[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in known:
-            raise _unknown(f"--{name}", [f"--{k}" for k in known], "unknown flag ")
-        out.append(f"--{name}")
-        if equals:
-            out.append(value.capitalize() if known[name] is bool else value)
-        elif known[name] is bool and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
-            out.append("True")
-    return out
-
-
-def _yaml_to_argv(args_class: type, path: str) -> list[str]:
-    try:
-        config = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"--config {path}: expected `flag: value` lines")
-    known, argv = _fields(args_class), []
-    for name, value in config.items():
-        if name not in known:
-            raise _unknown(str(name), list(known), f"--config {path}: unknown key ")
-        if isinstance(value, dict):
-            raise ValueError(f"--config {path}: {name} must be a plain value or a list")
-        values = value if isinstance(value, list) else [value]
-        if not isinstance(value, list) and _is_list(known[name]) and value is not None:
-            raise ValueError(f"--config {path}: {name} must be a list")
-        argv += [f"--{name}", *map(str, values)] if isinstance(value, list) else [f"--{name}={value}"]
-    return argv
-
-
-def _is_list(hint: type) -> bool:
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return any(typing.get_origin(option) in (list, tuple) for option in options)
-
-
-def _unframe(console: str) -> str:
-    """The message inside tyro's box, on one line."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in console.splitlines()]
-    message = []
-    for line in lines[1:]:
-        if not line:  # the rule that separates the message from hints
-            break
-        message.append(line)
-    text = " ".join(message) or " ".join(filter(None, lines))
-    return re.sub(r"^Error parsing \w+: ", "", text)  # from __post_init__, which names the flag itself

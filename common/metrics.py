@@ -173,10 +173,13 @@ class RunLogger:
             text.append(plain, style="bold green" if trained else "dim")
         self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
-    def samples(self, step: int, groups: list[list[Sample]], rewards_PG: Tensor, rows: int = 4) -> None:
-        """All ranks' groups to samples.jsonl, in the step's global order, and a few as a table. Collective."""
-        mine = [
-            [
+    def samples(
+        self, step: int, groups: list[list[Sample]], rewards_PG: Tensor, positions: Sequence[int], rows: int = 4
+    ) -> None:
+        """All ranks' groups to samples.jsonl, in the order of their positions in the step, and a few as a table.
+        Collective."""
+        mine = {
+            position: [
                 dict(
                     step=step,
                     prompt=sample.row.get("prompt") or sample.row.get("question"),
@@ -187,12 +190,13 @@ class RunLogger:
                 )
                 for sample, reward in zip(group, rewards_G, strict=True)
             ]
-            for group, rewards_G in zip(groups, rewards_PG.tolist(), strict=True)
-        ]
+            for position, group, rewards_G in zip(positions, groups, rewards_PG.tolist(), strict=True)
+        }
         ranks = distributed.gather_objects(mine)
         if not self.active:
             return
-        lines = [line for groups in zip(*ranks, strict=True) for group in groups for line in group]
+        of_position = {position: group for rank in ranks for position, group in rank.items()}
+        lines = [line for position in sorted(of_position) for line in of_position[position]]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         from rich.table import Table

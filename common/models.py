@@ -189,7 +189,7 @@ def _load(model: PackedModel, what: str, args: RunArgs, device: torch.device, tr
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
-    shard(model, blocks, args, device)
+    shard(model, blocks, args, device, reshard_root=not trainable)
     new_head = load_weights(model, what, device)
     if new_head is not None:
         if not trainable:
@@ -224,15 +224,20 @@ def check_packing(model: PackedModel, what: str, args: RunArgs, device: torch.de
         raise ValueError(f"{what}: {model.hf.config.model_type} does not keep packed sequences apart")
 
 
-def shard(model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.device) -> None:
-    """`fully_shard` every transformer block and the rest, as the root; compile the blocks if `--compile` says so."""
+def shard(
+    model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.device, reshard_root: bool = False
+) -> None:
+    """`fully_shard` every transformer block and the rest, as the root; compile the blocks if `--compile` says so.
+
+    The root stays whole from forward to backward, which needs it next; without a backward `reshard_root` frees it.
+    """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, device), reduce_dtype=torch.float32)
     mesh = torch.distributed.init_device_mesh(device.type, (distributed.world_size(),))
     for block in blocks:
         if args.compile:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_root)
 
 
 def load_weights(model: PackedModel, what: str, device: torch.device) -> Tensor | None:

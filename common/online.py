@@ -1,15 +1,155 @@
-"""What the online scripts measure around a rollout: rewards and lengths, engine against trainer, held-out score.
+"""What the policy-gradient scripts share around a rollout: flags, penalties, corrections and what is measured.
 
 Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
 from torch import Tensor
 
-from common.advantages import group_advantages
+from common import distributed
+from common.advantages import group_advantages, overlong_penalty
+from common.config import RolloutArgs
+from common.losses import importance_weights
 from common.metrics import Meter
 from common.packing import PackedBatch, Sample
 from common.rewards import Rewards
 from common.rollout import Engine
+
+
+@dataclass
+class PolicyGradientArgs(RolloutArgs):
+    """Flags of every script that follows a policy gradient: grpo.py, rloo.py, ppo.py."""
+
+    minibatches: int = 1
+    """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
+    epochs_per_rollout: int = 1
+    """passes over each rollout"""
+    beta: float = 0.0
+    """weight of the KL penalty to the starting model; 0 never loads it"""
+    kl_target: float = 0.0
+    """adapt beta so that the logged KL stays near this many nats; 0: beta stays as it is"""
+    kl_horizon: int = 10_000
+    """with --kl_target: completions over which beta grows by at most a factor of about 1.2 (arXiv:1909.08593)"""
+    correction: Literal["none", "token", "sequence"] = "token"
+    """weigh samples by trainer / engine probability, of each token or of the whole completion"""
+    correction_mode: Literal["truncate", "mask"] = "truncate"
+    """weights outside the bounds are set to the bound, or to 0"""
+    correction_low: float = 0.0
+    """lower bound of the weights"""
+    correction_high: float = 2.0
+    """upper bound of the weights"""
+    correction_filter: tuple[float, float] | None = None
+    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds"""
+    reward_scale: float = 1.0
+    """rewards are multiplied by this, before anything else"""
+    reward_clip: float = 0.0
+    """then clipped to [-reward_clip, reward_clip]; 0: not"""
+    missing_eos_penalty: float = 0.0
+    """then this is subtracted for a completion that max_new_tokens cut off"""
+    overlong_buffer: float = 0.0
+    """and up to overlong_penalty for one that reaches into this last fraction of max_new_tokens (DAPO: 0.2); 0: not"""
+    overlong_penalty: float = 1.0
+    """subtracted from a completion of max_new_tokens; falls linearly to 0 at the beginning of the buffer"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("minibatches", "epochs_per_rollout", "kl_horizon")
+        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
+        ranks = distributed.world_size()
+        self.require_multiple("prompts_per_step", ranks * self.minibatches, "the number of ranks times --minibatches")
+        self.require_not_negative("beta", "kl_target", "correction_low", "reward_clip", "missing_eos_penalty")
+        self.require_not_negative("overlong_penalty")
+        self.require_finite("reward_scale")
+        if self.kl_target and not self.beta:
+            raise ValueError("--kl_target adapts --beta: start it above 0")
+        for flag, bounds in (
+            ("correction_low and --correction_high", (self.correction_low, self.correction_high)),
+            ("correction_filter", self.correction_filter or (0, math.inf)),
+        ):
+            if not 0 <= bounds[0] < bounds[1]:
+                raise ValueError(f"--{flag}: the bounds {bounds[0]:g} and {bounds[1]:g} cross")
+        for flag in ("correction_mode", "correction_low", "correction_high", "correction_filter"):
+            self.require_read(flag, self.correction != "none", "--correction is none")
+        if not 0 <= self.overlong_buffer <= 1:
+            raise ValueError(f"--overlong_buffer {self.overlong_buffer} is a fraction of max_new_tokens: 0 to 1")
+        self.require_read("overlong_penalty", self.overlong_buffer > 0, "--overlong_buffer is 0")
+        self.require_read("kl_horizon", self.kl_target > 0, "--kl_target is 0")
+
+    def require_clip_bounds(self) -> None:
+        self.require_not_negative("clip_low", "clip_high")
+        if self.clip_low >= 1:
+            raise ValueError(f"--clip_low {self.clip_low} must be below 1: ratios are positive")
+
+
+class KLCoefficient:
+    """beta, constant or adapted to keep the KL near `--kl_target` (Ziegler et al. 2019, arXiv:1909.08593 Eq. 3-4)."""
+
+    def __init__(self, args: PolicyGradientArgs):
+        self.value, self.target, self.horizon = args.beta, args.kl_target, args.kl_horizon
+
+    def update(self, kl: float, completions: int) -> None:
+        """After a step whose `completions` had this mean KL, in nats."""
+        if self.target:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * completions / self.horizon
+
+    def state_dict(self) -> dict:
+        return dict(value=self.value)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value = state["value"]
+
+
+def all_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
+    """[P, ...] of every rank, whose groups have these positions in the step -> that of the whole step, in order, on
+    every rank. What is computed from it is the same on any number of ranks."""
+    ranks = distributed.gather_objects(list(zip(positions, x_PG, strict=True)))
+    pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0])
+    return torch.stack([x for _, x in pairs])
+
+
+def shape_rewards(rewards_PG: Tensor, args: PolicyGradientArgs) -> Tensor:
+    """Scaled, then clipped. Missing rewards (NaN) stay missing."""
+    scaled_PG = rewards_PG * args.reward_scale
+    return scaled_PG.clamp(-args.reward_clip, args.reward_clip) if args.reward_clip else scaled_PG
+
+
+def length_penalties(groups: list[list[Sample]], args: PolicyGradientArgs) -> Tensor:
+    """What is added to the shaped rewards for length, [P, G] float64, never positive: `--missing_eos_penalty` for a
+    completion that was cut off, and DAPO's ramp over the last `--overlong_buffer`."""
+    truncated_PG = torch.tensor([[s.finish_reason == "length" for s in group] for group in groups])
+    penalties_PG = -args.missing_eos_penalty * truncated_PG.double()
+    if args.overlong_buffer:
+        lengths_PG = torch.tensor([[len(s.completion_ids) for s in group] for group in groups])
+        buffer = args.overlong_buffer * args.max_new_tokens
+        penalties_PG += args.overlong_penalty * overlong_penalty(lengths_PG, args.max_new_tokens, buffer)
+    return penalties_PG
+
+
+def correction_weights(mb: PackedBatch, args: PolicyGradientArgs) -> Tensor:
+    """What each token's loss is multiplied by because the engine, not the trainer, sampled it: [T], no gradient.
+
+    `--correction none`: ones. `--correction_filter` (sequence-masked importance sampling) drops whole completions by
+    the geometric mean of their tokens' ratios.
+    """
+    log_ratio_T = mb.old_logprobs_T - mb.rollout_logprobs_T
+    if args.correction == "none":
+        return torch.ones_like(log_ratio_T)
+    of_what_T = mb.sequence_sum_T(log_ratio_T) if args.correction == "sequence" else log_ratio_T
+    weights_T = importance_weights(of_what_T, args.correction_mode, args.correction_low, args.correction_high)
+    if args.correction_filter is not None:
+        low, high = args.correction_filter
+        mean_ratio_T = mb.sequence_mean_T(log_ratio_T).exp()
+        weights_T = weights_T * ((low <= mean_ratio_T) & (mean_ratio_T <= high))
+    return weights_T
+
+
+# ---- what is measured ----
 
 
 def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor]) -> None:
@@ -28,8 +168,9 @@ def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor,
         meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
 
 
-def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
-    """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled."""
+def measure_sampling(meter: Meter, mb: PackedBatch, weights_T: Tensor) -> None:
+    """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled, and which of them
+    the correction keeps."""
     difference = (mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T]
     if len(difference) == 0:  # an empty pack
         return
@@ -40,6 +181,14 @@ def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
     meter.mean(f"{name}/mean_square", ratio.square().sum(), len(ratio))
     meter.min(f"{name}/min", ratio.min())
     meter.max(f"{name}/max", ratio.max())
+    meter.masked_mean("sampling/kept_fraction", weights_T > 0, mb.loss_mask_T)
+
+
+def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """`sampling/ess` of the importance ratios, (mean w)^2 / mean w^2, in place of the mean square."""
+    name = "sampling/importance_sampling_ratio"
+    square = metrics.pop(f"{name}/mean_square", None)
+    return metrics | ({} if square is None else {"sampling/ess": metrics[f"{name}/mean"] ** 2 / square})
 
 
 def evaluate(engine: Engine, prompts: list[list[int]], rows: list[dict], rewards: Rewards) -> dict[str, float]:

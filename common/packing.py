@@ -79,17 +79,41 @@ class PackedBatch:
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     weights_T: Tensor | None = None
+    entropy_T: Tensor | None = None  # of the policy at rollout time
+    values_T: Tensor | None = None  # of the value model, before targets_T[t] is emitted
+    returns_T: Tensor | None = None  # what they should have been
 
     def sequence_sums(self, x_T: Tensor) -> Tensor:
         """Sum of a stream over the trained tokens of each sequence: [N], float64. A filler gives an empty tensor that
         is still part of the graph, so its backward runs."""
+        return self._sums(x_T)[: len(self.samples)]
+
+    def sequence_sum_T(self, x_T: Tensor) -> Tensor:
+        """`sequence_sums` on every token of the sequence: [T], float64."""
+        return self._sums(x_T)[self.sequence_ids_T]
+
+    def sequence_mean_T(self, x_T: Tensor) -> Tensor:
+        """Mean of a stream over the trained tokens of a sequence, on every token of it: [T], float64. 0 without any."""
+        return self.sequence_sum_T(x_T) / self.sequence_sum_T(torch.ones_like(x_T)).clamp(min=1)
+
+    def _sums(self, x_T: Tensor) -> Tensor:
         trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
         sums = torch.zeros(len(self.offsets) - 1, dtype=torch.float64, device=x_T.device)
-        return sums.index_add(0, self.sequence_ids_T, trained_T)[: len(self.samples)]
+        return sums.index_add(0, self.sequence_ids_T, trained_T)
 
     def per_sequence(self, values: Iterable[float]) -> Tensor:
         """One number per sample -> [N], float64, on the device."""
         return torch.tensor(list(values), dtype=torch.float64).to(self.loss_mask_T.device)
+
+    def per_token(self, values_N: Tensor) -> Tensor:
+        """One number per sample -> the same on each of its tokens: [T], float32. 0 on a filler."""
+        padded = torch.cat([values_N, values_N.new_zeros(1)])  # a filler's tokens are of sequence 0, of no sample
+        return padded[self.sequence_ids_T].float()
+
+    @property
+    def ends_N(self) -> Tensor:
+        """Where the last token of each sample is: [N], int64."""
+        return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:

@@ -1,4 +1,5 @@
-"""Reward functions: `(completion text, example row) -> float`, and the scoring of a rollout with several at once.
+"""Reward functions: `(completion text, example row) -> float`, reward models, and the scoring of a rollout with several
+of them at once.
 
 A function may name the columns it reads in an attribute `columns`; a dataset without them is refused at start.
 """
@@ -7,7 +8,7 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.models import ScalarModel
+from common.config import RolloutArgs
+from common.hub import require_same_tokenizer, resolve_model
+from common.models import ScalarModel, load_scalar_model
 from common.packing import Sample, pack
 
 Reward = Callable[[str, dict], float]
@@ -87,7 +90,9 @@ def load_reward(name: str) -> Reward:
         return REWARDS[name]
     path, colon, function = name.rpartition(":")
     if not colon:
-        raise ValueError(f"--reward {name}: unknown; there are {', '.join(REWARDS)}, or path/to/file.py:function")
+        raise ValueError(
+            f"--reward {name}: unknown; there are {', '.join(REWARDS)}, path/to/file.py:function, model:PATH"
+        )
     if not Path(path).is_file():
         raise ValueError(f"--reward {name}: no file {path}")
     spec = importlib.util.spec_from_file_location(f"user_reward_{Path(path).stem}", path)
@@ -104,22 +109,39 @@ def load_reward(name: str) -> Reward:
     return getattr(module, function)
 
 
+def require_reward_columns(name: str, function: Reward, rows: list[dict]) -> None:
+    """Raises `ValueError` if `rows` lack a column that the function says it reads."""
+    for column in getattr(function, "columns", ()):
+        if column not in rows[0]:
+            found = ", ".join(c for c in rows[0] if c != "_source")
+            raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
+        if bad := next((row for row in rows if row.get(column) is None), None):
+            raise ValueError(f"{bad['_source']}: column {column} is missing, --reward {name} reads it")
+
+
 class Rewards:
     """The weighted sum of `--reward`. Call it with groups of samples; it is collective."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float], max_errors: float, rows: list[dict]):
-        self.functions = {name.rpartition(":")[2]: load_reward(name) for name in names}
-        if len(self.functions) != len(names):
-            raise ValueError(f"--reward {' '.join(names)}: the names must differ")
-        self.weights = torch.tensor(weights or [1.0] * len(names), dtype=torch.float64)
-        self.max_errors = max_errors
-        for name, function in self.functions.items():
-            for column in getattr(function, "columns", ()):
-                if column not in rows[0]:
-                    found = ", ".join(c for c in rows[0] if c != "_source")
-                    raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
-                if bad := next((row for row in rows if row.get(column) is None), None):
-                    raise ValueError(f"{bad['_source']}: column {column} is missing, --reward {name} reads it")
+    def __init__(self, args: RolloutArgs, rows: list[dict], tokenizer, device: torch.device):
+        """Loads what `--reward` names: functions, and reward models, frozen and sharded over the ranks.
+
+        Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a model with another
+        tokenizer.
+        """
+        self.args, self.device = args, device
+        self.weights = torch.tensor(args.reward_weights or [1.0] * len(args.reward), dtype=torch.float64)
+        self.scorers: dict[str, Reward | ScalarModel] = {}
+        for name in args.reward:
+            short = "model" if name.startswith("model:") else name.rpartition(":")[2]
+            if short in self.scorers:
+                raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
+            if short == "model":
+                path = resolve_model(name.removeprefix("model:"), "--reward")
+                require_same_tokenizer("--reward", path, tokenizer)
+                self.scorers[short] = load_scalar_model(path, args, device, trainable=False, flag="--reward")
+            else:
+                self.scorers[short] = load_reward(name)
+                require_reward_columns(short, self.scorers[short], rows)
 
     def __call__(self, groups: list[list[Sample]]) -> tuple[Tensor, dict[str, Tensor]]:
         """`(rewards_PG, {name: rewards_PG})`, float64. A function that raises, or returns no finite number, leaves NaN:
@@ -128,23 +150,32 @@ class Rewards:
         Raises `RunError` when more than `--max_reward_errors` of all ranks' rewards could not be computed.
         """
         errors: list[str] = []
-        parts = {
-            name: torch.tensor([[self._call(name, s, errors) for s in group] for group in groups], dtype=torch.float64)
-            for name in self.functions
-        }
+        parts = {name: self._part(name, groups, errors) for name in self.scorers}
         all_errors = [error for errors_of_rank in distributed.gather_objects(errors) for error in errors_of_rank]
         total = int(distributed.all_sum(sum(part.numel() for part in parts.values())))
-        if len(all_errors) > self.max_errors * total:
+        if len(all_errors) > self.args.max_reward_errors * total:
             raise distributed.RunError(
-                f"{len(all_errors)} of {total} rewards could not be computed (--max_reward_errors {self.max_errors}); "
-                f"the first: {all_errors[0]}"
+                f"{len(all_errors)} of {total} rewards could not be computed (--max_reward_errors "
+                f"{self.args.max_reward_errors}); the first: {all_errors[0]}"
             )
         rewards_PG = sum(weight * part for weight, part in zip(self.weights, parts.values(), strict=True))
         return rewards_PG, parts
 
+    def _part(self, name: str, groups: list[list[Sample]], errors: list[str]) -> Tensor:
+        scorer, samples = self.scorers[name], [sample for group in groups for sample in group]
+        if isinstance(scorer, ScalarModel):
+            values = score(scorer, [sample.ids for sample in samples], self.args.pack_tokens, self.device)
+        else:
+            values = [self._call(name, sample, errors) for sample in samples]
+        return (
+            torch.tensor(values, dtype=torch.float64).unflatten(0, (len(groups), -1))
+            if groups
+            else torch.zeros(0, 0, dtype=torch.float64)
+        )
+
     def _call(self, name: str, sample: Sample, errors: list[str]) -> float:
         try:
-            value = float(self.functions[name](sample.text, sample.row))
+            value = float(self.scorers[name](sample.text, sample.row))
         except (Exception, SystemExit) as error:  # counted, reported and bounded by --max_reward_errors
             what = f"{type(error).__name__}: {distributed.first_line(error)}"
             errors.append(f"{name} on {sample.row['_source']}: {what}")

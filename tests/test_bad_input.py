@@ -8,10 +8,12 @@ import pytest
 
 import dpo
 import grpo
+import ppo
 import rloo
 import rm
 import sft
-from common.config import parse
+from common.cli import parse
+from common.config import RolloutArgs
 from common.data import Encoder, encode_prompts
 from common.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.rewards import Rewards, load_reward
@@ -76,6 +78,35 @@ FLAG_ERRORS = [
     (grpo, "--reward_weights nan", "--reward_weights nan must be finite"),
     (grpo, "--max_reward_errors 7", "--max_reward_errors 7.0 must be in [0, 1]"),
     (grpo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
+    (grpo, "--loss gspo", "--loss gspo is of whole completions: --reduction sequence, not token"),
+    (grpo, "--loss cispo --clip_low 0.1", "--clip_low 0.1 would not be read: --loss is cispo"),
+    (grpo, "--dual_clip 0.5", "--dual_clip 0.5 must be above 1, or 0 for none"),
+    (grpo, "--sapo_tau_negative 2", "--sapo_tau_negative 2.0 would not be read: --loss is clip"),
+    (grpo, "--preset dapo --loss cispo", "--loss cispo contradicts --preset dapo: loss is clip"),
+    (grpo, "--preset gspo --clip_high 0.28", "--clip_high 0.28 contradicts --preset gspo: clip_high is 0.0004"),
+    (grpo, "--preset dapoo", "invalid choice 'dapoo' for argument '--preset'"),
+    (grpo, "--kl_in reward", "--kl_in reward would not be read: --beta is 0"),
+    (grpo, "--kl_target 0.1", "--kl_target adapts --beta: start it above 0"),
+    (grpo, "--advantage gdpo --reward_clip 1", "--advantage gdpo normalises each reward: no --reward_scale"),
+    (grpo, "--advantage leave_one_out --samples_per_prompt 1", "--samples_per_prompt 1: GRPO compares samples"),
+    (grpo, "--top_entropy 0", "--top_entropy 0.0 is a fraction of the tokens"),
+    (grpo, "--max_draws -1", "--max_draws -1 must not be negative"),
+    (grpo, "--correction_low 3", "--correction_low and --correction_high: the bounds 3 and 2 cross"),
+    (grpo, "--correction_filter 1 0.5", "--correction_filter: the bounds 1 and 0.5 cross"),
+    (grpo, "--correction none --correction_high 3", "--correction_high 3.0 would not be read: --correction is none"),
+    (grpo, "--overlong_buffer 2", "--overlong_buffer 2.0 is a fraction of max_new_tokens"),
+    (grpo, "--overlong_penalty 2", "--overlong_penalty 2.0 would not be read: --overlong_buffer is 0"),
+    (grpo, "--missing_eos_penalty -1", "--missing_eos_penalty -1.0 must not be negative"),
+    (grpo, "--reward_scale inf", "--reward_scale inf must be a finite number"),
+    (rloo, "--correction token", "invalid choice 'token' for argument '--correction'"),
+    (ppo, "--prompts_per_step 6 --minibatches 4", "--prompts_per_step 6 is not a multiple of --minibatches (4)"),
+    (ppo, "--gae_lambda 1.5", "--gae_lambda 1.5 must be in [0, 1]"),
+    (ppo, "--gamma -1", "--gamma -1.0 must be in [0, 1]"),
+    (ppo, "--value_lr 0", "--value_lr 0.0 must be greater than 0"),
+    (ppo, "--value_clip -1", "--value_clip -1.0 must not be negative"),
+    (ppo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
+    (ppo, "--beta 0 --kl_clamp 1", "--kl_clamp 1.0 would not be read: --beta is 0"),
+    (ppo, "--lambda_alpha 0.05 --value_lambda 1 --gae_lambda 0.9", "--gae_lambda 0.9 would not be read"),
     (rloo, "--samples_per_prompt 1", "--samples_per_prompt 1: the baseline is the others, it needs at least 2"),
     (rloo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the number of ranks times --minibatches (4)"),
     (rloo, "--beta -1", "--beta -1.0 must not be negative"),
@@ -471,9 +502,9 @@ def test_reward_name(name, words, tmp_path):
 
 def test_reward_column():
     with pytest.raises(ValueError, match="--reward exact_match reads column answer; the dataset has prompt$"):
-        Rewards(["exact_match"], [], 0.1, [dict(prompt="a", _source="a:1")])
+        Rewards(RolloutArgs(), [dict(prompt="a", _source="a:1")], None, None)
     with pytest.raises(ValueError, match="a:2: column answer is missing, --reward exact_match reads it"):
-        Rewards(["exact_match"], [], 0.1, [dict(answer="1", _source="a:1"), dict(answer=None, _source="a:2")])
+        Rewards(RolloutArgs(), [dict(answer="1", _source="a:1"), dict(answer=None, _source="a:2")], None, None)
 
 
 @pytest.mark.parametrize(
@@ -497,7 +528,8 @@ def test_reward_errors(function, limit, words, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD_FILE)
     rows = [dict(number=i, _source=f"a:{i}") for i in range(4)]
     groups = [[Sample(ids=[0], loss_mask=[True], row=row)] for row in rows]
-    rewards = Rewards([f"{tmp_path}/rewards.py:{function}"], [], limit, rows)
+    args = RolloutArgs(reward=(f"{tmp_path}/rewards.py:{function}",), max_reward_errors=limit)
+    rewards = Rewards(args, rows, None, None)
     if words is None:
         total_PG, _ = rewards(groups)
         assert total_PG.isnan().flatten().tolist() == [False, True, False, True] and total_PG.nansum() == 2

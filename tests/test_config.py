@@ -10,7 +10,9 @@ from helpers import ROOT
 
 import grpo
 import sft
-from common.config import RolloutArgs, RunArgs, parse
+from common.cli import parse
+from common.config import RolloutArgs, RunArgs
+from common.online import PolicyGradientArgs
 from common.preference_losses import PreferenceArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
@@ -39,8 +41,8 @@ def refused(capsys, args_class, *argv) -> str:
 EVERY_KIND = dict(
     model="some/model", dataset_config="main", system_prompt="Line one.\n- two: 'quoted' \"twice\" # no comment",
     max_steps=7, epochs=0.5, lr=1e-6, compile=True, reward=("gsm8k", "a/b.py:f"), reward_weights=(1.0, -0.25),
-    log=("wandb", "tensorboard"), scale_rewards=False, max_logprob_difference=1e-4, lr_schedule="cosine",
-    max_grad_norm=float("inf"),
+    log=("wandb", "tensorboard"), mask_truncated=True, correction_filter=(0.5, 2.0), max_logprob_difference=1e-4,
+    lr_schedule="cosine", max_grad_norm=float("inf"),
 )  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def test_batches_must_split_over_the_ranks(monkeypatch):
 def documented(path, class_name: str) -> None:
     (definition,) = [n for n in tree(path).body if isinstance(n, ast.ClassDef) and n.name == class_name]
     for field, after in zip(definition.body, definition.body[1:] + [None], strict=True):
-        if isinstance(field, ast.AnnAssign):
+        if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.dump(field.annotation):
             text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
             assert isinstance(text, str) and text.strip(), f"{path.name}: {class_name}.{field.target.id} says nothing"
 
@@ -163,7 +165,8 @@ def test_every_field_is_documented():
     for class_name in (RunArgs.__name__, RolloutArgs.__name__):
         documented(ROOT / "common" / "config.py", class_name)
     documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
-    assert {"sft", "dpo", "rm", "grpo", "rloo"} <= set(ALGORITHMS)
+    documented(ROOT / "common" / "online.py", PolicyGradientArgs.__name__)
+    assert {"sft", "dpo", "rm", "grpo", "rloo", "ppo"} <= set(ALGORITHMS)
     for script in ALGORITHMS:
         documented(ROOT / f"{script}.py", "Args")
 
@@ -206,4 +209,22 @@ def test_help_begins_with_the_script_and_lists_its_flags(capsys):
     with pytest.raises(SystemExit) as exit:
         parse(grpo.Args, ["--help"])
     text = capsys.readouterr().out
-    assert exit.value.code == 0 and "GRPO, reinforcement learning" in text and "samples-per-prompt" in text
+    assert exit.value.code == 0 and "GRPO and its family" in text and "samples-per-prompt" in text
+
+
+def test_presets_lie_between_defaults_and_the_file_and_contradictions_are_refused(tmp_path, capsys):
+    dapo = parse(grpo.Args, ["--preset", "dapo"])
+    assert all(getattr(dapo, flag) == value for flag, value in grpo.PRESETS["dapo"].items())
+    round_trip(dapo, tmp_path)
+    (tmp_path / "c.yaml").write_text("preset: gspo\nlr: 1e-3\n")
+    args = parse(grpo.Args, [f"--config={tmp_path / 'c.yaml'}"])
+    assert (args.loss, args.clip_high, args.lr) == ("gspo", 4e-4, 1e-3)
+    assert parse(grpo.Args, [f"--config={tmp_path / 'c.yaml'}", "--preset=cispo"]).loss == "cispo"
+    assert parse(grpo.Args, ["--preset", "dapo", "--loss", "clip", "--lr", "1"]).max_draws == 10
+    # Also where the flag's value is the default: what was asked for is not what the preset is.
+    assert "--max_draws 0 contradicts" in refused(capsys, grpo.Args, "--preset", "dapo", "--max_draws", "0")
+
+
+@pytest.mark.parametrize("preset", grpo.PRESETS)
+def test_every_preset_is_a_valid_set_of_flags(preset):
+    assert parse(grpo.Args, ["--preset", preset]).preset == preset

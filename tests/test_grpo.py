@@ -91,7 +91,7 @@ def test_tensor_parallel_engine_gives_the_same_completions(two_ranks, flags, tmp
 
 
 def test_kl_penalty_and_dr_grpo_run(flags, tmp_path):
-    extra = ("--beta", 0.1, "--scale_rewards", "false", "--max_steps", 2)
+    extra = ("--preset", "dr_grpo", "--beta", 0.1, "--max_steps", 2)
     done = run(1, "grpo.py", *flags, *extra, "--output_dir", tmp_path)
     first, second = metrics(tmp_path)
     assert 0 <= first["kl"] < second["kl"], "the policy starts at the reference and moves away"

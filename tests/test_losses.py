@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.losses import clip_policy_loss, kl_k3, truncated_importance_weights
+from common.losses import clip_policy_loss, importance_weights, kl_estimate
 
 floats = st.floats(-5, 5, allow_nan=False, width=32)
 rows = st.lists(st.tuples(st.floats(-8, -1e-3), st.floats(-8, -1e-3), floats), min_size=1, max_size=8)
@@ -48,7 +48,7 @@ def test_on_policy_gradient_is_reinforce():
 def test_kl_k3_value_gradient_and_sign(rows):
     new, ref, _ = columns(rows)
     new.requires_grad_()
-    kl = kl_k3(new, ref)
+    kl = kl_estimate(new, ref)
     (grad,) = torch.autograd.grad(kl.sum(), new)
     assert (kl >= 0).all()
     for i, (n, r, _) in enumerate(rows):
@@ -59,17 +59,18 @@ def test_kl_k3_value_gradient_and_sign(rows):
 def test_kl_k3_is_accurate_in_float32_where_the_policies_agree():
     new, ref = torch.tensor([-1.0]), torch.tensor([-1.0 + 1e-3])
     exact = math.expm1(ref.double().item() - new.double().item()) - (ref.double().item() - new.double().item())
-    assert abs(kl_k3(new, ref).item() / exact - 1) < 1e-3
+    assert abs(kl_estimate(new, ref).item() / exact - 1) < 1e-3
 
 
 def test_kl_k3_estimates_the_kl_by_enumeration():
     p, q = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.25, 0.25]).double()
-    expectation = (p * kl_k3(p.log(), q.log())).sum()  # samples from p, weighted by their probability
+    expectation = (p * kl_estimate(p.log(), q.log())).sum()  # samples from p, weighted by their probability
     torch.testing.assert_close(expectation, (p * (p / q).log()).sum())
 
 
-def test_importance_weights_are_capped_and_without_gradient():
-    old = torch.tensor([0.0, -1.0, -2.0]).requires_grad_()
-    weights = truncated_importance_weights(old, torch.tensor([0.0, -3.0, -1.0]), cap=2.0)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, math.exp(-1)]))
-    assert not weights.requires_grad
+def test_importance_weights_are_truncated_or_masked_and_without_gradient():
+    ratio = torch.tensor([1.0, 7.0, 0.3]).requires_grad_()
+    truncated, masked = (importance_weights(ratio.log(), mode, 0.5, 2.0) for mode in ("truncate", "mask"))
+    torch.testing.assert_close(truncated, torch.tensor([1.0, 2.0, 0.5]))
+    torch.testing.assert_close(masked, torch.tensor([1.0, 0.0, 0.0]))
+    assert not truncated.requires_grad and not masked.requires_grad

@@ -86,7 +86,7 @@ def log_steps(folder, first: int, last: int, run: int) -> None:
     log = logger(folder, first)
     for step in range(first + 1, last + 1):
         log.log(step, dict(loss=1.0 / step, run=run))
-        log.samples(step, [[completion("x\ny")]], torch.ones(1, 1))
+        log.samples(step, [[completion("x\ny")]], torch.ones(1, 1), [0])
     log.close()
 
 
@@ -107,7 +107,7 @@ def test_resume_cuts_what_will_come_again(tmp_path, capsys):
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
 def test_resume_with_line_separators_in_a_completion(character, tmp_path):
     log = logger(tmp_path)
-    log.samples(1, [[completion(f"a{character}b")]], torch.ones(1, 1))
+    log.samples(1, [[completion(f"a{character}b")]], torch.ones(1, 1), [0])
     logger(tmp_path, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
     assert json.loads(line)["completion"] == f"a{character}b"
@@ -115,7 +115,7 @@ def test_resume_with_line_separators_in_a_completion(character, tmp_path):
 
 def test_samples_are_written_whole(tmp_path):
     log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
-    log.samples(3, [[completion(text), completion("y")]], torch.tensor([[0.25, 0.0]]))
+    log.samples(3, [[completion(text), completion("y")]], torch.tensor([[0.25, 0.0]]), [0])
     first, second = read_metrics(tmp_path / "samples.jsonl")
     assert first == dict(step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length")
     assert (second["completion"], second["reward"]) == ("y", 0.0)

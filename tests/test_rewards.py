@@ -9,6 +9,7 @@ from helpers import GSM8K, needs_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.config import RolloutArgs
 from common.distributed import RunError
 from common.packing import Sample
 from common.rewards import REWARDS, Rewards, boxed, exact_match, format, gsm8k, last_boxed, load_reward, to_number
@@ -128,6 +129,11 @@ def test_gsm8k_on_the_real_file():
 ROW = dict(answer="18", _source="rows.jsonl:1")
 
 
+def make(names, weights=(), max_errors=0.0, rows=(ROW,)):
+    args = RolloutArgs(reward=names, reward_weights=weights, max_reward_errors=max_errors)
+    return Rewards(args, list(rows), tokenizer=None, device=torch.device("cpu"))
+
+
 def groups(*texts_of_groups) -> list[list[Sample]]:
     return [[Sample(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts] for texts in texts_of_groups]
 
@@ -138,17 +144,17 @@ def user_file(tmp_path, code: str):
 
 
 def test_weighted_sum():
-    rewards = Rewards(("gsm8k", "format"), (2.0, 0.25), 0.0, [ROW])
+    rewards = make(("gsm8k", "format"), (2.0, 0.25))
     total, parts = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]))
     assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
     assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [[1, 1], [0, 0]]
     assert total.tolist() == [[2.25, 0.25], [0, 2]]
-    assert Rewards(("gsm8k", "format"), (), 0.0, [ROW])(groups(["#### 18"]))[0].tolist() == [[2]]
+    assert make(("gsm8k", "format"))(groups(["#### 18"]))[0].tolist() == [[2]]
 
 
 def test_user_file(tmp_path):
     file = user_file(tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n")
-    total, parts = Rewards((f"{file}:length",), (), 0.0, [ROW])(groups(["abc", ""]))
+    total, parts = make((f"{file}:length",))(groups(["abc", ""]))
     assert total.tolist() == [[5, 2]] and list(parts) == ["length"]
 
 
@@ -160,15 +166,15 @@ def odd(completion, row):
 """
     names = (f"{user_file(tmp_path, code)}:odd", "format")
     batch = groups(["raise", "nan", "inf", "none", "fine", "#### 1"])
-    total, parts = Rewards(names, (), 0.5, [ROW])(batch)
+    total, parts = make(names, max_errors=0.5)(batch)
     assert [math.isnan(x) for x in total[0]] == [math.isnan(x) for x in parts["odd"][0]] == [True] * 4 + [False] * 2
     assert total[0, 4:].tolist() == [1, 2] and not parts["format"].isnan().any()
     with pytest.raises(RunError, match=r"4 of 12 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"):
-        Rewards(names, (), 0.3, [ROW])(batch)
+        make(names, max_errors=0.3)(batch)
 
 
 def test_no_groups_on_this_rank():
-    total, parts = Rewards(("gsm8k",), (), 0.0, [ROW])([])
+    total, parts = make(("gsm8k",))([])
     assert total.numel() == 0 and parts["gsm8k"].numel() == 0
 
 
@@ -183,6 +189,6 @@ def test_bad_names_are_refused(tmp_path):
         with pytest.raises(ValueError, match=what):
             load_reward(name)
     with pytest.raises(ValueError, match="reads column answer"):
-        Rewards(("gsm8k",), (), 0.0, [dict(prompt="")])
+        make(("gsm8k",), rows=[dict(prompt="")])
     with pytest.raises(ValueError, match="the names must differ"):
-        Rewards(("gsm8k", "gsm8k"), (), 0.0, [ROW])
+        make(("gsm8k", "gsm8k"))
