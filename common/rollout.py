@@ -56,7 +56,8 @@ class Engine:
     def __init__(self, path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, device: torch.device):
         self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
         self.dtype = compute_dtype(args, device)
-        with _untouched_rng():
+        with _untouched_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
             self._start(path)
         distributed.install_signal_handlers()  # vLLM's imports may have replaced them
 
@@ -124,9 +125,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
         kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
         set_num_threads = torch.set_num_threads
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM's import walks over deprecated names of torch
-            from vllm import LLM
+        from vllm import LLM
 
         max_model_len = context_length(path, self.args)
         options = dict(enable_sleep_mode=True)

@@ -104,3 +104,34 @@ def test_gsm8k_form_data_goes_through(tmp_path):
     run(2, "grpo.py", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
         "--output_dir", tmp_path, "--max_steps", 2, "--max_new_tokens", 32, "--eval_size", 4)  # fmt: skip
     assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(tmp_path)[-1].keys()
+
+
+def test_one_gradient_with_every_part_of_the_family(flags, tmp_path):
+    """Whole-batch whitening, KL in the reward, adaptive beta, penalties, masks, sequence ratios, dynamic sampling."""
+    reward = tmp_path / "first.py"
+    reward.write_text("def first(completion, row):\n    return float(completion[:1].isdigit())\n")
+    extra = (
+        "--loss", "gspo", "--reduction", "sequence", "--advantage", "reinforce++_baseline", "--beta", 0.05,
+        "--kl_in", "reward", "--kl_estimator", "k1", "--kl_target", 0.01, "--kl_horizon", 100, "--max_draws", 2,
+        "--top_entropy", 0.5, "--entropy_coef", 0.01, "--positive_nll", 0.1, "--correction", "sequence",
+        "--overlong_buffer", 0.5, "--missing_eos_penalty", 0.1, "--reward", f"{reward}:first", "--max_steps", 4,
+        "--prompts_per_step", 12, "--minibatches", 3, "--samples_per_prompt", 3, "--engine", "transformers",
+    )  # fmt: skip
+    for ranks, pack_tokens in ((2, 8192), (1, 60)):
+        run(ranks, "grpo.py", *flags, *extra, "--pack_tokens", pack_tokens, "--output_dir", tmp_path / str(ranks))
+    one, two = tmp_path / "1", tmp_path / "2"
+    assert [s["completion"] for s in samples(one)] == [s["completion"] for s in samples(two)]
+    assert_close_metrics(one, two, ("loss", "kl"), rel=1e-4, floor=0.1)
+    assert_close_metrics(one, two, (*SAME, "beta", "dynamic_sampling/kept_fraction"), rel=1e-4)
+    lines = metrics(one)
+    assert all(0 < line["dynamic_sampling/kept_fraction"] < 1 for line in lines) and lines[-1]["beta"] != 0.05
+    for group in zip(*[iter(samples(one))] * 3, strict=True):
+        assert len({sample["reward"] for sample in group}) > 1, "a group without unequal rewards was kept"
+
+
+def test_no_unequal_rewards_after_all_draws_is_an_error(flags, tmp_path):
+    reward = tmp_path / "same.py"
+    reward.write_text("def same(completion, row):\n    return 1.0\n")
+    extra = ("--reward", f"{reward}:same", "--max_draws", 2, "--engine", "transformers", "--max_new_tokens", 2)
+    done = run(2, "grpo.py", *flags, *extra, "--output_dir", tmp_path / "run", code=1)
+    assert done.stderr.count("error: step 1: none of 8 prompts has unequal rewards (--max_draws 2)") == 1

@@ -9,10 +9,24 @@ from helpers import GSM8K, needs_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.checkpoint import export_hf
 from common.config import RolloutArgs
 from common.distributed import RunError
+from common.hub import load_tokenizer, resolve_model
+from common.models import load_scalar_model
 from common.packing import Sample
-from common.rewards import REWARDS, Rewards, boxed, exact_match, format, gsm8k, last_boxed, load_reward, to_number
+from common.rewards import (
+    REWARDS,
+    Rewards,
+    boxed,
+    exact_match,
+    format,
+    gsm8k,
+    last_boxed,
+    load_reward,
+    score,
+    to_number,
+)
 
 # ---- the built-in functions ----
 
@@ -192,3 +206,18 @@ def test_bad_names_are_refused(tmp_path):
         make(("gsm8k",), rows=[dict(prompt="")])
     with pytest.raises(ValueError, match="the names must differ"):
         make(("gsm8k", "gsm8k"))
+
+
+def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
+    tiny = resolve_model("tiny")
+    tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, RolloutArgs(), device)
+    export_hf(model, tokenizer, tmp_path / "rm")
+    args = RolloutArgs(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
+    ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
+    samples = [Sample(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
+    total_PG, parts = Rewards(args, [ROW], tokenizer, device)([samples[:2], samples[2:]])
+    alone = torch.tensor([score(model, [i], 100, device)[0] for i in ids]).reshape(2, 2)
+    torch.testing.assert_close(parts["model"].float(), alone)
+    torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])
+    with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
+        Rewards(RolloutArgs(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)

@@ -37,7 +37,7 @@ def flags(tmp_path_factory):
     return (
         "--reward", f"{reward}:digits", "--max_steps", 6, "--prompts_per_step", 4, "--samples_per_prompt", 4,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 2, "--max_logprob_difference", 1e-4,
+        "--save_every", 2, "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
 
 
