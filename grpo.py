@@ -42,7 +42,8 @@ PRESETS: dict[str, dict] = {
     "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean", **PAPER_CLIP),
     "dapo": dict(loss="clip", reduction="token", advantage="group", clip_low=0.2, clip_high=0.28, max_draws=10,
                  overlong_buffer=0.2),
-    "gspo": dict(loss="gspo", reduction="sequence", advantage="group", clip_low=3e-4, clip_high=4e-4),
+    "gspo": dict(loss="gspo", reduction="sequence", advantage="group", clip_low=3e-4, clip_high=4e-4,
+                 correction="sequence"),
     "cispo": dict(loss="cispo", reduction="token", advantage="group"),
     "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
     "topr": dict(loss="topr", reduction="sequence_sum", advantage="group_mean"),
@@ -120,8 +121,13 @@ class Args(PolicyGradientArgs):
             raise ValueError(f"--dual_clip {self.dual_clip} must be above 1, or 0 for none")
         if not 0 < self.top_entropy <= 1:
             raise ValueError(f"--top_entropy {self.top_entropy} is a fraction of the tokens: above 0, at most 1")
-        if self.loss in ("gspo", "sequence_clip") and self.reduction != "sequence":
-            raise ValueError(f"--loss {self.loss} is of whole completions: --reduction sequence, not {self.reduction}")
+        if self.loss in ("gspo", "sequence_clip"):
+            for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none"), ("top_entropy", "1.0")):
+                if str(getattr(self, flag)) not in fits.split(" or "):
+                    value = getattr(self, flag)
+                    raise ValueError(f"--loss {self.loss} is of whole completions: --{flag} {fits}, not {value}")
+        if self.mask_truncated and self.kl_in == "reward":
+            raise ValueError("--mask_truncated: a completion that is masked has no KL for --kl_in reward to take")
         if self.advantage == "gdpo" and (self.reward_scale != 1 or self.reward_clip or self.kl_in == "reward"):
             raise ValueError(
                 "--advantage gdpo normalises each reward: no --reward_scale, --reward_clip, --kl_in reward"
@@ -157,6 +163,7 @@ def completion_advantages(args: Args, rewards_BG: Tensor, parts_KBG: list[Tensor
 def policy_loss(meter: Meter, args: Args, mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
     """`--loss`, one value per token, not reduced."""
     old_logprobs_T, advantages_T = mb.old_logprobs_T, mb.advantages_T
+    logprobs_T = torch.where(mb.loss_mask_T, logprobs_T, old_logprobs_T)  # ratio 1: what is masked cannot overflow
     match args.loss:
         case "reinforce":
             return losses.reinforce_loss(logprobs_T, advantages_T)
@@ -251,7 +258,8 @@ def main(args: Args) -> None:
             with meter.time("sync"):
                 engine.wake()
                 engine.sync_weights(model)
-            groups, positions, kept = [], [], []  # this rank's groups, where they stand in the step; all ranks' rewards
+            # This rank's groups and where they stand in the step; all ranks' rewards; groups that can teach something.
+            groups, positions, kept, informative = [], [], [], 0
             for draw in range(max(1, args.max_draws)):
                 with meter.time("rollout"):
                     drawn = order.draw(args.prompts_per_step)
@@ -273,7 +281,10 @@ def main(args: Args) -> None:
                 lengths_PG = torch.tensor([[len(s.completion_ids) for s in group] for group in fresh]).double()
                 known = torch.stack([rewards_PG, penalties_PG, lengths_PG, *parts.values()], 1)
                 for i, known_G in enumerate(online.all_groups(known, mine)):
-                    if len(kept) == args.prompts_per_step or args.max_draws and not advantages.unequal(known_G[:1]):
+                    told_apart_by = known_G[3:] if args.advantage == "gdpo" else online.shape_rewards(known_G[:1], args)
+                    unequal = bool(advantages.unequal(told_apart_by).any())
+                    informative += unequal
+                    if len(kept) == args.prompts_per_step or args.max_draws and not unequal:
                         continue
                     if i % world_size == rank:
                         groups.append(fresh[i // world_size])
@@ -287,8 +298,7 @@ def main(args: Args) -> None:
                 break
             if not kept:
                 raise distributed.RunError(
-                    f"step {step + 1}: none of {args.max_draws * args.prompts_per_step} prompts has unequal rewards "
-                    f"(--max_draws {args.max_draws}): there is nothing to learn from"
+                    f"step {step + 1}: no group has unequal rewards after --max_draws {args.max_draws}"
                 )
             rewards_BG, penalties_BG, lengths_BG, *parts_KBG = torch.stack(kept).unbind(1)
 
@@ -374,10 +384,11 @@ def main(args: Args) -> None:
         metrics |= dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
         if args.max_draws:
             metrics["dynamic_sampling/draws"] = draw + 1
-            metrics["dynamic_sampling/kept_fraction"] = len(kept) / ((draw + 1) * args.prompts_per_step)
+            metrics["dynamic_sampling/unequal_fraction"] = informative / ((draw + 1) * args.prompts_per_step)
         if args.beta:
             metrics["beta"] = beta.value
-            beta.update(metrics.get("kl", 0.0), rewards_BG.numel())
+            if "kl" in metrics:  # not if everything was masked
+                beta.update(metrics["kl"], rewards_BG.numel())
         last = step + 1 == total_steps
         if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
             engine.wake()

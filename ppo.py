@@ -265,6 +265,9 @@ def main(args: Args) -> None:
             # ---- 3. update: policy and value model, with an optimizer each ----
             with meter.time("train"):
                 learn_policy, done = step >= args.value_warmup_steps, 0
+                if step == args.value_warmup_steps:  # a save in warm-up made the optimizer's state by a step of zeros
+                    for state in optimizer.state.values():
+                        state["step"].zero_()
                 lr = learning_rate(step, total_steps, args)
                 for update in range(updates):
                     minibatch = minibatches[update % args.minibatches]
@@ -274,6 +277,7 @@ def main(args: Args) -> None:
                     for mb in minibatch:
                         if learn_policy:
                             logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
+                            logprobs_T = torch.where(mb.loss_mask_T, logprobs_T, mb.old_logprobs_T)  # no overflow there
                             loss_T = mb.weights_T * clip_policy_loss(
                                 logprobs_T, mb.old_logprobs_T, mb.advantages_T, args.clip_low, args.clip_high
                             )
@@ -307,7 +311,8 @@ def main(args: Args) -> None:
         metrics["explained_variance"] = 1 - (error / spread) ** 2 if spread else 0.0
         if args.beta:
             metrics["beta"] = beta.value
-            beta.update(metrics["objective/kl"], args.prompts_per_step * args.samples_per_prompt)
+            if learn_policy:
+                beta.update(metrics["objective/kl"], args.prompts_per_step * args.samples_per_prompt)
         last = step + 1 == total_steps
         if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
             engine.wake()

@@ -32,7 +32,8 @@ class PolicyGradientArgs(RolloutArgs):
     beta: float = 0.0
     """weight of the KL penalty to the starting model; 0 never loads it"""
     kl_target: float = 0.0
-    """adapt beta so that the logged KL stays near this many nats; 0: beta stays as it is"""
+    """adapt beta so that the logged KL stays near this many nats (per token in grpo.py, per completion in rloo.py and
+    ppo.py); 0: beta stays as it is"""
     kl_horizon: int = 10_000
     """with --kl_target: completions over which beta grows by at most a factor of about 1.2 (arXiv:1909.08593)"""
     correction: Literal["none", "token", "sequence"] = "token"
@@ -87,7 +88,8 @@ class PolicyGradientArgs(RolloutArgs):
 
 
 class KLCoefficient:
-    """beta, constant or adapted to keep the KL near `--kl_target` (Ziegler et al. 2019, arXiv:1909.08593 Eq. 3-4)."""
+    """beta, constant or adapted to keep the KL near `--kl_target` (Ziegler et al. 2019, arXiv:1909.08593 Eq. 3-4, with
+    e^x for their factor 1 + x: it stays positive whatever the horizon)."""
 
     def __init__(self, args: PolicyGradientArgs):
         self.value, self.target, self.horizon = args.beta, args.kl_target, args.kl_horizon
@@ -96,7 +98,7 @@ class KLCoefficient:
         """After a step whose `completions` had this mean KL, in nats."""
         if self.target:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * completions / self.horizon
+            self.value *= math.exp(error * completions / self.horizon)
 
     def state_dict(self) -> dict:
         return dict(value=self.value)
@@ -108,9 +110,9 @@ class KLCoefficient:
 def all_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
     """[P, ...] of every rank, whose groups have these positions in the step -> that of the whole step, in order, on
     every rank. What is computed from it is the same on any number of ranks."""
-    ranks = distributed.gather_objects(list(zip(positions, x_PG, strict=True)))
-    pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0])
-    return torch.stack([x for _, x in pairs])
+    ranks = distributed.gather_objects((list(positions), x_PG))
+    order = torch.tensor([position for positions_of_rank, _ in ranks for position in positions_of_rank]).argsort()
+    return torch.cat([x for _, x in ranks])[order]
 
 
 def shape_rewards(rewards_PG: Tensor, args: PolicyGradientArgs) -> Tensor:

@@ -164,14 +164,13 @@ class Rewards:
     def _part(self, name: str, groups: list[list[Sample]], errors: list[str]) -> Tensor:
         scorer, samples = self.scorers[name], [sample for group in groups for sample in group]
         if isinstance(scorer, ScalarModel):
-            values = score(scorer, [sample.ids for sample in samples], self.args.pack_tokens, self.device)
+            numbers = score(scorer, [sample.ids for sample in samples], self.args.pack_tokens, self.device)
+            values = [
+                self._finite(name, sample, number, errors) for sample, number in zip(samples, numbers, strict=True)
+            ]
         else:
             values = [self._call(name, sample, errors) for sample in samples]
-        return (
-            torch.tensor(values, dtype=torch.float64).unflatten(0, (len(groups), -1))
-            if groups
-            else torch.zeros(0, 0, dtype=torch.float64)
-        )
+        return torch.tensor(values, dtype=torch.float64).reshape(len(groups), -1 if groups else 0)
 
     def _call(self, name: str, sample: Sample, errors: list[str]) -> float:
         try:
@@ -180,6 +179,9 @@ class Rewards:
             what = f"{type(error).__name__}: {distributed.first_line(error)}"
             errors.append(f"{name} on {sample.row['_source']}: {what}")
             return math.nan
+        return self._finite(name, sample, value, errors)
+
+    def _finite(self, name: str, sample: Sample, value: float, errors: list[str]) -> float:
         if not math.isfinite(value):
             errors.append(f"{name} on {sample.row['_source']}: returned {value}")
             return math.nan

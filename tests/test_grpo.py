@@ -111,7 +111,7 @@ def test_one_gradient_with_every_part_of_the_family(flags, tmp_path):
     reward = tmp_path / "first.py"
     reward.write_text("def first(completion, row):\n    return float(completion[:1].isdigit())\n")
     extra = (
-        "--loss", "gspo", "--reduction", "sequence", "--advantage", "reinforce++_baseline", "--beta", 0.05,
+        "--loss", "topr", "--reduction", "sequence", "--advantage", "reinforce++_baseline", "--beta", 0.05,
         "--kl_in", "reward", "--kl_estimator", "k1", "--kl_target", 0.01, "--kl_horizon", 100, "--max_draws", 2,
         "--top_entropy", 0.5, "--entropy_coef", 0.01, "--positive_nll", 0.1, "--correction", "sequence",
         "--overlong_buffer", 0.5, "--missing_eos_penalty", 0.1, "--reward", f"{reward}:first", "--max_steps", 4,
@@ -122,9 +122,9 @@ def test_one_gradient_with_every_part_of_the_family(flags, tmp_path):
     one, two = tmp_path / "1", tmp_path / "2"
     assert [s["completion"] for s in samples(one)] == [s["completion"] for s in samples(two)]
     assert_close_metrics(one, two, ("loss", "kl"), rel=1e-4, floor=0.1)
-    assert_close_metrics(one, two, (*SAME, "beta", "dynamic_sampling/kept_fraction"), rel=1e-4)
+    assert_close_metrics(one, two, (*SAME, "beta", "dynamic_sampling/unequal_fraction"), rel=1e-4)
     lines = metrics(one)
-    assert all(0 < line["dynamic_sampling/kept_fraction"] < 1 for line in lines) and lines[-1]["beta"] != 0.05
+    assert all(0 < line["dynamic_sampling/unequal_fraction"] < 1 for line in lines) and lines[-1]["beta"] != 0.05
     for group in zip(*[iter(samples(one))] * 3, strict=True):
         assert len({sample["reward"] for sample in group}) > 1, "a group without unequal rewards was kept"
 
@@ -134,4 +134,4 @@ def test_no_unequal_rewards_after_all_draws_is_an_error(flags, tmp_path):
     reward.write_text("def same(completion, row):\n    return 1.0\n")
     extra = ("--reward", f"{reward}:same", "--max_draws", 2, "--engine", "transformers", "--max_new_tokens", 2)
     done = run(2, "grpo.py", *flags, *extra, "--output_dir", tmp_path / "run", code=1)
-    assert done.stderr.count("error: step 1: none of 8 prompts has unequal rewards (--max_draws 2)") == 1
+    assert done.stderr.count("error: step 1: no group has unequal rewards after --max_draws 2") == 1

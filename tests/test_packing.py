@@ -87,3 +87,38 @@ def test_sequence_sums_count_trained_tokens_alone():
     assert empty.shape == (0,)
     empty.sum().backward()
     assert y_T.grad.tolist() == [0.0]
+
+
+# ---- sums, means and numbers per sequence ----
+
+
+def test_sequence_sums_and_means_on_every_token_are_of_trained_tokens():
+    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    x_T = torch.tensor([float("nan"), 2, float("inf"), 4, float("nan"), 32]).requires_grad_()
+    assert mb.sequence_sum_T(x_T).tolist() == [6] * 4 + [32] * 2
+    means_T = mb.sequence_mean_T(x_T)
+    assert means_T.tolist() == [3] * 4 + [32] * 2 and means_T.dtype == torch.float64
+    means_T.sum().backward()
+    assert x_T.grad.tolist() == [0, 2, 0, 2, 0, 2]  # 4 tokens see a mean over 2, 2 tokens one over 1
+
+
+def test_a_sequence_without_trained_tokens_has_mean_zero():
+    masked = sample(4)
+    masked.loss_mask = [False] * 4
+    (mb,) = pack([masked], 100, CPU)
+    assert mb.sequence_mean_T(torch.ones(3)).tolist() == [0, 0, 0] and mb.sequence_sums(torch.ones(3)).tolist() == [0]
+
+
+@given(st.lists(st.integers(2, 15), min_size=1, max_size=12))
+def test_numbers_per_sequence_reach_its_tokens_in_the_order_of_the_pack(lengths):
+    samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
+    for mb in pack(samples, 20, CPU):
+        of_token_T = mb.per_token(mb.per_sequence(s.ids[0] for s in mb.samples))
+        assert torch.equal(of_token_T, (mb.input_ids_T // 1000 * 1000).float())
+        assert mb.targets_T[mb.ends_N].tolist() == [s.ids[-1] for s in mb.samples]
+
+
+def test_a_filler_has_no_sequences_but_a_token():
+    (filler,) = pack([], 10, CPU)
+    assert filler.per_token(filler.per_sequence([])).tolist() == [0.0]
+    assert filler.ends_N.tolist() == [] and filler.sequence_mean_T(torch.ones(1)).tolist() == [0.0]

@@ -1,0 +1,107 @@
+"""Online RL on the built-in task, several seeds each: the numbers and curves in docs/ of grpo.py, rloo.py and ppo.py.
+
+    torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model they start from
+    python bench/seeds.py presets    # every --preset of grpo.py, 60 steps
+    python bench/seeds.py rloo       # configs/demo_rloo.yaml
+    python bench/seeds.py ppo        # configs/demo_ppo.yaml
+
+Two ranks, one run after the other. Prints, per run, the training reward in the first and in the last 5 steps, the
+greedy exact match at each evaluation and the wall-clock seconds from launch to exit; draws the reward of all seeds, one
+panel per variant. Runs stay in runs/seeds; a finished one is not repeated.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.metrics import read_metrics
+from grpo import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESET_FLAGS = (
+    "--config", "configs/demo_grpo.yaml", "--max_steps", "60", "--prompts_per_step", "16", "--max_new_tokens", "8",
+    "--eval_every", "0", "--save_every", "60", "--log_every", "60",
+)  # fmt: skip
+
+
+def launch(folder: Path, script: str, *flags: str) -> float:
+    """Seconds of one run, kept in its folder."""
+    kept = folder / "seconds"
+    if not kept.is_file():
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", script]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+        start = time.time()
+        subprocess.run(
+            [*torchrun, *flags, "--output_dir", str(folder), "--resume", "never"],
+            cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        kept.write_text(f"{time.time() - start:.1f}")
+    return float(kept.read_text())
+
+
+def draw(runs: dict[str, list[Path]], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(4, len(runs))
+    rows = math.ceil(len(runs) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(max(7, 3.2 * columns), (2.4 if len(runs) > 1 else 3.2) * rows),
+        squeeze=False, sharey=True, layout="constrained",
+    )  # fmt: skip
+    for axis, (name, folders) in zip(axes.flat, runs.items(), strict=False):
+        for seed, folder in enumerate(folders):
+            lines = read_metrics(folder / "metrics.jsonl")
+            rewards = [(line["step"], line["reward"]) for line in lines if "reward" in line]
+            scores = [(line["step"], line["eval/pass_at_1"]) for line in lines if "eval/pass_at_1" in line]
+            axis.plot(*zip(*rewards, strict=True), color=f"C{seed}", label=f"seed {seed}", linewidth=1)
+            if scores:
+                axis.plot(*zip(*scores, strict=True), "o--", color=f"C{seed}", label=f"seed {seed}, greedy, held out")
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+    axes.flat[0].set_ylabel("mean reward of the samples", fontsize=9)
+    axes.flat[0].legend(fontsize=7)
+    for axis in axes.flat[len(runs) :]:
+        axis.remove()
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["presets", "rloo", "ppo"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
+    flags = parser.parse_args()
+    variants = {
+        "presets": {name: ("grpo.py", *PRESET_FLAGS, "--preset", name) for name in PRESETS},
+        "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},
+        "ppo": {"ppo.py": ("ppo.py", "--config", "configs/demo_ppo.yaml")},
+    }[flags.what]
+    runs: dict[str, list[Path]] = {}
+    print("| variant | seed | reward, first 5 steps | last 5 steps | greedy exact match | seconds |")
+    print("|---|---|---|---|---|---|")
+    for name, command in variants.items():
+        for seed in range(flags.seeds):
+            folder = ROOT / "runs/seeds" / f"{flags.what}_{name}_{seed}"
+            seconds = launch(folder, *command, "--seed", str(seed))
+            lines = read_metrics(folder / "metrics.jsonl")
+            rewards = [line["reward"] for line in lines if "reward" in line]
+            scores = ", ".join(f"{line['eval/pass_at_1']:.3f}" for line in lines if "eval/pass_at_1" in line)
+            first, last = fmean(rewards[:5]), fmean(rewards[-5:])
+            print(f"| {name} | {seed} | {first:.3f} | {last:.3f} | {scores} | {seconds:.0f} |", flush=True)
+            runs.setdefault(name, []).append(folder)
+    draw(runs, flags.picture or ROOT / "docs" / f"{flags.what}_seeds.png")
+
+
+if __name__ == "__main__":
+    main()
