@@ -68,12 +68,12 @@ class Args(PolicyGradientArgs):
     preset: Literal[tuple(PRESETS)] | None = None
     """the flags of a published variant, see docs/grpo.md; one that is also given with another value is an error"""
     loss: Literal["clip", "reinforce", "cispo", "gspo", "sequence_clip", "sapo", "topr"] = "clip"
-    """what is minimised for each token: see `policy_loss`"""
+    """what is minimised for each token: the table in docs/grpo.md, `policy_loss` below"""
     reduction: losses.Reduction = "token"
-    """mean over tokens; over completions of their means, or of their sums; or of sums / max_new_tokens (constant)"""
+    """mean over: tokens; completions, of their means (sequence) or sums; or sum / (completions x max_new_tokens)"""
     advantage: Literal["group", "group_mean", "group_mean_batch_std", "leave_one_out", "reinforce++",
                        "reinforce++_baseline", "gdpo"] = "group"  # fmt: skip
-    """how rewards become advantages: see `completion_advantages`"""
+    """how rewards become advantages: the table in docs/grpo.md, `completion_advantages` below"""
     clip_low: float = 0.2
     """clip, gspo, sequence_clip: the importance ratio is clipped below at 1 - clip_low"""
     clip_high: float = 0.28
@@ -105,17 +105,11 @@ class Args(PolicyGradientArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, value in PRESETS.get(self.preset, {}).items():
-            if getattr(self, flag) != value:
-                raise ValueError(
-                    f"--{flag} {getattr(self, flag)} contradicts --preset {self.preset}: {flag} is {value}"
-                )
         if self.samples_per_prompt < 2:
-            raise ValueError(
-                f"--samples_per_prompt {self.samples_per_prompt}: GRPO compares samples, it needs at least 2"
-            )
+            raise ValueError(f"--samples_per_prompt {self.samples_per_prompt}: GRPO compares samples, at least 2")
         self.require_clip_bounds()
         self.require_positive("cispo_high", "sapo_tau_positive", "sapo_tau_negative")
+        self.require_finite("cispo_high", "sapo_tau_positive", "sapo_tau_negative")
         self.require_not_negative("dual_clip", "kl_clamp", "entropy_coef", "positive_nll", "max_draws")
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"--dual_clip {self.dual_clip} must be above 1, or 0 for none")
@@ -123,15 +117,12 @@ class Args(PolicyGradientArgs):
             raise ValueError(f"--top_entropy {self.top_entropy} is a fraction of the tokens: above 0, at most 1")
         if self.loss in ("gspo", "sequence_clip"):
             for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none"), ("top_entropy", "1.0")):
-                if str(getattr(self, flag)) not in fits.split(" or "):
-                    value = getattr(self, flag)
+                if (value := str(getattr(self, flag))) not in fits.split(" or "):
                     raise ValueError(f"--loss {self.loss} is of whole completions: --{flag} {fits}, not {value}")
         if self.mask_truncated and self.kl_in == "reward":
             raise ValueError("--mask_truncated: a completion that is masked has no KL for --kl_in reward to take")
         if self.advantage == "gdpo" and (self.reward_scale != 1 or self.reward_clip or self.kl_in == "reward"):
-            raise ValueError(
-                "--advantage gdpo normalises each reward: no --reward_scale, --reward_clip, --kl_in reward"
-            )
+            raise ValueError("--advantage gdpo normalises each reward: no --reward_scale, _clip, --kl_in reward")
         clips = self.loss in ("clip", "gspo", "sequence_clip")
         for flag, read in (("clip_low", clips), ("clip_high", clips), ("dual_clip", clips),
                            ("cispo_high", self.loss == "cispo"), ("sapo_tau_positive", self.loss == "sapo"),
@@ -162,30 +153,25 @@ def completion_advantages(args: Args, rewards_BG: Tensor, parts_KBG: list[Tensor
 
 def policy_loss(meter: Meter, args: Args, mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
     """`--loss`, one value per token, not reduced."""
-    old_logprobs_T, advantages_T = mb.old_logprobs_T, mb.advantages_T
-    logprobs_T = torch.where(mb.loss_mask_T, logprobs_T, old_logprobs_T)  # ratio 1: what is masked cannot overflow
+    old_T, advantages_T = mb.old_logprobs_T, mb.advantages_T
+    new_T = torch.where(mb.loss_mask_T, logprobs_T, old_T)  # ratio 1: what is masked cannot overflow
     match args.loss:
         case "reinforce":
-            return losses.reinforce_loss(logprobs_T, advantages_T)
+            return losses.reinforce_loss(new_T, advantages_T)
         case "cispo":
-            return losses.cispo_loss(logprobs_T, old_logprobs_T, advantages_T, args.cispo_high)
+            return losses.cispo_loss(new_T, old_T, advantages_T, args.cispo_high)
         case "sapo":
-            return losses.sapo_loss(
-                logprobs_T, old_logprobs_T, advantages_T, args.sapo_tau_positive, args.sapo_tau_negative
-            )
+            return losses.sapo_loss(new_T, old_T, advantages_T, args.sapo_tau_positive, args.sapo_tau_negative)
         case "topr":
-            return losses.topr_loss(logprobs_T, mb.sequence_sum_T(logprobs_T - old_logprobs_T), advantages_T)
+            return losses.topr_loss(new_T, mb.sequence_sum_T(new_T - old_T), advantages_T)
         case "gspo":  # the ratio of a completion, length-normalised, on each of its tokens
-            logprobs_T, old_logprobs_T = mb.sequence_mean_T(logprobs_T), mb.sequence_mean_T(old_logprobs_T)
+            new_T, old_T = mb.sequence_mean_T(new_T), mb.sequence_mean_T(old_T)
         case "sequence_clip":  # the ratio of a completion, as in RLOO
-            logprobs_T, old_logprobs_T = mb.sequence_sum_T(logprobs_T), mb.sequence_sum_T(old_logprobs_T)
-    log_ratio_T = (logprobs_T - old_logprobs_T).detach()
-    too_low_T = (log_ratio_T < math.log(1 - args.clip_low)) & (advantages_T < 0)
-    too_high_T = (log_ratio_T > math.log(1 + args.clip_high)) & (advantages_T > 0)
+            new_T, old_T = mb.sequence_sum_T(new_T), mb.sequence_sum_T(old_T)
+    too_low_T = ((new_T - old_T).detach() < math.log(1 - args.clip_low)) & (advantages_T < 0)
+    too_high_T = ((new_T - old_T).detach() > math.log(1 + args.clip_high)) & (advantages_T > 0)
     meter.masked_mean("clip_ratio/region_mean", too_low_T | too_high_T, mb.loss_mask_T)
-    return losses.clip_policy_loss(
-        logprobs_T, old_logprobs_T, advantages_T, args.clip_low, args.clip_high, args.dual_clip
-    )
+    return losses.clip_policy_loss(new_T, old_T, advantages_T, args.clip_low, args.clip_high, args.dual_clip)
 
 
 def top_entropy_threshold(micro_batches: list[PackedBatch], fraction: float) -> float:

@@ -147,8 +147,10 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
-    value_path = resolve_model(args.value_model, "--value_model") if args.value_model else path
-    require_same_tokenizer("--value_model", value_path, tokenizer)
+    value_path = path
+    if args.value_model is not None:
+        value_path = resolve_model(args.value_model, "--value_model")
+        require_same_tokenizer("--value_model", value_path, tokenizer)
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
     columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)

@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,13 +33,19 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         argv = _canonical(args_class, argv)
         if config_path is not None:
             argv = _yaml_to_argv(args_class, config_path) + argv  # the last occurrence of a flag wins
-        argv = _preset_to_argv(getattr(args_class, "PRESETS", {}), argv) + argv
+        presets = getattr(args_class, "PRESETS", {})
+        argv = _preset_to_argv(presets, argv) + argv
         console = io.StringIO()
         with contextlib.redirect_stderr(console):
             # tyro's own validation stops at types; __post_init__ raises ValueError for flags that conflict
-            return tyro.cli(
+            args = tyro.cli(
                 args_class, args=argv, description=_summary(args_class), config=(tyro.conf.FlagConversionOff,)
             )
+        for flag, value in presets.get(getattr(args, "preset", None), {}).items():
+            if getattr(args, flag) != value:
+                got = getattr(args, flag)
+                raise ValueError(f"--{flag} {got} contradicts --preset {args.preset}: {flag} is {value}")
+        return args
     except ValueError as error:
         distributed.fail(str(error), code=2)
     except SystemExit as done:
@@ -97,10 +103,14 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
 
 
 def _preset_to_argv(presets: dict[str, dict], argv: list[str]) -> list[str]:
-    """What `--preset` sets; an unknown name is left to tyro, which lists the choices."""
+    """What `--preset` sets."""
     joined = [flag.split("=", 1) for flag in argv if flag.startswith("--preset=")]
     given = joined + [[flag, value] for flag, value in pairwise(argv) if flag == "--preset"]
-    return [f"--{name}={value}" for name, value in presets.get(given[-1][1], {}).items()] if given else []
+    if not given or given[-1][1] == "None":
+        return []
+    if (name := given[-1][1]) not in presets:
+        raise ValueError(f"--preset {name}: unknown; there are {', '.join(presets)}")
+    return [f"--{flag}={value}" for flag, value in presets[name].items()]
 
 
 def _yaml_to_argv(args_class: type, path: str) -> list[str]:
@@ -131,12 +141,12 @@ def _is_list(hint: type) -> bool:
 
 
 def _unframe(console: str) -> str:
-    """The message inside tyro's box, on one line."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in console.splitlines()]
-    message = []
-    for line in lines[1:]:
-        if not line:  # the rule that separates the message from hints
-            break
-        message.append(line)
+    """The message inside tyro's box, on one line. The box has colours in a terminal, and is drawn with - and | where
+    stdout is not UTF-8."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", console)
+    lines = [line.strip("│╭╮╰╯─|+ ") for line in plain.splitlines()]
+    lines = ["" if not line.strip("-") else line for line in lines]
+    # Before the message its title, behind it a rule and hints.
+    message = list(takewhile(bool, dropwhile(lambda line: not line, lines[1:])))
     text = " ".join(message) or " ".join(filter(None, lines))
     return re.sub(r"^Error parsing \w+: ", "", text)  # from __post_init__, which names the flag itself

@@ -10,6 +10,8 @@ from typing import Literal
 
 from common import distributed
 
+MAX_FLOAT = 3e38  # tensors are float32
+
 
 @dataclass
 class RunArgs:
@@ -98,12 +100,12 @@ class RunArgs:
 
     def require_not_negative(self, *flags: str) -> None:
         for flag in flags:
-            if not 0 <= getattr(self, flag) < math.inf:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must not be negative")
+            if not 0 <= getattr(self, flag) <= MAX_FLOAT:
+                raise ValueError(f"--{flag} {getattr(self, flag)} must be a finite number and not negative")
 
     def require_finite(self, *flags: str) -> None:
         for flag in flags:
-            if not math.isfinite(getattr(self, flag)):
+            if not abs(getattr(self, flag)) <= MAX_FLOAT:
                 raise ValueError(f"--{flag} {getattr(self, flag)} must be a finite number")
 
     def require_multiple(self, flag: str, divisor: int, of: str) -> None:
@@ -138,7 +140,8 @@ class RolloutArgs(RunArgs):
     temperature: float = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     reward: tuple[str, ...] = ("exact_match",)
-    """reward functions (see common/rewards.py), or your own as `path/to/file.py:function`; several are added up"""
+    """exact_match, gsm8k, boxed, format, your own as `path/to/file.py:function`, or a reward model as `model:PATH`;
+    several are added up"""
     reward_weights: tuple[float, ...] = ()
     """weight of each reward; default: all 1"""
     max_reward_errors: float = 0.1
@@ -158,6 +161,8 @@ class RolloutArgs(RunArgs):
         self.require_positive("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "log_every")
         self.require_positive("tensor_parallel_size")
         self.require_finite("temperature")
+        if self.max_logprob_difference is not None:
+            self.require_positive("max_logprob_difference")
         self.require_multiple("prompts_per_step", distributed.world_size(), "the number of ranks")
         if not self.reward:
             raise ValueError("--reward needs at least one name")

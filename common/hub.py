@@ -17,6 +17,8 @@ def resolve_model(model: str, flag: str = "--model") -> str:
     """
     if model == "tiny":
         return tiny_model()
+    if not model:
+        raise ValueError(f"{flag}: an empty name")
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -76,9 +78,9 @@ def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None
 
 
 def load_tokenizer(path: str, flag: str = "--model"):
-    """The checkpoint's tokenizer. Raises `ValueError` if it cannot be loaded or has no EOS, without which no completion
-    ends."""
-    from transformers import AutoTokenizer
+    """The checkpoint's tokenizer. Raises `ValueError` if it cannot be loaded, has no EOS, without which no completion
+    ends, or has more tokens than the model knows."""
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -87,20 +89,18 @@ def load_tokenizer(path: str, flag: str = "--model"):
         raise ValueError(f"{flag} {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {path}: the tokenizer has no EOS token")
+    size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    if size <= max(tokenizer.get_vocab().values()):
+        raise ValueError(f"{flag} {path}: its vocabulary of {size} is too small for its own tokenizer")
     return tokenizer
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
     """Raises `ValueError` unless the model in `path` reads the policy's token ids as the policy does."""
-    from transformers import AutoConfig
-
     theirs = load_tokenizer(path, flag)
     if theirs.get_vocab() != tokenizer.get_vocab():
         ours, others = (set(t.get_vocab().items()) for t in (tokenizer, theirs))
         raise ValueError(f"{flag} {path}: another tokenizer than --model's, {len(ours ^ others)} entries differ")
-    size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    if size <= max(tokenizer.get_vocab().values()):
-        raise ValueError(f"{flag} {path}: its vocabulary of {size} is too small for its own tokenizer")
 
 
 def eos_token_ids(path: str, tokenizer) -> list[int]:

@@ -219,6 +219,8 @@ def check_packing(model: PackedModel, what: str, args: RunArgs, device: torch.de
             f"{what}: {model.hf.config.model_type} has no packed forward: {distributed.first_line(error)}"
         ) from error
     model.reshard()  # the root stays whole after a forward without backward
+    if not alone_T.isfinite().all():
+        raise ValueError(f"{what}: its weights give numbers that are not finite")
     limit = 1e-3 if compute_dtype(args, device) == torch.float32 else 0.5  # nats; a leak is worth more than rounding
     if not (packed_T[-alone.max_seqlen :] - alone_T).abs().max() < limit:
         raise ValueError(f"{what}: {model.hf.config.model_type} does not keep packed sequences apart")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common import distributed
 from common.advantages import group_advantages, overlong_penalty
-from common.config import RolloutArgs
+from common.config import MAX_FLOAT, RolloutArgs
 from common.losses import importance_weights
 from common.metrics import Meter
 from common.packing import PackedBatch, Sample
@@ -35,7 +35,7 @@ class PolicyGradientArgs(RolloutArgs):
     """adapt beta so that the logged KL stays near this many nats (per token in grpo.py, per completion in rloo.py and
     ppo.py); 0: beta stays as it is"""
     kl_horizon: int = 10_000
-    """with --kl_target: completions over which beta grows by at most a factor of about 1.2 (arXiv:1909.08593)"""
+    """with --kl_target: in this many completions beta grows or shrinks by a fifth at most (arXiv:1909.08593)"""
     correction: Literal["none", "token", "sequence"] = "token"
     """weigh samples by trainer / engine probability, of each token or of the whole completion"""
     correction_mode: Literal["truncate", "mask"] = "truncate"
@@ -45,17 +45,17 @@ class PolicyGradientArgs(RolloutArgs):
     correction_high: float = 2.0
     """upper bound of the weights"""
     correction_filter: tuple[float, float] | None = None
-    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds"""
+    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds, e.g. 0.5 2"""
     reward_scale: float = 1.0
-    """rewards are multiplied by this, before anything else"""
+    """rewards are multiplied by this"""
     reward_clip: float = 0.0
-    """then clipped to [-reward_clip, reward_clip]; 0: not"""
+    """scaled rewards are clipped to [-reward_clip, reward_clip]; 0: off"""
     missing_eos_penalty: float = 0.0
-    """then this is subtracted for a completion that max_new_tokens cut off"""
+    """subtracted from the clipped reward of a completion that max_new_tokens cut off"""
     overlong_buffer: float = 0.0
-    """and up to overlong_penalty for one that reaches into this last fraction of max_new_tokens (DAPO: 0.2); 0: not"""
+    """a completion that reaches into this last fraction of max_new_tokens is penalised (DAPO: 0.2); 0: off"""
     overlong_penalty: float = 1.0
-    """subtracted from a completion of max_new_tokens; falls linearly to 0 at the beginning of the buffer"""
+    """subtracted from the reward of one of max_new_tokens; linearly less, down to 0 where the buffer begins"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,10 +70,10 @@ class PolicyGradientArgs(RolloutArgs):
             raise ValueError("--kl_target adapts --beta: start it above 0")
         for flag, bounds in (
             ("correction_low and --correction_high", (self.correction_low, self.correction_high)),
-            ("correction_filter", self.correction_filter or (0, math.inf)),
+            ("correction_filter", self.correction_filter or (0.0, 1.0)),
         ):
-            if not 0 <= bounds[0] < bounds[1]:
-                raise ValueError(f"--{flag}: the bounds {bounds[0]:g} and {bounds[1]:g} cross")
+            if not 0 <= bounds[0] < bounds[1] <= MAX_FLOAT:
+                raise ValueError(f"--{flag}: the bounds {bounds[0]:g} and {bounds[1]:g} cross or are negative")
         for flag in ("correction_mode", "correction_low", "correction_high", "correction_filter"):
             self.require_read(flag, self.correction != "none", "--correction is none")
         if not 0 <= self.overlong_buffer <= 1:

@@ -132,10 +132,12 @@ class Rewards:
         self.weights = torch.tensor(args.reward_weights or [1.0] * len(args.reward), dtype=torch.float64)
         self.scorers: dict[str, Reward | ScalarModel] = {}
         for name in args.reward:
-            short = "model" if name.startswith("model:") else name.rpartition(":")[2]
+            short = name.rpartition(":")[2] if not name.startswith("model:") else "model"
             if short in self.scorers:
-                raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
-            if short == "model":
+                raise ValueError(
+                    f"--reward {' '.join(args.reward)}: the names must differ, and one may be a model:PATH"
+                )
+            if name.startswith("model:"):
                 path = resolve_model(name.removeprefix("model:"), "--reward")
                 require_same_tokenizer("--reward", path, tokenizer)
                 self.scorers[short] = load_scalar_model(path, args, device, trainable=False, flag="--reward")

@@ -78,8 +78,10 @@ def assert_close_metrics(one: Path, other: Path, names: tuple[str, ...], rel: fl
     """Step by step, relative to the larger value, or to `floor` where both are smaller."""
     one, other = ([line for line in metrics(folder) if line["step"] > 0] for folder in (one, other))
     assert [line["step"] for line in one] == [line["step"] for line in other]
+    for name in names:
+        assert any(name in line for line in one), f"{name} is never logged"
     for a, b in zip(one, other, strict=True):
-        for name in names:
+        for name in (name for name in names if name in a or name in b):
             assert abs(a[name] - b[name]) <= rel * max(abs(a[name]), abs(b[name]), floor), (
                 a["step"],
                 name,

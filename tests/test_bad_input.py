@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 
@@ -61,7 +62,7 @@ FLAG_ERRORS = [
     (sft, "--lr inf", "--lr inf must be a finite number"),
     (sft, "--epochs inf", "--epochs inf must be a finite number"),
     (sft, "--weight_decay nan", "--weight_decay nan must be a finite number"),
-    (sft, "--warmup_steps -1", "--warmup_steps -1 must not be negative"),
+    (sft, "--warmup_steps -1", "--warmup_steps -1 must be a finite number and not negative"),
     (sft, "--adam_beta2 1", "--adam_beta2 1.0 must be in [0, 1)"),
     (sft, "--keep_last 0", "--keep_last 0 must be greater than 0"),
     (sft, "--max_length 9000", "--max_length 9000 does not fit in --pack_tokens 8192"),
@@ -84,32 +85,39 @@ FLAG_ERRORS = [
     (grpo, "--sapo_tau_negative 2", "--sapo_tau_negative 2.0 would not be read: --loss is clip"),
     (grpo, "--preset dapo --loss cispo", "--loss cispo contradicts --preset dapo: loss is clip"),
     (grpo, "--preset gspo --clip_high 0.28", "--clip_high 0.28 contradicts --preset gspo: clip_high is 0.0004"),
-    (grpo, "--preset dapoo", "invalid choice 'dapoo' for argument '--preset'"),
+    (grpo, "--preset dapoo", "--preset dapoo: unknown; there are grpo, dr_grpo, dapo"),
     (grpo, "--kl_in reward", "--kl_in reward would not be read: --beta is 0"),
     (grpo, "--kl_target 0.1", "--kl_target adapts --beta: start it above 0"),
-    (grpo, "--advantage gdpo --reward_clip 1", "--advantage gdpo normalises each reward: no --reward_scale"),
+    (grpo, "--advantage gdpo --reward_clip 1", "--advantage gdpo normalises each reward: no --reward_scale, _clip"),
     (grpo, "--advantage leave_one_out --samples_per_prompt 1", "--samples_per_prompt 1: GRPO compares samples"),
     (grpo, "--top_entropy 0", "--top_entropy 0.0 is a fraction of the tokens"),
-    (grpo, "--max_draws -1", "--max_draws -1 must not be negative"),
+    (grpo, "--clip_high 1e308", "--clip_high 1e+308 must be a finite number and not negative"),
+    (grpo, "--loss sapo --sapo_tau_positive inf", "--sapo_tau_positive inf must be a finite number"),
+    (grpo, "--correction_high nan", "--correction_low and --correction_high: the bounds 0 and nan cross"),
+    (grpo, "--max_logprob_difference nan", "--max_logprob_difference nan must be greater than 0"),
+    (grpo, "--loss gspo --reduction sequence", "--loss gspo is of whole completions: --correction sequence or none"),
+    (grpo, "--preset gspo --top_entropy 0.5", "--loss gspo is of whole completions: --top_entropy 1.0, not 0.5"),
+    (grpo, "--mask_truncated --kl_in reward --beta 1", "--mask_truncated: a completion that is masked has no KL"),
+    (grpo, "--max_draws -1", "--max_draws -1 must be a finite number and not negative"),
     (grpo, "--correction_low 3", "--correction_low and --correction_high: the bounds 3 and 2 cross"),
     (grpo, "--correction_filter 1 0.5", "--correction_filter: the bounds 1 and 0.5 cross"),
     (grpo, "--correction none --correction_high 3", "--correction_high 3.0 would not be read: --correction is none"),
     (grpo, "--overlong_buffer 2", "--overlong_buffer 2.0 is a fraction of max_new_tokens"),
     (grpo, "--overlong_penalty 2", "--overlong_penalty 2.0 would not be read: --overlong_buffer is 0"),
-    (grpo, "--missing_eos_penalty -1", "--missing_eos_penalty -1.0 must not be negative"),
+    (grpo, "--missing_eos_penalty -1", "--missing_eos_penalty -1.0 must be a finite number and not negative"),
     (grpo, "--reward_scale inf", "--reward_scale inf must be a finite number"),
     (rloo, "--correction token", "invalid choice 'token' for argument '--correction'"),
     (ppo, "--prompts_per_step 6 --minibatches 4", "--prompts_per_step 6 is not a multiple of --minibatches (4)"),
     (ppo, "--gae_lambda 1.5", "--gae_lambda 1.5 must be in [0, 1]"),
     (ppo, "--gamma -1", "--gamma -1.0 must be in [0, 1]"),
     (ppo, "--value_lr 0", "--value_lr 0.0 must be greater than 0"),
-    (ppo, "--value_clip -1", "--value_clip -1.0 must not be negative"),
+    (ppo, "--value_clip -1", "--value_clip -1.0 must be a finite number and not negative"),
     (ppo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
     (ppo, "--beta 0 --kl_clamp 1", "--kl_clamp 1.0 would not be read: --beta is 0"),
     (ppo, "--lambda_alpha 0.05 --value_lambda 1 --gae_lambda 0.9", "--gae_lambda 0.9 would not be read"),
     (rloo, "--samples_per_prompt 1", "--samples_per_prompt 1: the baseline is the others, it needs at least 2"),
     (rloo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the number of ranks times --minibatches (4)"),
-    (rloo, "--beta -1", "--beta -1.0 must not be negative"),
+    (rloo, "--beta -1", "--beta -1.0 must be a finite number and not negative"),
     (rloo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
     (dpo, "--beta 0", "--beta 0.0 must be greater than 0"),
     (dpo, "--beta nan", "--beta nan must be greater than 0"),
@@ -150,7 +158,21 @@ def test_flags(script, flags, words, capsys, monkeypatch):
     with pytest.raises(SystemExit) as done:
         parse(script.Args, flags.split())
     assert done.value.code == 2
-    assert words in the_error(capsys.readouterr().err)
+    message = the_error(capsys.readouterr().err)
+    assert words in message and "full helptext" not in message
+
+
+def test_the_message_is_plain_in_a_terminal_too(capsys, monkeypatch):
+    """Where tyro draws its box in colour."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for flags, message in (
+        (["--dual_clip", "1"], "--dual_clip 1.0 must be above 1, or 0 for none"),
+        (["--lr", "fast"], "Error parsing --lr: could not convert string to float: 'fast'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(grpo.Args, flags)
+        assert the_error(capsys.readouterr().err) == message
 
 
 @pytest.mark.parametrize(("name", "words"), CONFIG_ERRORS, ids=[name for name, _ in CONFIG_ERRORS])

@@ -8,13 +8,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.checkpoint import export_hf
 from common.config import RunArgs
 from common.hub import load_tokenizer
 from common.logprobs import LOGPROB_CHUNK, token_logprobs
-from common.models import load_policy
+from common.models import load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.tiny import build_tokenizer, tiny_model
 
@@ -307,7 +308,7 @@ def test_models_that_mix_packed_sequences_are_refused(what, tmp_path, device):
 def test_export_is_the_checkpoint(name, dtype, tmp_path, device):
     """Straight after loading: the same names, weights and dtypes, and files that transformers opens."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
-    export_hf(load_policy(path, ARGS, device), load_tokenizer(path), tmp_path / "hf")
+    export_hf(load_policy(path, ARGS, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf"))
     assert before.keys() == after.keys()
     assert all(after[n].dtype == dtype and torch.equal(after[n], before[n]) for n in before)
@@ -317,7 +318,7 @@ def test_export_is_the_checkpoint(name, dtype, tmp_path, device):
     with torch.no_grad():
         assert torch.equal(*(model(ids).logits for model in models))
     text = "1+1=\u00e9"
-    assert load_tokenizer(str(tmp_path / "hf"))(text) == load_tokenizer(path)(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(path)(text)
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -336,3 +337,38 @@ def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, devi
     folders = Path(tiny_model()), tmp_path / "hf"
     before, after = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
     assert before == after
+
+
+# ---- memory ----
+
+
+def whole_units(model) -> list[str]:
+    """The FSDP units of a model whose weights are gathered, or that still hold the memory of gathered ones."""
+    units = []
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            parameters = unit._get_fsdp_state()._fsdp_param_group.fsdp_params  # no public way to ask, torch 2.13
+            gathered = [tensor for p in parameters for tensor in p.all_gather_outputs]
+            sharded = all(p.sharded_state.name == "SHARDED" for p in parameters)
+            if not sharded or any(tensor.untyped_storage().size() for tensor in gathered):
+                units.append(name or "root")
+    return units
+
+
+@pytest.mark.parametrize("kind", ["policy", "value", "reference"])
+def test_nothing_stays_whole(device, kind):
+    """Outside a forward and its backward every weight is sharded; a root that is trained needs `reshard` after a
+    forward without backward, a frozen one does not."""
+    load, trainable = load_scalar_model if kind == "value" else load_policy, kind != "reference"
+    model = load(tiny_model(), RunArgs(), device, trainable=trainable)
+    assert whole_units(model) == []  # the check of packing has run a forward
+    (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
+    with torch.no_grad():
+        model(mb)
+    assert whole_units(model) == (["root"] if trainable else [])
+    model.reshard()
+    assert whole_units(model) == []
+    if trainable:
+        out = model(mb)
+        (out if kind == "value" else out[0]).sum().backward()
+        assert whole_units(model) == []

@@ -25,6 +25,7 @@ from common.packing import PackedBatch, Sample, pack
 
 CPU, NAN = torch.device("cpu"), float("nan")
 LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
+WHOLE = dict(reduction="sequence", correction="sequence")  # what losses of whole completions ask for
 ADVANTAGES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
 
 
@@ -96,7 +97,7 @@ EVERY_LOSS = [
 
 @pytest.mark.parametrize(("loss", "reduction"), EVERY_LOSS)
 def test_loss_and_gradient_do_not_depend_on_the_packing(loss, reduction):
-    args = grpo.Args(loss=loss, reduction=reduction)
+    args = grpo.Args(loss=loss, reduction=reduction, correction="sequence")
     one, many = total_loss(args, 8192), total_loss(args, 40, filler=True)
     assert many[0] == pytest.approx(one[0], rel=1e-6)
     assert flat(many[1]) == pytest.approx(flat(one[1]), rel=1e-6)
@@ -115,7 +116,7 @@ def test_forty_tokens_are_several_packs_in_another_order():
 @pytest.mark.parametrize("loss", ["gspo", "sequence_clip"])
 def test_losses_of_whole_completions_equal_naive_ones(loss):
     """arXiv:2507.18071 Eq. 5, and RLOO's: one ratio per completion, the mean over completions."""
-    args = grpo.Args(loss=loss, reduction="sequence", clip_low=0.002, clip_high=0.003)
+    args = grpo.Args(loss=loss, **WHOLE, clip_low=0.002, clip_high=0.003)
     samples = make_samples()
     expected, slopes, clipped = 0.0, [], 0
     for sample, new, old, a in zip(samples, *make_logprobs(samples, 0.05), ADVANTAGES, strict=True):
@@ -162,13 +163,13 @@ def test_measured_clipping_is_the_fraction_of_trained_tokens_without_gradient():
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss):
     """Of gspo too: the gradient of a mean log-prob on every token, averaged, is that of the tokens' mean."""
     _, expected = total_loss(grpo.Args(loss="reinforce", reduction="sequence"), 8192, drift=0.0)
-    _, got = total_loss(grpo.Args(loss=loss, reduction="sequence"), 8192, drift=0.0)
+    _, got = total_loss(grpo.Args(loss=loss, **WHOLE), 8192, drift=0.0)
     assert flat(got) == pytest.approx(flat(expected), rel=1e-6)
 
 
 def test_on_policy_sequence_clip_has_the_gradient_of_reinforce_with_sums():
     _, expected = total_loss(grpo.Args(loss="reinforce", reduction="sequence_sum"), 8192, drift=0.0)
-    _, got = total_loss(grpo.Args(loss="sequence_clip", reduction="sequence"), 8192, drift=0.0)
+    _, got = total_loss(grpo.Args(loss="sequence_clip", **WHOLE), 8192, drift=0.0)
     assert flat(got) == pytest.approx(flat(expected), rel=1e-6)
 
 
@@ -197,9 +198,7 @@ def test_rloo_of_whole_completions_is_sequence_clip():
     (mb,) = micro_batches(samples, old)
     logps_N, old_N = mb.sequence_sums(stream(mb, samples, new)), mb.sequence_sums(mb.old_logprobs_T)
     expected = clip_policy_loss(logps_N, old_N, mb.per_sequence(s.advantages[0] for s in mb.samples), 0.2, 0.28).mean()
-    got_T = grpo.policy_loss(
-        Meter(), grpo.Args(loss="sequence_clip", reduction="sequence"), mb, stream(mb, samples, new)
-    )
+    got_T = grpo.policy_loss(Meter(), grpo.Args(loss="sequence_clip", **WHOLE), mb, stream(mb, samples, new))
     counts_T = losses.reduction_weights(mb, "sequence", mb.loss_mask_T.sum(), torch.tensor(5), 256)
     torch.testing.assert_close((got_T * counts_T).sum(), expected, rtol=1e-6, atol=0)
 
@@ -302,12 +301,12 @@ def outcome(**flags):
     [
         ({}, dict(loss="clip"), dict(loss="reinforce")),
         *(({}, dict(loss=a), dict(loss=b)) for a, b in itertools.pairwise(TOKEN_LOSSES)),
-        (dict(reduction="sequence"), dict(loss="gspo"), dict(loss="sequence_clip")),
+        (WHOLE, dict(loss="gspo"), dict(loss="sequence_clip")),
         *(({}, dict(reduction=a), dict(reduction=b)) for a, b in
           itertools.pairwise(("token", "sequence", "sequence_sum", "constant"))),
-        *((dict(loss=loss, reduction="sequence"), dict(dual_clip=0.0), dict(dual_clip=1.1))
+        *((dict(loss=loss, **WHOLE), dict(dual_clip=0.0), dict(dual_clip=1.1))
           for loss in ("clip", "gspo", "sequence_clip")),
-        *((dict(loss=loss, reduction="sequence"), {flag: 0.1}, {flag: 0.3})
+        *((dict(loss=loss, **WHOLE), {flag: 0.1}, {flag: 0.3})
           for loss in ("clip", "gspo", "sequence_clip") for flag in ("clip_low", "clip_high")),
         (dict(loss="cispo"), dict(cispo_high=1.0), dict(cispo_high=4.0)),
         (dict(loss="sapo"), dict(sapo_tau_positive=1.0), dict(sapo_tau_positive=2.0)),
@@ -428,11 +427,7 @@ def test_measured_rewards_leave_missing_ones_out():
 
 
 def test_all_groups_are_in_the_order_of_their_positions(monkeypatch):
-    ranks = [
-        [(0, torch.tensor([0.0])), (2, torch.tensor([2.0]))],
-        [(1, torch.tensor([1.0])), (3, torch.tensor([3.0]))],
-        [],
-    ]
+    ranks = [([0, 2], torch.tensor([[0.0], [2.0]])), ([1, 3], torch.tensor([[1.0], [3.0]])), ([], torch.zeros(0, 1))]
     monkeypatch.setattr(distributed, "gather_objects", lambda mine: ranks)
     assert online.all_groups(torch.zeros(0, 1), []).tolist() == [[0], [1], [2], [3]]
 
@@ -452,8 +447,8 @@ def coefficient(target: float = 2.0, horizon: int = 100) -> online.KLCoefficient
 
 @pytest.mark.parametrize(
     ("kl", "expected"),
-    [(2.0, 0.1), (2.2, 0.1 * (1 + 0.1 * 50 / 100)), (1.8, 0.1 * (1 - 0.1 * 50 / 100)),
-     (1000.0, 0.1 * (1 + 0.2 * 50 / 100)), (-3.0, 0.1 * (1 - 0.2 * 50 / 100))],
+    [(2.0, 0.1), (2.2, 0.1 * math.exp(0.1 * 50 / 100)), (1.8, 0.1 * math.exp(-0.1 * 50 / 100)),
+     (1000.0, 0.1 * math.exp(0.2 * 50 / 100)), (-3.0, 0.1 * math.exp(-0.2 * 50 / 100))],
 )  # fmt: skip
 def test_beta_follows_the_kl_to_its_target(kl, expected):
     beta = coefficient()

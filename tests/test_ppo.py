@@ -21,10 +21,10 @@ def flags(tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 6, "--prompts_per_step", 16, "--samples_per_prompt", 2,
+        "--reward", f"{reward}:digits", "--max_steps", 7, "--prompts_per_step", 16, "--samples_per_prompt", 2,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--value_lr", 3e-4, "--value_lambda", 1,
         "--kl_target", 0.01, "--kl_horizon", 100, "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 2, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--value_warmup_steps", 3, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
 
 
@@ -45,7 +45,8 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path)
 
 
 def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
-    flags = (*flags, "--output_dir", tmp_path)
+    """Also one that saves while the policy waits: its optimizer has no state yet."""
+    flags = (*flags, "--save_every", 2, "--output_dir", tmp_path)
     helpers.run_and_kill(2, "ppo.py", *flags, folder=tmp_path, after_step=3, delay=0)
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "ppo.py", *flags).stdout
