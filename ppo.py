@@ -99,6 +99,11 @@ class Args(PolicyGradientArgs):
         self.require_read(
             "gae_lambda", not self.lambda_alpha or self.value_lambda is None, "--lambda_alpha replaces it"
         )
+        self.require_read("kl_stop", self.minibatches * self.epochs_per_rollout > 1, "a rollout has one update only")
+        if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"--value_warmup_steps {self.value_warmup_steps} leaves no step of --max_steps to the policy"
+            )
         for flag in ("kl_estimator", "kl_clamp"):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
@@ -155,7 +160,7 @@ def main(args: Args) -> None:
     rows, eval_rows = train_and_eval_rows(args)
     columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
     rewards = Rewards(args, rows + eval_rows, tokenizer, device)
-    room = context_length(path, args) - args.max_new_tokens
+    room = min(context_length(path, args), context_length(value_path, args)) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
     eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
     my_eval = eval_prompts[rank::world_size], eval_rows[rank::world_size]

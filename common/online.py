@@ -65,6 +65,7 @@ class PolicyGradientArgs(RolloutArgs):
         self.require_multiple("prompts_per_step", ranks * self.minibatches, "the number of ranks times --minibatches")
         self.require_not_negative("beta", "kl_target", "correction_low", "reward_clip", "missing_eos_penalty")
         self.require_not_negative("overlong_penalty")
+        self.require_positive("reward_scale")
         self.require_finite("reward_scale")
         if self.kl_target and not self.beta:
             raise ValueError("--kl_target adapts --beta: start it above 0")

@@ -201,7 +201,14 @@ def at_end(ids: list[int], row: dict | None = None) -> Sample:
 
 @torch.no_grad()
 def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, device: torch.device) -> list[float]:
-    """The reward model's number for each of this rank's sequences of token ids (prompt and completion). Collective."""
+    """The reward model's number for each of this rank's sequences of token ids (prompt and completion). Collective.
+
+    Raises `ValueError` for a sequence that is longer than the model's context.
+    """
+    longest = max(map(len, sequences), default=0)
+    context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise ValueError(f"{model.path}: a sequence of {longest} tokens is longer than its context of {context}")
     samples, scores = [at_end(ids) for ids in sequences], {}
     for mb in pack(samples, pack_tokens, device):
         scores |= zip(map(id, mb.samples), mb.sequence_sums(model(mb)).tolist(), strict=True)
