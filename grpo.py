@@ -60,7 +60,7 @@ PRESETS: dict[str, dict] = {
 @dataclass
 class Args(PolicyGradientArgs):
     PRESETS: ClassVar[dict[str, dict]] = PRESETS
-
+    """what `--preset` may name, and the flags each sets"""
     output_dir: str = "runs/grpo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     lr: float = 1e-6

@@ -34,7 +34,7 @@ class Sample:
     ref_logprobs: list[float] | None = None
     """log-probs by the reference model"""
     advantages: list[float] | None = None
-    """advantage of each token"""
+    """advantage of each token, or one of the whole completion"""
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
     ref_logp: float | None = None
