@@ -47,7 +47,8 @@ PRESETS: dict[str, dict] = {
     "cispo": dict(loss="cispo", reduction="token", advantage="group"),
     "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
     "topr": dict(loss="topr", reduction="sequence_sum", advantage="group_mean"),
-    "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out"),
+    "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out", minibatches=1,
+                      epochs_per_rollout=1),
     "reinforce++": dict(loss="clip", reduction="token", advantage="reinforce++", beta=0.01, kl_in="reward",
                         kl_estimator="k1", **PAPER_CLIP),
     "reinforce++_baseline": dict(loss="clip", reduction="token", advantage="reinforce++_baseline", beta=0.01,
@@ -230,6 +231,8 @@ def main(args: Args) -> None:
         logger.message(f"preset {args.preset}: {flags}")
     if args.beta and args.kl_in == "loss" and args.kl_estimator == "k1":
         logger.message("--kl_estimator k1 in the loss: its gradient is zero on average, it does not hold the policy")
+    if args.loss == "reinforce" and updates > 1:
+        logger.message(f"--loss reinforce has no ratio: after the first of {updates} updates its gradient is biased")
     if eval_prompts and first_step == 0:
         engine.wake()
         engine.sync_weights(model)

@@ -81,18 +81,21 @@ def main() -> None:
     parser.add_argument("what", choices=["presets", "rloo", "ppo"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
-    flags = parser.parse_args()
+    options = parser.parse_args()
     variants = {
-        "presets": {name: ("grpo.py", *PRESET_FLAGS, "--preset", name) for name in PRESETS},
+        "presets": {
+            name: ("grpo.py", *PRESET_FLAGS, "--minibatches", str(flags.get("minibatches", 2)), "--preset", name)
+            for name, flags in PRESETS.items()
+        },
         "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},
         "ppo": {"ppo.py": ("ppo.py", "--config", "configs/demo_ppo.yaml")},
-    }[flags.what]
+    }[options.what]
     runs: dict[str, list[Path]] = {}
     print("| variant | seed | reward, first 5 steps | last 5 steps | greedy exact match | seconds |")
     print("|---|---|---|---|---|---|")
     for name, command in variants.items():
-        for seed in range(flags.seeds):
-            folder = ROOT / "runs/seeds" / f"{flags.what}_{name}_{seed}"
+        for seed in range(options.seeds):
+            folder = ROOT / "runs/seeds" / f"{options.what}_{name}_{seed}"
             seconds = launch(folder, *command, "--seed", str(seed))
             lines = read_metrics(folder / "metrics.jsonl")
             rewards = [line["reward"] for line in lines if "reward" in line]
@@ -100,7 +103,7 @@ def main() -> None:
             first, last = fmean(rewards[:5]), fmean(rewards[-5:])
             print(f"| {name} | {seed} | {first:.3f} | {last:.3f} | {scores} | {seconds:.0f} |", flush=True)
             runs.setdefault(name, []).append(folder)
-    draw(runs, flags.picture or ROOT / "docs" / f"{flags.what}_seeds.png")
+    draw(runs, options.picture or ROOT / "docs" / f"{options.what}_seeds.png")
 
 
 if __name__ == "__main__":
