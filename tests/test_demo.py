@@ -1,5 +1,5 @@
-"""The demo's promise, on the recipe itself: SFT leaves room, GRPO fills it, and the engine agrees at every step. PPO and
-RLOO, from the same SFT model, learn as well."""
+"""The demo's promise, on the recipe itself: SFT leaves room, GRPO fills it, and the engine agrees at every step.
+PPO and RLOO, from the same SFT model, learn as well."""
 
 import subprocess
 import sys
@@ -28,6 +28,8 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(demo):
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
 def test_others_learn_from_the_same_start(demo, script, tmp_path):
     """A sixth or less of their recipes; docs/ppo.md and docs/rloo.md have the whole ones."""
-    run(2, f"{script}.py", "--config", ROOT / f"configs/demo_{script}.yaml", "--max_steps", 20, "--output_dir", tmp_path)
+    run(
+        2, f"{script}.py", "--config", ROOT / f"configs/demo_{script}.yaml", "--max_steps", 20, "--output_dir", tmp_path
+    )
     first, *_, last = [line["eval/pass_at_1"] for line in metrics(tmp_path) if "eval/pass_at_1" in line]
     assert first <= 0.5 and last >= 0.7, (first, last)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import helpers
 import pytest
@@ -49,20 +50,27 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path,
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
 
 
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
-    flags = (*flags, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=5, delay=random.uniform(0, 0.2))
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    assert "resuming from" in run(2, "grpo.py", *flags).stdout
+@pytest.fixture(scope="module")
+def killed(flags, tmp_path_factory):
+    """The folder of a run on two ranks that was killed after its fifth step."""
+    folder = tmp_path_factory.mktemp("killed")
+    delay = random.uniform(0, 0.2)
+    helpers.run_and_kill(2, "grpo.py", *flags, "--output_dir", folder, folder=folder, after_step=5, delay=delay)
+    assert not (folder / "hf").exists(), "killed too late"
+    return folder
+
+
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, killed, flags, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    assert "resuming from" in run(2, "grpo.py", *flags, "--output_dir", tmp_path).stdout
     assert_same_weights(two_ranks, tmp_path)
     assert_close_metrics(two_ranks, tmp_path, ("loss", *SAME), rel=0)
     assert samples(two_ranks) == samples(tmp_path)
 
 
-def test_resumed_on_another_number_of_ranks(two_ranks, flags, tmp_path):
-    flags = (*flags, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "grpo.py", *flags, folder=tmp_path, after_step=5, delay=0)
-    run(1, "grpo.py", *flags)
+def test_resumed_on_another_number_of_ranks(two_ranks, killed, flags, tmp_path):
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    assert "resuming from" in run(1, "grpo.py", *flags, "--output_dir", tmp_path).stdout
     assert [s["prompt"] for s in samples(two_ranks)] == [s["prompt"] for s in samples(tmp_path)]
     assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4, floor=0.1)
 
@@ -73,7 +81,8 @@ def test_engine_and_trainer_agree_on_every_step(two_ranks):
 
 
 def test_disagreement_stops_the_run_before_anything_is_learned(flags, tmp_path):
-    done = run(2, "grpo.py", *flags, "--max_logprob_difference", 1e-12, "--output_dir", tmp_path, code=1)
+    extra = ("--max_logprob_difference", 1e-12, "--engine", "transformers")
+    done = run(2, "grpo.py", *flags, *extra, "--output_dir", tmp_path, code=1)
     assert done.stderr.count("error: engine and trainer differ by") == 1
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
 
@@ -102,7 +111,8 @@ def test_kl_penalty_and_dr_grpo_run(flags, tmp_path):
 def test_gsm8k_form_data_goes_through(tmp_path):
     """Two steps of the recipe on the real file, over an untrained model; docs/grpo.md has the full run."""
     run(2, "grpo.py", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
-        "--output_dir", tmp_path, "--max_steps", 2, "--max_new_tokens", 32, "--eval_size", 4)  # fmt: skip
+        "--output_dir", tmp_path, "--max_steps", 2, "--max_new_tokens", 32, "--eval_size", 4,
+        "--engine", "transformers")  # fmt: skip
     assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(tmp_path)[-1].keys()
 
 
