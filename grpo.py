@@ -269,16 +269,18 @@ def main(args: Args) -> None:
                 online.measure_groups(meter, fresh, rewards_PG, parts)
                 lengths_PG = torch.tensor([[len(s.completion_ids) for s in group] for group in fresh]).double()
                 known = torch.stack([rewards_PG, penalties_PG, lengths_PG, *parts.values()], 1)
-                for i, known_G in enumerate(online.all_groups(known, mine)):
-                    told_apart_by = known_G[3:] if args.advantage == "gdpo" else online.shape_rewards(known_G[:1], args)
-                    unequal = bool(advantages.unequal(told_apart_by).any())
-                    informative += unequal
-                    if len(kept) == args.prompts_per_step or args.max_draws and not unequal:
-                        continue
+                known, wanted = online.all_groups(known, mine), list(range(args.prompts_per_step))
+                if args.max_draws:
+                    told_apart_by = (
+                        known[:, 3:] if args.advantage == "gdpo" else online.shape_rewards(known[:, :1], args)
+                    )
+                    wanted = advantages.unequal(told_apart_by).any(-1).nonzero()[:, 0].tolist()
+                informative += len(wanted)
+                for i in wanted[: args.prompts_per_step - len(kept)]:
                     if i % world_size == rank:
                         groups.append(fresh[i // world_size])
                         positions.append(len(kept))
-                    kept.append(known_G)
+                    kept.append(known[i])
                 if len(kept) == args.prompts_per_step:
                     break
             engine.sleep()  # hand weights and KV-cache memory back to the trainer
@@ -336,10 +338,11 @@ def main(args: Args) -> None:
                     # Denominators count the *global* minibatch, before the first backward.
                     tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
                     sequences = distributed.all_sum(sum(any(s.loss_mask) for mb in minibatch for s in mb.samples))
-                    positives = [mb.loss_mask_T & (mb.advantages_T > 0) for mb in minibatch]
-                    positive_tokens = distributed.all_sum(sum(mask_T.sum() for mask_T in positives)).clamp(min=1)
+                    if args.positive_nll:
+                        positives = sum((mb.loss_mask_T & (mb.advantages_T > 0)).sum() for mb in minibatch)
+                        positive_tokens = distributed.all_sum(positives).clamp(min=1)
                     minibatch_loss = torch.zeros((), device=device)
-                    for mb, positive_T in zip(minibatch, positives, strict=True):
+                    for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
                         if mb.old_logprobs_T is None:
                             mb.old_logprobs_T = logprobs_T.detach()
@@ -351,10 +354,13 @@ def main(args: Args) -> None:
                             kl_T = losses.kl_estimate(logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
                             loss_T = loss_T + beta.value * kl_T
                             meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-                        loss_T = loss_T - args.entropy_coef * entropy_T
+                        if args.entropy_coef:  # not times 0: the entropy's backward is another pass over the logits
+                            loss_T = loss_T - args.entropy_coef * entropy_T
                         counts_T = losses.reduction_weights(mb, args.reduction, tokens, sequences, args.max_new_tokens)
                         loss = (loss_T * counts_T).sum()
-                        loss = loss - args.positive_nll * (logprobs_T * positive_T).sum() / positive_tokens
+                        if args.positive_nll:
+                            positive_T = mb.loss_mask_T & (mb.advantages_T > 0)
+                            loss = loss - args.positive_nll * (logprobs_T * positive_T).sum() / positive_tokens
                         (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
                         minibatch_loss += loss.detach()
                         meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)

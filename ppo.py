@@ -288,7 +288,9 @@ def main(args: Args) -> None:
                             loss_T = mb.weights_T * clip_policy_loss(
                                 logprobs_T, mb.old_logprobs_T, mb.advantages_T, args.clip_low, args.clip_high
                             )
-                            loss = ((loss_T - args.entropy_coef * entropy_T) * mb.loss_mask_T).sum() / tokens
+                            if args.entropy_coef:  # not times 0: its backward is another pass over the logits
+                                loss_T = loss_T - args.entropy_coef * entropy_T
+                            loss = (loss_T * mb.loss_mask_T).sum() / tokens
                             (loss * world_size).backward()
                             policy_loss += loss.detach()
                             moved += measure_update(meter, args, mb, logprobs_T.detach(), entropy_T)

@@ -33,7 +33,7 @@ def group_advantages(rewards_PG: Tensor, scale_by_std: bool = True, eps: float =
 
 
 def unequal(rewards_PG: Tensor) -> Tensor:
-    """Which groups have at least two different rewards, [P] bool: the others teach nothing."""
+    """Which groups have at least two different rewards, bool without the last dimension: the others teach nothing."""
     highest_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1)
     return highest_P > rewards_PG.nan_to_num(nan=torch.inf).amin(-1)
 
