@@ -23,17 +23,18 @@ import torch
 from torch import Tensor
 
 from common import advantages, distributed, losses, online
+from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.data import Encoder, RowOrder, encode_prompts
-from common.hub import context_length, eos_token_ids, load_tokenizer, resolve_model
+from common.data import Encoder, encode_prompts
+from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
 from common.online import KLCoefficient, PolicyGradientArgs
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, pack
 from common.rewards import Rewards
-from common.rollout import check_agreement, make_engine
+from common.rollout import check_agreement
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 PAPER_CLIP = dict(clip_low=0.2, clip_high=0.2)
@@ -186,7 +187,9 @@ def top_entropy_threshold(micro_batches: list[PackedBatch], fraction: float) -> 
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks)
+    if distributed.is_rollout_rank():
+        return serve(args, device)  # generates until the others are done
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
@@ -199,19 +202,17 @@ def main(args: Args) -> None:
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
     eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
-    my_eval = eval_prompts[rank::world_size], eval_rows[rank::world_size]
-    order = RowOrder(len(prompts), args.seed)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models and engine: FSDP2 shards train, vLLM in the same process samples ----
+    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     reference = load_policy(path, args, device, trainable=False) if args.beta else None
     optimizer = adamw(model, args)
-    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+    rollouts = make_rollouts(model, prompts, rows, args, tokenizer, device)
 
     # ---- resume: everything else is a function of (seed, step) ----
     totals, beta = Totals(), KLCoefficient(args)
-    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals, beta=beta)
+    checkpointer = Checkpointer(args, model, optimizer, rollouts=rollouts, totals=totals, beta=beta)
     first_step = checkpointer.load_latest()
     meter = Meter()
     logger = RunLogger(
@@ -223,7 +224,7 @@ def main(args: Args) -> None:
     first_pass = updates > 1 or args.kl_in == "reward" or args.top_entropy < 1  # else the update's own forward will do
     logger.message(
         f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
-        f"{total_steps} steps on {world_size} ranks, {type(engine).__name__}, "
+        f"{total_steps} steps on {world_size} ranks, {rollouts}, "
         + ("on-policy" if updates == 1 else f"off-policy, {updates} updates per rollout")
     )
     if args.preset:
@@ -234,33 +235,19 @@ def main(args: Args) -> None:
     if args.loss == "reinforce" and updates > 1:
         logger.message(f"--loss reinforce has no ratio: after the first of {updates} updates its gradient is biased")
     if eval_prompts and first_step == 0:
-        engine.wake()
-        engine.sync_weights(model)
-        logger.log(0, online.evaluate(engine, *my_eval, rewards))
-        engine.sleep()
+        logger.log(0, online.evaluate(rollouts, 0, eval_prompts, eval_rows, rewards))
 
     stopping = False
     for step in range(first_step, total_steps):
-        # ---- 1. rollout and reward: the engine always samples from the weights we are about to update ----
-        cursor = order.state_dict()
+        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, older ones; and reward ----
         with meter.time("step"):
-            with meter.time("sync"):
-                engine.wake()
-                engine.sync_weights(model)
             # This rank's groups and where they stand in the step; all ranks' rewards; groups that can teach something.
-            groups, positions, kept, informative = [], [], [], 0
-            for draw in range(max(1, args.max_draws)):
-                with meter.time("rollout"):
-                    drawn = order.draw(args.prompts_per_step)
-                    mine = range(rank, args.prompts_per_step, world_size)  # positions in the global draw
-                    # A seed per prompt, from its global position: completions do not depend on the number of ranks.
-                    seeds = [distributed.fold_seed(args.seed, step, draw * args.prompts_per_step + i) for i in mine]
-                    batch = [prompts[drawn[i]] for i in mine]
-                    fresh = engine.generate(batch, args.samples_per_prompt, seeds, args.temperature)
-                for i, group in zip(mine, fresh, strict=True):
-                    for sample in group:
-                        sample.row = rows[drawn[i]]
-                stopping = distributed.stop_requested()
+            groups, positions, kept, informative, draws = [], [], [], 0, 0
+            while len(kept) < args.prompts_per_step and draws < max(1, args.max_draws):
+                draws += 1
+                rollouts.submit(step, total_steps)
+                fresh = rollouts.collect(step, meter)
+                stopping = fresh is None
                 if stopping:
                     break
                 with meter.time("reward"):
@@ -269,7 +256,7 @@ def main(args: Args) -> None:
                 online.measure_groups(meter, fresh, rewards_PG, parts)
                 lengths_PG = torch.tensor([[len(s.completion_ids) for s in group] for group in fresh]).double()
                 known = torch.stack([rewards_PG, penalties_PG, lengths_PG, *parts.values()], 1)
-                known, wanted = online.all_groups(known, mine), list(range(args.prompts_per_step))
+                known, wanted = online.all_groups(known, rollouts.positions), list(range(args.prompts_per_step))
                 if args.max_draws:
                     told_apart_by = (
                         known[:, 3:] if args.advantage == "gdpo" else online.shape_rewards(known[:, :1], args)
@@ -281,11 +268,7 @@ def main(args: Args) -> None:
                         groups.append(fresh[i // world_size])
                         positions.append(len(kept))
                     kept.append(known[i])
-                if len(kept) == args.prompts_per_step:
-                    break
-            engine.sleep()  # hand weights and KV-cache memory back to the trainer
             if stopping:
-                order.load_state_dict(cursor)  # nothing was learned from this rollout: the resumed run makes it again
                 break
             if not kept:
                 raise distributed.RunError(
@@ -367,7 +350,7 @@ def main(args: Args) -> None:
                         if update < count:
                             online.measure_sampling(meter, mb, weights_T)
                     if step == first_step and update == 0:
-                        check_agreement(micro_batches, args, engine)
+                        check_agreement(micro_batches, args, device)
                     lr = learning_rate(step, total_steps, args)
                     grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss)
                     meter.mean("grad_norm", grad_norm)
@@ -376,20 +359,17 @@ def main(args: Args) -> None:
         # ---- 4. log, evaluate, checkpoint ----
         totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
         metrics = online.effective_sample_size(meter.reduce())
-        metrics |= dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
+        metrics |= dict(lr=lr, epoch=rollouts.epochs_done, num_tokens=totals.num_tokens)
         if args.max_draws:
-            metrics["dynamic_sampling/draws"] = draw + 1
-            metrics["dynamic_sampling/unequal_fraction"] = informative / ((draw + 1) * args.prompts_per_step)
+            metrics["dynamic_sampling/draws"] = draws
+            metrics["dynamic_sampling/unequal_fraction"] = informative / (draws * args.prompts_per_step)
         if args.beta:
             metrics["beta"] = beta.value
             if "kl" in metrics:  # not if everything was masked
                 beta.update(metrics["kl"], rewards_BG.numel())
         last = step + 1 == total_steps
         if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
-            engine.wake()
-            engine.sync_weights(model)
-            metrics |= online.evaluate(engine, *my_eval, rewards)
-            engine.sleep()
+            metrics |= online.evaluate(rollouts, step + 1, eval_prompts, eval_rows, rewards)
         logger.log(step + 1, metrics)
         if (step + 1) % args.log_every == 0 or last:
             logger.samples(step + 1, groups, rewards_BG[positions], positions)
@@ -410,7 +390,7 @@ def main(args: Args) -> None:
         checkpointer.export_hf(tokenizer)
         logger.message(f"done: {args.output_dir}/hf")
     logger.close()
-    engine.close()
+    rollouts.close()
     distributed.cleanup()
 
 

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from common import distributed, online
 from common.advantages import gae, length_adaptive_lambda
+from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.data import Encoder, RowOrder, encode_prompts
-from common.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
+from common.data import Encoder, encode_prompts
+from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, kl_estimate
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy, load_scalar_model
@@ -35,7 +36,7 @@ from common.online import KLCoefficient, PolicyGradientArgs
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, pack
 from common.rewards import Rewards
-from common.rollout import check_agreement, make_engine
+from common.rollout import check_agreement
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
@@ -146,7 +147,9 @@ def measure_update(meter: Meter, args: Args, mb: PackedBatch, logprobs_T: Tensor
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks)
+    if distributed.is_rollout_rank():
+        return serve(args, device)  # generates until the others are done
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
@@ -163,21 +166,19 @@ def main(args: Args) -> None:
     room = min(context_length(path, args), context_length(value_path, args)) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
     eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
-    my_eval = eval_prompts[rank::world_size], eval_rows[rank::world_size]
-    order = RowOrder(len(prompts), args.seed)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models and engine: FSDP2 shards train, vLLM in the same process samples ----
+    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     value_model = load_scalar_model(value_path, args, device, flag="--value_model")
     reference = load_policy(path, args, device, trainable=False) if args.beta else None
     optimizer, value_optimizer = adamw(model, args), adamw(value_model, args)
-    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+    rollouts = make_rollouts(model, prompts, rows, args, tokenizer, device)
 
     # ---- resume: everything else is a function of (seed, step) ----
     totals, beta = Totals(), KLCoefficient(args)
     value_state = (value_model, value_optimizer)
-    checkpointer = Checkpointer(args, model, optimizer, value=value_state, order=order, totals=totals, beta=beta)
+    checkpointer = Checkpointer(args, model, optimizer, value=value_state, rollouts=rollouts, totals=totals, beta=beta)
     first_step = checkpointer.load_latest()
     meter = Meter()
     logger = RunLogger(
@@ -189,36 +190,19 @@ def main(args: Args) -> None:
     updates = args.minibatches * args.epochs_per_rollout
     logger.message(
         f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
-        f"{total_steps} steps on {world_size} ranks, {type(engine).__name__}, "
+        f"{total_steps} steps on {world_size} ranks, {rollouts}, "
         + ("on-policy" if updates == 1 else f"off-policy, {updates} updates per rollout")
     )
     if eval_prompts and first_step == 0:
-        engine.wake()
-        engine.sync_weights(model)
-        logger.log(0, online.evaluate(engine, *my_eval, rewards))
-        engine.sleep()
+        logger.log(0, online.evaluate(rollouts, 0, eval_prompts, eval_rows, rewards))
 
     stopping = False
     for step in range(first_step, total_steps):
-        # ---- 1. rollout: the engine always samples from the weights we are about to update ----
-        cursor = order.state_dict()
+        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
         with meter.time("step"):
-            with meter.time("sync"):
-                engine.wake()
-                engine.sync_weights(model)
-            with meter.time("rollout"):
-                drawn = order.draw(args.prompts_per_step)
-                mine = range(rank, args.prompts_per_step, world_size)  # positions in the step's global batch
-                # A seed per prompt, from its global position: completions do not depend on the number of ranks.
-                seeds = [distributed.fold_seed(args.seed, step, i) for i in mine]
-                batch = [prompts[drawn[i]] for i in mine]
-                groups = engine.generate(batch, args.samples_per_prompt, seeds, args.temperature)
-                engine.sleep()  # hand weights and KV-cache memory back to the trainer
-            for i, group in zip(mine, groups, strict=True):
-                for sample in group:
-                    sample.row = rows[drawn[i]]
-            if distributed.stop_requested():
-                order.load_state_dict(cursor)  # nothing was learned from this rollout: the resumed run makes it again
+            rollouts.submit(step, total_steps)
+            groups = rollouts.collect(step, meter)
+            if groups is None:  # told to stop
                 stopping = True
                 break
 
@@ -259,7 +243,7 @@ def main(args: Args) -> None:
                 model.reshard()  # a forward without backward leaves the root whole
                 value_model.reshard()
             if step == first_step:
-                check_agreement(micro_batches, args, engine)
+                check_agreement(micro_batches, args, device)
             _, error = moments(micro_batches, [mb.returns_T - mb.values_T for mb in micro_batches])
             _, spread = moments(micro_batches, [mb.returns_T for mb in micro_batches])
             mean, std = moments(micro_batches, [mb.advantages_T for mb in micro_batches])
@@ -316,7 +300,7 @@ def main(args: Args) -> None:
         # ---- 4. log, evaluate, checkpoint ----
         totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
         metrics = online.effective_sample_size(meter.reduce())
-        metrics |= dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens, updates=done)
+        metrics |= dict(lr=lr, epoch=rollouts.epochs_done, num_tokens=totals.num_tokens, updates=done)
         metrics["explained_variance"] = 1 - (error / spread) ** 2 if spread else 0.0
         if args.beta:
             metrics["beta"] = beta.value
@@ -324,13 +308,10 @@ def main(args: Args) -> None:
                 beta.update(metrics["objective/kl"], args.prompts_per_step * args.samples_per_prompt)
         last = step + 1 == total_steps
         if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
-            engine.wake()
-            engine.sync_weights(model)
-            metrics |= online.evaluate(engine, *my_eval, rewards)
-            engine.sleep()
+            metrics |= online.evaluate(rollouts, step + 1, eval_prompts, eval_rows, rewards)
         logger.log(step + 1, metrics)
         if (step + 1) % args.log_every == 0 or last:
-            logger.samples(step + 1, groups, rewards_PG, mine)
+            logger.samples(step + 1, groups, rewards_PG, rollouts.positions)
         stopping = distributed.stop_requested()
         if stopping:
             step += 1
@@ -348,7 +329,7 @@ def main(args: Args) -> None:
         checkpointer.export_hf(tokenizer)
         logger.message(f"done: {args.output_dir}/hf")
     logger.close()
-    engine.close()
+    rollouts.close()
     distributed.cleanup()
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from common import distributed
 from common.advantages import leave_one_out
+from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.data import Encoder, RowOrder, encode_prompts
-from common.hub import context_length, eos_token_ids, load_tokenizer, resolve_model
+from common.data import Encoder, encode_prompts
+from common.hub import context_length, load_tokenizer, resolve_model
 from common.losses import clip_policy_loss
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
@@ -44,7 +45,7 @@ from common.online import (
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import pack
 from common.rewards import Rewards
-from common.rollout import check_agreement, make_engine
+from common.rollout import check_agreement
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
@@ -81,7 +82,9 @@ def measure_clipping(meter: Meter, args: Args, log_ratio_N: Tensor, advantages_N
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks)
+    if distributed.is_rollout_rank():
+        return serve(args, device)  # generates until the others are done
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
@@ -94,19 +97,17 @@ def main(args: Args) -> None:
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
     eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
-    my_eval = eval_prompts[rank::world_size], eval_rows[rank::world_size]
-    order = RowOrder(len(prompts), args.seed)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models and engine: FSDP2 shards train, vLLM in the same process samples ----
+    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     reference = load_policy(path, args, device, trainable=False) if args.beta else None
     optimizer = adamw(model, args)
-    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+    rollouts = make_rollouts(model, prompts, rows, args, tokenizer, device)
 
     # ---- resume: everything else is a function of (seed, step) ----
     totals, beta = Totals(), KLCoefficient(args)
-    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals, beta=beta)
+    checkpointer = Checkpointer(args, model, optimizer, rollouts=rollouts, totals=totals, beta=beta)
     first_step = checkpointer.load_latest()
     meter = Meter()
     logger = RunLogger(
@@ -117,36 +118,19 @@ def main(args: Args) -> None:
     updates = args.minibatches * args.epochs_per_rollout
     logger.message(
         f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
-        f"{total_steps} steps on {world_size} ranks, {type(engine).__name__}, "
+        f"{total_steps} steps on {world_size} ranks, {rollouts}, "
         + ("on-policy" if updates == 1 else f"off-policy, {updates} updates per rollout")
     )
     if eval_prompts and first_step == 0:
-        engine.wake()
-        engine.sync_weights(model)
-        logger.log(0, evaluate(engine, *my_eval, rewards))
-        engine.sleep()
+        logger.log(0, evaluate(rollouts, 0, eval_prompts, eval_rows, rewards))
 
     stopping = False
     for step in range(first_step, total_steps):
-        # ---- 1. rollout: the engine always samples from the weights we are about to update ----
-        cursor = order.state_dict()
+        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
         with meter.time("step"):
-            with meter.time("sync"):
-                engine.wake()
-                engine.sync_weights(model)
-            with meter.time("rollout"):
-                drawn = order.draw(args.prompts_per_step)
-                mine = range(rank, args.prompts_per_step, world_size)  # positions in the step's global batch
-                # A seed per prompt, from its global position: completions do not depend on the number of ranks.
-                seeds = [distributed.fold_seed(args.seed, step, i) for i in mine]
-                batch = [prompts[drawn[i]] for i in mine]
-                groups = engine.generate(batch, args.samples_per_prompt, seeds, args.temperature)
-                engine.sleep()  # hand weights and KV-cache memory back to the trainer
-            for i, group in zip(mine, groups, strict=True):
-                for sample in group:
-                    sample.row = rows[drawn[i]]
-            if distributed.stop_requested():
-                order.load_state_dict(cursor)  # nothing was learned from this rollout: the resumed run makes it again
+            rollouts.submit(step, total_steps)
+            groups = rollouts.collect(step, meter)
+            if groups is None:  # told to stop
                 stopping = True
                 break
 
@@ -204,7 +188,7 @@ def main(args: Args) -> None:
                         if update < args.minibatches:
                             measure_sampling(meter, mb, weights_T)
                     if step == first_step and update == 0:
-                        check_agreement([mb for minibatch in minibatches for mb in minibatch], args, engine)
+                        check_agreement([mb for minibatch in minibatches for mb in minibatch], args, device)
                     lr = learning_rate(step, total_steps, args)
                     grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss)
                     meter.mean("grad_norm", grad_norm)
@@ -212,19 +196,16 @@ def main(args: Args) -> None:
         # ---- 4. log, evaluate, checkpoint ----
         totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
         metrics = effective_sample_size(meter.reduce())
-        metrics |= dict(lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
+        metrics |= dict(lr=lr, epoch=rollouts.epochs_done, num_tokens=totals.num_tokens)
         if args.beta:
             metrics["beta"] = beta.value
             beta.update(metrics["kl"], args.prompts_per_step * args.samples_per_prompt)
         last = step + 1 == total_steps
         if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
-            engine.wake()
-            engine.sync_weights(model)
-            metrics |= evaluate(engine, *my_eval, rewards)
-            engine.sleep()
+            metrics |= evaluate(rollouts, step + 1, eval_prompts, eval_rows, rewards)
         logger.log(step + 1, metrics)
         if (step + 1) % args.log_every == 0 or last:
-            logger.samples(step + 1, groups, scores_PG, mine)
+            logger.samples(step + 1, groups, scores_PG, rollouts.positions)
         stopping = distributed.stop_requested()
         if stopping:
             step += 1
@@ -242,7 +223,7 @@ def main(args: Args) -> None:
         checkpointer.export_hf(tokenizer)
         logger.message(f"done: {args.output_dir}/hf")
     logger.close()
-    engine.close()
+    rollouts.close()
     distributed.cleanup()
 
 

@@ -11,7 +11,7 @@ EOS is ignored and every request is told its length, so in (a) and (b) all make 
   count. No log-probs and no seeds, so it does less;
 - vllm, plain: neither seeds nor log-probs, as `generate`;
 - transformers: our `TransformersEngine` (seeds, log-probs, batches of 64), in (a) alone: it has one length for all.
-(c) is the time of `sync_weights`, and of one whole `VLLMEngine.generate` call of at most 128 tokens each (EOS ends it).
+(c) is the time of `load_weights`, and of one whole `VLLMEngine.generate` call of at most 128 tokens each (EOS ends it).
 The variants take turns; the first call of each is not timed.
 """
 
@@ -34,7 +34,7 @@ from common import distributed
 from common.config import RolloutArgs
 from common.hub import load_tokenizer, resolve_model
 from common.models import compute_dtype, load_policy
-from common.rollout import make_engine
+from common.rollout import make_engine, whole_weights
 
 COUNT, FIXED, MEAN, LONGEST = 256, 128, 32, 256
 TARGETS = {"a": 1.3, "b": 2.0}
@@ -99,14 +99,14 @@ def main() -> None:
     ours = make_engine(path, args, [tokenizer.pad_token_id], tokenizer, device)
     ours.replica.generation_config.min_new_tokens = FIXED  # no EOS before that
     vllm.wake()
-    vllm.sync_weights(policy)
+    vllm.load_weights(whole_weights(policy, vllm.dtype))
 
     def sampled(engine) -> int:
         groups = engine.generate(prompts, n=1, seeds=list(range(COUNT)), temperature=1.0)
         return sum(len(group[0].completion_ids) for group in groups)
 
     def sync() -> int:
-        vllm.sync_weights(policy)
+        vllm.load_weights(whole_weights(policy, vllm.dtype))
         return 0
 
     calls = {
@@ -117,7 +117,7 @@ def main() -> None:
             "generate": lambda lengths=lengths: with_generate(hf, prompts, lengths),
         }.items()
     } | {"a vllm, plain": lambda: with_vllm(vllm.llm, prompts, workloads["a"], plain=True)}
-    calls |= {"a transformers": lambda: sampled(ours), "c VLLMEngine": lambda: sampled(vllm), "c sync_weights": sync}
+    calls |= {"a transformers": lambda: sampled(ours), "c VLLMEngine": lambda: sampled(vllm), "c load_weights": sync}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     tokens = {}
     for _ in range(1 + rounds):

@@ -51,7 +51,8 @@ def prepare_output_dir(args: RunArgs) -> None:
 def _claim(folder: Path, args: RunArgs) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
-        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id", "reference_logps.json"):
+        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id", "reference_logps.json",
+                     "completions.jsonl"):  # fmt: skip
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "hf", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)

@@ -163,7 +163,9 @@ class RolloutArgs(RunArgs):
         self.require_finite("temperature")
         if self.max_logprob_difference is not None:
             self.require_positive("max_logprob_difference")
-        self.require_multiple("prompts_per_step", distributed.world_size(), "the number of ranks")
+        trainers, generators = self.ranks()
+        self.require_multiple("prompts_per_step", trainers, "the number of ranks that train")
+        self.require_multiple("prompts_per_step", generators, "the number of ranks that generate")
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
@@ -172,12 +174,52 @@ class RolloutArgs(RunArgs):
             raise ValueError(f"--reward_weights {' '.join(map(str, self.reward_weights))} must be finite numbers")
         if not 0 <= self.max_reward_errors <= 1:
             raise ValueError(f"--max_reward_errors {self.max_reward_errors} must be in [0, 1]")
-        if distributed.world_size() % self.tensor_parallel_size:
-            size, ranks = self.tensor_parallel_size, distributed.world_size()
-            raise ValueError(f"--tensor_parallel_size {size} does not divide the {ranks} ranks")
+        if generators % (size := self.tensor_parallel_size):
+            raise ValueError(f"--tensor_parallel_size {size} does not divide the {generators} ranks that generate")
         if not 0 < self.gpu_memory_utilization < 1:
             raise ValueError(f"--gpu_memory_utilization {self.gpu_memory_utilization} must be between 0 and 1")
         if self.max_new_tokens >= self.pack_tokens:
             raise ValueError(
                 f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --pack_tokens {self.pack_tokens}"
             )
+
+    def ranks(self) -> tuple[int, int]:
+        """How many ranks train and how many generate, before `distributed.setup`: here each does both."""
+        return distributed.world_size(), distributed.world_size()
+
+
+@dataclass
+class OnlineArgs(RolloutArgs):
+    """Flags of every script that learns from what it samples."""
+
+    minibatches: int = 1
+    """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
+    epochs_per_rollout: int = 1
+    """passes over each rollout"""
+    missing_eos_penalty: float = 0.0
+    """subtracted from the reward, scaled and clipped, of a completion that max_new_tokens cut off"""
+    rollout_ranks: int = 0
+    """the last so many ranks only generate, the others only train, both at the same time; 0: every rank does both in
+    turn"""
+    max_staleness: int = 1
+    """with --rollout_ranks: how many steps old the weights may be that sampled what a step learns from; 0: the two
+    kinds of ranks take turns, more than 1: a longer queue"""
+
+    def __post_init__(self) -> None:
+        ranks = distributed.world_size()
+        if not 0 <= self.rollout_ranks < ranks:
+            raise ValueError(f"--rollout_ranks {self.rollout_ranks}: of {ranks} ranks, 0 to {ranks - 1} may do so")
+        self.require_not_negative("max_staleness")
+        self.require_read("max_staleness", self.rollout_ranks > 0, "--rollout_ranks is 0")
+        super().__post_init__()
+        self.require_positive("minibatches", "epochs_per_rollout")
+        self.require_not_negative("missing_eos_penalty")
+        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
+        trainers = self.ranks()[0]
+        self.require_multiple(
+            "prompts_per_step", trainers * self.minibatches, "the ranks that train times --minibatches"
+        )
+
+    def ranks(self) -> tuple[int, int]:
+        trainers = distributed.world_size() - self.rollout_ranks
+        return trainers, self.rollout_ranks or trainers

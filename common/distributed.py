@@ -2,6 +2,9 @@
 
 Every script calls `setup()` first and `cleanup()` last. In between a rank may fail at any point: the first to fail
 says why in one line, and no rank is left waiting for it (see `_report_and_exit`).
+
+With `--rollout_ranks` the launch is two worlds, the ranks that train and those that generate. Each has a process group
+of its own, so everything here and in the libraries spans the ranks of one role; `link` joins ranks of both.
 """
 
 import hashlib
@@ -9,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +25,9 @@ from torch import Tensor
 
 PROJECT = Path(__file__).resolve().parent.parent
 
-_store: dist.Store | None = None  # set by setup(); used to agree on which rank failed first
+_store: dist.Store | None = None  # of the whole launch, set by setup(); also to agree on which rank failed first
+_launch_rank = 0  # among all ranks of the launch; RANK and WORLD_SIZE are those of the role once setup() is done
+training_ranks, rollout_ranks = range(1), range(0)  # the launch's ranks by role, set by setup()
 _stop_signal: int | None = None  # set by the signal handler, read at safe points by stop_requested()
 before_failing: list[Callable[[], None]] = []  # what must be put in order before the message: the progress bar
 
@@ -31,25 +37,30 @@ class RunError(RuntimeError):
 
 
 def world_size() -> int:
-    """Number of ranks: torchrun's, also before `setup()`; 1 without torchrun."""
+    """Number of ranks: torchrun's before `setup()`, then those of this rank's role; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes files and the console (global rank 0)."""
-    return int(os.environ.get("RANK", 0)) == 0
+    """Whether this process is the one that writes files and the console (rank 0, which always trains)."""
+    return int(os.environ.get("RANK", 0)) == 0 and not is_rollout_rank()
 
 
-def setup(seed: int) -> tuple[torch.device, int, int]:
-    """Join the process group, install the signal and failure handlers and seed torch.
+def is_rollout_rank() -> bool:
+    """Whether this process is one of the last `--rollout_ranks`, which only generate."""
+    return _launch_rank in rollout_ranks
 
-    Returns `(device, rank, world_size)`. Under torchrun the environment says who we are; plain `python script.py` is
-    one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Every rank gets the same seed: initial weights
-    must not depend on the rank, and nothing else draws from the global generator.
+
+def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
+    """Join the process group of this rank's role, install the signal and failure handlers and seed torch.
+
+    Returns `(device, rank, world_size)`, the latter two within the role. Under torchrun the environment says who we
+    are; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Every rank gets
+    the same seed: initial weights must not depend on the rank, and nothing else draws from the global generator.
 
     Exits with one line if the other ranks cannot be met.
     """
-    global _store
+    global _store, _launch_rank, training_ranks, rollout_ranks
     if "RANK" not in os.environ:  # plain python; the engine reads these variables too
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,16 +79,30 @@ def setup(seed: int) -> tuple[torch.device, int, int]:
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would go on trying for minutes
         _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        dist.init_process_group(
-            backend, store=_store, rank=rank, world_size=world_size(), timeout=timedelta(minutes=30)
+        _launch_rank, ranks = rank, range(world_size())
+        training_ranks, rollout_ranks = (
+            ranks[: len(ranks) - num_rollout_ranks],
+            ranks[len(ranks) - num_rollout_ranks :],
         )
+        role = rollout_ranks if is_rollout_rank() else training_ranks
+        rank, size, store = role.index(rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))  # vLLM reads them
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         fail(f"rank {rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
     install_signal_handlers()
     torch.manual_seed(seed)
-    return device, rank, world_size()
+    return device, rank, size
+
+
+def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group over ranks of the launch whatever their role, for tensors on `device`. It has the low-level
+    methods only (`send`, `recv`, `broadcast`) and waits as long as its ranks live. Collective over `ranks`."""
+    store, rank, forever = dist.PrefixStore(name, _store), ranks.index(_launch_rank), timedelta(days=100)
+    kind = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    return kind(store, rank, len(ranks), forever)
 
 
 def cleanup() -> None:
@@ -151,6 +176,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
+def fail_in_thread(error: Exception) -> None:
+    """End this process for an error met outside its main thread, which may be in a collective that never ends."""
+    _report_and_exit(type(error), error, error.__traceback__)
+
+
 def fail(message: str, code: int) -> None:
     """Print `error: message` once, whatever the number of ranks, and exit. For errors that every rank meets alike.
 
@@ -171,17 +201,19 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     NCCL's exit hooks, which wait for ranks that may be gone. The peers' collectives then fail, or the launcher
     terminates them; they land here too, find that another rank has spoken, and stay silent.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     first = True
-    if _store is not None and world_size() > 1:
+    if _store is not None:
         try:
             first = _store.add(f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1
         except (dist.DistNetworkError, dist.DistStoreError):  # the store's host is gone, so another rank failed first
             first = False
     if not first:
         # Wait for the launcher's SIGTERM; if our handler has had it already, no other will come for 30 seconds.
-        time.sleep(60 if _stop_signal is None else 1)
+        time.sleep(60 if _stop_signal is None and in_main_thread else 1)
         os._exit(1)
     for put_in_order in before_failing:
         put_in_order()
@@ -193,14 +225,14 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
-        print(f"error: rank {os.environ['RANK']} lost another rank: {first_line(error)}", file=sys.stderr)
+        print(f"error: rank {_launch_rank} lost another rank: {first_line(error)}", file=sys.stderr)
         code = 1
     elif _stop_signal is not None:
         print(f"error: stopped by signal {_stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
         code = 1
     else:
         code = 1
-        print(f"rank {os.environ.get('RANK', 0)} failed:", file=sys.stderr)
+        print(f"rank {_launch_rank} failed:", file=sys.stderr)
         traceback.print_exception(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()

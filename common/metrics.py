@@ -187,6 +187,7 @@ class RunLogger:
                     reward=reward,
                     advantage=sample.advantages[-1],
                     finish_reason=sample.finish_reason,
+                    version=sample.version,
                 )
                 for sample, reward in zip(group, rewards_G, strict=True)
             ]

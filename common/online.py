@@ -13,22 +13,18 @@ from torch import Tensor
 
 from common import distributed
 from common.advantages import group_advantages, overlong_penalty
-from common.config import MAX_FLOAT, RolloutArgs
+from common.colocated import Rollouts
+from common.config import MAX_FLOAT, OnlineArgs
 from common.losses import importance_weights
 from common.metrics import Meter
 from common.packing import PackedBatch, Sample
 from common.rewards import Rewards
-from common.rollout import Engine
 
 
 @dataclass
-class PolicyGradientArgs(RolloutArgs):
+class PolicyGradientArgs(OnlineArgs):
     """Flags of every script that follows a policy gradient: grpo.py, rloo.py, ppo.py."""
 
-    minibatches: int = 1
-    """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
-    epochs_per_rollout: int = 1
-    """passes over each rollout"""
     beta: float = 0.0
     """weight of the KL penalty to the starting model; 0 never loads it"""
     kl_target: float = 0.0
@@ -50,8 +46,6 @@ class PolicyGradientArgs(RolloutArgs):
     """rewards are multiplied by this"""
     reward_clip: float = 0.0
     """scaled rewards are clipped to [-reward_clip, reward_clip]; 0: off"""
-    missing_eos_penalty: float = 0.0
-    """subtracted from the clipped reward of a completion that max_new_tokens cut off"""
     overlong_buffer: float = 0.0
     """a completion that reaches into this last fraction of max_new_tokens is penalised (DAPO: 0.2); 0: off"""
     overlong_penalty: float = 1.0
@@ -59,12 +53,8 @@ class PolicyGradientArgs(RolloutArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("minibatches", "epochs_per_rollout", "kl_horizon")
-        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
-        ranks = distributed.world_size()
-        self.require_multiple("prompts_per_step", ranks * self.minibatches, "the number of ranks times --minibatches")
-        self.require_not_negative("beta", "kl_target", "correction_low", "reward_clip", "missing_eos_penalty")
-        self.require_not_negative("overlong_penalty")
+        self.require_positive("kl_horizon")
+        self.require_not_negative("beta", "kl_target", "correction_low", "reward_clip", "overlong_penalty")
         self.require_positive("reward_scale")
         self.require_finite("reward_scale")
         if self.kl_target and not self.beta:
@@ -122,11 +112,16 @@ def shape_rewards(rewards_PG: Tensor, args: PolicyGradientArgs) -> Tensor:
     return scaled_PG.clamp(-args.reward_clip, args.reward_clip) if args.reward_clip else scaled_PG
 
 
-def length_penalties(groups: list[list[Sample]], args: PolicyGradientArgs) -> Tensor:
-    """What is added to the shaped rewards for length, [P, G] float64, never positive: `--missing_eos_penalty` for a
-    completion that was cut off, and DAPO's ramp over the last `--overlong_buffer`."""
+def truncation_penalties(groups: list[list[Sample]], args: OnlineArgs) -> Tensor:
+    """Minus `--missing_eos_penalty` for a completion that was cut off, [P, G] float64: what is added to its reward."""
     truncated_PG = torch.tensor([[s.finish_reason == "length" for s in group] for group in groups])
-    penalties_PG = -args.missing_eos_penalty * truncated_PG.double()
+    return -args.missing_eos_penalty * truncated_PG.double()
+
+
+def length_penalties(groups: list[list[Sample]], args: PolicyGradientArgs) -> Tensor:
+    """What is added to the shaped rewards for length, [P, G] float64, never positive: `truncation_penalties` and DAPO's
+    ramp over the last `--overlong_buffer`."""
+    penalties_PG = truncation_penalties(groups, args)
     if args.overlong_buffer:
         lengths_PG = torch.tensor([[len(s.completion_ids) for s in group] for group in groups])
         buffer = args.overlong_buffer * args.max_new_tokens
@@ -194,14 +189,19 @@ def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     return metrics | ({} if square is None else {"sampling/ess": metrics[f"{name}/mean"] ** 2 / square})
 
 
-def evaluate(engine: Engine, prompts: list[list[int]], rows: list[dict], rewards: Rewards) -> dict[str, float]:
-    """Greedy completions of this rank's held-out prompts. pass@1: the fraction whose first reward is at least 1."""
+def evaluate(
+    rollouts: Rollouts, step: int, prompts: list[list[int]], rows: list[dict], rewards: Rewards
+) -> dict[str, float]:
+    """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
+    reward is at least 1."""
     meter = Meter()
-    groups = engine.generate(prompts, n=1, seeds=[0] * len(prompts), temperature=0.0)
-    for group, row in zip(groups, rows, strict=True):
+    groups = rollouts.sample_now(step, prompts, n=1, seeds=[0] * len(prompts), temperature=0.0)
+    for group, row in zip(groups, rows[rollouts.rank :: rollouts.ranks], strict=True):
         group[0].row = row
     rewards_PG, parts = rewards(groups)
     solved_PG = next(iter(parts.values())) >= 1
     meter.mean("eval/pass_at_1", solved_PG.sum(), solved_PG.numel())
+    for name, part_PG in parts.items():
+        meter.mean(f"eval/rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
     meter.mean("eval/reward", rewards_PG.nansum(), (~rewards_PG.isnan()).sum())
     return meter.reduce()

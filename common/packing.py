@@ -43,6 +43,8 @@ class Sample:
     """tokens of the prompt; `ids[prompt_length:]` is the completion"""
     finish_reason: str = ""
     """`stop` (an EOS was sampled) or `length` (cut off)"""
+    version: int = 0
+    """how many steps had been finished with the weights that sampled it"""
     text: str = ""
     """the completion decoded, for rewards and for people; never tokenised again"""
     row: dict = field(default_factory=dict)

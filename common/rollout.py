@@ -1,9 +1,10 @@
-"""The engine that samples completions from the policy being trained, in the same process.
+"""The engine that samples completions from the policy being trained, in this process.
 
 `make_engine` returns a vLLM engine (one per rank, or per tensor-parallel group), or where vLLM is not installed a
-short one over transformers. Both have `generate`, `sync_weights`, `sleep`, `wake` and `close`. The loop of a script is
+short one over transformers. Both have `generate`, `load_weights`, `sleep`, `wake` and `close`. `common/asynchronous.py`
+drives it, on the ranks that train or on ranks that only generate:
 
-    engine.wake(); engine.sync_weights(model); groups = engine.generate(...); engine.sleep(); ...train...
+    engine.wake(); engine.load_weights(whole_weights(model)); groups = engine.generate(...); engine.sleep(); ...train...
 
 Completions do not depend on the number of ranks: every completion has a seed of its own.
 """
@@ -50,8 +51,25 @@ def make_engine(path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, dev
     return VLLMEngine(path, args, eos_ids, tokenizer, device)
 
 
+def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the policy, whole, in one order on every rank (gathering is collective).
+
+    FSDP's own all-gather, one transformer block at a time and in the compute dtype: no more than a block is ever
+    whole. Copies, because vLLM holds on to them until a layer is complete. `remove_duplicate=False` names a tied
+    head too: without it the engine would keep its old head and never say so.
+    """
+    prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
+    for unit in (model, *prefixes):
+        unit.reshard()  # it may still be whole, with older values, after a forward without backward
+        unit.unshard()
+        for name, weight in unit.named_parameters(remove_duplicate=False):
+            if not isinstance(weight, DTensor):  # of another unit, still sharded
+                yield prefixes.get(unit, "") + name.removeprefix("hf."), weight.detach().to(dtype, copy=True)
+        unit.reshard()
+
+
 class Engine:
-    """What both engines share: the settings, and the walk over the policy's weights."""
+    """What both engines share: the settings, and the form of what they return."""
 
     def __init__(self, path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, device: torch.device):
         self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
@@ -86,27 +104,11 @@ class Engine:
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
         )
 
-    def _weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of the policy, whole, in one order on every rank (gathering is collective).
-
-        FSDP's own all-gather, one transformer block at a time and in the compute dtype: no more than a block is ever
-        whole. Copies, because vLLM holds on to them until a layer is complete. `remove_duplicate=False` names a tied
-        head too: without it the engine would keep its old head and never say so.
-        """
-        prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
-        for unit in (model, *prefixes):
-            unit.reshard()  # it may still be whole, with older values, after a forward without backward
-            unit.unshard()
-            for name, weight in unit.named_parameters(remove_duplicate=False):
-                if not isinstance(weight, DTensor):  # of another unit, still sharded
-                    yield prefixes.get(unit, "") + name.removeprefix("hf."), weight.detach().to(self.dtype, copy=True)
-            unit.reshard()
-
     def sleep(self) -> None:
         """Give memory to the trainer, where the engine can."""
 
     def wake(self) -> None:
-        """Take it back. `sync_weights` must follow before `generate`."""
+        """Take it back. `load_weights` must follow before `generate`."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""
@@ -209,11 +211,9 @@ class VLLMEngine(Engine):
             for output in outputs[start : start + counts[mine]]
         ]
 
-    def sync_weights(self, model: nn.Module) -> None:
-        """Load the policy's current weights. Collective. Always call it before sampling; nothing guesses."""
-        self.llm.collective_rpc(
-            "reload_weights", kwargs=dict(weights_iterator=self._weights(model), is_checkpoint_format=True)
-        )
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take the policy's weights, all of them by name."""
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
         # Cached prefixes are of the old weights.
@@ -248,13 +248,13 @@ def _untouched_rng():
             torch.cuda.set_rng_state(cuda)
 
 
-def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, engine: Engine) -> None:
+def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, device: torch.device) -> None:
     """Compare the log-probs of engine and trainer on everything a first rollout sampled. Collective.
 
     A wrong temperature, a stale head or a weight that did not arrive shows here, before anything is learned from it.
     Raises `RunError` above `--max_logprob_difference`.
     """
-    limit = args.max_logprob_difference or (1e-3 if engine.dtype == torch.float32 else 1.0)
+    limit = args.max_logprob_difference or (1e-3 if compute_dtype(args, device) == torch.float32 else 1.0)
     differences = [(mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs() for mb in micro_batches]
     largest = max(float(d.nan_to_num(nan=torch.inf).max()) if len(d) else 0.0 for d in differences)
     if (worst := float(distributed.all_max(largest))) > limit:

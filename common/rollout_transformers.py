@@ -1,7 +1,9 @@
 """The fallback engine, `model.generate` on an unsharded replica: for machines without vLLM."""
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.rollout import SEED_SPACING, Engine
 
@@ -48,11 +50,11 @@ class TransformersEngine(Engine):
             completions.append((tokens[:length], token_logprobs[:length], reason))
         return completions
 
-    def sync_weights(self, model: nn.Module) -> None:
-        """Copy the policy's current weights. Collective."""
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take the policy's weights, all of them by name."""
         mine = self.replica.state_dict()
         with torch.no_grad():
-            for name, whole in self._weights(model):
+            for name, whole in weights:
                 mine[name].copy_(whole)
 
 

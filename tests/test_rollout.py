@@ -17,7 +17,7 @@ from common.distributed import RunError
 from common.hub import context_length, eos_token_ids, load_tokenizer
 from common.models import Policy, load_policy
 from common.packing import Sample, pack
-from common.rollout import Engine, check_agreement, make_engine
+from common.rollout import Engine, check_agreement, make_engine, whole_weights
 from common.tiny import tiny_model
 
 NEW_TOKENS = 24
@@ -60,7 +60,7 @@ def policy(device) -> Policy:
 @pytest.fixture
 def synced(engine, policy) -> Engine:
     engine.wake()
-    engine.sync_weights(policy)
+    engine.load_weights(whole_weights(policy, engine.dtype))
     return engine
 
 
@@ -110,10 +110,10 @@ def test_without_the_sync_they_differ(synced, policy, device):
     groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
     with scaled(policy, "hf.lm_head.weight", 2.0):
         stale = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
-        synced.sync_weights(policy)
+        synced.load_weights(whole_weights(policy, synced.dtype))
         fresh = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
     assert stale > 1e-2 and fresh < 1e-4
-    synced.sync_weights(policy)
+    synced.load_weights(whole_weights(policy, synced.dtype))
     again = synced.generate(prompts(synced), 4, SEEDS, 1.0)
     assert [s.ids for s in flat(again)] == [s.ids for s in flat(groups)]
 
@@ -123,7 +123,7 @@ def test_prefixes_of_old_weights_are_not_reused(synced, policy, device):
     prompt = [prompts(synced)[3] * 6]
     synced.generate(prompt, 2, [1], 1.0)
     with scaled(policy, "hf.model.layers.0.self_attn.v_proj.weight", -1.0):
-        synced.sync_weights(policy)
+        synced.load_weights(whole_weights(policy, synced.dtype))
         assert difference(policy, synced.generate(prompt, 2, [1], 1.0), 1.0, device) < 1e-4
 
 
@@ -227,13 +227,13 @@ def test_check_agreement_stops_the_run(synced, policy, device):
     (mb,) = pack(flat(groups), 1000, device)
     with torch.no_grad():
         mb.old_logprobs_T, *_ = policy(mb, temperature=1.0)
-    check_agreement([mb], synced.args, synced)
+    check_agreement([mb], synced.args, synced.device)
     mb.old_logprobs_T[~mb.loss_mask_T] += 1  # nobody sampled these
-    check_agreement([mb], synced.args, synced)
+    check_agreement([mb], synced.args, synced.device)
     mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] += 0.01
     with pytest.raises(RunError, match="differ by 0.01 nats.*--max_logprob_difference 0.001"):
-        check_agreement([mb], synced.args, synced)
-    check_agreement([mb], RolloutArgs(max_logprob_difference=0.1), synced)
+        check_agreement([mb], synced.args, synced.device)
+    check_agreement([mb], RolloutArgs(max_logprob_difference=0.1), synced.device)
 
 
 def test_the_engine_that_is_asked_for(device, monkeypatch):
