@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+import bok
 import dpo
 import grpo
+import online_dpo
 import ppo
 import rloo
 import rm
@@ -68,10 +70,10 @@ FLAG_ERRORS = [
     (sft, "--max_length 9000", "--max_length 9000 does not fit in --pack_tokens 8192"),
     (sft, "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
     (grpo, "--samples_per_prompt 1", "--samples_per_prompt 1: GRPO compares samples"),
-    (grpo, "--prompts_per_step 7", "--prompts_per_step 7 is not a multiple of the number of ranks (2)"),
+    (grpo, "--prompts_per_step 7", "--prompts_per_step 7 is not a multiple of the number of ranks that train (2)"),
     (grpo, "--prompts_per_step 8 --minibatches 3", "--prompts_per_step 8 is not a multiple of --minibatches (3)"),
-    (grpo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the number of ranks times --minibatches (4)"),
-    (grpo, "--tensor_parallel_size 3", "--tensor_parallel_size 3 does not divide the 2 ranks"),
+    (grpo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the ranks that train times --minibatches (4)"),
+    (grpo, "--tensor_parallel_size 3", "--tensor_parallel_size 3 does not divide the 2 ranks that generate"),
     (grpo, "--max_new_tokens 9000", "--max_new_tokens 9000 leaves no prompt in --pack_tokens 8192"),
     (grpo, "--temperature 0", "--temperature 0.0 must be greater than 0"),
     (grpo, "--reward", "--reward needs at least one name"),
@@ -119,7 +121,7 @@ FLAG_ERRORS = [
     (ppo, "--beta 0 --kl_clamp 1", "--kl_clamp 1.0 would not be read: --beta is 0"),
     (ppo, "--lambda_alpha 0.05 --value_lambda 1 --gae_lambda 0.9", "--gae_lambda 0.9 would not be read"),
     (rloo, "--samples_per_prompt 1", "--samples_per_prompt 1: the baseline is the others, it needs at least 2"),
-    (rloo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the number of ranks times --minibatches (4)"),
+    (rloo, "--prompts_per_step 6 --minibatches 2", "not a multiple of the ranks that train times --minibatches (4)"),
     (rloo, "--beta -1", "--beta -1.0 must be a finite number and not negative"),
     (rloo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
     (dpo, "--beta 0", "--beta 0.0 must be greater than 0"),
@@ -148,6 +150,23 @@ FLAG_ERRORS = [
     (dpo, "--ld_alpha 1.5", "--ld_alpha 1.5 must be in [0, 1]"),
     (dpo, "--loss simpo --ld_alpha 0.5", "--ld_alpha is for summed log-ratios of pairs"),
     (dpo, "--max_length 4098", "two sequences of --max_length 4098 exceed --pack_tokens 8192"),
+    (grpo, "--rollout_ranks 2", "--rollout_ranks 2: of 2 ranks, 0 to 1 may do so"),
+    (ppo, "--rollout_ranks -1", "--rollout_ranks -1: of 2 ranks, 0 to 1 may do so"),
+    (rloo, "--rollout_ranks 1 --max_staleness -1", "--max_staleness -1 must be a finite number and not negative"),
+    (rloo, "--max_staleness 2", "--max_staleness 2 would not be read: --rollout_ranks is 0"),
+    (bok, "--rollout_ranks 1 --tensor_parallel_size 2", "--tensor_parallel_size 2 does not divide the 1 ranks that"),
+    (online_dpo, "--samples_per_prompt 1", "--samples_per_prompt 1: a pair needs at least 2"),
+    (online_dpo, "--loss kto", "--loss kto looks at single completions: it is for dpo.py"),
+    (online_dpo, "--loss sigmoid aot", "--loss aot looks at all pairs of a batch at once: it is for dpo.py"),
+    (online_dpo, "--loss simpo --f_divergence js", "--f_divergence js would not be read"),
+    (online_dpo, "--missing_eos_penalty -1", "--missing_eos_penalty -1.0 must be a finite number and not negative"),
+    (bok, "--samples_per_prompt 1", "--samples_per_prompt 1: the best of k needs at least 2"),
+    (bok, "--keep 4", "--keep 4: 1 to 3 of --samples_per_prompt"),
+    (bok, "--keep 0", "--keep 0: 1 to 3 of --samples_per_prompt"),
+    (bok, "--keep 2 --keep_above 0.5", "--keep 2 would not be read: --keep_above replaces it"),
+    (bok, "--keep_above nan", "--keep_above nan must be a finite number"),
+    (bok, "--offline --beta 0.1", "--beta 0.1 would not be read: with --offline"),
+    (bok, "--offline --rollout_ranks 1", "--rollout_ranks 1 would not be read: with --offline"),
     (dpo, "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
     (rm, "--center_coefficient -1", "--center_coefficient -1.0 must not be negative"),
     (rm, "--max_length 4097", "two sequences of --max_length 4097 exceed --pack_tokens 8192"),

@@ -11,7 +11,7 @@ from helpers import ROOT
 import grpo
 import sft
 from common.cli import parse
-from common.config import RolloutArgs, RunArgs
+from common.config import OnlineArgs, RolloutArgs, RunArgs
 from common.online import PolicyGradientArgs
 from common.preference_losses import PreferenceArgs
 
@@ -162,11 +162,11 @@ def documented(path, class_name: str) -> None:
 
 
 def test_every_field_is_documented():
-    for class_name in (RunArgs.__name__, RolloutArgs.__name__):
+    for class_name in (RunArgs.__name__, RolloutArgs.__name__, OnlineArgs.__name__):
         documented(ROOT / "common" / "config.py", class_name)
     documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
     documented(ROOT / "common" / "online.py", PolicyGradientArgs.__name__)
-    assert {"sft", "dpo", "rm", "grpo", "rloo", "ppo"} <= set(ALGORITHMS)
+    assert {"sft", "dpo", "rm", "grpo", "rloo", "ppo", "online_dpo", "bok"} <= set(ALGORITHMS)
     for script in ALGORITHMS:
         documented(ROOT / f"{script}.py", "Args")
 

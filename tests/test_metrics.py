@@ -117,7 +117,9 @@ def test_samples_are_written_whole(tmp_path):
     log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
     log.samples(3, [[completion(text), completion("y")]], torch.tensor([[0.25, 0.0]]), [0])
     first, second = read_metrics(tmp_path / "samples.jsonl")
-    assert first == dict(step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length")
+    assert first == dict(
+        step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length", version=0
+    )
     assert (second["completion"], second["reward"]) == ("y", 0.0)
 
 

@@ -1,0 +1,121 @@
+"""Ranks that only generate: the same run as with the engine in the training process, bounded staleness, nothing lost at
+a kill, and no hang when a rank of either kind dies."""
+
+import json
+import os
+import signal
+from collections import Counter
+
+import helpers
+import pytest
+from helpers import assert_close_metrics, assert_same_weights, metrics, run, weights
+from test_grpo import REWARD
+from test_signals import Running
+
+pytestmark = pytest.mark.slow
+
+STEPS, PROMPTS, EPOCHS = 6, 8, 1
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """48 prompts, each with a name of its own: an epoch is six steps."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [dict(prompt=f"{100 + i}+7=", answer=str(107 + i)) for i in range(STEPS * PROMPTS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    return (
+        "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
+        "--reward", f"{folder / 'reward.py'}:digits", "--prompts_per_step", PROMPTS, "--samples_per_prompt", 4,
+        "--max_new_tokens", 8, "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--save_every", 2,
+    )  # fmt: skip
+
+
+FAST = ("--engine", "transformers")
+
+
+@pytest.fixture(scope="module")
+def colocated(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colocated")
+    run(1, "rloo.py", *flags, *FAST, "--output_dir", folder)
+    return folder
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_without_staleness_it_is_the_colocated_run_also_when_killed_and_resumed(colocated, flags, tmp_path):
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "rloo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    assert "resuming from" in run(2, "rloo.py", *flags).stdout
+    assert_same_weights(colocated, tmp_path)
+    assert lines(colocated) == lines(tmp_path)
+    numbers = ("loss", "kl", "grad_norm", "reward", "eval/pass_at_1", "eval/reward", "epoch", "num_tokens")
+    assert_close_metrics(colocated, tmp_path, numbers, rel=0)
+
+
+def test_two_and_two_ranks_with_vllm_are_the_colocated_run(colocated, flags, tmp_path):
+    """Weights go from two shards, parameter by parameter, into two vLLM engines that have to agree with the trainer."""
+    extra = ("--engine", "vllm", "--rollout_ranks", 2, "--max_staleness", 0, "--output_dir", tmp_path)
+    run(4, "rloo.py", *flags, *extra)
+    for line in metrics(tmp_path)[1:]:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4 and line["sampling/staleness/max"] == 0
+    # Another engine draws other completions: the same run again, with the engines in the training ranks.
+    run(2, "rloo.py", *flags, "--engine", "vllm", "--output_dir", tmp_path / "colocated")
+    assert [line["completion"] for line in lines(tmp_path)] == [x["completion"] for x in lines(tmp_path / "colocated")]
+    one, other = weights(tmp_path), weights(tmp_path / "colocated")
+    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-5
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, staleness, tmp_path):
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "rloo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    run(2, "rloo.py", *flags)
+    ages = [line["step"] - 1 - line["version"] for line in lines(tmp_path)]
+    assert 0 < max(ages) <= staleness and min(ages) == 0, Counter(ages)
+    uses = Counter(line["prompt"] for line in lines(tmp_path))
+    assert len(uses) == STEPS * PROMPTS and set(uses.values()) == {4}, "each prompt of the epoch once, four samples"
+    for line in metrics(tmp_path)[1:]:
+        stale = line["sampling/staleness/max"] > 0
+        assert stale == (line["sampling/sampling_logp_difference/max"] > 1e-4), "old weights, other probabilities"
+        assert line["clock/generation_began"] < line["clock/generation_ended"] <= line["clock/collected"]
+
+
+@pytest.mark.parametrize("script, extra", [
+    ("grpo.py", ("--max_draws", 3)), ("ppo.py", ("--value_warmup_steps", 1)), ("online_dpo.py", ()),
+    ("bok.py", ("--keep", 2)),
+])  # fmt: skip
+def test_every_online_script_generates_elsewhere(script, extra, flags, tmp_path):
+    run(3, script, *flags, *FAST, *extra, "--rollout_ranks", 1, "--max_steps", 3, "--output_dir", tmp_path)
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
+    assert all(line["sampling/staleness/max"] <= 1 for line in metrics(tmp_path)[1:])
+    assert metrics(tmp_path)[-1]["sampling/staleness/max"] == 1
+
+
+@pytest.mark.parametrize(
+    "victim, message", [(0, "error: training rank 0 is gone: "), (2, "error: rollout rank 2 is gone: ")]
+)
+def test_a_dead_rank_of_either_kind_ends_the_job(victim, message, flags, tmp_path):
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_steps", 5000, "--epochs", 1000, "--eval_every", 0)
+    job = Running(3, "rloo.py", *flags, folder=tmp_path, after_step=2)
+    os.kill(job.ranks[victim], signal.SIGKILL)
+    done = job.end()  # within 20 seconds
+    assert done.returncode == 1 and "Traceback" not in done.stderr.split("torch/distributed/elastic")[0], done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and (message in said[0] or "lost another rank" in said[0]), done.stderr
+
+
+def test_told_to_stop_it_saves_and_resumes(colocated, flags, tmp_path):
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
+    job = Running(2, "rloo.py", *flags, folder=tmp_path, after_step=2)
+    for pid in job.ranks:
+        os.kill(pid, signal.SIGTERM)
+    done = job.end()
+    assert done.returncode == 0 and "told to stop after step" in done.stdout, done.stderr
+    run(2, "rloo.py", *flags, "--output_dir", tmp_path)
+    assert_same_weights(colocated, tmp_path)
