@@ -22,9 +22,9 @@ from common.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("runs/asynchrony")
-STEPS, SEEDS = 100, 3
+STEPS, SEEDS = 80, 3
 LOAD = (
-    "--model", "runs/demo/sft/hf", "--prompts_per_step", 64, "--samples_per_prompt", 6, "--max_new_tokens", 5,
+    "--model", "runs/demo/sft/hf", "--prompts_per_step", 128, "--samples_per_prompt", 4, "--max_new_tokens", 5,
     "--beta", 0.5, "--lr", 1e-4, "--lr_schedule", "linear", "--max_steps", STEPS, "--eval_every", STEPS,
     "--eval_size", 500, "--save_every", STEPS, "--log_every", STEPS,
 )  # fmt: skip
@@ -107,7 +107,7 @@ def main() -> None:
               + " ".join(f"{score:.3f}" for score in scores[name]))  # fmt: skip
     pictured = {"S = 0": "in turns (--max_staleness 0)", "S = 1": "one step off-policy (--max_staleness 1)"}
     runs = {title: [x for x in measured(name, 0) if x["step"] > 0] for name, title in pictured.items()}
-    timeline(runs, ROOT / "docs" / "asynchronous.png", first=40, count=6)
+    timeline(runs, ROOT / "docs" / "asynchronous.png", first=40, count=5)
 
 
 if __name__ == "__main__":

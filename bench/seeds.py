@@ -1,13 +1,16 @@
-"""Online RL on the built-in task, several seeds each: the numbers and curves in docs/ of grpo.py, rloo.py and ppo.py.
+"""Online RL on the built-in task, several seeds each: the numbers and curves in docs/ of the online scripts.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model they start from
     python bench/seeds.py presets    # every --preset of grpo.py, 60 steps
     python bench/seeds.py rloo       # configs/demo_rloo.yaml
     python bench/seeds.py ppo        # configs/demo_ppo.yaml
+    torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # the reward model of the next
+    python bench/seeds.py reward_model    # online_dpo.py, bok.py and ppo.py against it, and two without a leash
 
 Two ranks, one run after the other. Prints, per run, the training reward in the first and in the last 5 steps, the
 greedy exact match at each evaluation and the wall-clock seconds from launch to exit; draws the reward of all seeds, one
-panel per variant. Runs stay in runs/seeds; a finished one is not repeated.
+panel per variant, or for reward_model what it says of the greedy answers beside the true score. Runs stay in
+runs/seeds; a finished one is not repeated.
 """
 
 import argparse
@@ -46,6 +49,33 @@ def launch(folder: Path, script: str, *flags: str) -> float:
     return float(kept.read_text())
 
 
+def draw_both_scores(runs: dict[str, list[Path]], picture: Path) -> None:
+    """What the reward model says of the greedy answers, and how many are right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(runs), figsize=(3.1 * len(runs), 3), squeeze=False, layout="constrained")
+    for axis, (name, folders) in zip(axes.flat, runs.items(), strict=True):
+        other = axis.twinx()
+        for seed, folder in enumerate(folders):
+            lines = [line for line in read_metrics(folder / "metrics.jsonl") if "eval/pass_at_1" in line]
+            steps = [line["step"] for line in lines]
+            axis.plot(steps, [line["eval/pass_at_1"] for line in lines], "o-", color="C0", label="exact match")
+            scores = [line["eval/rewards/model/mean"] for line in lines]
+            other.plot(steps, scores, "s--", color="C1", label="reward model")
+            if seed == 0:
+                axis.legend(fontsize=7, loc="upper left")
+                other.legend(fontsize=7, loc="lower right")
+        axis.set_ylim(0, 1)
+        other.set_ylim(-5, 15)
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+    figure.savefig(picture, dpi=110)
+
+
 def draw(runs: dict[str, list[Path]], picture: Path) -> None:
     import matplotlib
 
@@ -78,7 +108,7 @@ def draw(runs: dict[str, list[Path]], picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["presets", "rloo", "ppo"])
+    parser.add_argument("what", choices=["presets", "rloo", "ppo", "reward_model"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
     options = parser.parse_args()
@@ -89,21 +119,35 @@ def main() -> None:
         },
         "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},
         "ppo": {"ppo.py": ("ppo.py", "--config", "configs/demo_ppo.yaml")},
-    }[options.what]
+        "reward_model": {
+            "online_dpo.py": ("online_dpo.py", "--config", "configs/demo_online_dpo.yaml"),
+            "bok.py": ("bok.py", "--config", "configs/demo_bok.yaml"),
+            "ppo.py": ("ppo.py", "--config", "configs/demo_ppo_rm.yaml"),
+            "online_dpo.py, beta 0.1": (
+                "online_dpo.py", "--config", "configs/demo_online_dpo.yaml", "--beta", "0.1", "--lr", "2e-4"),
+            "bok.py, beta 0": ("bok.py", "--config", "configs/demo_bok.yaml", "--beta", "0"),
+        },
+    }[options.what]  # fmt: skip
+    against_a_model = options.what == "reward_model"
     runs: dict[str, list[Path]] = {}
     print("| variant | seed | reward, first 5 steps | last 5 steps | greedy exact match | seconds |")
     print("|---|---|---|---|---|---|")
     for name, command in variants.items():
         for seed in range(options.seeds):
-            folder = ROOT / "runs/seeds" / f"{options.what}_{name}_{seed}"
+            folder = ROOT / "runs/seeds" / f"{options.what}_{name.replace(' ', '_')}_{seed}"
             seconds = launch(folder, *command, "--seed", str(seed))
             lines = read_metrics(folder / "metrics.jsonl")
             rewards = [line["reward"] for line in lines if "reward" in line]
             scores = ", ".join(f"{line['eval/pass_at_1']:.3f}" for line in lines if "eval/pass_at_1" in line)
+            if against_a_model:
+                told = (f"{x['eval/rewards/model/mean']:.2f}" for x in lines if "eval/pass_at_1" in x)
+                scores += f" (reward model: {', '.join(told)})"
             first, last = fmean(rewards[:5]), fmean(rewards[-5:])
             print(f"| {name} | {seed} | {first:.3f} | {last:.3f} | {scores} | {seconds:.0f} |", flush=True)
             runs.setdefault(name, []).append(folder)
-    draw(runs, options.picture or ROOT / "docs" / f"{options.what}_seeds.png")
+    (draw_both_scores if against_a_model else draw)(
+        runs, options.picture or ROOT / "docs" / f"{options.what}_seeds.png"
+    )
 
 
 if __name__ == "__main__":
