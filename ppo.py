@@ -191,7 +191,7 @@ def main(args: Args) -> None:
     logger.message(
         f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
         f"{total_steps} steps on {world_size} ranks, {rollouts}, "
-        + ("on-policy" if updates == 1 else f"off-policy, {updates} updates per rollout")
+        + ("on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout")
     )
     if eval_prompts and first_step == 0:
         logger.log(0, online.evaluate(rollouts, 0, eval_prompts, eval_rows, rewards))

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = Path("runs/asynchrony")
 STEPS, SEEDS = 80, 3
 LOAD = (
-    "--model", "runs/demo/sft/hf", "--prompts_per_step", 128, "--samples_per_prompt", 4, "--max_new_tokens", 5,
+    "--model", "runs/demo/sft/hf", "--prompts_per_step", 128, "--samples_per_prompt", 3, "--max_new_tokens", 5,
     "--beta", 0.5, "--lr", 1e-4, "--lr_schedule", "linear", "--max_steps", STEPS, "--eval_every", STEPS,
     "--eval_size", 500, "--save_every", STEPS, "--log_every", STEPS,
 )  # fmt: skip

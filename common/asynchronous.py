@@ -133,7 +133,7 @@ class RemoteRollouts(Rollouts):
         self.shares: dict[int, list[Share]] = {}
 
     def __str__(self) -> str:
-        return f"{len(distributed.rollout_ranks)} rollout ranks at most {self.ahead} steps behind"
+        return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.ahead})"
 
     def _send(self, batch: Batch, needed_at: int) -> None:
         prompts = [self.prompts[row] for row in batch.drawn]

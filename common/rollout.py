@@ -43,7 +43,7 @@ def make_engine(path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, dev
     if args.engine == "transformers" or not installed:
         if args.tensor_parallel_size > 1:
             raise ValueError("--tensor_parallel_size needs --engine vllm")
-        if args.engine == "auto" and distributed.is_main():
+        if args.engine == "auto" and dist.get_rank() == 0:
             print("vllm is not installed: sampling with transformers, which is slower")
         from common.rollout_transformers import TransformersEngine
 
