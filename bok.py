@@ -33,11 +33,17 @@ from common.data import Encoder, encode_prompts
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import Policy, load_policy
-from common.online import effective_sample_size, evaluate, measure_groups, measure_sampling, truncation_penalties
+from common.online import (
+    check_first_rollout,
+    effective_sample_size,
+    evaluate,
+    measure_groups,
+    measure_sampling,
+    truncation_penalties,
+)
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import Sample, pack
 from common.rewards import Rewards
-from common.rollout import check_agreement
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
@@ -51,7 +57,7 @@ class Args(OnlineArgs):
     keep: int = 1
     """how many of them are trained on: those of highest reward, of equal ones the first"""
     keep_above: float | None = None
-    """train on all whose reward is above this, however many; in place of --keep"""
+    """train on all whose reward (less penalties) is above this, however many; in place of --keep"""
     beta: float = 0.0
     """what ranks completions is reward - beta x log(policy / starting model); 0 never loads the starting model"""
     offline: bool = False
@@ -101,60 +107,70 @@ def log_ratios(
 
 def sample_offline(
     args: Args, prompts: list[list[int]], rows: list[dict], rollouts: Rollouts, rewards: Rewards
-) -> tuple[list[list[Sample]], Tensor]:
+) -> tuple[list[list[Sample]], Tensor] | None:
     """Completions by the starting model for every prompt, and their rewards [prompts, G], on every rank. Collective.
+    None if the run was told to stop meanwhile.
 
-    They are written to completions.jsonl, a prompt a line, and read from there as far as that goes.
+    They are in completions.jsonl, a prompt a line, which grows as they come and is only read once it is whole.
+    Raises `ValueError` for a file that is damaged or of other prompts.
     """
     path, size = Path(args.output_dir) / "completions.jsonl", args.prompts_per_step
-    written = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # a kill may cut the last
-    lines = distributed.gather_objects(written)[0]
-    if len(lines) < len(prompts):
-        lines = lines[: len(lines) // size * size]
-        if distributed.is_main():
-            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if distributed.is_main() and path.is_file() else ""
+    lines = distributed.gather_objects(text.split("\n")[:-1])[0]  # a kill may cut the last
+    groups, scores = [], []
+    for number, line in enumerate(lines, 1):
+        prompt, row = (prompts[number - 1], rows[number - 1]) if number <= len(prompts) else (None, None)
+        try:
+            stored = json.loads(line)
+            if stored["prompt"] != prompt:
+                raise ValueError(f"{path}, line {number} is of another prompt than the data has there")
+            groups.append([_stored_sample(prompt, row, completion) for completion in stored["completions"]])
+            scores.append([completion["reward"] for completion in stored["completions"]])
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is damaged; mend or delete the file") from error
+    if distributed.is_main() and len(lines) < len(prompts):
+        print(f"offline: sampling for {len(prompts) - len(lines)} of {len(prompts)} prompts", flush=True)
+        path.with_suffix(".tmp").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        path.with_suffix(".tmp").rename(path)
     for start in range(len(lines), len(prompts), size):
         chunk = range(start, min(start + size, len(prompts)))
         seeds = [distributed.fold_seed(args.seed, row) for row in chunk]
         asked = [prompts[row] for row in chunk]
-        groups = rollouts.sample_now(0, asked, args.samples_per_prompt, seeds, args.temperature)
+        sampled = rollouts.sample_now(0, asked, args.samples_per_prompt, seeds, args.temperature)
+        if distributed.stop_requested():
+            return None
         mine = chunk[rollouts.rank :: rollouts.ranks]
-        for row, group in zip(mine, groups, strict=True):
+        for row, group in zip(mine, sampled, strict=True):
             for sample in group:
                 sample.row = rows[row]
-        scores_PG, _ = rewards(groups)
-        of_row = {}
-        for row, group, scores_G in zip(mine, groups, scores_PG.tolist(), strict=True):
-            fields = [
-                dict(ids=s.completion_ids, logprobs=s.rollout_logprobs[s.prompt_length :], text=s.text,
-                     finish_reason=s.finish_reason, reward=reward)
-                for s, reward in zip(group, scores_G, strict=True)
-            ]  # fmt: skip
-            of_row[row] = json.dumps(dict(prompt=asked[row - start], completions=fields), ensure_ascii=False)
-        of_row = {row: line for share in distributed.gather_objects(of_row) for row, line in share.items()}
-        lines += [of_row[row] for row in chunk]
+        scores_PG, _ = rewards(sampled)
+        of_row = dict(zip(mine, zip(sampled, scores_PG.tolist(), strict=True), strict=True))
+        of_row = {row: pair for share in distributed.gather_objects(of_row) for row, pair in share.items()}
+        groups += [of_row[row][0] for row in chunk]
+        scores += [of_row[row][1] for row in chunk]
         if distributed.is_main():
             with path.open("a", encoding="utf-8") as file:
-                file.writelines(of_row[row] + "\n" for row in chunk)
-    groups, scores = [], []
-    for number, (line, prompt, row) in enumerate(zip(lines, prompts, rows, strict=True), 1):
-        try:
-            stored = json.loads(line)
-            group = [
-                Sample(
-                    prompt + c["ids"], [False] * len(prompt) + [True] * len(c["ids"]), prompt_length=len(prompt),
-                    rollout_logprobs=[0.0] * len(prompt) + c["logprobs"], finish_reason=c["finish_reason"],
-                    text=c["text"], row=row,
-                )
-                for c in stored["completions"]
-            ]  # fmt: skip
-            scores.append([c["reward"] for c in stored["completions"]])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is damaged; mend or delete the file") from error
-        if stored["prompt"] != prompt:
-            raise ValueError(f"{path}, line {number} is of another prompt than the data has there")
-        groups.append(group)
+                file.writelines(_line(*of_row[row]) for row in chunk)
     return groups, torch.tensor(scores, dtype=torch.float64)
+
+
+def _line(group: list[Sample], rewards_G: list[float]) -> str:
+    completions = [
+        dict(ids=sample.completion_ids, logprobs=sample.rollout_logprobs[sample.prompt_length :], text=sample.text,
+             finish_reason=sample.finish_reason, reward=reward)
+        for sample, reward in zip(group, rewards_G, strict=True)
+    ]  # fmt: skip
+    prompt = group[0].ids[: group[0].prompt_length]
+    return json.dumps(dict(prompt=prompt, completions=completions), ensure_ascii=False) + "\n"
+
+
+def _stored_sample(prompt: list[int], row: dict, stored: dict) -> Sample:
+    ids = stored["ids"]
+    return Sample(
+        prompt + ids, [False] * len(prompt) + [True] * len(ids), prompt_length=len(prompt), row=row,
+        rollout_logprobs=[0.0] * len(prompt) + stored["logprobs"], finish_reason=stored["finish_reason"],
+        text=stored["text"],
+    )  # fmt: skip
 
 
 def main(args: Args) -> None:
@@ -182,7 +198,11 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, rows, args, tokenizer, device)
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
-        stored, stored_scores = sample_offline(args, prompts, rows, rollouts, rewards)
+        stored = sample_offline(args, prompts, rows, rollouts, rewards)
+        if stored is None:
+            rollouts.close()
+            return distributed.cleanup()
+        stored_groups, stored_scores = stored
 
     # ---- resume: everything else is a function of (seed, step) ----
     totals = Totals()
@@ -211,7 +231,7 @@ def main(args: Args) -> None:
             if args.offline:
                 drawn = rollouts.order.draw(args.prompts_per_step)
                 mine = [drawn[i] for i in rollouts.positions]
-                groups, scores_PG, parts = [stored[row] for row in mine], stored_scores[mine], {}
+                groups, scores_PG, parts = [stored_groups[row] for row in mine], stored_scores[mine], {}
             else:
                 rollouts.submit(step, total_steps)
                 groups = rollouts.collect(step, meter)
@@ -221,6 +241,8 @@ def main(args: Args) -> None:
                 with meter.time("reward"):
                     scores_PG, parts = rewards(groups)
             measure_groups(meter, groups, scores_PG, parts)
+            if step == first_step and (step == 0 or not args.offline):  # what is stored is of the starting model
+                check_first_rollout(model, groups, args, device)
 
             # ---- 2. rank and choose ----
             ranking_PG = scores_PG + truncation_penalties(groups, args)
@@ -230,13 +252,6 @@ def main(args: Args) -> None:
                 ranking_PG = ranking_PG - args.beta * kl_PG
                 meter.mean("kl", kl_PG.sum(), kl_PG.numel())
             kept = choose(args, groups, ranking_PG)
-            for group, scores_G, best in zip(groups, scores_PG.tolist(), kept, strict=True):
-                for sample, score in zip(group, scores_G, strict=True):
-                    is_kept = any(sample is s for s in best)
-                    sample.advantages = [float(is_kept)]  # for samples.jsonl
-                    if is_kept:
-                        meter.mean("kept/reward", score)
-                meter.mean("kept/fraction", len(best), len(group))
             # Groups [m * size, (m + 1) * size) of every rank are minibatch m: the same global prompts on any ranks.
             # pack() gives every rank the same number of micro-batches: FSDP collectives must match.
             size = len(groups) // args.minibatches
@@ -244,6 +259,13 @@ def main(args: Args) -> None:
                 pack([s for best in kept[m : m + size] for s in best], args.pack_tokens, device)
                 for m in range(0, len(groups), size)
             ]
+            for group, scores_G, best in zip(groups, scores_PG.tolist(), kept, strict=True):
+                for sample, score in zip(group, scores_G, strict=True):
+                    is_kept = any(sample is s for s in best)
+                    sample.advantages = [float(is_kept)]  # for samples.jsonl
+                    if is_kept:
+                        meter.mean("kept/reward", score)
+                meter.mean("kept/fraction", len(best), len(group))
 
             # ---- 3. update: maximum likelihood of what was kept ----
             with meter.time("train"):
@@ -262,8 +284,6 @@ def main(args: Args) -> None:
                         if update < args.minibatches:
                             mb.old_logprobs_T = logprobs_T.detach()
                             measure_sampling(meter, mb, torch.ones_like(mb.old_logprobs_T))
-                    if step == first_step and update == 0 and (not args.offline or step == 0):
-                        check_agreement(minibatch, args, device)
                     lr = learning_rate(step, total_steps, args)
                     if not tokens:  # nothing is good enough: no step by momentum alone
                         optimizer.zero_grad()

@@ -31,7 +31,14 @@ from common.data import Encoder, encode_prompts
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
-from common.online import effective_sample_size, evaluate, measure_groups, measure_sampling, truncation_penalties
+from common.online import (
+    check_first_rollout,
+    effective_sample_size,
+    evaluate,
+    measure_groups,
+    measure_sampling,
+    truncation_penalties,
+)
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, Sample, pack_groups
 from common.preference_losses import (
@@ -43,7 +50,6 @@ from common.preference_losses import (
     preference_losses,
 )
 from common.rewards import Rewards
-from common.rollout import check_agreement
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
@@ -168,10 +174,9 @@ def main(args: Args) -> None:
             measure_groups(meter, groups, scores_PG, parts)
             rewards_PG = scores_PG + truncation_penalties(groups, args)
             measure_pairs(meter, rewards_PG)
+            if step == first_step:
+                check_first_rollout(model, groups, args, device)
             chosen_and_rejected = best_and_worst(groups, rewards_PG)
-            for group, pair in zip(groups, chosen_and_rejected, strict=True):
-                for sample in group:  # for samples.jsonl: 1 chosen, -1 rejected, 0 neither
-                    sample.advantages = [float(any(sample is s for s in pair[:1]) - any(sample is s for s in pair[1:]))]
             # Groups [m * size, (m + 1) * size) of every rank are minibatch m: the same global prompts on any ranks.
             # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
             size = len(groups) // args.minibatches
@@ -179,10 +184,13 @@ def main(args: Args) -> None:
                 pack_groups([pair for pair in chosen_and_rejected[m : m + size] if pair], args.pack_tokens, device)
                 for m in range(0, len(groups), size)
             ]
+            for group, pair in zip(groups, chosen_and_rejected, strict=True):
+                for sample in group:  # for samples.jsonl: 1 chosen, -1 rejected, 0 neither
+                    sample.advantages = [float(any(sample is s for s in pair[:1]) - any(sample is s for s in pair[1:]))]
             micro_batches = [mb for minibatch in minibatches for mb in minibatch]
             with meter.time("logprobs"), torch.no_grad():
                 for mb in micro_batches:
-                    mb.ref_logprobs_T = torch.zeros_like(mb.rollout_logprobs_T)
+                    mb.ref_logprobs_T = torch.zeros_like(mb.targets_T, dtype=torch.float32)
                     if reference is not None:
                         mb.ref_logprobs_T, *_ = reference(mb, temperature=args.temperature)
 
@@ -209,8 +217,6 @@ def main(args: Args) -> None:
                         if update < args.minibatches:
                             mb.old_logprobs_T = logprobs_T.detach()
                             measure_sampling(meter, mb, torch.ones_like(mb.old_logprobs_T))
-                    if step == first_step and update == 0:
-                        check_agreement(minibatch, args, device)
                     lr = learning_rate(step, total_steps, args)
                     if not global_pairs:  # every group is all equal: nothing to learn, and no step by momentum alone
                         optimizer.zero_grad()

@@ -63,21 +63,21 @@ def timeline(runs: dict[str, list[dict]], picture: Path, first: int, count: int)
     figure, axes = plt.subplots(len(runs), 1, figsize=(10, 1.7 * len(runs)), sharex=True, layout="constrained")
     for axis, (name, lines) in zip(axes, runs.items(), strict=True):
         lines = lines[first : first + count]
-        start = lines[0]["clock/collected"] - lines[0]["time/rollout"] - lines[0]["time/sync"]
+        start = lines[0]["clock/weights_given"] - lines[0]["time/sync"]
         for i, line in enumerate(lines):
             collected = line["clock/collected"] - start
             began, ended = line["clock/generation_began"] - start, line["clock/generation_ended"] - start
-            synced = collected - line["time/rollout"]
-            label = dict(ha="center", va="center", fontsize=7)
+            given = line["clock/weights_given"] - start
+            label = dict(ha="center", va="center", fontsize=7, clip_on=True)
             axis.barh(1, ended - began, left=began, color=f"C{i % 5}", alpha=0.6, edgecolor="black", linewidth=0.5)
             axis.text((began + ended) / 2, 1, f"batch {line['step']}", **label)
             axis.barh(0, busy(line), left=collected, color=f"C{i % 5}", edgecolor="black", linewidth=0.5)
             axis.text(collected + busy(line) / 2, 0, f"step {line['step']}", **label)
             for row in (0, 1):
-                axis.barh(row, line["time/sync"], left=synced - line["time/sync"], color="black")
+                axis.barh(row, line["time/sync"], left=given - line["time/sync"], color="black")
         axis.set_yticks([0, 1], ["trains", "generates"])
         axis.set_title(name, fontsize=9, loc="left")
-        axis.set_xlim(left=min(0.0, *axis.get_xlim()))
+        axis.set_xlim(left=0)
     axes[-1].set_xlabel("seconds (black: weights go over)")
     figure.savefig(picture, dpi=110)
     plt.close(figure)

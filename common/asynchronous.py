@@ -66,6 +66,11 @@ class NewWeights:
 
 
 @dataclass
+class Ready:
+    """A rollout rank to all training ranks: the weights may come."""
+
+
+@dataclass
 class Share:
     """A rollout rank to a training rank: its completions of that rank's prompts."""
 
@@ -75,6 +80,8 @@ class Share:
     began: float
     ended: float
     """seconds since 1970"""
+    stop: bool
+    """whether the rollout rank was told to stop"""
 
 
 class Mail:
@@ -118,6 +125,12 @@ def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
     return distributed.link("weights", [0, *distributed.rollout_ranks], device)
 
 
+def close_link(link: torch.distributed.ProcessGroup | None) -> None:
+    """NCCL complains of groups that are open at exit; gloo's close by themselves."""
+    if link is not None and link.name() == "nccl":
+        link.abort()
+
+
 class RemoteRollouts(Rollouts):
     """Completions from the rollout ranks. Rank 0 speaks to them; they answer every training rank."""
 
@@ -131,6 +144,7 @@ class RemoteRollouts(Rollouts):
         self.urgent = 0  # minus the number of requests that went before all batches
         self.requests: dict[int, Request] = {}  # not answered
         self.shares: dict[int, list[Share]] = {}
+        self.ready = 0  # rollout ranks that wait for weights
 
     def __str__(self) -> str:
         return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.ahead})"
@@ -149,10 +163,16 @@ class RemoteRollouts(Rollouts):
         if self.rank == 0:
             self.mail.send(message, distributed.rollout_ranks[0])
 
-    def _receive(self, share: Share) -> None:
-        self.shares.setdefault(share.number, []).append(share)
-        if len(self.shares[share.number]) == len(distributed.rollout_ranks):
-            del self.requests[share.number]
+    def _receive(self, message: Ready | Share) -> None:
+        if isinstance(message, Ready):
+            self.ready += 1
+            return
+        if message.stop:
+            distributed.tell_to_stop()
+        shares = self.shares.setdefault(message.number, [])
+        shares.append(message)
+        if len(shares) == len(distributed.rollout_ranks):
+            del self.requests[message.number]
 
     def _answer(self, number: int) -> list[Group]:
         """This rank's groups of a request, waiting for them if need be."""
@@ -161,7 +181,7 @@ class RemoteRollouts(Rollouts):
         groups = {i: group for share in self.shares[number] for i, group in share.groups.items()}
         return [groups[i] for i in sorted(groups)]
 
-    def _give_weights(self, step: int, number: int) -> None:
+    def _give_weights(self, step: int, number: int, meter: Meter) -> None:
         """Send the weights of now, if the rollout ranks have nothing to do or are at the request with this number."""
         while not self.mail.inbox.empty():
             self._receive(self.mail.inbox.get())
@@ -171,14 +191,18 @@ class RemoteRollouts(Rollouts):
         if self.sent_version == step or not distributed.gather_objects(free)[0]:
             return
         self._tell(NewWeights(step, self.names_and_shapes))
-        for _, weight in whole_weights(self.model, self.dtype):
-            if self.link is not None:
-                self.link.broadcast(weight, 0).wait()
-        self.sent_version = step
+        with meter.time("rollout"):
+            while self.ready < len(distributed.rollout_ranks):
+                self._receive(self.mail.inbox.get())
+        with meter.time("sync"):
+            for _, weight in whole_weights(self.model, self.dtype):
+                if self.link is not None:
+                    self.link.broadcast(weight, 0).wait()
+        meter.max("clock/weights_given", time.time())
+        self.ready, self.sent_version = 0, step
 
     def _sampled(self, batch: Batch, step: int, meter: Meter) -> list[Group]:
-        with meter.time("sync"):
-            self._give_weights(step, batch.number)
+        self._give_weights(step, batch.number, meter)
         with meter.time("rollout"):
             groups = self._answer(batch.number)
         shares = self.shares.pop(batch.number)
@@ -196,7 +220,7 @@ class RemoteRollouts(Rollouts):
     ) -> list[Group]:
         self.urgent -= 1
         self._request(Request(self.urgent, prompts, seeds, n, temperature, step))
-        self._give_weights(step, self.urgent)
+        self._give_weights(step, self.urgent, Meter())
         groups = self._answer(self.urgent)
         del self.shares[self.urgent]
         return groups
@@ -204,6 +228,7 @@ class RemoteRollouts(Rollouts):
     def close(self) -> None:
         self._tell(None)
         self.mail.thread.join()
+        close_link(self.link)
 
 
 def serve(args: OnlineArgs, device: torch.device) -> None:
@@ -211,11 +236,14 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
 
     All rollout ranks do the same at the same time, each for every R-th prompt of a request.
     """
-    mail, link = Mail(), weights_link(device)
+    distributed.default_signals()  # until the training ranks can be told
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
     engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
     engine.wake()
+    distributed.default_signals()  # it has put our handlers back
+    mail, link = Mail(), weights_link(device)
+    distributed.install_signal_handlers()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     version, requests = NO_WEIGHTS, deque()
     while True:
@@ -225,11 +253,14 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
             if message is None:
                 for trainer in distributed.training_ranks:
                     mail.send(None, trainer)
+                close_link(link)
                 engine.close()
                 distributed.cleanup()
                 return
             if isinstance(message, NewWeights):
                 version = message.version
+                for trainer in distributed.training_ranks:
+                    mail.send(Ready(), trainer)
                 engine.load_weights(_received(message, link, engine.dtype, device))
             elif message.number < 0:  # the trainers wait for it
                 requests.appendleft(message)
@@ -240,11 +271,12 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
             mine, began = range(rank, len(request.prompts), ranks), time.time()
             prompts, seeds = ([every[i] for i in mine] for every in (request.prompts, request.seeds))
             groups = dict(zip(mine, engine.generate(prompts, request.samples, seeds, request.temperature), strict=True))
+            ended, stop = time.time(), distributed.told_to_stop()
             for sample in (sample for group in groups.values() for sample in group):
                 sample.version = version
             for trainer in distributed.training_ranks:
                 theirs = {i: group for i, group in groups.items() if i % len(distributed.training_ranks) == trainer}
-                mail.send(Share(request.number, theirs, began, time.time()), trainer)
+                mail.send(Share(request.number, theirs, began, ended, stop), trainer)
 
 
 def _messages(mail: Mail, wait: bool) -> list:

@@ -24,10 +24,11 @@ from common.hub import eos_token_ids
 from common.models import PackedModel, ScalarModel
 
 # Flags that may differ between the run that made a checkpoint and the run that resumes it: they change how long,
-# where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate.)
+# where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate, and
+# `rollout_ranks` from or to 0 changes how old samples are.)
 RESUMABLE_CHANGES = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-    "activation_checkpointing", "compile", "output_dir",
+    "activation_checkpointing", "compile", "output_dir", "rollout_ranks",
 }  # fmt: skip
 
 
@@ -58,7 +59,8 @@ def _claim(folder: Path, args: RunArgs) -> str | None:
             shutil.rmtree(folder / name, ignore_errors=True)
     if args.resume == "must" and not _checkpoints(folder):
         return f"--resume must: {folder} has no checkpoint"
-    if flags.is_file() and (_checkpoints(folder) or (folder / "metrics.jsonl").is_file()):  # not if it never began
+    begun = any((folder / name).is_file() for name in ("metrics.jsonl", "completions.jsonl"))
+    if flags.is_file() and (_checkpoints(folder) or begun):  # not if it never began
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"

@@ -151,7 +151,8 @@ class RolloutArgs(RunArgs):
     tensor_parallel_size: int = 1
     """ranks that share one vLLM engine; must divide the number of ranks"""
     gpu_memory_utilization: float = 0.4
-    """fraction of each GPU's memory for vLLM's weights and KV cache, given back while training"""
+    """fraction of each GPU's memory for vLLM's weights and KV cache, given back while training (not on ranks that only
+    generate: 0.9 is right there)"""
     max_logprob_difference: float | None = None
     """stop if engine and trainer differ by more on any token of the first rollout; default: 1e-3 in float32, 1 in
     bfloat16"""
@@ -165,7 +166,6 @@ class RolloutArgs(RunArgs):
             self.require_positive("max_logprob_difference")
         trainers, generators = self.ranks()
         self.require_multiple("prompts_per_step", trainers, "the number of ranks that train")
-        self.require_multiple("prompts_per_step", generators, "the number of ranks that generate")
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
@@ -208,7 +208,9 @@ class OnlineArgs(RolloutArgs):
     def __post_init__(self) -> None:
         ranks = distributed.world_size()
         if not 0 <= self.rollout_ranks < ranks:
-            raise ValueError(f"--rollout_ranks {self.rollout_ranks}: of {ranks} ranks, 0 to {ranks - 1} may do so")
+            raise ValueError(
+                f"--rollout_ranks {self.rollout_ranks}: of {ranks} ranks 0 to {ranks - 1} may only generate"
+            )
         self.require_not_negative("max_staleness")
         self.require_read("max_staleness", self.rollout_ranks > 0, "--rollout_ranks is 0")
         super().__post_init__()

@@ -70,6 +70,7 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
     if world_size() > 1 and os.environ["MASTER_PORT"] == "0":  # every rank would wait at a port of its own
         fail("--master_port 0: on one machine use torchrun --standalone, else name a port", code=2)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    _launch_rank = rank
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -79,7 +80,7 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would go on trying for minutes
         _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        _launch_rank, ranks = rank, range(world_size())
+        ranks = range(world_size())
         training_ranks, rollout_ranks = (
             ranks[: len(ranks) - num_rollout_ranks],
             ranks[len(ranks) - num_rollout_ranks :],
@@ -90,7 +91,7 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        fail(f"rank {rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
+        fail(f"rank {_launch_rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
     install_signal_handlers()
     torch.manual_seed(seed)
@@ -164,9 +165,26 @@ def install_signal_handlers() -> None:
         signal.signal(signum, handler)
 
 
+def default_signals() -> None:
+    """SIGTERM and SIGINT end this process at once, also inside a library: it has nothing to save."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def told_to_stop() -> bool:
+    """Whether this process was."""
+    return _stop_signal is not None
+
+
+def tell_to_stop() -> None:
+    """As if this process had got the signal, for one that another process has got."""
+    global _stop_signal
+    _stop_signal = signal.SIGTERM
+
+
 def stop_requested() -> bool:
     """Whether any rank was told to stop. Collective: every rank must call it at the same point."""
-    return bool(all_max(int(_stop_signal is not None)))
+    return bool(all_max(int(told_to_stop())))
 
 
 # ---- failing: one message, no hang ----
@@ -203,8 +221,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        default_signals()
     first = True
     if _store is not None:
         try:

@@ -17,8 +17,10 @@ from common.colocated import Rollouts
 from common.config import MAX_FLOAT, OnlineArgs
 from common.losses import importance_weights
 from common.metrics import Meter
-from common.packing import PackedBatch, Sample
+from common.models import Policy
+from common.packing import PackedBatch, Sample, pack
 from common.rewards import Rewards
+from common.rollout import check_agreement
 
 
 @dataclass
@@ -147,6 +149,16 @@ def correction_weights(mb: PackedBatch, args: PolicyGradientArgs) -> Tensor:
     return weights_T
 
 
+@torch.no_grad()
+def check_first_rollout(model: Policy, groups: list[list[Sample]], args: OnlineArgs, device: torch.device) -> None:
+    """`check_agreement` where a script trains on some of the samples only. Collective."""
+    micro_batches = pack([sample for group in groups for sample in group], args.pack_tokens, device)
+    for mb in micro_batches:
+        mb.old_logprobs_T, *_ = model(mb, temperature=args.temperature)
+    model.reshard()  # a forward without backward leaves the root whole
+    check_agreement(micro_batches, args, device)
+
+
 # ---- what is measured ----
 
 
@@ -169,9 +181,9 @@ def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor,
 def measure_sampling(meter: Meter, mb: PackedBatch, weights_T: Tensor) -> None:
     """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled, and which of them
     the correction keeps."""
-    difference = (mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T]
-    if len(difference) == 0:  # an empty pack
+    if not mb.loss_mask_T.any():  # an empty pack, perhaps without rollout_logprobs_T
         return
+    difference = (mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T]
     ratio, name = difference.exp(), "sampling/importance_sampling_ratio"
     meter.mean("sampling/sampling_logp_difference/mean", difference.abs().sum(), len(difference))
     meter.max("sampling/sampling_logp_difference/max", difference.abs().max())

@@ -1,10 +1,12 @@
-"""The engine that samples completions from the policy being trained, in this process.
+"""The engine that samples completions from the policy being trained.
 
 `make_engine` returns a vLLM engine (one per rank, or per tensor-parallel group), or where vLLM is not installed a
-short one over transformers. Both have `generate`, `load_weights`, `sleep`, `wake` and `close`. `common/asynchronous.py`
-drives it, on the ranks that train or on ranks that only generate:
+short one over transformers. Both have `generate`, `load_weights`, `sleep`, `wake` and `close`. `common/colocated.py`
+drives it on the ranks that train:
 
-    engine.wake(); engine.load_weights(whole_weights(model)); groups = engine.generate(...); engine.sleep(); ...train...
+    engine.wake(); engine.load_weights(whole_weights(model, engine.dtype)); engine.generate(...); engine.sleep()
+
+and `common/asynchronous.py` on ranks that only generate, where it never sleeps.
 
 Completions do not depend on the number of ranks: every completion has a seed of its own.
 """
@@ -103,6 +105,10 @@ class Engine:
             finish_reason=finish_reason,
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
         )
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take the policy's weights, all of them by name. Always before sampling; nothing guesses."""
+        raise NotImplementedError
 
     def sleep(self) -> None:
         """Give memory to the trainer, where the engine can."""
@@ -212,7 +218,6 @@ class VLLMEngine(Engine):
         ]
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take the policy's weights, all of them by name."""
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
@@ -255,8 +260,9 @@ def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, device:
     Raises `RunError` above `--max_logprob_difference`.
     """
     limit = args.max_logprob_difference or (1e-3 if compute_dtype(args, device) == torch.float32 else 1.0)
-    differences = [(mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs() for mb in micro_batches]
-    largest = max(float(d.nan_to_num(nan=torch.inf).max()) if len(d) else 0.0 for d in differences)
+    trained = [mb for mb in micro_batches if mb.loss_mask_T.any()]
+    differences = [(mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs() for mb in trained]
+    largest = max((float(d.nan_to_num(nan=torch.inf).max()) for d in differences), default=0.0)
     if (worst := float(distributed.all_max(largest))) > limit:
         raise distributed.RunError(
             f"engine and trainer differ by {worst:.2g} nats on a sampled token (--max_logprob_difference {limit:g}): "

@@ -51,7 +51,6 @@ class TransformersEngine(Engine):
         return completions
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take the policy's weights, all of them by name."""
         mine = self.replica.state_dict()
         with torch.no_grad():
             for name, whole in weights:

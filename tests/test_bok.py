@@ -91,3 +91,9 @@ def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(flags, tm
     cut.write_text(written.replace('"reward"', '"rewarded"', 1))
     message = run(1, "bok.py", *flags, "--max_steps", 7, "--output_dir", cut.parent, code=2).stderr
     assert "completions.jsonl, line 1 is damaged; mend or delete the file" in message
+
+
+@pytest.mark.slow
+def test_where_nothing_is_good_enough_nothing_is_learned(flags, tmp_path):
+    run(2, "bok.py", *flags, "--keep_above", 2, "--max_steps", 2, "--output_dir", tmp_path)
+    assert all(line["kept/fraction"] == 0 and "grad_norm" not in line for line in metrics(tmp_path))
