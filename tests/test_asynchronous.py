@@ -110,12 +110,20 @@ def test_a_dead_rank_of_either_kind_ends_the_job(victim, message, flags, tmp_pat
     assert len(said) == 1 and (message in said[0] or "lost another rank" in said[0]), done.stderr
 
 
-def test_told_to_stop_it_saves_and_resumes(colocated, flags, tmp_path):
+def test_a_rollout_rank_told_to_stop_stops_all_and_the_same_command_resumes(colocated, flags, tmp_path):
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
     job = Running(2, "rloo.py", *flags, folder=tmp_path, after_step=2)
-    for pid in job.ranks:
-        os.kill(pid, signal.SIGTERM)
+    os.kill(job.ranks[1], signal.SIGTERM)
     done = job.end()
     assert done.returncode == 0 and "told to stop after step" in done.stdout, done.stderr
     run(2, "rloo.py", *flags, "--output_dir", tmp_path)
     assert_same_weights(colocated, tmp_path)
+
+
+def test_trainers_that_fail_at_start_leave_no_rollout_rank_behind(flags, tmp_path):
+    bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
+    stderr = run(2, "bok.py", *flags, *FAST, *bad, code=1).stderr
+    assert [line for line in stderr.splitlines() if line.startswith("error: ")][0].startswith(
+        "error: --reward nonsense"
+    )
+    assert "forcefully" not in stderr, "the launcher waited 30 seconds for it and killed it"
