@@ -262,7 +262,7 @@ def main(args: Args) -> None:
             for group, scores_G, best in zip(groups, scores_PG.tolist(), kept, strict=True):
                 for sample, score in zip(group, scores_G, strict=True):
                     is_kept = any(sample is s for s in best)
-                    sample.advantages = [float(is_kept)]  # for samples.jsonl
+                    sample.advantage = float(is_kept)  # for samples.jsonl
                     if is_kept:
                         meter.mean("kept/reward", score)
                 meter.mean("kept/fraction", len(best), len(group))

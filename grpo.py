@@ -310,9 +310,9 @@ def main(args: Args) -> None:
             advantages_BG = completion_advantages(args, totals_BG, [*parts_KBG, penalties_BG], lengths_BG)
             for i, group in zip(positions, groups, strict=True):
                 for sample, advantage in zip(group, advantages_BG[i].tolist(), strict=True):
-                    sample.advantages = [advantage]  # of the whole completion
+                    sample.advantage = advantage  # of the whole completion
             for mb in micro_batches:
-                mb.advantages_T = mb.per_token(mb.per_sequence(s.advantages[0] for s in mb.samples))
+                mb.advantages_T = mb.per_token(mb.per_sequence(s.advantage for s in mb.samples))
 
             # ---- 3. update ----
             with meter.time("train"):

@@ -186,7 +186,7 @@ def main(args: Args) -> None:
             ]
             for group, pair in zip(groups, chosen_and_rejected, strict=True):
                 for sample in group:  # for samples.jsonl: 1 chosen, -1 rejected, 0 neither
-                    sample.advantages = [float(any(sample is s for s in pair[:1]) - any(sample is s for s in pair[1:]))]
+                    sample.advantage = float(any(sample is s for s in pair[:1]) - any(sample is s for s in pair[1:]))
             micro_batches = [mb for minibatch in minibatches for mb in minibatch]
             with meter.time("logprobs"), torch.no_grad():
                 for mb in micro_batches:

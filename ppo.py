@@ -251,7 +251,7 @@ def main(args: Args) -> None:
                 if args.whiten_advantages:
                     mb.advantages_T = (mb.advantages_T - mean) / (std + 1e-6)
                 for sample, advantage in zip(mb.samples, mb.advantages_T[mb.ends_N].tolist(), strict=True):
-                    sample.advantages = [advantage]  # of the last token, for samples.jsonl
+                    sample.advantage = advantage  # of the last token, for samples.jsonl
 
             # ---- 3. update: policy and value model, with an optimizer each ----
             with meter.time("train"):

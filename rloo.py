@@ -161,7 +161,7 @@ def main(args: Args) -> None:
             advantages_PG = leave_one_out(rewards_PG)
             for group, advantages_G in zip(groups, advantages_PG.tolist(), strict=True):
                 for sample, advantage in zip(group, advantages_G, strict=True):
-                    sample.advantages = [advantage]  # of the whole completion
+                    sample.advantage = advantage  # of the whole completion
 
             # ---- 3. update ----
             with meter.time("train"):
@@ -174,7 +174,7 @@ def main(args: Args) -> None:
                         if mb.old_logprobs_T is None:
                             mb.old_logprobs_T = logprobs_T.detach()
                         logps_N, old_logps_N = mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.old_logprobs_T)
-                        advantages_N = mb.per_sequence(sample.advantages[0] for sample in mb.samples)
+                        advantages_N = mb.per_sequence(sample.advantage for sample in mb.samples)
                         loss_N = clip_policy_loss(logps_N, old_logps_N, advantages_N, args.clip_low, args.clip_high)
                         weights_T = correction_weights(mb, args)  # the same on every token of a completion
                         loss_N = loss_N * weights_T[mb.ends_N]

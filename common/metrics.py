@@ -185,7 +185,7 @@ class RunLogger:
                     prompt=sample.row.get("prompt") or sample.row.get("question"),
                     completion=sample.text,
                     reward=reward,
-                    advantage=sample.advantages[-1],
+                    advantage=sample.advantage,
                     finish_reason=sample.finish_reason,
                     version=sample.version,
                 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from common import distributed
 
 # Per-token streams that a Sample may carry and a PackedBatch then has as `<name>_T`.
-STREAMS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights")
+STREAMS = ("rollout_logprobs", "weights")
 
 
 @dataclass
@@ -29,14 +29,10 @@ class Sample:
     """which of `ids` are trained on; same length. The first token is never predicted, so its entry is ignored"""
     rollout_logprobs: list[float] | None = None
     """log-probs of `ids` by the engine that sampled them, 0 where it did not; same length"""
-    old_logprobs: list[float] | None = None
-    """log-probs by the trainer at rollout time"""
-    ref_logprobs: list[float] | None = None
-    """log-probs by the reference model"""
-    advantages: list[float] | None = None
-    """advantage of each token, or one of the whole completion"""
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
+    advantage: float = 0.0
+    """what samples.jsonl says this completion was worth beside the others of its prompt"""
     ref_logp: float | None = None
     """log-prob of the whole completion by the reference model, where only sums matter: nats"""
     prompt_length: int = 0
@@ -77,10 +73,11 @@ class PackedBatch:
     max_seqlen: int  # on the host too: no kernel launch waits for the device
     samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
-    old_logprobs_T: Tensor | None = None
+    weights_T: Tensor | None = None
+    # What scripts put beside the samples' own streams:
+    old_logprobs_T: Tensor | None = None  # of the trainer at rollout time
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
-    weights_T: Tensor | None = None
     entropy_T: Tensor | None = None  # of the policy at rollout time
     values_T: Tensor | None = None  # of the value model, before targets_T[t] is emitted
     returns_T: Tensor | None = None  # what they should have been

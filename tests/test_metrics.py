@@ -78,8 +78,8 @@ def logger(folder, first_step: int = 0, **flags) -> RunLogger:
 
 
 def completion(text: str) -> Sample:
-    row, advantages = dict(prompt="p"), [0.5, 0.5]
-    return Sample([1, 2], [False, True], text=text, advantages=advantages, finish_reason="length", row=row)
+    row = dict(prompt="p")
+    return Sample([1, 2], [False, True], text=text, advantage=0.5, finish_reason="length", row=row)
 
 
 def log_steps(folder, first: int, last: int, run: int) -> None:

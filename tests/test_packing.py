@@ -16,7 +16,7 @@ def sample(length: int, start: int = 0) -> Sample:
         ids=ids,
         loss_mask=[i % 2 == 0 for i in ids],
         rollout_logprobs=[float(-i) for i in ids],
-        advantages=[float(10 * i) for i in ids],
+        weights=[float(10 * i) for i in ids],
     )
 
 
@@ -31,7 +31,7 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
         if not samples:
             continue
         assert torch.equal(mb.rollout_logprobs_T, -mb.targets_T.float())  # a stream follows the targets
-        assert torch.equal(mb.advantages_T, 10 * mb.targets_T.float())
+        assert torch.equal(mb.weights_T, 10 * mb.targets_T.float())
         assert torch.equal(mb.loss_mask_T, mb.targets_T % 2 == 0)
         assert torch.equal(mb.targets_T, mb.input_ids_T + 1)  # ids of a sample count up: the shift is by one
         assert torch.equal(mb.position_ids_T, mb.input_ids_T % 1000)  # positions restart in every sequence

@@ -34,7 +34,7 @@ def make_samples() -> list[Sample]:
     samples = []
     for length, advantage in zip(LENGTHS, ADVANTAGES, strict=True):
         mask = [False] * 3 + [True] * length
-        samples.append(Sample([1] * (3 + length), mask, advantages=[advantage] * (3 + length), prompt_length=3))
+        samples.append(Sample([1] * (3 + length), mask, advantage=advantage, prompt_length=3))
     samples[3].loss_mask[6:9] = [False] * 3
     samples[5].loss_mask = [False] * len(samples[5].ids)
     return samples
@@ -53,6 +53,8 @@ def make_logprobs(samples, drift: float, seed: int = 3) -> tuple[list, list]:
 
 def micro_batches(samples, old, pack_tokens: int = 8192, filler: bool = False) -> list[PackedBatch]:
     out = pack(samples, pack_tokens, CPU)
+    for mb in out:
+        mb.advantages_T = mb.per_token(mb.per_sequence(sample.advantage for sample in mb.samples))
     if filler:
         out += pack([], pack_tokens, CPU)
         out[-1].advantages_T = torch.ones(1)
@@ -197,7 +199,7 @@ def test_rloo_of_whole_completions_is_sequence_clip():
     new, old = make_logprobs(samples, 0.05)
     (mb,) = micro_batches(samples, old)
     logps_N, old_N = mb.sequence_sums(stream(mb, samples, new)), mb.sequence_sums(mb.old_logprobs_T)
-    expected = clip_policy_loss(logps_N, old_N, mb.per_sequence(s.advantages[0] for s in mb.samples), 0.2, 0.28).mean()
+    expected = clip_policy_loss(logps_N, old_N, mb.per_sequence(s.advantage for s in mb.samples), 0.2, 0.28).mean()
     got_T = grpo.policy_loss(Meter(), grpo.Args(loss="sequence_clip", **WHOLE), mb, stream(mb, samples, new))
     counts_T = losses.reduction_weights(mb, "sequence", mb.loss_mask_T.sum(), torch.tensor(5), 256)
     torch.testing.assert_close((got_T * counts_T).sum(), expected, rtol=1e-6, atol=0)
@@ -212,7 +214,7 @@ def ppo_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
     (mb,) = pack(samples, 8192, CPU)
     mb.values_T = torch.randn(len(mb.targets_T), generator=generator)
     rewards_T = 0.1 * torch.randn(len(mb.targets_T), generator=generator)
-    rewards_T[mb.ends_N] += mb.per_sequence(s.advantages[0] for s in mb.samples).float()
+    rewards_T[mb.ends_N] += mb.per_sequence(s.advantage for s in mb.samples).float()
     return mb, rewards_T
 
 
@@ -222,7 +224,7 @@ def test_without_values_and_discount_ppo_is_reinforce_with_the_score():
     (mb,) = micro_batches(samples, old)
     mb.values_T = torch.zeros(len(mb.targets_T))
     rewards_T = torch.zeros_like(mb.values_T)
-    rewards_T[mb.ends_N] = mb.per_sequence(s.advantages[0] for s in mb.samples).float()
+    rewards_T[mb.ends_N] = mb.per_sequence(s.advantage for s in mb.samples).float()
     advantages_T, returns_T = ppo.advantages_and_returns(ppo.Args(gae_lambda=1.0), mb, rewards_T)
     torch.testing.assert_close(advantages_T, mb.advantages_T * mb.loss_mask_T)
     torch.testing.assert_close(returns_T, advantages_T)
@@ -277,7 +279,7 @@ def test_moments_are_of_the_trained_tokens_of_all_packs():
 def test_measured_kl_and_clipping_are_of_the_trained_tokens():
     samples = make_samples()[:1]
     (mb,) = pack(samples, 100, CPU)
-    mb.old_logprobs_T = torch.full((7,), -1.0)
+    mb.old_logprobs_T, mb.advantages_T = torch.full((7,), -1.0), torch.full((7,), samples[0].advantage)
     logprobs_T = torch.tensor([-9.0, -9.0, 0.0, -1.0, -1.5, -1.0, -1.0])  # ratio of 2.7 on the first trained token
     meter = Meter()
     moved = ppo.measure_update(meter, ppo.Args(), mb, logprobs_T, torch.ones(7))
