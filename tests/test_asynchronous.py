@@ -57,14 +57,13 @@ def test_without_staleness_it_is_the_colocated_run_also_when_killed_and_resumed(
     assert_close_metrics(colocated, tmp_path, numbers, rel=0)
 
 
-def test_two_and_two_ranks_with_vllm_are_the_colocated_run(colocated, flags, tmp_path):
-    """Weights go from two shards, parameter by parameter, into two vLLM engines that have to agree with the trainer."""
-    extra = ("--engine", "vllm", "--rollout_ranks", 2, "--max_staleness", 0, "--output_dir", tmp_path)
-    run(4, "rloo.py", *flags, *extra)
+def test_with_vllm_too_it_is_the_colocated_run(flags, tmp_path):
+    """Weights go from two shards, parameter by parameter, into a vLLM engine that has to agree with the trainers."""
+    extra = ("--engine", "vllm", "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
+    run(3, "rloo.py", *flags, *extra)
     for line in metrics(tmp_path)[1:]:
         assert line["sampling/sampling_logp_difference/max"] < 1e-4 and line["sampling/staleness/max"] == 0
-    # Another engine draws other completions: the same run again, with the engines in the training ranks.
-    run(2, "rloo.py", *flags, "--engine", "vllm", "--output_dir", tmp_path / "colocated")
+    run(1, "rloo.py", *flags, "--engine", "vllm", "--output_dir", tmp_path / "colocated")
     assert [line["completion"] for line in lines(tmp_path)] == [x["completion"] for x in lines(tmp_path / "colocated")]
     one, other = weights(tmp_path), weights(tmp_path / "colocated")
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-5
@@ -86,12 +85,13 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, staleness, tmp_p
         assert line["clock/generation_began"] < line["clock/generation_ended"] <= line["clock/collected"]
 
 
-@pytest.mark.parametrize("script, extra", [
-    ("grpo.py", ("--max_draws", 3)), ("ppo.py", ("--value_warmup_steps", 1)), ("online_dpo.py", ()),
-    ("bok.py", ("--keep", 2)),
+@pytest.mark.parametrize("ranks, rollout_ranks, script, extra", [
+    (2, 1, "grpo.py", ("--max_draws", 3)), (3, 1, "ppo.py", ("--value_warmup_steps", 1)), (4, 2, "online_dpo.py", ()),
+    (3, 2, "bok.py", ("--keep", 2)),
 ])  # fmt: skip
-def test_every_online_script_generates_elsewhere(script, extra, flags, tmp_path):
-    run(3, script, *flags, *FAST, *extra, "--rollout_ranks", 1, "--max_steps", 3, "--output_dir", tmp_path)
+def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, extra, flags, tmp_path):
+    where = ("--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
+    run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
     assert all(line["sampling/staleness/max"] <= 1 for line in metrics(tmp_path)[1:])
     assert metrics(tmp_path)[-1]["sampling/staleness/max"] == 1
