@@ -115,19 +115,23 @@ def sample_offline(
     Raises `ValueError` for a file that is damaged or of other prompts.
     """
     path, size = Path(args.output_dir) / "completions.jsonl", args.prompts_per_step
-    text = path.read_text(encoding="utf-8") if distributed.is_main() and path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if distributed.is_main() and path.is_file() else ""
     lines = distributed.gather_objects(text.split("\n")[:-1])[0]  # a kill may cut the last
     groups, scores = [], []
     for number, line in enumerate(lines, 1):
         prompt, row = (prompts[number - 1], rows[number - 1]) if number <= len(prompts) else (None, None)
         try:
             stored = json.loads(line)
-            if stored["prompt"] != prompt:
-                raise ValueError(f"{path}, line {number} is of another prompt than the data has there")
-            groups.append([_stored_sample(prompt, row, completion) for completion in stored["completions"]])
-            scores.append([completion["reward"] for completion in stored["completions"]])
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            same_prompt = stored["prompt"] == prompt
+            group = [_stored_sample(prompt or [], row, completion) for completion in stored["completions"]]
+            scores.append([float(completion["reward"]) for completion in stored["completions"]])
+            if len(group) != args.samples_per_prompt:
+                raise ValueError("a completion is missing")
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {number} is damaged; mend or delete the file") from error
+        if not same_prompt:
+            raise ValueError(f"{path}, line {number} is of another prompt than the data has there")
+        groups.append(group)
     if distributed.is_main() and len(lines) < len(prompts):
         print(f"offline: sampling for {len(prompts) - len(lines)} of {len(prompts)} prompts", flush=True)
         path.with_suffix(".tmp").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -138,6 +142,8 @@ def sample_offline(
         asked = [prompts[row] for row in chunk]
         sampled = rollouts.sample_now(0, asked, args.samples_per_prompt, seeds, args.temperature)
         if distributed.stop_requested():
+            if distributed.is_main():
+                print(f"told to stop after {start} of {len(prompts)} prompts; the same command goes on from there")
             return None
         mine = chunk[rollouts.rank :: rollouts.ranks]
         for row, group in zip(mine, sampled, strict=True):
@@ -161,11 +167,13 @@ def _line(group: list[Sample], rewards_G: list[float]) -> str:
         for sample, reward in zip(group, rewards_G, strict=True)
     ]  # fmt: skip
     prompt = group[0].ids[: group[0].prompt_length]
-    return json.dumps(dict(prompt=prompt, completions=completions), ensure_ascii=False) + "\n"
+    return json.dumps(dict(prompt=prompt, completions=completions)) + "\n"
 
 
 def _stored_sample(prompt: list[int], row: dict, stored: dict) -> Sample:
     ids = stored["ids"]
+    if not ids or len(ids) != len(stored["logprobs"]) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError("ids or logprobs")
     return Sample(
         prompt + ids, [False] * len(prompt) + [True] * len(ids), prompt_length=len(prompt), row=row,
         rollout_logprobs=[0.0] * len(prompt) + stored["logprobs"], finish_reason=stored["finish_reason"],

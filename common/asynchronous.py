@@ -116,7 +116,7 @@ class Mail:
                     self.inbox.put(message)
         except RuntimeError as error:  # gloo: connection closed, or reset, by peer
             kind = "training" if sender in distributed.training_ranks else "rollout"
-            lost = distributed.RunError(f"{kind} rank {sender} is gone: {distributed.first_line(error)}")
+            lost = distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}")
             distributed.fail_in_thread(lost)
 
 
@@ -137,8 +137,9 @@ class RemoteRollouts(Rollouts):
     def _start(self, tokenizer) -> None:
         self.ahead = self.args.max_staleness
         self.dtype = compute_dtype(self.args, self.device)
-        self.mail = Mail()
+        self.mail = Mail()  # waits for the rollout ranks; the signals are still the system's, see distributed.setup
         self.link = weights_link(self.device) if self.rank == 0 else None
+        distributed.install_signal_handlers()
         self.names_and_shapes = [(name, w.shape) for name, w in whole_weights(self.model, self.dtype)]
         self.sent_version = NO_WEIGHTS
         self.urgent = 0  # minus the number of requests that went before all batches

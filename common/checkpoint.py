@@ -64,7 +64,10 @@ def _claim(folder: Path, args: RunArgs) -> str | None:
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"
-        changed = [k for k in then | now if then.get(k) != now.get(k) and k not in RESUMABLE_CHANGES]
+        may_change = set(RESUMABLE_CHANGES)
+        if not (then.get("rollout_ranks") and now.get("rollout_ranks")):
+            may_change.add("max_staleness")  # it was not read, or is not
+        changed = [k for k in then | now if then.get(k) != now.get(k) and k not in may_change]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

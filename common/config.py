@@ -176,6 +176,8 @@ class RolloutArgs(RunArgs):
             raise ValueError(f"--max_reward_errors {self.max_reward_errors} must be in [0, 1]")
         if generators % (size := self.tensor_parallel_size):
             raise ValueError(f"--tensor_parallel_size {size} does not divide the {generators} ranks that generate")
+        if self.tensor_parallel_size > 1 and self.engine == "transformers":
+            raise ValueError("--tensor_parallel_size needs --engine vllm")
         if not 0 < self.gpu_memory_utilization < 1:
             raise ValueError(f"--gpu_memory_utilization {self.gpu_memory_utilization} must be between 0 and 1")
         if self.max_new_tokens >= self.pack_tokens:

@@ -79,7 +79,9 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         device, backend = torch.device("cpu"), "gloo"
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would go on trying for minutes
-        _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
+        # After a restart torchrun's store still has the addresses of the ranks that died.
+        _store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         ranks = range(world_size())
         training_ranks, rollout_ranks = (
             ranks[: len(ranks) - num_rollout_ranks],
@@ -93,7 +95,10 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         fail(f"rank {_launch_rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
-    install_signal_handlers()
+    if num_rollout_ranks:
+        default_signals()  # until both kinds have met: they wait for each other inside a library, with nothing to save
+    else:
+        install_signal_handlers()
     torch.manual_seed(seed)
     return device, rank, size
 
@@ -194,6 +199,11 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
+def what_gloo_says(error: BaseException) -> str:
+    """Without its advice."""
+    return first_line(error).partition(". This is typically")[0]
+
+
 def fail_in_thread(error: Exception) -> None:
     """End this process for an error met outside its main thread, which may be in a collective that never ends."""
     _report_and_exit(type(error), error, error.__traceback__)
@@ -225,7 +235,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     first = True
     if _store is not None:
         try:
-            first = _store.add(f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1
+            first = _store.add("failed", 1) == 1
         except (dist.DistNetworkError, dist.DistStoreError):  # the store's host is gone, so another rank failed first
             first = False
     if not first:
@@ -242,7 +252,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
-        print(f"error: rank {_launch_rank} lost another rank: {first_line(error)}", file=sys.stderr)
+        print(f"error: rank {_launch_rank} lost another rank: {what_gloo_says(error)}", file=sys.stderr)
         code = 1
     elif _stop_signal is not None:
         print(f"error: stopped by signal {_stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)

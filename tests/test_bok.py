@@ -9,7 +9,8 @@ import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
-from bok import Args, choose
+from bok import Args, choose, sample_offline
+from common.hub import load_tokenizer, resolve_model
 from common.packing import Sample
 
 NAN = math.nan
@@ -91,9 +92,27 @@ def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(flags, tm
             assert c.pop("logprobs") == pytest.approx(d.pop("logprobs"), abs=1e-4)
         assert one == other
     assert_close_metrics(tmp_path / "two", cut.parent, ("loss", "grad_norm", "reward", "epoch"), rel=1e-5)
-    cut.write_text(written.read_text().replace('"reward"', '"rewarded"', 1))
-    message = run(1, "bok.py", *flags, "--max_steps", 7, "--output_dir", cut.parent, code=2).stderr
-    assert "completions.jsonl, line 1 is damaged; mend or delete the file" in message
+    good = "".join(lines)
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    rows = [row | dict(_source="row") for row in rows]
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+    args = Args(output_dir=str(cut.parent), samples_per_prompt=3, prompts_per_step=8)
+    assert [json.loads(line)["prompt"] for line in lines] == prompts
+    groups, scores = sample_offline(args, prompts, rows, None, None)
+    assert scores.shape == (20, 3) and groups[7][2].ids[: len(prompts[7])] == prompts[7]
+    for damaged in (
+        good.replace('"reward"', '"rewarded"', 1), good.replace('"reward": 0', '"reward": null, "x": 0', 1),
+        good.replace('"ids": [', '"ids": ["a", ', 1), good.replace('"logprobs": [', '"logprobs": [0.1, ', 1),
+        "[]\n" + good, "\udcff\n" + good,
+    ):  # fmt: skip
+        cut.write_text(damaged, errors="surrogateescape")
+        with pytest.raises(ValueError, match=r"completions.jsonl, line 1 is damaged; mend or delete the file"):
+            sample_offline(args, prompts, rows, None, None)
+    cut.write_text(good)
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        sample_offline(Args(output_dir=str(cut.parent), samples_per_prompt=2), prompts, rows, None, None)
+    with pytest.raises(ValueError, match="line 20 is of another prompt"):
+        sample_offline(args, prompts[:19], rows[:19], None, None)
 
 
 @pytest.mark.slow
