@@ -8,9 +8,13 @@ from collections import Counter
 
 import helpers
 import pytest
+import yaml
 from helpers import assert_close_metrics, assert_same_weights, metrics, run, weights
 from test_grpo import REWARD
 from test_signals import Running
+
+import bok
+from common.checkpoint import _claim
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +122,19 @@ def test_a_rollout_rank_told_to_stop_stops_all_and_the_same_command_resumes(colo
     assert done.returncode == 0 and "told to stop after step" in done.stdout, done.stderr
     run(2, "rloo.py", *flags, "--output_dir", tmp_path)
     assert_same_weights(colocated, tmp_path)
+
+
+def test_a_resumed_run_may_change_its_rollout_ranks_but_not_how_old_samples_may_be(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "metrics.jsonl").write_text("")
+
+    def claimed(**now: int) -> str | None:
+        (tmp_path / "args.yaml").write_text(yaml.safe_dump(bok.Args(rollout_ranks=2, max_staleness=3).to_dict()))
+        return _claim(tmp_path, bok.Args(**now))
+
+    assert claimed(rollout_ranks=3, max_staleness=3) is None
+    assert claimed() is None, "without rollout ranks the flag is not read"
+    assert "max_staleness was 3, is 1" in claimed(rollout_ranks=2)
 
 
 def test_trainers_that_fail_at_start_leave_no_rollout_rank_behind(flags, tmp_path):
