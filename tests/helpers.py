@@ -35,10 +35,12 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
 
 
-def run(ranks: int, script: str, *flags: object, code: int = 0, timeout: float = 300) -> subprocess.CompletedProcess:
+def run(
+    ranks: int, script: str, *flags: object, code: int = 0, timeout: float = 300, torchrun: bool = False
+) -> subprocess.CompletedProcess:
     """Run to the end and check the exit code (torchrun turns every failure into 1). What is to fail runs under
-    torchrun, what is to succeed in `forked` ranks."""
-    if code == 0:
+    torchrun, what is to succeed in `forked` ranks unless `torchrun` says otherwise."""
+    if code == 0 and not torchrun:
         done = forked(ranks, script, *flags, timeout=timeout)
     else:
         done = subprocess.run(
