@@ -10,18 +10,17 @@ without start-up and evaluation. Runs stay in runs/asynchrony; a finished one is
 docs/asynchronous.png.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from seeds import launch
+
 from common.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = Path("runs/asynchrony")
 STEPS, SEEDS = 80, 3
 LOAD = (
     "--model", "runs/demo/sft/hf", "--prompts_per_step", 128, "--samples_per_prompt", 3, "--max_new_tokens", 5,
@@ -38,14 +37,9 @@ SETTINGS = {
 
 def measured(name: str, seed: int) -> list[dict]:
     """The metrics of one run."""
-    folder = OUT / f"{name.replace(' ', '_')}_seed{seed}"
-    if not (ROOT / folder / "hf").is_dir():
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-        flags = [*LOAD, *SETTINGS[name], "--seed", seed, "--output_dir", folder, "--resume", "never"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-        command = [*torchrun, "online_dpo.py", *map(str, flags)]
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return read_metrics(ROOT / folder / "metrics.jsonl")
+    folder = ROOT / "runs/asynchrony" / f"{name.replace(' ', '_')}_seed{seed}"
+    launch(folder, "online_dpo.py", *map(str, (*LOAD, *SETTINGS[name], "--seed", seed)))
+    return read_metrics(folder / "metrics.jsonl")
 
 
 def busy(line: dict) -> float:

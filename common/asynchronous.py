@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class Share:
     """A rollout rank to a training rank: its completions of that rank's prompts."""
 
     number: int
-    groups: dict[int, Group] = field(repr=False)
+    groups: dict[int, Group]
     """by position in the batch"""
     began: float
     ended: float

@@ -71,7 +71,10 @@ def forked(ranks: int, script: str, *flags: object, timeout: float) -> subproces
             processes[-1].start()
         deadline = time.monotonic() + timeout
         while any(p.exitcode is None for p in processes) and not any(p.exitcode for p in processes):
-            assert time.monotonic() < deadline or [p.kill() for p in processes] == [], f"{script} hangs"
+            if time.monotonic() > deadline:
+                for process in processes:
+                    process.kill()
+                raise AssertionError(f"{script} hangs")
             time.sleep(0.02)
         for process in processes:
             process.terminate()  # nothing to those that are done

@@ -18,7 +18,7 @@ from common.checkpoint import _claim
 
 pytestmark = pytest.mark.slow
 
-STEPS, PROMPTS, EPOCHS = 6, 8, 1
+STEPS, PROMPTS = 6, 8
 
 
 @pytest.fixture(scope="module")
