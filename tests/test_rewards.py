@@ -15,18 +15,8 @@ from common.distributed import RunError
 from common.hub import load_tokenizer, resolve_model
 from common.models import load_scalar_model
 from common.packing import Sample
-from common.rewards import (
-    REWARDS,
-    Rewards,
-    boxed,
-    exact_match,
-    format,
-    gsm8k,
-    last_boxed,
-    load_reward,
-    score,
-    to_number,
-)
+from common.reward_functions import REWARDS, boxed, exact_match, format, gsm8k, last_boxed, to_number
+from common.rewards import Rewards, load_reward, score
 
 # ---- the built-in functions ----
 
