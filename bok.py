@@ -29,7 +29,7 @@ from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
 from common.colocated import Rollouts
 from common.config import OnlineArgs
-from common.data import Encoder, encode_prompts
+from common.data import Encoder
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import Policy, load_policy
@@ -43,8 +43,9 @@ from common.online import (
 )
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import Sample, pack
+from common.prompts import encode_prompts, prompt_columns
 from common.rewards import Rewards
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import train_and_eval_rows
 
 
 @dataclass
@@ -140,7 +141,9 @@ def sample_offline(
         chunk = range(start, min(start + size, len(prompts)))
         seeds = [distributed.fold_seed(args.seed, row) for row in chunk]
         asked = [prompts[row] for row in chunk]
-        sampled = rollouts.sample_now(0, asked, args.samples_per_prompt, seeds, args.temperature)
+        sampled = rollouts.sample_now(
+            0, asked, rows[chunk.start : chunk.stop], seeds, args.samples_per_prompt, args.temperature
+        )
         if distributed.stop_requested():
             if distributed.is_main():
                 print(f"told to stop after {start} of {len(prompts)} prompts; the same command goes on from there")
@@ -149,7 +152,7 @@ def sample_offline(
         for row, group in zip(mine, sampled, strict=True):
             for sample in group:
                 sample.row = rows[row]
-        scores_PG, _ = rewards(sampled)
+        scores_PG, _ = rewards(sampled, Meter())
         of_row = dict(zip(mine, zip(sampled, scores_PG.tolist(), strict=True), strict=True))
         of_row = {row: pair for share in distributed.gather_objects(of_row) for row, pair in share.items()}
         groups += [of_row[row][0] for row in chunk]
@@ -193,7 +196,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    columns = prompt_columns(args, rows + eval_rows)
     rewards = Rewards(args, rows + eval_rows, tokenizer, device)
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
@@ -247,7 +250,7 @@ def main(args: Args) -> None:
                     stopping = True
                     break
                 with meter.time("reward"):
-                    scores_PG, parts = rewards(groups)
+                    scores_PG, parts = rewards(groups, meter)
             measure_groups(meter, groups, scores_PG, parts)
             if step == first_step and (step == 0 or not args.offline):  # what is stored is of the starting model
                 check_first_rollout(model, groups, args, device)

@@ -26,16 +26,17 @@ from common import advantages, distributed, losses, online
 from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.data import Encoder, encode_prompts
+from common.data import Encoder
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
 from common.online import KLCoefficient, PolicyGradientArgs
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, pack
+from common.prompts import encode_prompts, prompt_columns
 from common.rewards import Rewards
 from common.rollout import check_agreement
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import train_and_eval_rows
 
 PAPER_CLIP = dict(clip_low=0.2, clip_high=0.2)
 PRESETS: dict[str, dict] = {
@@ -134,7 +135,9 @@ class Args(PolicyGradientArgs):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
 
-def completion_advantages(args: Args, rewards_BG: Tensor, parts_KBG: list[Tensor], lengths_BG: Tensor) -> Tensor:
+def completion_advantages(
+    args: Args, rewards_BG: Tensor, parts_KBG: Tensor, weights_K: list[float], lengths_BG: Tensor
+) -> Tensor:
     """`--advantage`: one number per completion, [B, G]. The rewards are of all ranks."""
     match args.advantage:
         case "group":
@@ -150,7 +153,7 @@ def completion_advantages(args: Args, rewards_BG: Tensor, parts_KBG: list[Tensor
         case "reinforce++_baseline":
             return advantages.reinforce_plus_plus(rewards_BG, lengths_BG, baseline=True)
         case "gdpo":  # penalties for length are one more reward
-            return advantages.gdpo(torch.stack(parts_KBG), [*(args.reward_weights or [1.0] * len(args.reward)), 1.0])
+            return advantages.gdpo(parts_KBG.masked_fill(rewards_BG.isnan(), math.nan), weights_K)
 
 
 def policy_loss(meter: Meter, args: Args, mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
@@ -197,7 +200,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    columns = prompt_columns(args, rows + eval_rows)
     rewards = Rewards(args, rows + eval_rows, tokenizer, device)
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
@@ -251,7 +254,7 @@ def main(args: Args) -> None:
                 if stopping:
                     break
                 with meter.time("reward"):
-                    rewards_PG, parts = rewards(fresh)
+                    rewards_PG, parts = rewards(fresh, meter)
                     penalties_PG = online.length_penalties(fresh, args)
                 online.measure_groups(meter, fresh, rewards_PG, parts)
                 lengths_PG = torch.tensor([[len(s.completion_ids) for s in group] for group in fresh]).double()
@@ -307,7 +310,8 @@ def main(args: Args) -> None:
             if args.kl_in == "reward":
                 kl_PG = torch.tensor([[kl_of[id(s)] for s in group] for group in groups], dtype=torch.float64)
                 totals_BG = totals_BG - beta.value * online.all_groups(kl_PG, positions)
-            advantages_BG = completion_advantages(args, totals_BG, [*parts_KBG, penalties_BG], lengths_BG)
+            parts_KBG, weights_K = torch.stack([*parts_KBG, penalties_BG]), [*rewards.weights.tolist(), 1.0]
+            advantages_BG = completion_advantages(args, totals_BG, parts_KBG, weights_K, lengths_BG)
             for i, group in zip(positions, groups, strict=True):
                 for sample, advantage in zip(group, advantages_BG[i].tolist(), strict=True):
                     sample.advantage = advantage  # of the whole completion

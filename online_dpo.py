@@ -27,7 +27,7 @@ from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
 from common.config import OnlineArgs
-from common.data import Encoder, encode_prompts
+from common.data import Encoder
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.metrics import Meter, RunLogger, Totals
 from common.models import load_policy
@@ -49,8 +49,9 @@ from common.preference_losses import (
     implicit_rewards,
     preference_losses,
 )
+from common.prompts import encode_prompts, prompt_columns
 from common.rewards import Rewards
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import train_and_eval_rows
 
 
 @dataclass
@@ -126,7 +127,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    columns = prompt_columns(args, rows + eval_rows)
     rewards = Rewards(args, rows + eval_rows, tokenizer, device)
     room = min(context_length(path, args), args.pack_tokens // 2 + 1) - args.max_new_tokens  # a pair shares a pack
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
@@ -170,7 +171,7 @@ def main(args: Args) -> None:
 
             # ---- 2. score and choose; log-probs of the starting model ----
             with meter.time("reward"):
-                scores_PG, parts = rewards(groups)
+                scores_PG, parts = rewards(groups, meter)
             measure_groups(meter, groups, scores_PG, parts)
             rewards_PG = scores_PG + truncation_penalties(groups, args)
             measure_pairs(meter, rewards_PG)

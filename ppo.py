@@ -27,7 +27,7 @@ from common.advantages import gae, length_adaptive_lambda
 from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.data import Encoder, encode_prompts
+from common.data import Encoder
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, kl_estimate
 from common.metrics import Meter, RunLogger, Totals
@@ -35,9 +35,10 @@ from common.models import load_policy, load_scalar_model
 from common.online import KLCoefficient, PolicyGradientArgs
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, pack
+from common.prompts import encode_prompts, prompt_columns
 from common.rewards import Rewards
 from common.rollout import check_agreement
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import train_and_eval_rows
 
 
 @dataclass
@@ -124,6 +125,18 @@ def advantages_and_returns(args: Args, mb: PackedBatch, rewards_T: Tensor) -> tu
     return advantages_T.float(), (targets_T + mb.values_T).float()
 
 
+def token_scores(mb: PackedBatch, score_of: dict[int, float], turn_weight: float) -> Tensor:
+    """Each completion's score on its last token, [T] float32; but what an environment gave for an earlier turn, times
+    `turn_weight`, is taken from it and stands on that turn's last token."""
+    scores = [0.0] * len(mb.loss_mask_T)
+    for sample, start, end in zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False):  # a filler has no sample
+        scores[end - 1] = score_of[id(sample)]
+        for index, reward in sample.turn_rewards[: sample.turns - 1]:
+            scores[start + index - 1] = turn_weight * reward  # targets begin with the second id
+            scores[end - 1] -= turn_weight * reward
+    return torch.tensor(scores).to(mb.loss_mask_T.device)
+
+
 def moments(micro_batches: list[PackedBatch], xs: list[Tensor]) -> tuple[float, float]:
     """Mean and standard deviation of a stream over the trained tokens of all ranks. Collective."""
     xs = [x_T[mb.loss_mask_T].double() for mb, x_T in zip(micro_batches, xs, strict=True)]
@@ -161,7 +174,7 @@ def main(args: Args) -> None:
         require_same_tokenizer("--value_model", value_path, tokenizer)
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    columns = prompt_columns(args, rows + eval_rows)
     rewards = Rewards(args, rows + eval_rows, tokenizer, device)
     room = min(context_length(path, args), context_length(value_path, args)) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
@@ -188,6 +201,9 @@ def main(args: Args) -> None:
                 "sampling/sampling_logp_difference/max"),
     )  # fmt: skip
     updates = args.minibatches * args.epochs_per_rollout
+    turn_weight = args.reward_scale * dict(zip(rewards.scorers, rewards.weights.tolist(), strict=True)).get(
+        "environment", 0.0
+    )
     logger.message(
         f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
         f"{total_steps} steps on {world_size} ranks, {rollouts}, "
@@ -208,7 +224,7 @@ def main(args: Args) -> None:
 
             # ---- 2. score; log-probs, values and reference of the rollout; advantages and returns ----
             with meter.time("reward"):
-                rewards_PG, parts = rewards(groups)
+                rewards_PG, parts = rewards(groups, meter)
             online.measure_groups(meter, groups, rewards_PG, parts)
             scores_PG = online.shape_rewards(rewards_PG, args) + online.length_penalties(groups, args)
             score_of = {}
@@ -229,13 +245,12 @@ def main(args: Args) -> None:
                 for mb in micro_batches:
                     mb.old_logprobs_T, *_ = model(mb, temperature=args.temperature)
                     mb.values_T = value_model(mb)
-                    rewards_T = torch.zeros_like(mb.values_T)
+                    rewards_T = token_scores(mb, score_of, turn_weight)
                     if reference is not None:
                         ref_logprobs_T, *_ = reference(mb, temperature=args.temperature)
                         kl_T = kl_estimate(mb.old_logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
                         rewards_T -= beta.value * kl_T
                         meter.mean("objective/kl", mb.sequence_sums(kl_T).sum(), len(mb.samples))
-                    rewards_T[mb.ends_N] += mb.per_sequence(score_of[id(sample)] for sample in mb.samples).float()
                     mb.advantages_T, mb.returns_T = advantages_and_returns(args, mb, rewards_T)
                     mb.weights_T = online.correction_weights(mb, args)
                     online.measure_sampling(meter, mb, mb.weights_T)

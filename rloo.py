@@ -26,7 +26,7 @@ from common.advantages import leave_one_out
 from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.data import Encoder, encode_prompts
+from common.data import Encoder
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.losses import clip_policy_loss
 from common.metrics import Meter, RunLogger, Totals
@@ -44,9 +44,10 @@ from common.online import (
 )
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import pack
+from common.prompts import encode_prompts, prompt_columns
 from common.rewards import Rewards
 from common.rollout import check_agreement
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import train_and_eval_rows
 
 
 @dataclass
@@ -92,7 +93,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    columns = prompt_columns(args, rows + eval_rows)
     rewards = Rewards(args, rows + eval_rows, tokenizer, device)
     room = context_length(path, args) - args.max_new_tokens
     prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
@@ -136,7 +137,7 @@ def main(args: Args) -> None:
 
             # ---- 2. score, KL and advantage: a completion is one action with one reward ----
             with meter.time("reward"):
-                scores_PG, parts = rewards(groups)
+                scores_PG, parts = rewards(groups, meter)
             measure_groups(meter, groups, scores_PG, parts)
             # Groups [m * size, (m + 1) * size) of every rank are minibatch m: the same global prompts on any ranks.
             # pack() gives every rank the same number of micro-batches: FSDP collectives must match.

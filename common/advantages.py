@@ -69,9 +69,9 @@ def reinforce_plus_plus(rewards_PG: Tensor, lengths_PG: Tensor, baseline: bool =
 
 def gdpo(parts_KPG: Tensor, weights_K: Tensor, eps: float = 1e-6) -> Tensor:
     """GDPO (arXiv:2601.05242): each reward is normalised in its group, so that none is drowned by a larger one; their
-    weighted sum is whitened over the completions of the whole batch. Returns float64, shape [P, G]."""
-    missing_PG = parts_KPG.isnan().any(0)  # a completion without one of its rewards has no reward
-    parts_KPG = parts_KPG.masked_fill(missing_PG, torch.nan)
+    weighted sum is whitened over the completions of the whole batch. A reward that is NaN for some completions counts
+    among the others of the group; a completion that has none at all gets 0. Returns float64, shape [P, G]."""
+    missing_PG = parts_KPG.isnan().all(0)
     sums_PG = sum(w * group_advantages(part_PG) for w, part_PG in zip(weights_K, parts_KPG, strict=True))
     return whiten(sums_PG, (~missing_PG).long(), eps)
 

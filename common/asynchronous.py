@@ -23,6 +23,7 @@ from torch import Tensor
 from common import distributed
 from common.colocated import Batch, Group, Rollouts
 from common.config import OnlineArgs
+from common.episodes import Episodes
 from common.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.metrics import Meter
 from common.models import Policy, compute_dtype
@@ -50,6 +51,7 @@ class Request:
 
     number: int
     prompts: list[list[int]]
+    rows: list[dict]  # for the environment, if there is one
     seeds: list[int]
     samples: int
     temperature: float
@@ -151,12 +153,12 @@ class RemoteRollouts(Rollouts):
         return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.ahead})"
 
     def _send(self, batch: Batch, needed_at: int) -> None:
-        prompts = [self.prompts[row] for row in batch.drawn]
-        seeds, args = self._seeds(batch, range(len(prompts))), self.args
-        oldest = needed_at - self.ahead
-        self._request(Request(batch.number, prompts, seeds, args.samples_per_prompt, args.temperature, oldest))
+        prompts, rows = ([x[row] for row in batch.drawn] for x in (self.prompts, self.rows))
+        seeds, args, oldest = self._seeds(batch, range(len(prompts))), self.args, needed_at - self.ahead
+        self._request(Request(batch.number, prompts, rows, seeds, args.samples_per_prompt, args.temperature, oldest))
 
     def _request(self, request: Request) -> None:
+        request.rows = request.rows if self.args.environment else [{}] * len(request.prompts)
         self.requests[request.number] = request
         self._tell(request)
 
@@ -217,10 +219,10 @@ class RemoteRollouts(Rollouts):
         return groups
 
     def sample_now(
-        self, step: int, prompts: list[list[int]], n: int, seeds: list[int], temperature: float
+        self, step: int, prompts: list[list[int]], rows: list[dict], seeds: list[int], n: int, temperature: float
     ) -> list[Group]:
         self.urgent -= 1
-        self._request(Request(self.urgent, prompts, seeds, n, temperature, step))
+        self._request(Request(self.urgent, prompts, rows, seeds, n, temperature, step))
         self._give_weights(step, self.urgent, Meter())
         groups = self._answer(self.urgent)
         del self.shares[self.urgent]
@@ -241,6 +243,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
     engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+    episodes = Episodes(engine, args, tokenizer)
     engine.wake()
     distributed.default_signals()  # it has put our handlers back
     mail, link = Mail(), weights_link(device)
@@ -256,8 +259,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
                     mail.send(None, trainer)
                 close_link(link)
                 engine.close()
-                distributed.cleanup()
-                return
+                return distributed.cleanup()
             if isinstance(message, NewWeights):
                 version = message.version
                 for trainer in distributed.training_ranks:
@@ -270,8 +272,8 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
         if requests and requests[0].min_version <= version:
             request = requests.popleft()
             mine, began = range(rank, len(request.prompts), ranks), time.time()
-            prompts, seeds = ([every[i] for i in mine] for every in (request.prompts, request.seeds))
-            groups = dict(zip(mine, engine.generate(prompts, request.samples, seeds, request.temperature), strict=True))
+            asked = ([every[i] for i in mine] for every in (request.prompts, request.rows, request.seeds))
+            groups = dict(zip(mine, episodes.generate(*asked, request.samples, request.temperature), strict=True))
             ended, stop = time.time(), distributed.told_to_stop()
             for sample in (sample for group in groups.values() for sample in group):
                 sample.version = version
@@ -281,8 +283,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
 
 
 def _messages(mail: Mail, wait: bool) -> list:
-    """What has come, in order; with `wait` at least one message, or none after a minute: the other ranks wait in a
-    collective, which does not like long silence."""
+    """What has come, in order; with `wait` at least one message, or none after a minute: collectives time out."""
     messages = []
     try:
         while True:

@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common import distributed
-from common.config import RunArgs
+from common.config import BaseArgs, RunArgs
 from common.hub import eos_token_ids
 from common.models import PackedModel, ScalarModel
 
@@ -28,11 +28,13 @@ from common.models import PackedModel, ScalarModel
 # `rollout_ranks` from or to 0 changes how old samples are.)
 RESUMABLE_CHANGES = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-    "activation_checkpointing", "compile", "output_dir", "rollout_ranks",
+    "activation_checkpointing", "compile", "output_dir", "rollout_ranks", "reward_timeout", "reward_workers",
+    "max_reward_errors", "prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model",
+    "perplexity_model",
 }  # fmt: skip
 
 
-def prepare_output_dir(args: RunArgs) -> None:
+def prepare_output_dir(args: BaseArgs) -> None:
     """Make `--output_dir` this run's, before anything slow. Collective.
 
     Raises `ValueError` on every rank if it cannot be written or holds a run with other flags; with `--resume never`
@@ -49,17 +51,17 @@ def prepare_output_dir(args: RunArgs) -> None:
         raise ValueError(problem)
 
 
-def _claim(folder: Path, args: RunArgs) -> str | None:
+def _claim(folder: Path, args: BaseArgs) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
         for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id", "reference_logps.json",
-                     "completions.jsonl"):  # fmt: skip
+                     "completions.jsonl", "against.jsonl", "results.json"):  # fmt: skip
             (folder / name).unlink(missing_ok=True)
         for name in ("checkpoints", "hf", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
-    if args.resume == "must" and not _checkpoints(folder):
-        return f"--resume must: {folder} has no checkpoint"
     begun = any((folder / name).is_file() for name in ("metrics.jsonl", "completions.jsonl"))
+    if args.resume == "must" and not _checkpoints(folder) and not (folder / "completions.jsonl").is_file():
+        return f"--resume must: {folder} has no checkpoint"
     if flags.is_file() and (_checkpoints(folder) or begun):  # not if it never began
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
@@ -67,6 +69,8 @@ def _claim(folder: Path, args: RunArgs) -> str | None:
         may_change = set(RESUMABLE_CHANGES)
         if not (then.get("rollout_ranks") and now.get("rollout_ranks")):
             may_change.add("max_staleness")  # it was not read, or is not
+        if not then.get("against"):
+            may_change.add("against")
         changed = [k for k in then | now if then.get(k) != now.get(k) and k not in may_change]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])

@@ -20,9 +20,9 @@ import tyro
 import yaml
 
 from common import distributed
-from common.config import RunArgs
+from common.config import BaseArgs
 
-ArgsT = TypeVar("ArgsT", bound=RunArgs)
+ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 
 
 def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:

@@ -14,6 +14,7 @@ import torch
 from common import distributed
 from common.config import OnlineArgs
 from common.data import RowOrder
+from common.episodes import Episodes
 from common.hub import eos_token_ids
 from common.metrics import Meter
 from common.models import Policy
@@ -62,6 +63,7 @@ class Rollouts:
     def _start(self, tokenizer) -> None:
         eos_ids = eos_token_ids(self.model.path, tokenizer)
         self.engine = make_engine(self.model.path, self.args, eos_ids, tokenizer, self.device)
+        self.episodes = Episodes(self.engine, self.args, tokenizer)
 
     def __str__(self) -> str:
         return type(self.engine).__name__
@@ -95,13 +97,13 @@ class Rollouts:
         return groups
 
     def sample_now(
-        self, step: int, prompts: list[list[int]], n: int, seeds: list[int], temperature: float
+        self, step: int, prompts: list[list[int]], rows: list[dict], seeds: list[int], n: int, temperature: float
     ) -> list[Group]:
         """`n` completions by the weights after `step` steps, for this rank's share of the prompts of all ranks: every
         `ranks`-th from the `rank`-th. Collective."""
         mine = slice(self.rank, None, self.ranks)
         self._wake()
-        groups = self.engine.generate(prompts[mine], n, seeds[mine], temperature)
+        groups = self.episodes.generate(prompts[mine], rows[mine], seeds[mine], n, temperature)
         self.engine.sleep()
         return groups
 
@@ -142,9 +144,9 @@ class Rollouts:
         with meter.time("sync"):
             self._wake()
         with meter.time("rollout"):
-            mine = [self.prompts[batch.drawn[i]] for i in self.positions]
-            seeds = self._seeds(batch, self.positions)
-            groups = self.engine.generate(mine, self.args.samples_per_prompt, seeds, self.args.temperature)
+            prompts, rows = ([x[batch.drawn[i]] for i in self.positions] for x in (self.prompts, self.rows))
+            seeds, args = self._seeds(batch, self.positions), self.args
+            groups = self.episodes.generate(prompts, rows, seeds, args.samples_per_prompt, args.temperature)
             self.engine.sleep()  # hand weights and KV-cache memory back to the trainer
         for sample in (sample for group in groups for sample in group):
             sample.version = step

@@ -7,7 +7,7 @@ share of every batch.
 import random
 
 from common import distributed
-from common.config import RolloutArgs, RunArgs
+from common.config import BaseArgs
 from common.packing import Sample
 
 
@@ -69,7 +69,7 @@ class Encoder:
     """Rows -> ids, in the one way training and sampling share: text is cut where a completion starts and ends and the
     pieces are tokenised apart, so the prompt's ids in training are exactly those the engine is given."""
 
-    def __init__(self, tokenizer, args: RunArgs):
+    def __init__(self, tokenizer, args: BaseArgs):
         self.tokenizer, self.prompt_format, self.system_prompt = tokenizer, args.prompt_format, args.system_prompt
         if args.prompt_format == "chat" and tokenizer.chat_template is None:
             raise ValueError("--prompt_format chat: the tokenizer has no chat template")
@@ -83,6 +83,14 @@ class Encoder:
         if messages is None:
             return self._plain_prompt(row, columns[0])
         return self._ids(self._render(row, messages, add_generation_prompt=True))
+
+    def reply(self, messages: list[dict]) -> list[int]:
+        """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the
+        chat template, from behind that EOS up to where the model is to speak again."""
+        mark = "(here the model spoke)"  # templates may trim a turn or look at those before it, so it is one like any
+        before = [dict(role="user", content="?"), dict(role="assistant", content=mark)]
+        text = self._render(dict(_source="the environment's messages"), before + messages, add_generation_prompt=True)
+        return self._ids(text[self._end_of_turn(text, text.index(mark) + len(mark)) :])
 
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Ids and loss mask of a supervised row. Trained: the completion, or every assistant turn, with its EOS; with
@@ -167,15 +175,18 @@ class Encoder:
                 raise ValueError(f"{row['_source']}: turn {i + 1} does not come out of the chat template as it went in")
             end = content + len(message["content"].strip())
             # The template's end-of-turn token is trained, whatever stands before it ("\n", say): without it a model
-            # would never learn to stop. Some tokenizers have it among the added tokens only.
-            tokens = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
-            found = [(e, e + len(t)) for t in tokens if (e := text.find(t, end)) >= 0]
-            if not found:
+            # would never learn to stop.
+            if (eos := self._end_of_turn(text, end)) is None:
                 raise ValueError(f"{row['_source']}: the chat template puts no end-of-turn token after turn {i + 1}")
-            eos = min(found)[1]
             pieces += [(self._ids(text[done:start]), False), (self._ids(text[start:eos]), True)]
             done = eos
         return pieces + [(self._ids(text[done:]), False)]
+
+    def _end_of_turn(self, text: str, start: int) -> int | None:
+        """Where the first special token at or after `start` ends. Some tokenizers have it among the added ones only."""
+        tokens = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
+        found = [(at, at + len(token)) for token in tokens if (at := text.find(token, start)) >= 0]
+        return min(found)[1] if found else None
 
     def _render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
         from jinja2 import TemplateError
@@ -190,30 +201,6 @@ class Encoder:
     def _ids(self, text: str, special: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids[:-1] if special and ids and ids[-1] == self.tokenizer.eos_token_id else ids
-
-
-def encode_prompts(
-    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: RolloutArgs
-) -> tuple[list[list[int]], list[dict], int]:
-    """`(prompts, rows, dropped)`: prompt ids with their rows, of at most `room` tokens, and how many were longer.
-
-    Raises `ValueError` for a longer one with `--overlong_prompts error`, and if no row is left.
-    """
-    prompts = [encoder.prompt(row, columns) for row in rows]
-    for row, prompt in zip(rows, prompts, strict=True):
-        if not prompt:
-            raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
-        if room < 1:
-            raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
-        if len(prompt) > room and args.overlong_prompts == "error":
-            raise ValueError(
-                f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "
-                f"--max_new_tokens {args.max_new_tokens}; --overlong_prompts drop leaves such rows out"
-            )
-    kept = [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) <= room]
-    if rows and not kept:
-        raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
-    return [prompt for prompt, _ in kept], [row for _, row in kept], len(rows) - len(kept)
 
 
 # ---- order ----

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from common import distributed
-from common.config import RunArgs
+from common.config import BaseArgs
 from common.tiny import tiny_model
 
 
@@ -113,7 +113,7 @@ def eos_token_ids(path: str, tokenizer) -> list[int]:
     return sorted(ids - {None})
 
 
-def context_length(path: str, args: RunArgs) -> int:
+def context_length(path: str, args: BaseArgs) -> int:
     """Most tokens a sequence may have, prompt and completion together: the model's context, or what one pack holds."""
     from transformers import AutoConfig
 

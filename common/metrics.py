@@ -182,8 +182,8 @@ class RunLogger:
             position: [
                 dict(
                     step=step,
-                    prompt=sample.row.get("prompt") or sample.row.get("question"),
-                    completion=sample.text,
+                    prompt=_asked(sample.row),
+                    completion=sample.transcript or sample.text,
                     reward=reward,
                     advantage=sample.advantage,
                     finish_reason=sample.finish_reason,
@@ -220,6 +220,12 @@ class RunLogger:
             self.wandb.finish()
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+
+def _asked(row: dict) -> str | None:
+    """What a prompt comes down to: its text, or its last message's."""
+    prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
+    return prompt[-1]["content"] if isinstance(prompt, list) else prompt
 
 
 def _brief(text: str, limit: int = 160):

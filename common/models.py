@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from common import distributed
-from common.config import RunArgs
+from common.config import BaseArgs
 from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
 
@@ -115,14 +115,14 @@ PackedModel = Policy | ScalarModel
 # ---- loading ----
 
 
-def compute_dtype(args: RunArgs, device: torch.device) -> torch.dtype:
+def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
     """`--dtype`, with auto resolved: bfloat16 on CUDA, float32 elsewhere."""
     auto = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
 def load_policy(
-    path: str, args: RunArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
+    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
 
@@ -145,7 +145,7 @@ def load_policy(
 
 
 def load_scalar_model(
-    path: str, args: RunArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
+    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> ScalarModel:
     """`load_policy` with a scalar head: the checkpoint's own, or where it has none (a language model) a new one drawn
     from N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models must have one.
@@ -182,7 +182,7 @@ def _packable_config(path: str, what: str):
     return config
 
 
-def _load(model: PackedModel, what: str, args: RunArgs, device: torch.device, trainable: bool) -> PackedModel:
+def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
     if args.activation_checkpointing and trainable:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
@@ -202,7 +202,7 @@ def _load(model: PackedModel, what: str, args: RunArgs, device: torch.device, tr
 
 
 @torch.no_grad()
-def check_packing(model: PackedModel, what: str, args: RunArgs, device: torch.device) -> None:
+def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.device) -> None:
     """Refuse a model that computes something else for a sequence in a pack than for the same sequence alone.
 
     State-space and convolutional layers let one sequence see the one before it. Collective.
@@ -227,7 +227,7 @@ def check_packing(model: PackedModel, what: str, args: RunArgs, device: torch.de
 
 
 def shard(
-    model: nn.Module, blocks: nn.ModuleList, args: RunArgs, device: torch.device, reshard_root: bool = False
+    model: nn.Module, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool = False
 ) -> None:
     """`fully_shard` every transformer block and the rest, as the root; compile the blocks if `--compile` says so.
 

@@ -27,6 +27,11 @@ from common.rollout import check_agreement
 class PolicyGradientArgs(OnlineArgs):
     """Flags of every script that follows a policy gradient: grpo.py, rloo.py, ppo.py."""
 
+    environment: str | None = None
+    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
+    `path/to/file.py:Class`; its rewards are `--reward environment`"""
+    max_turns: int = 8
+    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
     beta: float = 0.0
     """weight of the KL penalty to the starting model; 0 never loads it"""
     kl_target: float = 0.0
@@ -55,7 +60,8 @@ class PolicyGradientArgs(OnlineArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("kl_horizon")
+        self.require_positive("kl_horizon", "max_turns")
+        self.require_read("max_turns", self.environment is not None, "there is no --environment")
         self.require_not_negative("beta", "kl_target", "correction_low", "reward_clip", "overlong_penalty")
         self.require_positive("reward_scale")
         self.require_finite("reward_scale")
@@ -163,19 +169,20 @@ def check_first_rollout(model: Policy, groups: list[list[Sample]], args: OnlineA
 
 
 def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor]) -> None:
-    """Reward and length statistics of this rank's groups. NaN is a reward that could not be computed."""
+    """Reward and length statistics of this rank's groups. NaN is no reward."""
     valid_PG = ~rewards_PG.isnan()
     squares_P = group_advantages(rewards_PG, scale_by_std=False).square().sum(-1)
     std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
     meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
     meter.mean("reward_std", std_P.sum(), len(std_P))
     meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
-    meter.mean("reward/error_fraction", (~valid_PG).sum(), valid_PG.numel())
     for name, part_PG in parts.items():
         meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
     for sample in (sample for group in groups for sample in group):
         meter.mean("completions/mean_length", len(sample.completion_ids))
         meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
+        if sample.transcript:
+            meter.mean("completions/mean_turns", sample.turns)
 
 
 def measure_sampling(meter: Meter, mb: PackedBatch, weights_T: Tensor) -> None:
@@ -207,11 +214,11 @@ def evaluate(
     """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
     reward is at least 1."""
     meter = Meter()
-    groups = rollouts.sample_now(step, prompts, n=1, seeds=[0] * len(prompts), temperature=0.0)
+    groups = rollouts.sample_now(step, prompts, rows, [0] * len(prompts), n=1, temperature=0.0)
     for group, row in zip(groups, rows[rollouts.rank :: rollouts.ranks], strict=True):
         group[0].row = row
-    rewards_PG, parts = rewards(groups)
-    solved_PG = next(iter(parts.values())) >= 1
+    rewards_PG, parts = rewards(groups, Meter())
+    solved_PG = rewards.first(parts) >= 1
     meter.mean("eval/pass_at_1", solved_PG.sum(), solved_PG.numel())
     for name, part_PG in parts.items():
         meter.mean(f"eval/rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())

@@ -38,11 +38,19 @@ class Sample:
     prompt_length: int = 0
     """tokens of the prompt; `ids[prompt_length:]` is the completion"""
     finish_reason: str = ""
-    """`stop` (an EOS was sampled) or `length` (cut off)"""
+    """`stop` (an EOS was sampled) or `length` (cut off by max_new_tokens or max_turns)"""
     version: int = 0
     """how many steps had been finished with the weights that sampled it"""
     text: str = ""
-    """the completion decoded, for rewards and for people; never tokenised again"""
+    """the completion decoded, of several turns the last: for rewards and for people; never tokenised again"""
+    turns: int = 1
+    """how often the model spoke; between its turns an environment did, in tokens that are not trained on"""
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """what the environment gave, each with the index in `ids` of the turn's last token"""
+    error: str = ""
+    """what the environment raised, if it did"""
+    transcript: str = ""
+    """all turns, for people; empty without an environment"""
     row: dict = field(default_factory=dict)
     """the data row it came from, for the reward"""
 

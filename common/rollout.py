@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common import distributed
-from common.config import RolloutArgs
+from common.config import RolloutArgs, SamplingArgs
 from common.hub import context_length
 from common.models import compute_dtype
 from common.packing import PackedBatch, Sample
@@ -34,8 +34,11 @@ from common.packing import PackedBatch, Sample
 SEED_SPACING = 1 << 16  # vLLM seeds the i-th completion of a request with seed + i
 
 
-def make_engine(path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, device: torch.device) -> "Engine":
-    """The engine `--engine` asks for, loaded with the checkpoint in folder `path`. Call after `load_policy`.
+def make_engine(
+    path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool = True
+) -> "Engine":
+    """The engine `--engine` asks for, loaded with the checkpoint in folder `path`. Call after `load_policy`. It sleeps
+    until it is given weights or, if no model is `trained`, is awake with those of the checkpoint.
 
     Raises `ValueError` for `--engine vllm` without vLLM or a tensor-parallel size that vLLM refuses.
     """
@@ -49,8 +52,8 @@ def make_engine(path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, dev
             print("vllm is not installed: sampling with transformers, which is slower")
         from common.rollout_transformers import TransformersEngine
 
-        return TransformersEngine(path, args, eos_ids, tokenizer, device)
-    return VLLMEngine(path, args, eos_ids, tokenizer, device)
+        return TransformersEngine(path, args, eos_ids, tokenizer, device, trained)
+    return VLLMEngine(path, args, eos_ids, tokenizer, device, trained)
 
 
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -73,24 +76,29 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
 class Engine:
     """What both engines share: the settings, and the form of what they return."""
 
-    def __init__(self, path: str, args: RolloutArgs, eos_ids: list[int], tokenizer, device: torch.device):
+    def __init__(
+        self, path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool
+    ):
         self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
         self.dtype = compute_dtype(args, device)
         with _untouched_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
             self._start(path)
+            if trained:
+                self.sleep()
         distributed.install_signal_handlers()  # vLLM's imports may have replaced them
 
     def generate(
-        self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float, max_new_tokens: int | None = None
+        self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float, limits: list[int] | None = None
     ) -> list[list[Sample]]:
-        """`n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt.
+        """`n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt, `limits` the most
+        tokens of its completions (default: `--max_new_tokens`).
 
         Sampled from softmax(logits / temperature), nothing cut off (temperature 0: greedy). `rollout_logprobs` are
         those of that distribution; an EOS ends a completion and belongs to it. Collective with tensor parallelism.
         """
         with _untouched_rng():
-            groups = self._generate(prompts, n, seeds, temperature, max_new_tokens or self.args.max_new_tokens)
+            groups = self._generate(prompts, n, seeds, temperature, limits or [self.args.max_new_tokens] * len(prompts))
         return [
             [self._sample(prompt, ids, logprobs, finish_reason) for ids, logprobs, finish_reason in group]
             for prompt, group in zip(prompts, groups, strict=True)
@@ -174,29 +182,27 @@ class VLLMEngine(Engine):
         for start in range(0, dist.get_world_size(), size):  # new_group is collective: every rank makes all of them
             group = dist.new_group(list(range(start, start + size)), backend="gloo") if size > 1 else None
             self.group = group if start == first else self.group
-        self.sleep()
 
-    def _generate(self, prompts, n, seeds, temperature, max_new_tokens):
+    def _generate(self, prompts, n, seeds, temperature, limits):
         from vllm import SamplingParams
 
         counts = [len(prompts)]
         if self.group is not None:  # the ranks of a tensor-parallel group must all ask for all of the group's prompts
             shares: list = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(shares, (prompts, seeds), group=self.group)
-            counts = [len(share) for share, _ in shares]
-            prompts = [prompt for share, _ in shares for prompt in share]
-            seeds = [seed for _, share in shares for seed in share]
+            dist.all_gather_object(shares, (prompts, seeds, limits), group=self.group)
+            counts = [len(share) for share, _, _ in shares]
+            prompts, seeds, limits = ([x for share in column for x in share] for column in zip(*shares, strict=True))
         params = [
             SamplingParams(
                 n=n,
                 seed=seed * SEED_SPACING,
                 temperature=temperature,
-                max_tokens=max_new_tokens,
+                max_tokens=limit,
                 stop_token_ids=self.eos_ids,
                 logprobs=0,  # of the sampled token alone
                 detokenize=False,
             )
-            for seed in seeds
+            for seed, limit in zip(seeds, limits, strict=True)
         ]
         # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
         stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()

@@ -18,33 +18,35 @@ class TransformersEngine(Engine):
         self.replica.generation_config = GenerationConfig()  # not the model's own penalties
 
     @torch.no_grad()
-    def _generate(self, prompts, n, seeds, temperature, max_new_tokens):
+    def _generate(self, prompts, n, seeds, temperature, limits):
         rows = [
-            (prompt, seed * SEED_SPACING + i) for prompt, seed in zip(prompts, seeds, strict=True) for i in range(n)
+            (prompt, seed * SEED_SPACING + i, limit)
+            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+            for i in range(n)
         ]
         done: list = [None] * len(rows)
         by_length = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
         for start in range(0, len(rows), 64):
             batch = by_length[start : start + 64]
-            for i, completion in zip(
-                batch, self._batch([rows[i] for i in batch], temperature, max_new_tokens), strict=True
-            ):
+            for i, completion in zip(batch, self._batch([rows[i] for i in batch], temperature), strict=True):
                 done[i] = completion
         return [done[i : i + n] for i in range(0, len(done), n)]
 
-    def _batch(self, rows, temperature, max_new_tokens):
-        longest = max(len(prompt) for prompt, _ in rows)
+    def _batch(self, rows, temperature):
+        longest = max(len(prompt) for prompt, *_ in rows)
         pad = self.eos_ids[0]
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt, _ in rows], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in rows], device=self.device)
-        sampler = _SeededSampler([seed for _, seed in rows], temperature, self.device)
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt, *_ in rows], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, *_ in rows], device=self.device)
+        sampler = _SeededSampler([seed for _, seed, _ in rows], temperature, self.device)
         out = self.replica.generate(
-            ids, attention_mask=mask, max_new_tokens=max_new_tokens, eos_token_id=self.eos_ids, pad_token_id=pad,
+            ids, attention_mask=mask, max_new_tokens=max(limit for *_, limit in rows),
+            eos_token_id=self.eos_ids, pad_token_id=pad,
             do_sample=False, top_p=None, top_k=None, repetition_penalty=None, logits_processor=[sampler],
         )  # fmt: skip
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         completions = []
-        for tokens, token_logprobs in zip(out[:, longest:].tolist(), logprobs, strict=True):
+        for (*_, limit), tokens, token_logprobs in zip(rows, out[:, longest:].tolist(), logprobs, strict=True):
+            tokens = tokens[:limit]
             length = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
             reason = "stop" if tokens[length - 1] in self.eos_ids else "length"
             completions.append((tokens[:length], token_logprobs[:length], reason))

@@ -11,7 +11,11 @@ from pathlib import Path
 
 from common import distributed
 from common.config import RunArgs
+from common.environments import calculator_rows, guess_number_rows, sliding_puzzle_rows
 from common.tiny import arithmetic_rows
+
+TASKS = dict(arithmetic=arithmetic_rows, calculator=calculator_rows, guess_number=guess_number_rows,
+             sliding_puzzle=sliding_puzzle_rows)  # fmt: skip
 
 # What the supervised scripts can train on: the first of these whose columns the dataset has.
 SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",))
@@ -26,8 +30,8 @@ def load_rows(flag: str, dataset: str, split: str, config: str | None = None) ->
     None if the dataset is there but has no such split. Raises `ValueError` naming `flag`, the file or the row.
     """
     path = Path(dataset).expanduser()
-    if dataset == "arithmetic":
-        rows, name = arithmetic_rows(split) if split in ("train", "test") else None, f"arithmetic/{split}"
+    if dataset in TASKS:
+        rows, name = TASKS[dataset](split) if split in ("train", "test") else None, f"{dataset}/{split}"
     elif path.is_file():
         rows, name = _read_file(flag, path) if split == "train" else None, path.name
     elif path.is_dir():

@@ -1,4 +1,4 @@
-"""One rank in the test process, for the tests that call common/ directly."""
+"""One rank in the test process with an engine of each kind, for the tests that call common/ directly."""
 
 import os
 import signal
@@ -10,6 +10,14 @@ import torch
 from hypothesis import settings
 
 from common import distributed
+from common.config import RolloutArgs
+from common.hub import eos_token_ids, load_tokenizer
+from common.models import Policy, load_policy
+from common.rollout import Engine, make_engine, whole_weights
+from common.tiny import tiny_model
+
+NEW_TOKENS = 24
+RANK_0_OF_1 = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
 
 settings.register_profile("no deadline", deadline=None)  # the first example may compile a template or load a file
 settings.load_profile("no deadline")
@@ -29,3 +37,41 @@ def device() -> Iterator[torch.device]:
         signal.signal(signum, handler)
     yield device
     distributed.cleanup()
+
+
+@pytest.fixture(scope="session", params=["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def engine(request, device) -> Iterator[Engine]:
+    """One engine of each kind for all tests: vLLM takes seconds to start, and cannot start twice in a
+    process. It comes last, because its shutdown leaves the process group."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    before = dict(os.environ)
+    os.environ |= RANK_0_OF_1 | dict(MASTER_PORT="0")  # the process group is there already
+    path, args = tiny_model(), RolloutArgs(dtype="float32", engine=request.param, max_new_tokens=NEW_TOKENS)
+    tokenizer = load_tokenizer(path)
+    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+    for name in RANK_0_OF_1.keys() | {"MASTER_PORT"}:
+        os.environ.pop(name, None)
+        os.environ |= {name: before[name]} if name in before else {}
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def policy(device) -> Policy:
+    """Not the weights the engine has loaded: all of them changed, the tied embedding too."""
+    policy = load_policy(tiny_model(), RolloutArgs(dtype="float32"), device)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+            local = parameter.to_local()  # one rank: its shard is all of it
+            local.add_(noise.to(local.device))
+    return policy
+
+
+@pytest.fixture
+def synced(engine, policy) -> Engine:
+    engine.wake()
+    engine.load_weights(whole_weights(policy, engine.dtype))
+    return engine

@@ -170,13 +170,14 @@ def test_gdpo_normalises_each_reward_then_their_sum(first, second):
     groups = min(len(first), len(second))
     parts, weights, sums = [first[:groups], second[:groups]], [0.5, 2.0], []
     for group in zip(*parts, strict=True):
-        missing = [math.isnan(a) or math.isnan(b) for a, b in zip(*group, strict=True)]
+        missing = [math.isnan(a) and math.isnan(b) for a, b in zip(*group, strict=True)]
         total = [0.0] * 3
         for weight, part in zip(weights, group, strict=True):
-            centred = naive_centred([NAN if gone else r for r, gone in zip(part, missing, strict=True)])
+            centred = naive_centred(part)
             std = statistics.stdev(known(centred)) if len(known(centred)) > 1 else 0.0
-            total = [t + weight * c / (std + 1e-6) for t, c in zip(total, centred, strict=True)]
-        sums += total
+            scaled = [0.0 if math.isnan(c) else weight * c / (std + 1e-6) for c in centred]
+            total = [t + x for t, x in zip(total, scaled, strict=True)]
+        sums += [NAN if gone else t for t, gone in zip(total, missing, strict=True)]
     whitened = iter(naive_whiten(known(sums)))
     expected = [0.0 if math.isnan(x) else next(whitened) for x in sums]
     got = gdpo(double(parts), weights).flatten().tolist()

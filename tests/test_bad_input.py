@@ -1,5 +1,6 @@
 """Bad input: one line that starts with `error: ` and names the flag, the file, the row or the column; exit code 2."""
 
+import importlib
 import json
 import os
 import shutil
@@ -17,12 +18,15 @@ import rm
 import sft
 from common.cli import parse
 from common.config import RolloutArgs
-from common.data import Encoder, encode_prompts
+from common.data import Encoder
 from common.hub import load_tokenizer, require_same_tokenizer, resolve_model
+from common.prompts import encode_prompts
 from common.rewards import Rewards, load_reward
 from common.rows import PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
 from common.tiny import tiny_model
 from tests.helpers import run
+
+evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin
 
 
 def the_error(stderr: str) -> str:
@@ -80,6 +84,23 @@ FLAG_ERRORS = [
     (grpo, "--reward_weights 1 2", "--reward_weights has 2 values for 1 rewards"),
     (grpo, "--reward_weights nan", "--reward_weights nan must be finite"),
     (grpo, "--max_reward_errors 7", "--max_reward_errors 7.0 must be in [0, 1]"),
+    (grpo, "--reward_timeout 0", "--reward_timeout 0.0 must be greater than 0"),
+    (grpo, "--reward_timeout inf", "--reward_timeout inf must be a finite number"),
+    (grpo, "--reward_workers 0", "--reward_workers 0 must be greater than 0"),
+    (grpo, "--environment calculator", "--environment and --reward environment, what it gives, belong together"),
+    (grpo, "--reward environment", "--environment and --reward environment, what it gives, belong together"),
+    (bok, "--reward environment", "--environment and --reward environment, what it gives, belong together"),
+    (bok, "--environment calculator", "unknown flag --environment"),
+    (grpo, "--max_turns 3", "--max_turns 3 would not be read: there is no --environment"),
+    (grpo, "--environment calculator --reward environment --max_turns 0", "--max_turns 0 must be greater than 0"),
+    (evaluation, "--ks 1 5", "--ks 5: 1 to 4, that is --samples_per_prompt"),
+    (evaluation, "--ks 0", "--ks 0: 1 to 4, that is --samples_per_prompt"),
+    (evaluation, "--greedy false --samples_per_prompt 0", "--samples_per_prompt 0 leaves no completion"),
+    (evaluation, "--samples_per_prompt -1", "--samples_per_prompt -1 must be a finite number and not negative"),
+    (evaluation, "--max_prompts 0", "--max_prompts 0 must be greater than 0"),
+    (evaluation, "--lr 1", "unknown flag --lr"),
+    (evaluation, "--prompts_per_batch 0", "--prompts_per_batch 0 must be greater than 0"),
+    (evaluation, "--environment calculator --reward environment --completions a", "--completions are not played with"),
     (grpo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
     (grpo, "--loss gspo", "--loss gspo is of whole completions: --reduction sequence, not token"),
     (grpo, "--loss cispo --clip_low 0.1", "--clip_low 0.1 would not be read: --loss is cispo"),
@@ -517,7 +538,9 @@ def half(completion, row):
     return 1.0
 
 def leaves(completion, row): raise SystemExit(0)
-def nothing(completion, row): return None
+def wrong(completion, row): return [1]
+def forever(completion, row):
+    while True: pass
 def infinite(completion, row): return float("inf")
 """
 
@@ -560,26 +583,31 @@ def test_reward_column():
             "2 of 4 rewards could not be computed (--max_reward_errors 0.4); the first: half on a:1: KeyError",
         ),
         ("leaves", 0.9, "4 of 4 rewards could not be computed"),
-        ("nothing", 0.9, "the first: nothing on a:0: TypeError"),
+        ("wrong", 0.9, "the first: wrong on a:0: TypeError"),
+        ("forever", 0.9, "4 of 4 rewards could not be computed"),
         ("infinite", 0.9, "the first: infinite on a:0: returned inf"),
         ("half", 0.5, None),
     ],
 )
 def test_reward_errors(function, limit, words, tmp_path):
     from common.distributed import RunError
+    from common.metrics import Meter
     from common.packing import Sample
 
     (tmp_path / "rewards.py").write_text(REWARD_FILE)
     rows = [dict(number=i, _source=f"a:{i}") for i in range(4)]
     groups = [[Sample(ids=[0], loss_mask=[True], row=row)] for row in rows]
-    args = RolloutArgs(reward=(f"{tmp_path}/rewards.py:{function}",), max_reward_errors=limit)
-    rewards = Rewards(args, rows, None, None)
+    args = RolloutArgs(reward=(f"{tmp_path}/rewards.py:{function}",), max_reward_errors=limit, reward_timeout=0.3)
+    rewards, meter = Rewards(args, rows, None, None), Meter()
     if words is None:
-        total_PG, _ = rewards(groups)
+        total_PG, _ = rewards(groups, meter)
         assert total_PG.isnan().flatten().tolist() == [False, True, False, True] and total_PG.nansum() == 2
         return
     with pytest.raises(RunError) as error:
-        rewards(groups)
+        rewards(groups, meter)
+    metrics = meter.reduce()
+    assert metrics["reward/error_fraction"] == (0.5 if function == "half" else 1.0)
+    assert metrics["reward/timeout_fraction"] == float(function == "forever")
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -162,11 +162,11 @@ def documented(path, class_name: str) -> None:
 
 
 def test_every_field_is_documented():
-    for class_name in (RunArgs.__name__, RolloutArgs.__name__, OnlineArgs.__name__):
+    for class_name in ("BaseArgs", RunArgs.__name__, "SamplingArgs", RolloutArgs.__name__, OnlineArgs.__name__):
         documented(ROOT / "common" / "config.py", class_name)
     documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
     documented(ROOT / "common" / "online.py", PolicyGradientArgs.__name__)
-    assert {"sft", "dpo", "rm", "grpo", "rloo", "ppo", "online_dpo", "bok"} <= set(ALGORITHMS)
+    assert {"sft", "dpo", "rm", "grpo", "rloo", "ppo", "online_dpo", "bok", "eval"} <= set(ALGORITHMS)
     for script in ALGORITHMS:
         documented(ROOT / f"{script}.py", "Args")
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import RolloutArgs, RunArgs
-from common.data import Encoder, RowOrder, encode_prompts
+from common.data import Encoder, RowOrder
+from common.prompts import encode_prompts
 from common.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
 from common.tiny import arithmetic_rows, build_tokenizer
 

@@ -338,23 +338,33 @@ TOKENS = torch.tensor([[4.0, 9, 2, 1], [8, 3, 1, 1], [5, 5, 5, 5]]).double()
 
 def test_every_advantage_is_another_one():
     names = grpo.Args.__annotations__["advantage"].__args__
-    got = {name: grpo.completion_advantages(grpo.Args(advantage=name, reward=("format", "gsm8k")), REWARDS,
-                                            [*PARTS, -TOKENS], TOKENS) for name in names}  # fmt: skip
+    parts = torch.stack([*PARTS, -TOKENS])
+    got = {n: grpo.completion_advantages(grpo.Args(advantage=n), REWARDS, parts, [1.0] * 3, TOKENS) for n in names}
     for one, other in itertools.combinations(names, 2):
         assert not torch.allclose(got[one], got[other], rtol=1e-3), (one, other)
-    zero = [name for name in names if (got[name][2] == 0).all()]
-    assert zero == [name for name in names if name not in ("reinforce++", "reinforce++_baseline", "gdpo")]
+    zero = [name for name in names if (got[name][2].abs() < 1e-9).all()]
+    assert zero == [name for name in names if name not in ("reinforce++", "reinforce++_baseline")]
+
+
+def test_gdpo_gives_nothing_to_a_completion_whose_reward_could_not_be_computed():
+    rewards, parts = REWARDS.clone(), torch.stack([*PARTS, -TOKENS])
+    rewards[0, 1] = math.nan  # although all its parts but one are there
+    args = grpo.Args(advantage="gdpo")
+    got = grpo.completion_advantages(args, rewards, parts, [1.0] * 3, TOKENS)
+    parts[:, 0, 1] = 7.0  # and those count in no statistic
+    again = grpo.completion_advantages(args, rewards, parts, [1.0] * 3, TOKENS)
+    assert got[0, 1] == 0 and got[0, 0] != 0 and torch.equal(got, again)
 
 
 def test_gdpo_weighs_the_rewards_and_has_the_penalties_as_one_more():
     def advantages(weights, penalties):
-        args = grpo.Args(advantage="gdpo", reward=("format", "gsm8k"), reward_weights=weights)
-        return grpo.completion_advantages(args, REWARDS, [*PARTS, penalties], TOKENS)
+        return grpo.completion_advantages(
+            grpo.Args(advantage="gdpo"), REWARDS, torch.stack([*PARTS, penalties]), [*weights, 1.0], TOKENS
+        )
 
     none = torch.zeros_like(TOKENS)
-    assert torch.equal(advantages((), none), advantages((1.0, 1.0), none))
     assert not torch.allclose(advantages((1.0, 3.0), none), advantages((3.0, 1.0), none))
-    assert not torch.allclose(advantages((), none), advantages((), -TOKENS))
+    assert not torch.allclose(advantages((1.0, 1.0), none), advantages((1.0, 1.0), -TOKENS))
 
 
 @pytest.mark.parametrize("script", [grpo, ppo, rloo])
@@ -375,7 +385,8 @@ def test_presets_are_valid_and_name_flags(name):
     new, old = make_logprobs(samples, 0.0)
     (mb,) = micro_batches(samples, old)
     assert grpo.policy_loss(Meter(), args, mb, stream(mb, samples, new)).isfinite().all()
-    assert grpo.completion_advantages(args, REWARDS, [REWARDS, -TOKENS], TOKENS).isfinite().all()
+    parts = torch.stack([REWARDS, -TOKENS])
+    assert grpo.completion_advantages(args, REWARDS, parts, [1.0, 1.0], TOKENS).isfinite().all()
 
 
 # ---- rewards and penalties ----
@@ -421,7 +432,7 @@ def test_measured_rewards_leave_missing_ones_out():
     metrics = meter.reduce()
     assert metrics["reward"] == metrics["rewards/first/mean"] == 2
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 2) and metrics["frac_reward_zero_std"] == 0.5
-    assert metrics["reward/error_fraction"] == metrics["completions/clipped_ratio"] == pytest.approx(1 / 6)
+    assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 6)
     assert metrics["completions/mean_length"] == 4
 
 

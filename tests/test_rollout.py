@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from conftest import NEW_TOKENS
 from transformers import AutoModelForCausalLM
 
 from common.config import RolloutArgs
@@ -20,48 +20,8 @@ from common.packing import Sample, pack
 from common.rollout import Engine, check_agreement, make_engine, whole_weights
 from common.tiny import tiny_model
 
-NEW_TOKENS = 24
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
 SEEDS = [11, 12, 13, 14, 15]
-RANK_0_OF_1 = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-
-
-@pytest.fixture(scope="session", params=["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
-def engine(request, device) -> Iterator[Engine]:
-    """One engine of each kind for all tests: vLLM takes seconds to start, and cannot start twice in a
-    process. It comes last, because its shutdown leaves the process group."""
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
-    before = dict(os.environ)
-    os.environ |= RANK_0_OF_1 | dict(MASTER_PORT="0")  # the process group is there already
-    path, args = tiny_model(), RolloutArgs(dtype="float32", engine=request.param, max_new_tokens=NEW_TOKENS)
-    tokenizer = load_tokenizer(path)
-    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
-    for name in RANK_0_OF_1.keys() | {"MASTER_PORT"}:
-        os.environ.pop(name, None)
-        os.environ |= {name: before[name]} if name in before else {}
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def policy(device) -> Policy:
-    """Not the weights the engine has loaded: all of them changed, the tied embedding too."""
-    policy = load_policy(tiny_model(), RolloutArgs(dtype="float32"), device)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
-            local = parameter.to_local()  # one rank: its shard is all of it
-            local.add_(noise.to(local.device))
-    return policy
-
-
-@pytest.fixture
-def synced(engine, policy) -> Engine:
-    engine.wake()
-    engine.load_weights(whole_weights(policy, engine.dtype))
-    return engine
 
 
 def prompts(engine: Engine) -> list[list[int]]:

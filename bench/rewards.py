@@ -1,0 +1,105 @@
+"""The math reward in a pool of processes: answers per second, and what a few answers cost on which sympy hangs.
+
+    python bench/rewards.py    # about 3 minutes
+
+1. Throughput: `math` on random answers, as fast as it goes, in this process without deadlines, and in pools of 1, 2 and
+   4 processes that are started. Fractions, decimals, roots, polynomials, intervals, half of them right; a gold answer
+   occurs 8 times in a row, as in a group of samples.
+2. 10,000 answers of which 0.2% hang. A hanging answer costs a process the deadline and a new start. Measured too: how
+   long after its deadline a process was gone at the latest, and that none is left.
+"""
+
+import argparse
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.math_reward import math
+from common.workers import Pool, _Worker
+
+TARGET = "common.math_reward:math"
+HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}", r"\log(10^{10^9})", r"(x+y+z)^{300}"]
+
+
+def random_calls(n: int, rng: random.Random) -> list[tuple[str, dict]]:
+    calls = []
+    while len(calls) < n:
+        a, b, c = rng.randint(-99, 99), rng.randint(2, 99), rng.randint(2, 9)
+        gold, same = rng.choice(
+            [
+                (f"{a}", f"{a}.0"), (f"{a * 1000}", f"{a * 1000:,}"), (rf"\frac{{{a}}}{{{b}}}", f"{c * a}/{c * b}"),
+                (f"{a / 8}", rf"\frac{{{a}}}{{8}}"), (rf"{b}\sqrt{{{c}}}", rf"\sqrt{{{b * b * c}}}"),
+                (f"(x+{a})^2", f"x^2+{2 * a}x+{a * a}"), (f"[{a},{a + b})", f"[{a}, {a + b})"),
+            ]
+        )  # fmt: skip
+        row = dict(answer=gold, _source=f"bench:{len(calls)}")
+        for _ in range(8):
+            answer = same if rng.random() < 0.5 else rng.choice([f"{a + 1}", f"x+{b}", rf"\frac{{{a}}}{{{b + 1}}}"])
+            calls.append((f"Adding them up:\n so the answer is \\boxed{{{answer}}}.", row))
+    return calls[:n]
+
+
+def workers() -> int:
+    """Child processes of this one."""
+    return sum(len(f.read_text().split()) for f in Path("/proc/self/task").glob("*/children"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=10_000, help="of the second part; the first takes a fifth")
+    parser.add_argument("--hanging", type=float, default=0.002, help="fraction of them that hang")
+    parser.add_argument("--deadline", type=float, default=2.0, help="seconds")
+    args = parser.parse_args()
+    rng = random.Random(0)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+
+    calls = random_calls(args.answers // 5, rng)
+    math.prepare()
+    start = time.perf_counter()
+    expected = [math(*call) for call in calls]
+    alone = len(calls) / (time.perf_counter() - start)
+    print(
+        f"\n{len(calls)} answers, {sum(expected):.0f} right       answers/s\nin this process, no deadline {alone:11.0f}"
+    )
+    for size in (1, 2, 4):
+        with Pool(size, args.deadline) as pool:
+            pool.map(TARGET, calls[:200])  # starts them
+            start = time.perf_counter()
+            values = [result.value for result in pool.map(TARGET, calls)]
+            rate = len(calls) / (time.perf_counter() - start)
+            print(f"pool of {size} {rate:29.0f}    {rate / alone:.2f}x")
+            assert values == expected
+
+    calls = random_calls(args.answers, rng)
+    hanging = set(rng.sample(range(len(calls)), round(args.hanging * len(calls))))
+    for i in hanging:
+        calls[i] = (f"so \\boxed{{{rng.choice(HANGING)}}}", dict(answer="18", _source=f"bench:{i}"))
+    late: list[float] = []  # seconds between a deadline and the moment at which its process is gone
+    kill = _Worker.kill
+
+    def timed_kill(worker: _Worker) -> int:
+        deadline, code = worker.deadline, kill(worker)
+        if worker.calls:
+            late.append(time.monotonic() - deadline)
+        return code
+
+    _Worker.kill = timed_kill
+    before, start = workers(), time.perf_counter()
+    with Pool(4, args.deadline) as pool:
+        results = pool.map(TARGET, calls)
+        seconds, during = time.perf_counter() - start, workers()
+    lost = {i for i, result in enumerate(results) if result.timed_out}
+    errors = sum(bool(result.error) for result in results) - len(lost)
+    print(f"\n{len(calls)} answers, {len(hanging)} of them hang, pool of 4, deadline {args.deadline:g} s\n"
+          f"{seconds:8.1f} s in all; the deadlines alone are {len(hanging) * args.deadline / 4:.1f} s\n"
+          f"{len(lost):8} timed out, of which {len(lost & hanging)} hang; {errors} other errors\n"
+          f"{max(late, default=0.0):8.3f} s after its deadline the slowest to be killed was gone\n"
+          f"{before:8} processes before, {during} at the end, {workers()} after")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Environments: what answers the model between its turns.
+
+An environment is a class without arguments to its constructor; each episode has an object of its own:
+
+    reset(example: dict) -> messages                   of a data row: what the model is asked, the same every time
+    step(completion: str) -> messages, reward, done    of one turn of the model's: what it is told then
+
+Messages are a chat's, `{"role": ..., "content": ...}`. The rewards of an episode's turns add up to what
+`--reward environment` is. `common/episodes.py` plays them.
+
+Three are built in, each with a task of the same name for `--dataset`: rows with a `prompt`, the columns that the
+environment reads, and `messages`, a demonstration for sft.py.
+"""
+
+import random
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+from common.reward_functions import arithmetic, to_number
+from common.user_code import load_callable
+
+Message = dict[str, str]
+
+
+class Environment(Protocol):
+    def reset(self, example: dict) -> list[Message]: ...
+
+    def step(self, completion: str) -> tuple[list[Message], float, bool]: ...
+
+
+def load_environment(name: str) -> Callable[[], Environment]:
+    """A built-in environment, or `path/to/file.py:Class`. Raises `ValueError` naming what is wrong."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
+    if ":" not in name:
+        raise ValueError(f"--environment {name}: unknown; there are {', '.join(ENVIRONMENTS)}, path/to/file.py:Class")
+    found = load_callable("--environment", name)
+    if not isinstance(found, type) or not all(callable(getattr(found, m, None)) for m in ("reset", "step")):
+        raise ValueError(f"--environment {name}: not a class with the methods reset and step")
+    return found
+
+
+def asked(example: dict) -> list[Message]:
+    """The `prompt` column as messages."""
+    prompt = example["prompt"]
+    return prompt if isinstance(prompt, list) else [dict(role="user", content=prompt)]
+
+
+class Calculator:
+    """`<calc>expression</calc>` is answered with its value; a turn without a call is the final answer.
+
+    Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
+    """
+
+    CALL = re.compile(r"<calc>([^<>]*)</calc>")
+
+    def reset(self, example: dict) -> list[Message]:
+        self.answer = to_number(str(example["answer"]))
+        return asked(example)
+
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
+        if "<calc>" in completion:
+            calls = self.CALL.findall(completion)
+            value = arithmetic(calls[-1])[0] if calls else None
+            told = "error: <calc>numbers with + - * / ( )</calc>" if value is None else str(value)
+            return [dict(role="tool", content=told)], 0.0, False
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
+        return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
+
+
+class GuessNumber:
+    """A number is to be found; each guess is answered with higher or lower.
+
+    Columns: `prompt`, `number`. Reward: 1 when it is found.
+    """
+
+    def reset(self, example: dict) -> list[Message]:
+        self.number = int(example["number"])
+        return asked(example)
+
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
+        numbers = re.findall(r"\d+", completion)
+        if not numbers:
+            return [dict(role="user", content="a number!")], 0.0, False
+        if (guess := int(numbers[-1][:9])) == self.number:  # Python refuses to convert thousands of digits
+            return [], 1.0, True
+        return [dict(role="user", content="higher" if guess < self.number else "lower")], 0.0, False
+
+
+class SlidingPuzzle:
+    """Nine places, eight tiles: a turn names the way the hole moves, up, down, left or right, until the tiles are in
+    order and the hole is last.
+
+    Columns: `prompt`, `board` (nine digits, row by row, 0 is the hole). Reward: 1 when it is solved.
+    """
+
+    SOLVED, MOVES = "123456780", {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+
+    def reset(self, example: dict) -> list[Message]:
+        self.board = str(example["board"])
+        return asked(example)
+
+    def step(self, completion: str) -> tuple[list[Message], float, bool]:
+        words = re.findall("|".join(self.MOVES), completion.lower())
+        moved = self.move(self.board, words[-1]) if words else None
+        if moved is None:
+            told = "against the edge" if words else "up, down, left or right"
+            return [dict(role="user", content=told)], 0.0, False
+        self.board = moved
+        if moved == self.SOLVED:
+            return [], 1.0, True
+        return [dict(role="user", content=self.drawn(moved))], 0.0, False
+
+    @classmethod
+    def move(cls, board: str, way: str) -> str | None:
+        """The board after the hole has moved, None at the edge."""
+        hole, (down, right) = board.index("0"), cls.MOVES[way]
+        row, column = hole // 3 + down, hole % 3 + right
+        if not (0 <= row < 3 and 0 <= column < 3):
+            return None
+        tile = board[3 * row + column]
+        return board.translate(str.maketrans({"0": tile, tile: "0"}))
+
+    @staticmethod
+    def drawn(board: str) -> str:
+        return "\n".join(board[i : i + 3] for i in (0, 3, 6)).replace("0", "_")
+
+
+ENVIRONMENTS = dict(calculator=Calculator, guess_number=GuessNumber, sliding_puzzle=SlidingPuzzle)
+
+
+# ---- the built-in tasks: the same rows in the same order always ----
+
+
+def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict]) -> list[dict]:
+    rng = random.Random(0)
+    rows = {name: [row(rng) for _ in range(size)] for name, size in sizes.items()}
+    return rows[split]
+
+
+def calculator_rows(split: str) -> list[dict]:
+    """Products of a three-digit and a two-digit number, beyond what the tiny model computes by heart. The demonstrator
+    calls the tool one time in seven; else he estimates, which is hardly ever right."""
+
+    def row(rng: random.Random) -> dict:
+        a, b = rng.randint(100, 999), rng.randint(12, 99)
+        prompt, answer = dict(role="user", content=f"{a}*{b}="), str(a * b)
+        turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
+        if rng.random() < 1 / 7:
+            call, told = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=answer)
+            turns = [call, told, dict(role="assistant", content=f"{a}*{b}={answer}")]
+        return dict(prompt=[prompt], answer=answer, messages=[prompt, *turns])
+
+    return _rows(split, dict(test=500, train=12_000), row)
+
+
+def guess_number_rows(split: str) -> list[dict]:
+    """Numbers from 1 to 50. The demonstrator halves what is left, more or less."""
+
+    def row(rng: random.Random) -> dict:
+        number, low, high = rng.randint(1, 50), 1, 50
+        messages = [dict(role="user", content="1-50?")]
+        while True:
+            guess = max(low, min(high, (low + high) // 2 + rng.randint(-2, 2)))
+            messages.append(dict(role="assistant", content=str(guess)))
+            if guess == number:
+                return dict(prompt=messages[:1], number=number, messages=messages)
+            messages.append(dict(role="user", content="higher" if guess < number else "lower"))
+            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
+
+    return _rows(split, dict(test=200, train=4_000), row)
+
+
+def sliding_puzzle_rows(split: str) -> list[dict]:
+    """Boards of one to four moves away from the solution, which the demonstrator finds."""
+    back = dict(up="down", down="up", left="right", right="left")
+
+    def row(rng: random.Random) -> dict:
+        board, moves, count = SlidingPuzzle.SOLVED, [], rng.randint(1, 4)
+        while len(moves) < count:
+            way = rng.choice(list(back))
+            moved = SlidingPuzzle.move(board, way)
+            if moved is not None and (not moves or way != back[moves[-1]]):
+                board, moves = moved, [*moves, way]
+        messages, start = [dict(role="user", content=SlidingPuzzle.drawn(board))], board
+        for way in reversed(moves):
+            board = SlidingPuzzle.move(board, back[way])
+            turn = [dict(role="assistant", content=back[way]), dict(role="user", content=SlidingPuzzle.drawn(board))]
+            messages += turn
+        return dict(prompt=messages[:1], board=start, messages=messages[:-1])
+
+    return _rows(split, dict(test=200, train=4_000), row)

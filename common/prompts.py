@@ -1,0 +1,60 @@
+"""Rows -> prompts for the scripts that sample: where they come from, and as token ids."""
+
+from common import distributed
+from common.config import SamplingArgs
+from common.data import Encoder
+from common.environments import load_environment
+from common.rows import PROMPT_COLUMNS, require_columns
+
+
+def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
+    """The columns that prompts come from: as `PROMPT_COLUMNS` has them or, with `--prompt_template` or
+    `--environment`, a column `_prompt` that is put into every row here.
+
+    Raises `ValueError` for columns that the data, a row or the environment misses.
+    """
+    if args.environment is not None:
+        environment = load_environment(args.environment)
+        for row in rows:
+            try:
+                row["_prompt"] = environment().reset(dict(row))
+            except (Exception, SystemExit) as error:  # whatever a user's code raises, it is named and the run stops
+                what = f"{type(error).__name__}: {distributed.first_line(error)}"
+                where = f"{row['_source']}: --environment {args.environment}"
+                raise ValueError(f"{where} fails in reset: {what}") from error
+            if not isinstance(row["_prompt"], list) or not row["_prompt"]:
+                raise ValueError(f"{row['_source']}: --environment {args.environment}: reset returns no messages")
+        return ("_prompt",)
+    if args.prompt_template is None:
+        return require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    for row in rows:
+        try:
+            row["_prompt"] = args.prompt_template.format_map(row)
+        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+            what = f"no column {error}" if isinstance(error, KeyError) else distributed.first_line(error)
+            raise ValueError(f"{row['_source']}: --prompt_template: {what}") from error
+    return ("_prompt",)
+
+
+def encode_prompts(
+    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: SamplingArgs
+) -> tuple[list[list[int]], list[dict], int]:
+    """`(prompts, rows, dropped)`: prompt ids with their rows, of at most `room` tokens, and how many were longer.
+
+    Raises `ValueError` for a longer one with `--overlong_prompts error`, and if no row is left.
+    """
+    prompts = [encoder.prompt(row, columns) for row in rows]
+    for row, prompt in zip(rows, prompts, strict=True):
+        if not prompt:
+            raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
+        if room < 1:
+            raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
+        if len(prompt) > room and args.overlong_prompts == "error":
+            raise ValueError(
+                f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "
+                f"--max_new_tokens {args.max_new_tokens}; --overlong_prompts drop leaves such rows out"
+            )
+    kept = [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) <= room]
+    if rows and not kept:
+        raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
+    return [prompt for prompt, _ in kept], [row for _, row in kept], len(rows) - len(kept)

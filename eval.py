@@ -1,0 +1,401 @@
+"""Measure a checkpoint: greedy score, pass@k, majority vote, reward-model score, win rate, perplexity.
+
+    torchrun --nproc_per_node 8 eval.py --model runs/grpo/hf --config configs/eval_gsm8k.yaml --samples_per_prompt 16
+
+Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, by the engine, the sampling and the
+rewards of training. A completion solves its prompt if its first reward is at least 1. pass@k is the unbiased estimator
+of Chen et al. 2021 (arXiv:2107.03374); intervals are 95% bootstraps over prompts. Completions are written as they come:
+the same command goes on where it stopped. Results: `results.json` and a table.
+
+Shapes: P prompts, S samples of each, B bootstrap draws.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import distributed
+from common.checkpoint import prepare_output_dir
+from common.cli import parse
+from common.completions import as_sample, read_completions, rewarded, share_of
+from common.config import SamplingArgs
+from common.data import Encoder
+from common.episodes import Episodes
+from common.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
+from common.models import Policy, load_policy, load_scalar_model
+from common.packing import Sample, pack
+from common.prompts import encode_prompts, prompt_columns
+from common.reward_functions import final_answers, last_boxed, to_number
+from common.rewards import Rewards, score
+from common.rollout import Engine, make_engine, whole_weights
+from common.rows import load_rows
+
+PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged
+
+
+@dataclass
+class Args(SamplingArgs):
+    model: str = "tiny"
+    """Hugging Face id or folder of the model to measure; `tiny` is a built-in untrained one"""
+    dataset_split: str = "test"
+    """split to evaluate on; a file, which has no splits, is taken whole"""
+    output_dir: str = "runs/eval"
+    """where everything goes: args.yaml, completions.jsonl, results.json"""
+    max_prompts: int | None = None
+    """only the first so many rows of the data"""
+    samples_per_prompt: int = 4
+    """completions sampled for each prompt beside the greedy one, S; 0: none"""
+    greedy: bool = True
+    """one greedy completion of each prompt"""
+    ks: tuple[int, ...] = ()
+    """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
+    prompts_per_batch: int = 256
+    """prompts sampled between two writes to completions.jsonl, over all ranks"""
+    gpu_memory_utilization: float = 0.8
+    """fraction of each GPU's memory for vLLM's weights and KV cache"""
+    environment: str | None = None
+    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
+    `path/to/file.py:Class`; its rewards are `--reward environment`"""
+    max_turns: int = 8
+    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
+    domain_column: str = "domain"
+    """column by which the table is divided, where the data has it"""
+    completions: str | None = None
+    """measure what is in this file instead of sampling: JSONL, a line per row of the data, with `completions` (a list
+    of texts, or of objects as eval.py writes them) or `completion` (one text)"""
+    against: str | None = None
+    """win rate against another model, or against the completions in a .jsonl file"""
+    reward_model: str | None = None
+    """reward model whose mean score is reported, and which judges the win rate; default judge: `--reward`"""
+    perplexity_model: str | None = None
+    """language model under which the perplexity of the completions is reported"""
+    bootstrap_samples: int = 1000
+    """bootstrap draws of the prompts, B"""
+
+    def __post_init__(self) -> None:
+        self.require_not_negative("samples_per_prompt")
+        samples, self.samples_per_prompt = self.samples_per_prompt, max(1, self.samples_per_prompt)
+        super().__post_init__()  # for training a prompt needs a sample
+        self.samples_per_prompt = samples
+        self.require_positive("prompts_per_batch", "bootstrap_samples", "max_turns")
+        if self.max_prompts is not None:
+            self.require_positive("max_prompts")
+        self.require_read("max_turns", self.environment is not None, "there is no --environment")
+        if self.completions is None:
+            if not (self.greedy or self.samples_per_prompt):
+                raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
+            for k in self.ks:
+                if not 1 <= k <= self.samples_per_prompt:
+                    raise ValueError(f"--ks {k}: 1 to {self.samples_per_prompt}, that is --samples_per_prompt")
+        if self.environment is not None and self.completions is not None:
+            raise ValueError("--completions are not played with --environment")
+
+
+# ---- estimators ----
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The probability that one of k samples, drawn without replacement from n of which c are right, is right:
+    1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError` if k is not in 1..n."""
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def final_answer(text: str) -> str | None:
+    """What a completion votes for: its last boxed answer, its last `####` number or, of a short one, all of it."""
+    answer = last_boxed(text) or (final_answers(text) or [text])[-1]
+    number = to_number(answer)
+    return str(number) if number is not None else "".join(answer.split())[:200] or None
+
+
+def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.Generator) -> list[float]:
+    """For k = 1..S, how often the most frequent answer of k samples is right, over random choices of the k. The first
+    of equally frequent ones wins; a sample without an answer does not vote."""
+    totals = np.zeros(len(answers))
+    for _ in range(PERMUTATIONS):
+        votes: Counter = Counter()
+        is_right, leader = {None: False}, None
+        for k, i in enumerate(rng.permutation(len(answers))):
+            if (answer := answers[i]) is not None:
+                votes[answer] += 1
+                is_right.setdefault(answer, right[i])
+                if votes[answer] > votes[leader]:
+                    leader = answer
+            totals[k] += is_right[leader]
+    return (totals / PERMUTATIONS).tolist()
+
+
+def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, seed: int) -> dict[str, float]:
+    """sum of totals / sum of counts, with its 95% interval by bootstrap over the prompts."""
+    totals, counts = np.array(totals_P, dtype=float), np.array(counts_P, dtype=float)
+    if not counts.sum():
+        return {}
+    rng, means = np.random.default_rng(seed), []
+    for _ in range(draws):
+        chosen = rng.integers(0, len(totals), len(totals))
+        if counts[chosen].sum():
+            means.append(totals[chosen].sum() / counts[chosen].sum())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
+
+
+# ---- completions ----
+
+
+class Completions:
+    """The completions of the data's prompts, a line for each as in completions.jsonl: sampled or read, and rewarded.
+    Every rank gets all of them and computes its share. All methods are collective."""
+
+    def __init__(self, args: Args, prompts: list[list[int]], rows: list[dict], tokenizer, rewards: Rewards, device):
+        self.args, self.prompts, self.rows, self.tokenizer = args, prompts, rows, tokenizer
+        self.rewards, self.device = rewards, device
+        self.engine: Engine | None = None
+
+    def read(self, flag: str, file: str) -> list[dict]:
+        """What is in a file, with the rewards of now."""
+        lines = read_completions(flag, Path(file), self.rows, whole=True)
+        mine = share_of(len(lines))
+        groups = [[as_sample(c, self.prompts[i], self.tokenizer) for c in lines[i]["completions"]] for i in mine]
+        greedy = bool(lines[0]["completions"][0].get("greedy"))
+        of_prompt = rewarded(groups, mine, [self.rows[i] for i in mine], self.rewards, greedy)
+        return [of_prompt[i] for i in range(len(lines))]
+
+    def sample(self, path: str, file: Path) -> list[dict]:
+        """What `file` has already, and the rest from the model in folder `path`, appended a batch at a time; fewer than
+        there are prompts if the run was told to stop."""
+        args, lines = self.args, read_completions("--output_dir", file, self.rows, whole=False)
+        if distributed.is_main():  # without what a kill cut
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        if len(lines) == len(self.prompts):
+            return lines
+        self._load(path)
+        episodes = Episodes(self.engine, args, self.tokenizer)
+        while len(lines) < len(self.prompts) and not distributed.stop_requested():
+            batch = range(len(lines), min(len(lines) + args.prompts_per_batch, len(self.prompts)))
+            mine = [batch[j] for j in share_of(len(batch))]
+            prompts, rows = [self.prompts[i] for i in mine], [self.rows[i] for i in mine]
+            seeds = [distributed.fold_seed(args.seed, i) for i in mine]
+            groups: list[list[Sample]] = [[] for _ in mine]
+            for n, temperature in ((int(args.greedy), 0.0), (args.samples_per_prompt, args.temperature)):
+                if n:
+                    more = episodes.generate(prompts, rows, seeds, n, temperature)
+                    groups = [[*group, *new] for group, new in zip(groups, more, strict=True)]
+            of_prompt = rewarded(groups, mine, rows, self.rewards, args.greedy)
+            lines += [of_prompt[i] for i in batch]
+            if distributed.is_main():
+                with file.open("a", encoding="utf-8") as out:
+                    out.writelines(json.dumps(of_prompt[i]) + "\n" for i in batch)
+                print(f"{len(lines)} of {len(self.prompts)} prompts sampled", flush=True)
+        self.engine.sleep()  # what comes next may need the memory
+        return lines
+
+    def _load(self, path: str) -> None:
+        """The engine with the model in folder `path`. There can be one engine in a process, so a second model goes into
+        the first one's. Raises `ValueError` if it does not fit."""
+        if self.engine is None:
+            eos_ids = eos_token_ids(path, self.tokenizer)
+            self.engine = make_engine(path, self.args, eos_ids, self.tokenizer, self.device, trained=False)
+            self.path = path
+            return
+        ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (self.path, path))
+        if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {
+            "dtype",
+            "torch_dtype",
+            "transformers_version",
+        }:
+            raise ValueError(
+                f"--against {path}: another architecture than --model; measure it alone, and then name its "
+                "completions.jsonl here"
+            )
+        model = load_policy(path, self.args, self.device, trainable=False, flag="--against")
+        self.engine.wake()
+        self.engine.load_weights(whole_weights(model, self.engine.dtype))
+
+    def numbers(self, lines: list[dict], numbers_of: Callable[[list[Sample]], list]) -> list[list]:
+        """`numbers_of(samples)` of every completion of every prompt."""
+        mine = share_of(len(lines))
+        groups = [[as_sample(c, self.prompts[i], self.tokenizer) for c in lines[i]["completions"]] for i in mine]
+        found = iter(numbers_of([sample for group in groups for sample in group]))
+        of_prompt = {i: [next(found) for _ in group] for i, group in zip(mine, groups, strict=True)}
+        of_prompt = {i: values for share in distributed.gather_objects(of_prompt) for i, values in share.items()}
+        return [of_prompt[i] for i in range(len(lines))]
+
+
+# ---- measurements ----
+
+
+def measure(args: Args, lines: list[dict]) -> dict:
+    """What results.json says of these prompts."""
+
+    interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
+
+    def mean_of(value_of, groups: list[list[dict]]) -> dict[str, float]:
+        values = [[value for c in group if (value := value_of(c)) is not None] for group in groups]
+        return interval([sum(v) for v in values], [len(v) for v in values])
+
+    everything = [line["completions"] for line in lines]
+    sampled = [[c for c in group if not c["greedy"] and c["score"] is not None] for group in everything]
+    right = [[c["score"] >= 1 for c in group] for group in sampled]
+    rng = np.random.default_rng(args.seed)
+    votes = [
+        majority_at_k([final_answer(c["text"]) for c in group], right_S, rng)
+        for group, right_S in zip(sampled, right, strict=True)
+    ]
+    out = dict(prompts=len(lines), greedy=mean_of(lambda c: c["score"] if c["greedy"] else None, everything))
+    out |= dict(pass_at_k={}, majority_at_k={})
+    for k in range(1, max(map(len, right)) + 1):
+        enough = [i for i, right_S in enumerate(right) if len(right_S) >= k]  # a reward may be missing
+        passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
+        out["pass_at_k"][k] = interval(passes, [1] * len(enough))
+        out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))
+    names = everything[0][0]["rewards"]
+    out["rewards"] = {name: mean_of(lambda c, name=name: c["rewards"][name], everything) for name in names}
+    out["truncated"] = mean_of(lambda c: c["finish_reason"] == "length", everything)
+    out["mean_length"] = mean_of(lambda c: sum(c["sampled"]), everything)
+    out["mean_turns"] = mean_of(lambda c: c["turns"], everything)
+    return out
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: Policy, samples: list[Sample], pack_tokens: int, device: torch.device
+) -> list[tuple[float, int]]:
+    """The model's log-prob of each completion, in nats, and its tokens. Collective."""
+    of_sample = {}
+    for mb in pack(samples, pack_tokens, device):
+        logprobs_T, *_ = model(mb, temperature=1.0)
+        of_sample |= zip(map(id, mb.samples), mb.sequence_sums(logprobs_T).tolist(), strict=True)
+    return [(of_sample[id(sample)], sum(sample.loss_mask)) for sample in samples]
+
+
+def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Per prompt, how many of our completions were judged better than theirs with the same number, a tie being half a
+    win; and of how many."""
+    pairs = [
+        [(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in zip(ours, theirs, strict=True)
+    ]
+    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [len(group) for group in pairs]
+
+
+def print_results(args: Args, results: dict) -> None:
+    """All prompts with intervals; the domains below."""
+    from rich.console import Console
+    from rich.table import Table
+
+    overall = results["overall"]
+    ks = args.ks or [1 << i for i in range(16) if 1 << i <= len(overall["pass_at_k"])]
+
+    def shown(m: dict) -> dict[str, tuple[dict, float]]:
+        """What of it is shown: name -> (mean and interval, scale)."""
+        out = dict(greedy=(m["greedy"], 100.0)) | {f"pass@{k}": (m["pass_at_k"].get(k), 100.0) for k in ks}
+        out |= {f"majority@{k}": (m["majority_at_k"].get(k), 100.0) for k in ks if k > 2}
+        out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
+        return {name: (x, scale) for name, (x, scale) in out.items() if x}
+
+    table = Table("", "", "95%", title=f"{args.model} on {overall['prompts']} prompts of {args.dataset}")
+    beside = ("reward_model", "reward_model_against", "win_rate", "perplexity")
+    lines = shown(overall) | {name: (results[name], 1.0) for name in beside if results.get(name)}
+    for name, (x, scale) in lines.items():
+        unit = " %" if scale == 100 else ""
+        table.add_row(name + unit, f"{scale * x['mean']:.4g}", f"{scale * x['low']:.4g} to {scale * x['high']:.4g}")
+    Console().print(table)
+    if results["domains"]:
+        columns = [name for name in shown(overall) if not name.startswith("majority")]
+        table = Table("prompts", *columns, args.domain_column)
+        for name, m in results["domains"].items():
+            cells = {c: f"{scale * x['mean']:.4g}" for c, (x, scale) in shown(m).items()}
+            table.add_row(str(m["prompts"]), *(cells.get(column, "") for column in columns), name)
+        Console().print(table)
+
+
+def main(args: Args) -> None:
+    # ---- setup ----
+    device, _, world_size = distributed.setup(args.seed)
+    prepare_output_dir(args)
+    folder = Path(args.output_dir)
+
+    # ---- data: prompts as token ids, and what the rewards need beside them ----
+    path = resolve_model(args.model)
+    tokenizer = load_tokenizer(path)
+    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    if rows is None and Path(args.dataset).is_file():
+        rows = load_rows("--dataset", args.dataset, "train")
+    if rows is None:
+        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
+    rows = rows[: args.max_prompts]
+    columns = prompt_columns(args, rows)
+    rewards = Rewards(args, rows, tokenizer, device)
+    room = context_length(path, args) - args.max_new_tokens
+    prompts, rows, dropped = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
+    if distributed.is_main():
+        print(f"{len(prompts)} prompts ({dropped} too long) on {world_size} ranks")
+
+    # ---- completions: sampled, or from a file ----
+    completions = Completions(args, prompts, rows, tokenizer, rewards, device)
+    if args.completions is not None:
+        ours = completions.read("--completions", args.completions)
+    else:
+        ours = completions.sample(path, folder / "completions.jsonl")
+    theirs = None
+    if args.against is not None and args.against.endswith(".jsonl"):
+        theirs = completions.read("--against", args.against)
+    elif args.against is not None and len(ours) == len(prompts):
+        against = resolve_model(args.against, "--against")
+        require_same_tokenizer("--against", against, tokenizer)
+        theirs = completions.sample(against, folder / "against.jsonl")
+
+    # ---- measure ----
+    stopped = len(ours) < len(prompts) or (theirs is not None and len(theirs) < len(prompts))
+    if not stopped:
+        interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
+        of_domain: dict[str, list[dict]] = {}
+        for line, row in zip(ours, rows, strict=True):
+            of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
+        domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)} if len(of_domain) > 1 else {}
+        results = dict(model=args.model, dataset=args.dataset, overall=measure(args, ours), domains=domains)
+        both = [lines for lines in (ours, theirs) if lines is not None]
+        judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
+        if args.reward_model is not None:
+            judge_path = resolve_model(args.reward_model, "--reward_model")
+            require_same_tokenizer("--reward_model", judge_path, tokenizer)
+            judge = load_scalar_model(judge_path, args, device, trainable=False, flag="--reward_model")
+            judged = [
+                completions.numbers(lines, lambda s: score(judge, [x.ids for x in s], args.pack_tokens, device))
+                for lines in both
+            ]
+            for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
+                results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
+        if theirs is not None:
+            results["win_rate"] = interval(*wins(*judged))
+        if args.perplexity_model is not None:
+            likely_path = resolve_model(args.perplexity_model, "--perplexity_model")
+            require_same_tokenizer("--perplexity_model", likely_path, tokenizer)
+            likely = load_policy(likely_path, args, device, trainable=False, flag="--perplexity_model")
+            found = completions.numbers(ours, lambda s: log_likelihoods(likely, s, args.pack_tokens, device))
+            nats = interval(
+                [-sum(x for x, _ in group) for group in found], [sum(n for _, n in group) for group in found]
+            )
+            results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}
+        if distributed.is_main():
+            (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+            print_results(args, results)
+    elif distributed.is_main():
+        print(
+            f"told to stop after {len(theirs or ours)} of {len(prompts)} prompts; the same command goes on from there"
+        )
+
+    if completions.engine is not None:
+        completions.engine.close()
+    distributed.cleanup()
+
+
+if __name__ == "__main__":
+    main(parse(Args))

@@ -1,0 +1,288 @@
+"""eval.py: its estimators are what they say, by brute force; the same results on one rank and two, killed and resumed;
+files, other models and judges."""
+
+import importlib
+import itertools
+import json
+import math
+import random
+from collections import Counter
+
+import helpers
+import numpy as np
+import pytest
+import torch
+from helpers import run
+from test_bad_input import one_error
+
+from common.checkpoint import export_hf
+from common.config import RolloutArgs
+from common.hub import load_tokenizer
+from common.models import load_policy, load_scalar_model
+from common.packing import Sample
+from common.rewards import score
+from common.tiny import tiny_model
+
+evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin
+
+
+# ---- estimators ----
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            right = [i < c for i in range(n)]
+            for k in range(1, n + 1):
+                chosen = [any(subset) for subset in itertools.combinations(right, k)]
+                assert evaluation.pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+    for k in (0, 5):
+        with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
+            evaluation.pass_at_k(4, 1, k)
+
+
+def vote(answers: list, right: dict) -> bool:
+    """Plurality; of equally frequent answers the one that got there first."""
+    counts, leader = Counter(), None
+    for answer in answers:
+        if answer is not None:
+            counts[answer] += 1
+            leader = answer if leader is None or counts[answer] > counts[leader] else leader
+    return right.get(leader, False)
+
+
+@pytest.mark.parametrize("answers", ["aab", "abc", "abbcc", "a-b-", "----", "b", "aabbb"])
+def test_majority_is_the_mean_over_all_orders(answers, monkeypatch):
+    monkeypatch.setattr(evaluation, "PERMUTATIONS", 20_000)
+    answers = [None if a == "-" else a for a in answers]
+    got = evaluation.majority_at_k(answers, [a == "b" for a in answers], np.random.default_rng(0))
+    for k in range(1, len(answers) + 1):
+        orders = [vote(order, {"b": True}) for order in itertools.permutations(answers, k)]
+        assert got[k - 1] == pytest.approx(sum(orders) / len(orders), abs=0.015), k
+
+
+def test_a_clear_majority_decides_and_makes_up_for_a_wrong_one():
+    rng = np.random.default_rng(0)
+    assert evaluation.majority_at_k(["1"] * 5 + ["2"] * 3, [True] * 5 + [False] * 3, rng)[-1] == 1
+    assert evaluation.majority_at_k(["1"] * 5 + ["2"] * 3, [False] * 5 + [True] * 3, rng)[-1] == 0
+    assert evaluation.majority_at_k([], [], rng) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{1,000.0}", "1000"), (r"\boxed{x + 1} ", "x+1"), ("6*3=18\n#### 18", "18"), (" 0.50 ", "1/2"),
+        ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
+    ],
+)  # fmt: skip
+def test_what_a_completion_votes_for(text, answer):
+    assert evaluation.final_answer(text) == answer
+
+
+def test_intervals_hold_the_mean_and_narrow_with_the_prompts():
+    rng = random.Random(0)
+    widths = []
+    for count in (50, 5000):
+        xs = [float(rng.random() < 0.3) for _ in range(count)]
+        found = evaluation.mean_and_interval(xs, [1.0] * count, draws=1000, seed=0)
+        assert found == evaluation.mean_and_interval(xs, [1.0] * count, draws=1000, seed=0)
+        normal = 1.96 * math.sqrt(found["mean"] * (1 - found["mean"]) / count)
+        assert found["mean"] == pytest.approx(sum(xs) / count)
+        assert found["high"] - found["mean"] == pytest.approx(normal, rel=0.25)
+        assert found["mean"] - found["low"] == pytest.approx(normal, rel=0.25)
+        widths.append(found["high"] - found["low"])
+    assert widths[1] < widths[0] / 5
+    assert evaluation.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)["mean"] == pytest.approx(7 / 3)
+    assert evaluation.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
+
+
+def test_wins_count_ties_as_halves_and_leave_missing_ones_out():
+    ours, theirs = [[1.0, 2.0], [None, 0.5], [None]], [[0.0, 2.0], [1.0, 0.7], [3.0]]
+    assert evaluation.wins(ours, theirs) == ([1.5, 0, 0], [2, 1, 0])
+
+
+# ---- runs ----
+
+
+@pytest.fixture(scope="module")
+def models(device, tmp_path_factory):
+    """A language model that answers with digits (the untrained one, less random), and a reward model."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer, args = load_tokenizer(tiny_model()), RolloutArgs(dtype="float32")
+    policy = load_policy(tiny_model(), args, device)
+    with torch.no_grad():
+        dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(2.0)
+    export_hf(policy, tokenizer, folder / "policy")
+    export_hf(load_scalar_model(tiny_model(), args, device), tokenizer, folder / "rm")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(models):
+    rows = [dict(prompt=f"{i}+1=", answer=str(i + 1), domain="ab"[i % 2]) for i in range(11)]
+    (models / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (models / "reward.py").write_text(
+        "def some(completion, row):\n    return float(sum(i * ord(c) for i, c in enumerate(completion, 1)) % 3 == 0)\n"
+    )
+    return (
+        "--model", models / "policy", "--dataset", models / "rows.jsonl", "--reward", f"{models / 'reward.py'}:some",
+        "--samples_per_prompt", 4, "--max_new_tokens", 10, "--prompts_per_batch", 4, "--engine", "transformers",
+        "--reward_workers", 1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_rank(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one_rank")
+    run(1, "eval.py", *flags, "--output_dir", folder)
+    return folder
+
+
+def results(folder) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def completions(folder, name="completions.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_results_are_those_of_the_completions(one_rank):
+    lines, found = completions(one_rank), results(one_rank)
+    assert [line["source"] for line in lines] == [f"rows.jsonl:{i}" for i in range(1, 12)]
+    assert all([c["greedy"] for c in line["completions"]] == [True] + [False] * 4 for line in lines)
+    scores = [[c["score"] for c in line["completions"]] for line in lines]
+    assert all(s in (0.0, 1.0) for group in scores for s in group)
+    assert found["overall"]["greedy"]["mean"] == pytest.approx(sum(s[0] for s in scores) / 11)
+    for k in (1, 2, 3, 4):
+        subsets = [any(subset) for group in scores for subset in itertools.combinations(group[1:], k)]
+        assert found["overall"]["pass_at_k"][str(k)]["mean"] == pytest.approx(sum(subsets) / len(subsets))
+    means = [found["overall"]["pass_at_k"][str(k)]["mean"] for k in (1, 2, 3, 4)]
+    assert means == sorted(means) and 0.1 < means[0] < 0.6 < means[3]
+    assert found["overall"]["majority_at_k"]["1"]["mean"] == pytest.approx(means[0], abs=0.08)
+    lengths = [sum(c["sampled"]) for line in lines for c in line["completions"]]
+    assert found["overall"]["mean_length"]["mean"] == pytest.approx(sum(lengths) / 55)
+    assert found["overall"]["truncated"]["mean"] == pytest.approx(
+        sum(c["finish_reason"] == "length" for line in lines for c in line["completions"]) / 55
+    )
+    assert {name: m["prompts"] for name, m in found["domains"].items()} == dict(a=6, b=5)
+    parts = [found["domains"][name]["greedy"]["mean"] * n for name, n in (("a", 6), ("b", 5))]
+    assert sum(parts) / 11 == pytest.approx(found["overall"]["greedy"]["mean"])
+
+
+@pytest.mark.slow
+def test_two_ranks_also_killed_and_resumed_give_the_same(one_rank, flags, tmp_path):
+    """Also what a kill leaves behind: half a line."""
+    whole = (one_rank / "completions.jsonl").read_text()
+    (tmp_path / "completions.jsonl").write_text(whole[: whole.index("\n") + 50])
+    (tmp_path / "args.yaml").write_text((one_rank / "args.yaml").read_text().replace(str(one_rank), str(tmp_path)))
+    done = run(2, "eval.py", *flags, "--output_dir", tmp_path, "--resume", "must")
+    assert "5 of 11 prompts sampled" in done.stdout and "11 of 11" in done.stdout
+    assert (tmp_path / "completions.jsonl").read_text() == whole and results(tmp_path) == results(one_rank)
+    again = run(1, "eval.py", *flags, "--output_dir", tmp_path, "--ks", 3)
+    assert "sampled" not in again.stdout and "pass@3" in again.stdout and results(tmp_path) == results(one_rank)
+
+
+@pytest.mark.slow
+def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, device, tmp_path):
+    """Two ranks, each with an engine; the second model goes into the first one's, and is itself."""
+    extra = ("--engine", "vllm", "--against", models / "policy", "--reward_model", models / "rm", "--perplexity_model",
+             models / "policy", "--output_dir", tmp_path)  # fmt: skip
+    run(2, "eval.py", *flags, *extra, torchrun=True)
+    for one, other in zip(completions(one_rank), completions(tmp_path), strict=True):
+        assert one["completions"][0] == other["completions"][0]
+    ours, theirs = completions(tmp_path), completions(tmp_path, "against.jsonl")
+    assert ours == theirs
+    found = results(tmp_path)
+    assert found["win_rate"] == dict(mean=0.5, low=0.5, high=0.5)
+    tokenizer, args = load_tokenizer(models / "policy"), RolloutArgs(dtype="float32")
+    reward_model = load_scalar_model(str(models / "rm"), args, device, trainable=False)
+    prompts = [tokenizer(f"{i}+1=")["input_ids"] for i in range(11)]
+    sequences = [p + c["ids"] for p, line in zip(prompts, ours, strict=True) for c in line["completions"]]
+    mean = sum(score(reward_model, sequences, 1000, device)) / 55
+    assert found["reward_model"] == found["reward_model_against"]
+    assert found["reward_model"]["mean"] == pytest.approx(mean, rel=1e-4)
+    policy = load_policy(str(models / "policy"), args, device, trainable=False)
+    samples = [
+        Sample(p + c["ids"], [False] * len(p) + [True] * len(c["ids"]))
+        for p, line in zip(prompts, ours, strict=True)
+        for c in line["completions"]
+    ]
+    likely = evaluation.log_likelihoods(policy, samples, 1000, device)
+    nats, tokens = -sum(x for x, _ in likely), sum(n for _, n in likely)
+    assert found["perplexity"]["mean"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_files_of_completions(one_rank, flags, tmp_path):
+    """Its own file measured again gives its results; texts alone do too, but for what only samples have."""
+    lines = completions(one_rank)
+    texts = [dict(completion=line["completions"][0]["text"]) for line in lines]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
+    (tmp_path / "greedy.jsonl").write_text(
+        "".join(json.dumps(line | dict(completions=line["completions"][:1])) + "\n" for line in lines)
+    )
+    run(1, "eval.py", *flags, "--completions", one_rank / "completions.jsonl", "--output_dir", tmp_path / "own")
+    assert results(tmp_path / "own") == results(one_rank)
+    run(2, "eval.py", *flags, "--completions", tmp_path / "texts.jsonl", "--against", tmp_path / "greedy.jsonl",
+        "--output_dir", tmp_path / "texts")  # fmt: skip
+    found = results(tmp_path / "texts")
+    assert found["overall"]["pass_at_k"]["1"]["mean"] == results(one_rank)["overall"]["greedy"]["mean"]
+    assert found["overall"]["greedy"] == {} and found["win_rate"]["mean"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_killed_and_resumed(delay, one_rank, flags, tmp_path):
+    import subprocess
+    import time
+
+    command = helpers.command(1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path)
+    process = subprocess.Popen(command, cwd=helpers.ROOT, env=helpers.environment(), stdout=subprocess.DEVNULL)
+    file, deadline = tmp_path / "completions.jsonl", time.monotonic() + 60
+    while not (file.is_file() and file.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    assert 2 <= file.read_text().count("\n") < 11, "killed too late"
+    run(1, "eval.py", *flags, "--output_dir", tmp_path)
+    assert results(tmp_path) == results(one_rank)
+    assert completions(tmp_path) == completions(one_rank)
+
+
+# ---- bad input ----
+
+
+GOOD = '{"completion": "2"}\n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GOOD * 10, "10 lines for 11 rows of data"), (GOOD * 10 + "{\n", "line 11: Expecting"),
+        (GOOD * 10 + '{"completions": ["1", "2"]}\n', "line 11: another number of completions than the lines before"),
+        (GOOD * 10 + '{"text": "1"}\n', "line 11: 'completion'"),
+        (GOOD * 10 + '{"completion": 7}\n', "line 11: a completion is a text"),
+        (GOOD * 10 + '{"completion": {"text": "a", "ids": [1], "sampled": []}}\n', "line 11: a completion is a text"),
+        (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: of another row"),
+        (None, "No such file"),
+    ],
+)  # fmt: skip
+def test_bad_files_of_completions(text, words, device, tmp_path):
+    from common.completions import read_completions
+
+    if text is not None:
+        (tmp_path / "c.jsonl").write_text(text)
+    rows = [dict(_source=f"rows.jsonl:{i}") for i in range(1, 12)]
+    with pytest.raises(ValueError, match=words) as error:
+        read_completions("--completions", tmp_path / "c.jsonl", rows, whole=True)
+    assert str(error.value).startswith(f"--completions {tmp_path / 'c.jsonl'}") and "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_two_ranks_say_it_once(flags, models, tmp_path):
+    (tmp_path / "c.jsonl").write_text(GOOD)
+    message = one_error(2, "eval.py", *flags, "--completions", tmp_path / "c.jsonl", "--output_dir", tmp_path, code=2)
+    assert "1 lines for 11 rows" in message

@@ -1,0 +1,601 @@
+"""The sandbox: what hostile programs cannot do (`hostile.py`), what good ones can, and how values cross."""
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hostile
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import confine, sandbox, sandbox_child, sandbox_process
+from common.sandbox import Limits, Program, ProgramError, run_program
+from common.sandbox_child import decode, encode
+
+pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch, tmp_path):
+    """`hostile.left_over` is not to see what other test runs are at."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+# ---- hostile programs ----
+
+
+@pytest.fixture(scope="session")
+def attacks() -> dict[str, list[str]]:
+    return hostile.run_all()
+
+
+@pytest.mark.parametrize("name", [*hostile.HOSTILE, ""])
+def test_hostile(name, attacks):
+    """ "": nothing outside was changed, nothing is left, and a good program still runs."""
+    assert attacks[name] == []
+
+
+def test_hostile_as_an_ordinary_user():
+    """Root may do more, and less: it is exempt from some limits. The same list as `nobody`, from a copy it can read."""
+    if os.getuid() != 0:
+        pytest.skip("the tests run as an ordinary user already")
+    user = dict(user=65534, group=65534, extra_groups=[], env=dict(HOME="/nonexistent", PATH="/usr/bin:/bin"), cwd="/")
+    pythons = [getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3"]
+
+    def works(python: str) -> bool:
+        code = "import sys; sys.exit(sys.version_info < (3, 11))"
+        try:
+            return subprocess.run([python, "-c", code], capture_output=True, **user).returncode == 0
+        except OSError:
+            return False
+
+    python = next(filter(works, pythons), None)
+    if python is None:
+        pytest.skip(f"an ordinary user can start none of {', '.join(pythons)}")
+    with tempfile.TemporaryDirectory(
+        dir="/tmp"
+    ) as folder:  # not pytest's: each new session of it takes the rights away again
+        os.chmod(folder, 0o755)
+        for name in ("common/sandbox.py", "common/sandbox_process.py", "common/sandbox_child.py", "common/confine.py",
+                     "tests/hostile.py"):  # fmt: skip
+            Path(folder, name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, Path(folder, name))
+        done = subprocess.run(
+            [python, f"{folder}/tests/hostile.py"], capture_output=True, text=True, timeout=300, **user
+        )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["problem"] is None
+    assert len(answer["wrong"]) == len(hostile.HOSTILE) + 1
+    assert {name: wrong for name, wrong in answer["wrong"].items() if wrong} == {}
+
+
+def test_nothing_is_left_after_many_runs():
+    run_program("print(1)")
+    before, threads = open_files(), len(os.listdir("/proc/self/task"))
+    for source in ("print(1)", "1 / 0", "import os; os.abort()", "while True: print(1)"):
+        run_program(source, "x", Limits(output_bytes=100))
+        with pytest.raises(ProgramError), Program(source, Limits(seconds=0.2)) as program:
+            program.call("nothing")
+    assert open_files() == before and len(os.listdir("/proc/self/task")) == threads
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert not hostile.left_over()
+
+
+def test_a_program_dies_with_its_parent(tmp_path):
+    """Killed outright, the parent cannot clean up: the kernel ends the program."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
+        "from common.sandbox import *\nprint('started', flush=True)\n"
+        "run_program('while True: pass', '', Limits(seconds=60))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | dict(TMPDIR=str(tmp_path))
+    )
+    parent.stdout.readline()
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.iterdir()) or not (pids := children.read_text().split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_interrupted_runs_leave_nothing(monkeypatch):
+    """Ctrl-C while a program runs."""
+    before = open_files()
+
+    def interrupt(child):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sandbox_process.Child, "_watch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_program("while True: pass")
+    assert open_files() == before and not hostile.left_over()
+
+
+# ---- good programs ----
+
+
+@pytest.mark.parametrize(
+    "source, stdin, stdout",
+    [
+        ("print(input()[::-1])", "abc\n", "cba\n"),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", "1 2\n3", "6\n"),
+        ("import sys\nfor line in sys.stdin: print(line.strip(), end=';')", "a\nb\n", "a;b;"),
+        ("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())", "é𝒳\u202e\x00\n", "é𝒳\u202e\x00\n"),
+        ("print('é𝒳')", "", "é𝒳\n"),
+        ("\ufeffprint(1)", "", "1\n"),
+        ("# coding: latin-1\nprint(1)", "", "1\n"),
+        ("if __name__ == '__main__': print(__name__)", "", "__main__\n"),
+        ("print('x' * 1000000)", "", "x" * 1000000 + "\n"),
+        ("print(len(input()))", "x" * 5_000_000, "5000000\n"),
+        ("import sys\nprint(1)\nsys.exit()", "", "1\n"),
+        ("import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and f(n - 1)\nprint(f(20000))", "", "0\n"),
+        ("import sys, threading, resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 27, -1))\n"
+         "threading.stack_size(1 << 27)\nt = threading.Thread(target=lambda: print(1))\nt.start()\nt.join()", "",
+         "1\n"),
+        ("with open('a.txt', 'w') as f: f.write('hi')\nimport os\nos.rename('a.txt', 'b.txt')\n"
+         "print(open('b.txt').read(), "
+         "os.listdir(), os.path.exists('a.txt'))\nos.remove('b.txt')\nprint(os.listdir())", "",
+         "hi ['b.txt'] False\n[]\n"),
+        ("import tempfile\nwith tempfile.TemporaryFile('w+') as f: print(f.write('hi'), f.seek(0), f.read())", "",
+         "2 0 hi\n"),
+        ("import tempfile\nwith tempfile.NamedTemporaryFile('w+', dir='.') as f: print(f.write('hi'))", "", "2\n"),
+        ("import threading\nx = []\nts = [threading.Thread(target=x.append, args=(i,)) for i in range(20)]\n"
+         "[t.start() for t in ts]\n[t.join() for t in ts]\nprint(sorted(x) == list(range(20)))", "", "True\n"),
+        ("from concurrent.futures import ThreadPoolExecutor\n"
+         "with ThreadPoolExecutor(8) as p: print(sum(p.map(abs, range(9))))",
+         "", "36\n"),
+        ("import time\nt = time.time()\ntime.sleep(0.05)\n"
+         "print(time.time() - t >= 0.05, time.localtime().tm_year > 2000)", "",
+         "True True\n"),
+        ("import random, os, secrets, uuid\nprint(len(os.urandom(8)), random.SystemRandom().random() < 1)", "",
+         "8 True\n"),
+        ("import signal\ndef handler(*a): raise TimeoutError\nsignal.signal(signal.SIGALRM, handler)\n"
+         "try:\n    signal.setitimer(0, 0.05)\n    while True: pass\nexcept TimeoutError: print('alarm')", "",
+         "alarm\n"),
+        ("import dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n    x: int\n"
+         "print(pickle.loads(pickle.dumps(A(3))))", "",
+         "A(x=3)\n"),
+        ("import ctypes, hashlib, zlib, lzma, bz2, decimal\nprint(hashlib.sha256(b'').hexdigest()[:4])", "", "e3b0\n"),
+        ("import os, sys\nprint(dict(os.environ), sys.argv, len(sys.path) > 0, '' in sys.path)", "",
+         "{'LC_CTYPE': 'C.UTF-8'} ['program.py'] True False\n"),
+        ("import os\nprint(open(os.devnull, 'w').write('x'), os.isatty(1), os.getcwd() == os.path.realpath('.'))", "",
+         "1 False True\n"),
+        ("import datetime, zoneinfo\nprint(datetime.datetime.now() > datetime.datetime(2020, 1, 1))", "", "True\n"),
+        ("x = {1, 2}\nmatch 3:\n    case 3: print('ok')", "", "ok\n"),
+    ],
+)  # fmt: skip
+def test_good_programs(source, stdin, stdout):
+    outcome = run_program(source, stdin, Limits(seconds=20))
+    if "environ" in source:  # UTF-8 mode needs no locale: Python sets one only where it finds it
+        assert outcome.stdout in (stdout, stdout.replace("{'LC_CTYPE': 'C.UTF-8'}", "{}"))
+    else:
+        assert outcome.stdout == stdout
+    assert outcome.status == "ok"
+
+
+def test_the_standard_library_can_be_imported():
+    """Every module that can be imported here, but those that do something then."""
+    skip = {"antigravity", "this", "idlelib", "turtledemo", "test", "lib2to3", "msilib", "nt", "tkinter", "turtle"}
+    names = sorted(name for name in sys.stdlib_module_names - skip if not name.startswith("_"))
+    source = (
+        f"import importlib\nfailed = {{}}\nfor name in {names!r}:\n    try: importlib.import_module(name)\n"
+        "    except BaseException as e: failed[name] = repr(e)\nprint(failed)"
+    )
+    python = getattr(sys, "_base_executable", sys.executable)
+    free = subprocess.run(
+        [python, "-I", "-S", "-B", "-X", "utf8", "-W", "ignore", "-c", source], capture_output=True, text=True
+    )
+    outcome = run_program(source, "", Limits(seconds=60))
+    assert outcome.status == "ok" and outcome.stdout == free.stdout
+
+
+@pytest.mark.parametrize(
+    "source, limits, status",
+    [
+        ("print(1)", {}, "ok"),
+        ("1 / 0", {}, "exit code 1"),
+        ("x = ", {}, "exit code 1"),
+        ("import sys; sys.exit(3)", {}, "exit code 3"),
+        ("import sys; sys.exit('sorry')", {}, "exit code 1"),
+        ("import ctypes; ctypes.string_at(0)", {}, "killed by signal 11"),
+        ("import time; time.sleep(9)", dict(seconds=0.3), "time limit"),
+        ("x = bytes(200 << 20)", dict(memory_mib=100), "memory limit"),
+        ("x = bytes(200 << 20)", {}, "ok"),
+        ("print('x' * 1001)", dict(output_bytes=1000), "output limit"),
+        ("print('x' * 999)", dict(output_bytes=1000), "ok"),
+        ("open('x', 'wb').write(bytes(3 << 20))", dict(file_mib=2), "exit code 1"),
+        ("for i in range(9): open(str(i), 'wb').write(bytes(1 << 20))\nimport time; time.sleep(9)", dict(disk_mib=5),
+         "disk limit"),
+        ("for i in range(9): open(str(i), 'wb')\nimport time; time.sleep(9)", dict(files=5), "disk limit"),
+    ],
+)  # fmt: skip
+def test_limits(source, limits, status):
+    assert run_program(source, "", Limits(**limits)).status == status
+
+
+def test_many_threads_are_too_many():
+    """With small stacks they do not reach the limit of memory. Python's own need more, so these are made by hand."""
+    source = """
+import ctypes, time
+libc = ctypes.CDLL(None)
+attributes = ctypes.create_string_buffer(64)
+libc.pthread_attr_init(attributes)
+libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(16384))
+for _ in range(%d):
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), attributes, libc.pause, None)
+time.sleep(%f)
+print("done")
+"""
+    assert run_program(source % (200, 9), "", Limits(seconds=9)).status == "thread limit"
+    assert run_program(source % (20, 0.2), "", Limits(seconds=9)) == sandbox.Outcome("ok", "done\n")
+
+
+def test_privileges_are_dropped(monkeypatch):
+    """Seen by the child itself, before it cannot look any more."""
+    look = "print(open('/proc/self/status').read(), 'dumpable', libc.prctl(3), flush=True)"
+    start = sandbox_process.START.replace(
+        "sandbox_child.main", f"confine.restrict_files = lambda libc: {look}; sandbox_child.main"
+    )
+    monkeypatch.setattr(sandbox_process, "START", start)
+    seen = run_program("").stdout
+    for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+        assert f"{name}:\t0000000000000000\n" in seen
+    assert "NoNewPrivs:\t1\n" in seen and "dumpable 0" in seen
+
+
+def test_many_at_once():
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(
+            pool.map(lambda i: run_program("print(int(input()) * 2)", str(i), Limits(seconds=20)), range(40))
+        )
+    assert [outcome.stdout for outcome in outcomes] == [f"{2 * i}\n" for i in range(40)]
+
+
+def test_a_slow_start_is_not_the_programs_time(monkeypatch):
+    monkeypatch.setattr(sandbox_process, "START", "import time; time.sleep(0.5); " + sandbox_process.START)
+    assert run_program("print(1)", "", Limits(seconds=0.4)).status == "ok"
+
+
+# ---- calls ----
+
+
+class Text(str):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = str.__hash__
+
+    def __len__(self):
+        return 10**9
+
+
+class Whole(int):
+    def __index__(self):
+        return 7
+
+    __int__ = __index__
+
+
+class Items(list):
+    def __iter__(self):
+        return iter([1])
+
+
+Point = namedtuple("Point", "x y")
+VALUES = [
+    0, -1, 2**63, -(2**63), -(2**63) - 1, 10**5000, True, False, None, 0.5, -0.0, math.inf, -math.inf, 1e-320, 1j,
+    complex(-0.0, 1),
+    "", "é𝒳", "\ud800", "\udc00\ud800", "\ud83d\ude00", "\x00\n\u2028", '"\\', b"", b"\xff\x00", [], (), set(),
+    frozenset(), {},
+    [1, (2, [3])], {1: "a", "1": "b", (1, 2): [3], None: 4, 2.5: 5, frozenset({1}): 6, b"x": 7}, {(1, (2,)),
+    frozenset({3})},
+    {"value": 1}, {"tuple": [1]}, {"error": [[], ""]}, [[[[]]]], list(range(1000)),
+]  # fmt: skip
+
+
+def identical(a: object, b: object) -> bool:
+    """Equal with equal types all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(identical, a, b))
+    if isinstance(a, dict):
+        return all(identical(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, set | frozenset):
+        return a == b and Counter(map(type, a)) == Counter(map(type, b))
+    return repr(a) == repr(b) if isinstance(a, float | complex) else a == b
+
+
+def test_values_cross_exactly():
+    with Program("def f(x): return x", Limits(seconds=30)) as program:
+        for value in VALUES:
+            assert identical(program.call("f", [value]), value), value
+        assert math.isnan(program.call("f", [math.nan]))
+        assert program.call("f", kwargs=dict(x=(1,))) == (1,)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()) | st.binary(),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+)
+
+
+@settings(max_examples=50)
+@given(PLAIN)
+def test_encode_decode(value):
+    assert identical(decode(json.loads(json.dumps(encode(value)))), value)
+
+
+def test_subclasses_cross_as_what_they_are_built_on():
+    given = [
+        Text("ab"),
+        Whole(5),
+        Items([1, 2]),
+        Point(1, 2),
+        OrderedDict(a=1),
+        defaultdict(list, a=[1]),
+        Counter("aab"),
+    ]
+    crossed = decode(json.loads(json.dumps(encode(given))))
+    assert identical(crossed, ["ab", 5, [1, 2], (1, 2), {"a": 1}, {"a": [1]}, {"a": 2, "b": 1}])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(
+            st.sampled_from(["tuple", "set", "frozenset", "dict", "int", "str", "bytes", "complex", "object", "x"]),
+            inner,
+        )
+    ),
+)
+
+
+@settings(max_examples=100)
+@given(JSON)
+def test_decode_raises_nothing_else(data):
+    try:
+        decode(data)
+    except (ValueError, TypeError):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
+def test_colliding_keys_are_refused(kind):
+    """They would take the parent minutes: the hash of k * (2**61 - 1) is 0."""
+    keys = [{"int": hex(k * (2**61 - 1))} for k in range(1, 40_000)]
+    with pytest.raises(ValueError, match="too many equal hashes"):
+        decode({kind: [[key, 0] for key in keys] if kind == "dict" else keys})
+
+
+@pytest.mark.parametrize(
+    "body, kind",
+    [
+        ("raise KeyError('no')", "raised"),
+        ("raise SystemExit(0)", "raised"),
+        ("raise KeyboardInterrupt", "raised"),
+        ("raise GeneratorExit", "raised"),
+        ("class E(Exception):\n        def __str__(self): raise self\n    raise E", "raised"),
+        ("return f(x)", "raised"),
+        ("x = []; x.append(x); return x", "cannot be passed"),
+        ("y = []\n    for i in range(101): y = [y]\n    return y", "cannot be passed"),
+        ("y = []\n    for i in range(10**5): y = [y]\n    return y", "cannot be passed"),
+        ("return (i for i in [])", "cannot be passed"),
+        ("return int", "cannot be passed"),
+        ("return object()", "cannot be passed"),
+        ("return f", "cannot be passed"),
+        ("return [1, {2: f}]", "cannot be passed"),
+        ("return bytearray(1)", "cannot be passed"),
+        ("class R:\n        def __reduce__(self): return (exit, ())\n    return R()", "cannot be passed"),
+        ("return 'x' * (2 << 20)", "output limit"),
+        ("return 1 << (8 << 21)", "output limit"),
+        ("import os; os._exit(0)", "exit code 0"),
+        ("import os; os._exit(7)", "exit code 7"),
+        ("import os; os.abort()", "killed by signal 11"),
+        ("while True: pass", "time limit"),
+        ("return __ask__(1)", "malformed"),
+        ("return say(b'{\"value\": 1}{\"value\": 2}\\n')", "malformed"),
+        ("return say(b'{\"value\": 1, \"error\": [[\"A\"], \"\"]}\\n')", "malformed"),
+        ("return say(b'{\"error\": [[], \"\"]}\\n')", "malformed"),
+        ("return say(b'{\"error\": [[1], \"\"]}\\n')", "malformed"),
+        ("return say(b'{\"error\": \"x\"}\\n')", "malformed"),
+        ("return say(b'[1]\\n')", "malformed"),
+        ("return say(b'\\n')", "malformed"),
+        ("return say(b'\\xff\\xfe\\n')", "malformed"),
+        ("return say(b'[' * 500_000 + b'\\n')", "malformed"),
+        ("return say(b'{\"value\": ' * 50_000 + b'\\n')", "malformed"),
+        ("return say(b'1' * 500_000 + b'\\n')", "malformed"),
+        ("return say(b'1' * 1_500_000)", "output limit"),
+        ("return say(b'{\"value\": {\"tuple\": 1}}\\n')", "malformed"),
+        ("return say(b'{\"value\": {\"set\": [[]]}}\\n')", "malformed"),
+        ("return say(b'{\"value\": {\"a\": 1}}\\n')", "malformed"),
+        ("return say(b'{\"value\": {\"object\": \"f\"}}\\n')", "cannot be passed"),
+        ("return say(b'{\"value\": {\"int\": \"1_\"}}\\n')", "malformed"),
+        ("return say(b'{\"value\": ' + b'[' * 200 + b']' * 200 + b'}\\n')", "malformed"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_none(body, kind):
+    # nothing else follows the line: not the value that `f` returns
+    say = "import os, time\ndef say(line):\n    os.write(__ask__.__self__.answers, line)\n    time.sleep(60)\n"
+    with Program(say + f"def f(x):\n    {body}", Limits(seconds=3)) as program:
+        with pytest.raises(ProgramError) as error:
+            program.call("f", [1])
+    assert error.value.kind == kind
+
+
+def test_errors_say_what_was_raised():
+    source = "class Own(KeyError): pass\ndef f(x): raise Own('no', x)"
+    with Program(source) as program, pytest.raises(ProgramError) as error:
+        program.call("f", [1])
+    assert error.value.types[:3] == ("Own", "KeyError", "LookupError") and error.value.message == "('no', 1)"
+    assert str(error.value) == "raised: Own: ('no', 1)"
+
+
+def test_a_program_that_ended_stays_ended():
+    with Program("import os\ndef f(): os._exit(0)\ndef g(): return 1") as program:
+        assert program.call("g") == 1
+        for function in ("f", "g", "g"):
+            with pytest.raises(ProgramError, match="exit code 0"):
+                program.call(function)
+
+
+@pytest.mark.parametrize("source", ["x = ", "1 / 0", "import sys\nsys.exit()", "import os\nos._exit(0)", "x = 1\0"])
+def test_a_source_that_does_not_run(source):
+    before = open_files()
+    with pytest.raises(ProgramError), Program(source):
+        pass
+    assert open_files() == before and not hostile.left_over()
+
+
+def test_a_module_keeps_its_state_and_may_use_standard_streams():
+    source = """
+import sys, dataclasses, typing
+print("hello")
+print("there", file=sys.stderr)
+rest = sys.stdin.read()
+@dataclasses.dataclass
+class A:
+    x: "int"
+n = 0
+def f():
+    global n
+    n += 1
+    print(n)
+    return n, rest, typing.get_type_hints(A)["x"] is int
+if __name__ == "__main__":
+    n = 100
+"""
+    with Program(source) as program:
+        assert program.call("f") == (1, "", True)
+        assert program.call("f") == (2, "", True)
+        assert program.call("lambda x: x + n", [1]) == 3
+
+
+def test_arguments_must_be_plain():
+    with Program("def f(x): return x") as program:
+        with pytest.raises(TypeError, match="a value of type function"):
+            program.call("f", [open_files])
+        assert program.call("f", ["x" * 500_000]) == "x" * 500_000  # more than a pipe holds
+
+
+def test_requests_that_nobody_reads_end_at_the_deadline():
+    with Program("import time, threading\ndef f(x): time.sleep(60)", Limits(seconds=0.5)) as program:
+        with pytest.raises(ProgramError, match="time limit"):
+            program.call("f", ["x" * 5_000_000])
+    with Program("import os\ndef f(x): os.closerange(3, 100)", Limits(seconds=5)) as program:
+        for _ in range(2):
+            with pytest.raises(ProgramError):
+                program.call("f", ["x"])
+
+
+# ---- the machine ----
+
+
+def test_problem(monkeypatch):
+    assert sandbox.problem() is None
+    for name, value, message in (
+        ("sys.platform", "darwin", "needs Linux"),
+        ("platform.machine", "riscv64", "this is riscv64"),
+    ):
+        module, attribute = name.split(".")
+        with monkeypatch.context() as patch:
+            fake = dict(machine=lambda value=value: value) if module == "platform" else dict(platform=value)
+            patch.setattr(sandbox, module, type("module", (), fake | dict(attribute=attribute)))
+            assert message in sandbox._problem.__wrapped__()
+
+
+@pytest.mark.parametrize("layer", ["restrict_files", "restrict_calls"])
+def test_problem_sees_a_layer_that_is_missing(monkeypatch, layer):
+    """Left out silently, and refused by the kernel."""
+    with monkeypatch.context() as patch:
+        skip = f"confine.{layer} = lambda libc: None; sandbox_child.main"
+        patch.setattr(sandbox_process, "START", sandbox_process.START.replace("sandbox_child.main", skip))
+        name = "Landlock" if layer == "restrict_files" else "seccomp"
+        assert name in sandbox._problem.__wrapped__()
+    with monkeypatch.context() as patch:
+        refuse = f"confine.{layer} = lambda libc: confine.check(-1, 'no such layer'); sandbox_child.main"
+        patch.setattr(sandbox_process, "START", sandbox_process.START.replace("sandbox_child.main", refuse))
+        assert "no such layer" in sandbox._problem.__wrapped__()
+        with pytest.raises(RuntimeError, match="could not be confined: .*no such layer"):
+            run_program("print(1)")
+        assert run_program("print(1)", unsafe=True).stdout == "1\n"
+        left = "import os; os.fork()" if layer == "restrict_files" else "open('/etc/passwd')"
+        assert run_program(left, unsafe=True).status == "exit code 1", "the other layers still hold"
+
+
+def test_without_confinement_nothing_runs(monkeypatch):
+    monkeypatch.setattr(sandbox, "problem", lambda: "no Landlock")
+    with pytest.raises(ValueError, match="programs cannot be run safely here: no Landlock"):
+        run_program("print(1)")
+    with pytest.raises(ValueError, match="no Landlock"):
+        Program("x = 1")
+    assert run_program("print(1)", unsafe=True).stdout == "1\n"
+    with Program("def f(): return 1", unsafe=True) as program:
+        assert program.call("f") == 1
+
+
+HEADERS = {0: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 1: "/usr/include/asm-generic/unistd.h"}
+
+
+@pytest.mark.parametrize("column", HEADERS)
+def test_the_numbers_of_system_calls(column):
+    """Against the kernel's headers. aarch64 uses the generic numbers; a name may be another there."""
+    if not Path(HEADERS[column]).exists():
+        pytest.skip(f"no {HEADERS[column]}")
+    text = Path(HEADERS[column]).read_text()
+    found = dict(re.findall(r"#define (__NR(?:3264)?_\w+) (\d+)\b", text))
+    numbers = {name.removeprefix("__NR3264_").removeprefix("__NR_"): int(number) for name, number in found.items()}
+    renamed = {"newfstatat": "fstatat"} if column == 1 else {}
+    tables = confine.ALLOWED | {name: row for name, (row, _) in confine.SOME.items()} | {"clone3": confine.CLONE3}
+    for name, row in tables.items():
+        if row[column] is not None:
+            assert numbers[renamed.get(name, name)] == row[column], name
+        else:
+            assert name not in numbers, f"{name} is missing"
+
+
+def test_the_filter_of_the_other_architecture_is_sound():
+    """The jumps stay inside and every path ends in a verdict."""
+    for machine in confine.ARCHITECTURES:
+        code = confine.seccomp_filter(machine)
+        steps = [(code[i] | code[i + 1] << 8, code[i + 2], code[i + 3]) for i in range(0, len(code), 8)]
+        for i, (operation, yes, no) in enumerate(steps):
+            if operation & 7 == 5:
+                assert i + 1 + max(yes, no) < len(steps)
+        assert steps[-1][0] == 6 and len(steps) < 4096
+
+
+def test_modules_are_light():
+    """Only the standard library: the child and worker processes import them."""
+    heavy = ("torch", "numpy", "transformers")
+    code = f"import sys; import common.code_tests; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL and platform.system() == "Linux"
+    assert sandbox_child.READY.endswith(b"\n")
