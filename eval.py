@@ -12,6 +12,7 @@ Shapes: P prompts, S samples of each, B bootstrap draws.
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.completions import as_sample, read_completions, rewarded, share_of
-from common.config import SamplingArgs
+from common.config import EnvironmentArgs
 from common.data import Encoder
 from common.episodes import Episodes
 from common.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
@@ -33,7 +34,7 @@ from common.models import Policy, load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.reward_functions import final_answers, last_boxed, to_number
-from common.rewards import Rewards, score
+from common.rewards import Rewards, require_context, score
 from common.rollout import Engine, make_engine, whole_weights
 from common.rows import load_rows
 
@@ -41,7 +42,7 @@ PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged
 
 
 @dataclass
-class Args(SamplingArgs):
+class Args(EnvironmentArgs):
     model: str = "tiny"
     """Hugging Face id or folder of the model to measure; `tiny` is a built-in untrained one"""
     dataset_split: str = "test"
@@ -60,11 +61,6 @@ class Args(SamplingArgs):
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
     gpu_memory_utilization: float = 0.8
     """fraction of each GPU's memory for vLLM's weights and KV cache"""
-    environment: str | None = None
-    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
-    `path/to/file.py:Class`; its rewards are `--reward environment`"""
-    max_turns: int = 8
-    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
     domain_column: str = "domain"
     """column by which the table is divided, where the data has it"""
     completions: str | None = None
@@ -84,18 +80,19 @@ class Args(SamplingArgs):
         samples, self.samples_per_prompt = self.samples_per_prompt, max(1, self.samples_per_prompt)
         super().__post_init__()  # for training a prompt needs a sample
         self.samples_per_prompt = samples
-        self.require_positive("prompts_per_batch", "bootstrap_samples", "max_turns")
+        self.require_positive("prompts_per_batch", "bootstrap_samples")
         if self.max_prompts is not None:
             self.require_positive("max_prompts")
-        self.require_read("max_turns", self.environment is not None, "there is no --environment")
         if self.completions is None:
             if not (self.greedy or self.samples_per_prompt):
                 raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
             for k in self.ks:
                 if not 1 <= k <= self.samples_per_prompt:
                     raise ValueError(f"--ks {k}: 1 to {self.samples_per_prompt}, that is --samples_per_prompt")
-        if self.environment is not None and self.completions is not None:
-            raise ValueError("--completions are not played with --environment")
+        for flag in ("completions", "against"):
+            file = Path(getattr(self, flag) or "")
+            if self.resume == "never" and file.is_file() and file.resolve().parent == Path(self.output_dir).resolve():
+                raise ValueError(f"--{flag} {file}: --resume never would delete it")
 
 
 # ---- estimators ----
@@ -138,8 +135,8 @@ def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, 
     totals, counts = np.array(totals_P, dtype=float), np.array(counts_P, dtype=float)
     if not counts.sum():
         return {}
-    rng, means = np.random.default_rng(seed), []
-    for _ in range(draws):
+    rng, means = np.random.default_rng(distributed.fold_seed(seed)), []
+    while len(means) < draws:
         chosen = rng.integers(0, len(totals), len(totals))
         if counts[chosen].sum():
             means.append(totals[chosen].sum() / counts[chosen].sum())
@@ -160,20 +157,24 @@ class Completions:
         self.engine: Engine | None = None
 
     def read(self, flag: str, file: str) -> list[dict]:
-        """What is in a file, with the rewards of now."""
-        lines = read_completions(flag, Path(file), self.rows, whole=True)
-        mine = share_of(len(lines))
+        """What is in a file, not rewarded yet."""
+        episodes = self.args.environment is not None
+        return read_completions(flag, Path(file), self.rows, self.tokenizer, episodes=episodes)
+
+    def reward(self, lines: list[dict]) -> list[dict]:
+        """The same with the rewards of now."""
+        mine, greedy = share_of(len(lines)), bool(lines[0]["completions"][0].get("greedy"))
         groups = [[as_sample(c, self.prompts[i], self.tokenizer) for c in lines[i]["completions"]] for i in mine]
-        greedy = bool(lines[0]["completions"][0].get("greedy"))
         of_prompt = rewarded(groups, mine, [self.rows[i] for i in mine], self.rewards, greedy)
         return [of_prompt[i] for i in range(len(lines))]
 
     def sample(self, path: str, file: Path) -> list[dict]:
         """What `file` has already, and the rest from the model in folder `path`, appended a batch at a time; fewer than
         there are prompts if the run was told to stop."""
-        args, lines = self.args, read_completions("--output_dir", file, self.rows, whole=False)
+        args, lines = self.args, read_completions("--output_dir", file, self.rows, self.tokenizer, own=True)
         if distributed.is_main():  # without what a kill cut
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            file.with_suffix(".tmp").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            file.with_suffix(".tmp").rename(file)
         if len(lines) == len(self.prompts):
             return lines
         self._load(path)
@@ -199,34 +200,38 @@ class Completions:
 
     def _load(self, path: str) -> None:
         """The engine with the model in folder `path`. There can be one engine in a process, so a second model goes into
-        the first one's. Raises `ValueError` if it does not fit."""
+        the first one's."""
+        eos_ids = eos_token_ids(path, self.tokenizer)
         if self.engine is None:
-            eos_ids = eos_token_ids(path, self.tokenizer)
             self.engine = make_engine(path, self.args, eos_ids, self.tokenizer, self.device, trained=False)
-            self.path = path
             return
-        ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (self.path, path))
-        if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {
-            "dtype",
-            "torch_dtype",
-            "transformers_version",
-        }:
-            raise ValueError(
-                f"--against {path}: another architecture than --model; measure it alone, and then name its "
-                "completions.jsonl here"
-            )
+        self.engine.eos_ids = eos_ids
         model = load_policy(path, self.args, self.device, trainable=False, flag="--against")
         self.engine.wake()
         self.engine.load_weights(whole_weights(model, self.engine.dtype))
 
     def numbers(self, lines: list[dict], numbers_of: Callable[[list[Sample]], list]) -> list[list]:
-        """`numbers_of(samples)` of every completion of every prompt."""
+        """`numbers_of(samples)` of every completion of every prompt. Raises `ValueError` for one that fits in no
+        pack."""
         mine = share_of(len(lines))
         groups = [[as_sample(c, self.prompts[i], self.tokenizer) for c in lines[i]["completions"]] for i in mine]
+        for i, group in zip(mine, groups, strict=True):
+            if (size := max(sample.num_targets for sample in group)) > self.args.pack_tokens:
+                where = self.rows[i]["_source"]
+                raise ValueError(f"{where}: a completion of {size} tokens with its prompt, more than --pack_tokens")
         found = iter(numbers_of([sample for group in groups for sample in group]))
         of_prompt = {i: [next(found) for _ in group] for i, group in zip(mine, groups, strict=True)}
         of_prompt = {i: values for share in distributed.gather_objects(of_prompt) for i, values in share.items()}
         return [of_prompt[i] for i in range(len(lines))]
+
+
+def require_same_architecture(path: str, other: str) -> None:
+    """Raises `ValueError` unless the model in folder `other` fits into an engine made for that in `path`."""
+    ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (path, other))
+    if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {"dtype", "torch_dtype", "transformers_version"}:
+        raise ValueError(
+            f"--against {other}: another architecture than --model; measure it alone, and name its completions.jsonl"
+        )
 
 
 # ---- measurements ----
@@ -244,7 +249,7 @@ def measure(args: Args, lines: list[dict]) -> dict:
     everything = [line["completions"] for line in lines]
     sampled = [[c for c in group if not c["greedy"] and c["score"] is not None] for group in everything]
     right = [[c["score"] >= 1 for c in group] for group in sampled]
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(distributed.fold_seed(args.seed))
     votes = [
         majority_at_k([final_answer(c["text"]) for c in group], right_S, rng)
         for group, right_S in zip(sampled, right, strict=True)
@@ -268,7 +273,10 @@ def measure(args: Args, lines: list[dict]) -> dict:
 def log_likelihoods(
     model: Policy, samples: list[Sample], pack_tokens: int, device: torch.device
 ) -> list[tuple[float, int]]:
-    """The model's log-prob of each completion, in nats, and its tokens. Collective."""
+    """The model's log-prob of each completion, in nats, and its tokens. Collective.
+
+    Raises `ValueError` for a sequence that is longer than the model's context."""
+    require_context(model, max((len(sample.ids) for sample in samples), default=0))
     of_sample = {}
     for mb in pack(samples, pack_tokens, device):
         logprobs_T, *_ = model(mb, temperature=1.0)
@@ -288,6 +296,7 @@ def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float
 def print_results(args: Args, results: dict) -> None:
     """All prompts with intervals; the domains below."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     overall = results["overall"]
@@ -300,7 +309,7 @@ def print_results(args: Args, results: dict) -> None:
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
 
-    table = Table("", "", "95%", title=f"{args.model} on {overall['prompts']} prompts of {args.dataset}")
+    table = Table("", "", "95%", title=escape(f"{args.model} on {overall['prompts']} prompts of {args.dataset}"))
     beside = ("reward_model", "reward_model_against", "win_rate", "perplexity")
     lines = shown(overall) | {name: (results[name], 1.0) for name in beside if results.get(name)}
     for name, (x, scale) in lines.items():
@@ -309,10 +318,10 @@ def print_results(args: Args, results: dict) -> None:
     Console().print(table)
     if results["domains"]:
         columns = [name for name in shown(overall) if not name.startswith("majority")]
-        table = Table("prompts", *columns, args.domain_column)
+        table = Table("prompts", *columns, escape(args.domain_column))
         for name, m in results["domains"].items():
             cells = {c: f"{scale * x['mean']:.4g}" for c, (x, scale) in shown(m).items()}
-            table.add_row(str(m["prompts"]), *(cells.get(column, "") for column in columns), name)
+            table.add_row(str(m["prompts"]), *(cells.get(column, "") for column in columns), escape(name))
         Console().print(table)
 
 
@@ -338,23 +347,36 @@ def main(args: Args) -> None:
     if distributed.is_main():
         print(f"{len(prompts)} prompts ({dropped} too long) on {world_size} ranks")
 
-    # ---- completions: sampled, or from a file ----
+    # ---- what else is named, before anything slow ----
     completions = Completions(args, prompts, rows, tokenizer, rewards, device)
-    if args.completions is not None:
-        ours = completions.read("--completions", args.completions)
-    else:
-        ours = completions.sample(path, folder / "completions.jsonl")
-    theirs = None
-    if args.against is not None and args.against.endswith(".jsonl"):
-        theirs = completions.read("--against", args.against)
-    elif args.against is not None and len(ours) == len(prompts):
-        against = resolve_model(args.against, "--against")
-        require_same_tokenizer("--against", against, tokenizer)
-        theirs = completions.sample(against, folder / "against.jsonl")
+    others = {}
+    named = dict(against=args.against, reward_model=args.reward_model, perplexity_model=args.perplexity_model)
+    for flag, name in named.items():
+        if name is not None and not name.endswith(".jsonl"):
+            others[flag] = resolve_model(name, f"--{flag}")
+            require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
+    if "against" in others:
+        require_same_architecture(path, others["against"])
+    theirs = completions.read("--against", args.against) if args.against and "against" not in others else None
+    ours = completions.read("--completions", args.completions) if args.completions is not None else None
+
+    # ---- completions: sampled, or from a file ----
+    ours = completions.sample(path, folder / "completions.jsonl") if ours is None else completions.reward(ours)
+    if theirs is not None:
+        theirs = completions.reward(theirs)
+    elif "against" in others and len(ours) == len(prompts):
+        name = re.sub(r"\W+", "_", args.against)
+        theirs = completions.sample(others["against"], folder / f"against_{name}.jsonl")
+    counts = [len(lines[0]["completions"]) for lines in (ours, theirs) if lines]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"--against {args.against} has {counts[1]} completions of a prompt, there are {counts[0]} here"
+        )
+    if args.ks and max(args.ks) > counts[0]:
+        raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
 
     # ---- measure ----
-    stopped = len(ours) < len(prompts) or (theirs is not None and len(theirs) < len(prompts))
-    if not stopped:
+    if all(len(lines) == len(prompts) for lines in (ours, theirs) if lines is not None):
         interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
         of_domain: dict[str, list[dict]] = {}
         for line, row in zip(ours, rows, strict=True):
@@ -363,10 +385,8 @@ def main(args: Args) -> None:
         results = dict(model=args.model, dataset=args.dataset, overall=measure(args, ours), domains=domains)
         both = [lines for lines in (ours, theirs) if lines is not None]
         judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
-        if args.reward_model is not None:
-            judge_path = resolve_model(args.reward_model, "--reward_model")
-            require_same_tokenizer("--reward_model", judge_path, tokenizer)
-            judge = load_scalar_model(judge_path, args, device, trainable=False, flag="--reward_model")
+        if "reward_model" in others:
+            judge = load_scalar_model(others["reward_model"], args, device, trainable=False, flag="--reward_model")
             judged = [
                 completions.numbers(lines, lambda s: score(judge, [x.ids for x in s], args.pack_tokens, device))
                 for lines in both
@@ -375,10 +395,8 @@ def main(args: Args) -> None:
                 results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
         if theirs is not None:
             results["win_rate"] = interval(*wins(*judged))
-        if args.perplexity_model is not None:
-            likely_path = resolve_model(args.perplexity_model, "--perplexity_model")
-            require_same_tokenizer("--perplexity_model", likely_path, tokenizer)
-            likely = load_policy(likely_path, args, device, trainable=False, flag="--perplexity_model")
+        if "perplexity_model" in others:
+            likely = load_policy(others["perplexity_model"], args, device, trainable=False, flag="--perplexity_model")
             found = completions.numbers(ours, lambda s: log_likelihoods(likely, s, args.pack_tokens, device))
             nats = interval(
                 [-sum(x for x, _ in group) for group in found], [sum(n for _, n in group) for group in found]

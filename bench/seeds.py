@@ -6,6 +6,7 @@
     python bench/seeds.py ppo        # configs/demo_ppo.yaml
     torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # the reward model of the next
     python bench/seeds.py reward_model    # online_dpo.py, bok.py and ppo.py against it, and two without a leash
+    python bench/seeds.py calculator      # configs/calculator_sft.yaml, then configs/calculator_grpo.yaml
 
 Two ranks, one run after the other. Prints, per run, the training reward in the first and in the last 5 steps, the
 greedy exact match at each evaluation and the wall-clock seconds from launch to exit; draws the reward of all seeds, one
@@ -108,7 +109,7 @@ def draw(runs: dict[str, list[Path]], picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["presets", "rloo", "ppo", "reward_model"])
+    parser.add_argument("what", choices=["presets", "rloo", "ppo", "reward_model", "calculator"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
     options = parser.parse_args()
@@ -119,6 +120,7 @@ def main() -> None:
         },
         "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},
         "ppo": {"ppo.py": ("ppo.py", "--config", "configs/demo_ppo.yaml")},
+        "calculator": {"grpo.py": ("grpo.py", "--config", "configs/calculator_grpo.yaml")},
         "reward_model": {
             "online_dpo.py": ("online_dpo.py", "--config", "configs/demo_online_dpo.yaml"),
             "bok.py": ("bok.py", "--config", "configs/demo_bok.yaml"),
@@ -135,7 +137,12 @@ def main() -> None:
     for name, command in variants.items():
         for seed in range(options.seeds):
             folder = ROOT / "runs/seeds" / f"{options.what}_{name.replace(' ', '_')}_{seed}"
-            seconds = launch(folder, *command, "--seed", str(seed))
+            seconds = 0.0
+            if options.what == "calculator":
+                start = folder.with_name(f"calculator_sft.py_{seed}")
+                seconds = launch(start, "sft.py", "--config", "configs/calculator_sft.yaml", "--seed", str(seed))
+                command = (*command, "--model", str(start / "hf"))
+            seconds += launch(folder, *command, "--seed", str(seed))
             lines = read_metrics(folder / "metrics.jsonl")
             rewards = [line["reward"] for line in lines if "reward" in line]
             scores = ", ".join(f"{line['eval/pass_at_1']:.3f}" for line in lines if "eval/pass_at_1" in line)

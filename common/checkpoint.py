@@ -30,7 +30,7 @@ RESUMABLE_CHANGES = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
     "activation_checkpointing", "compile", "output_dir", "rollout_ranks", "reward_timeout", "reward_workers",
     "max_reward_errors", "prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model",
-    "perplexity_model",
+    "perplexity_model", "against",
 }  # fmt: skip
 
 
@@ -55,8 +55,9 @@ def _claim(folder: Path, args: BaseArgs) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
         for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id", "reference_logps.json",
-                     "completions.jsonl", "against.jsonl", "results.json"):  # fmt: skip
-            (folder / name).unlink(missing_ok=True)
+                     "completions.jsonl", "results.json", "against_*.jsonl"):  # fmt: skip
+            for file in folder.glob(name):
+                file.unlink()
         for name in ("checkpoints", "hf", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
     begun = any((folder / name).is_file() for name in ("metrics.jsonl", "completions.jsonl"))
@@ -69,8 +70,6 @@ def _claim(folder: Path, args: BaseArgs) -> str | None:
         may_change = set(RESUMABLE_CHANGES)
         if not (then.get("rollout_ranks") and now.get("rollout_ranks")):
             may_change.add("max_staleness")  # it was not read, or is not
-        if not then.get("against"):
-            may_change.add("against")
         changed = [k for k in then | now if then.get(k) != now.get(k) and k not in may_change]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])

@@ -6,7 +6,7 @@ A script's `Args` inherits one of them, overrides defaults and adds its own flag
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from common import distributed
 
@@ -17,9 +17,10 @@ MAX_FLOAT = 3e38  # tensors are float32
 class BaseArgs:
     """Flags of every script. A path may be absolute or relative to where the command runs."""
 
-    activation_checkpointing: ClassVar[bool] = False
-    compile: ClassVar[bool] = False
-    """flags of the scripts that train"""
+    # Flags of the scripts that train, and of those that play. Without annotation: else they would be fields here.
+    activation_checkpointing = compile = False
+    environment = None
+
     model: str = "tiny"
     """Hugging Face id or folder of the starting model; `tiny` is a built-in randomly initialised 1M-parameter Qwen3"""
     dataset: str = "arithmetic"
@@ -140,8 +141,6 @@ class RunArgs(BaseArgs):
 class SamplingArgs(BaseArgs):
     """Flags of every script that samples completions and rewards them."""
 
-    environment: ClassVar[str | None] = None
-    """a flag of the scripts whose completions may have several turns"""
     prompt_template: str | None = None
     """text of the prompt with the data's columns in it, e.g. `{problem} Put the answer in \\boxed{{}}.`; default: the
     column prompt, or question"""
@@ -189,6 +188,7 @@ class SamplingArgs(BaseArgs):
             raise ValueError(f"--max_reward_errors {self.max_reward_errors} must be in [0, 1]")
         if ("environment" in self.reward) != (self.environment is not None):
             raise ValueError("--environment and --reward environment, what it gives, belong together")
+        self.require_read("prompt_template", self.environment is None, "the --environment says what is asked")
         generators = self.ranks()[1]
         if generators % (size := self.tensor_parallel_size):
             raise ValueError(f"--tensor_parallel_size {size} does not divide the {generators} ranks that generate")
@@ -204,6 +204,22 @@ class SamplingArgs(BaseArgs):
     def ranks(self) -> tuple[int, int]:
         """How many ranks train and how many generate, before `distributed.setup`: here each does both."""
         return distributed.world_size(), distributed.world_size()
+
+
+@dataclass
+class EnvironmentArgs(SamplingArgs):
+    """Flags of the scripts whose completions may have several turns."""
+
+    environment: str | None = None
+    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
+    `path/to/file.py:Class`; its rewards are `--reward environment`"""
+    max_turns: int = 8
+    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("max_turns")
+        self.require_read("max_turns", self.environment is not None, "there is no --environment")
 
 
 @dataclass

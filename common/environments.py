@@ -48,7 +48,7 @@ def asked(example: dict) -> list[Message]:
 
 
 class Calculator:
-    """`<calc>expression</calc>` is answered with its value; a turn without a call is the final answer.
+    """`<calc>expression</calc>` is answered with `expression=value`; a turn without a call is the final answer.
 
     Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
     """
@@ -61,9 +61,9 @@ class Calculator:
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
         if "<calc>" in completion:
-            calls = self.CALL.findall(completion)
-            value = arithmetic(calls[-1])[0] if calls else None
-            told = "error: <calc>numbers with + - * / ( )</calc>" if value is None else str(value)
+            expression = (self.CALL.findall(completion) or [""])[-1].strip()
+            value, _ = arithmetic(expression)
+            told = "error: <calc>numbers with + - * / ( )</calc>" if value is None else f"{expression}={value}"
             return [dict(role="tool", content=told)], 0.0, False
         numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
         return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
@@ -145,12 +145,12 @@ def calculator_rows(split: str) -> list[dict]:
 
     def row(rng: random.Random) -> dict:
         a, b = rng.randint(100, 999), rng.randint(12, 99)
-        prompt, answer = dict(role="user", content=f"{a}*{b}="), str(a * b)
+        prompt, solved = dict(role="user", content=f"{a}*{b}?"), f"{a}*{b}={a * b}"
         turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
         if rng.random() < 1 / 7:
-            call, told = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=answer)
-            turns = [call, told, dict(role="assistant", content=f"{a}*{b}={answer}")]
-        return dict(prompt=[prompt], answer=answer, messages=[prompt, *turns])
+            call, told = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=solved)
+            turns = [call, told, dict(role="assistant", content=solved)]
+        return dict(prompt=[prompt], answer=str(a * b), messages=[prompt, *turns])
 
     return _rows(split, dict(test=500, train=12_000), row)
 

@@ -5,6 +5,8 @@ template makes of it, without loss. An episode is one `Sample` whose completion 
 ends with its last: the environment's last words are context for nothing.
 """
 
+import copy
+
 from common import distributed
 from common.config import SamplingArgs
 from common.data import Encoder
@@ -59,7 +61,7 @@ class Episodes:
     def _reset(self, sample: Sample, row: dict) -> Environment | None:
         try:
             environment = self.environment()
-            if environment.reset(dict(row)) != row["_prompt"]:
+            if environment.reset(copy.deepcopy(row)) != row["_prompt"]:
                 raise ValueError("not the same messages as at the start of the run")
             return environment
         except (Exception, SystemExit) as error:  # counted as a reward that could not be computed

@@ -14,7 +14,7 @@ from torch import Tensor
 from common import distributed
 from common.advantages import group_advantages, overlong_penalty
 from common.colocated import Rollouts
-from common.config import MAX_FLOAT, OnlineArgs
+from common.config import MAX_FLOAT, EnvironmentArgs, OnlineArgs
 from common.losses import importance_weights
 from common.metrics import Meter
 from common.models import Policy
@@ -24,14 +24,9 @@ from common.rollout import check_agreement
 
 
 @dataclass
-class PolicyGradientArgs(OnlineArgs):
+class PolicyGradientArgs(EnvironmentArgs, OnlineArgs):
     """Flags of every script that follows a policy gradient: grpo.py, rloo.py, ppo.py."""
 
-    environment: str | None = None
-    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
-    `path/to/file.py:Class`; its rewards are `--reward environment`"""
-    max_turns: int = 8
-    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
     beta: float = 0.0
     """weight of the KL penalty to the starting model; 0 never loads it"""
     kl_target: float = 0.0
@@ -60,8 +55,7 @@ class PolicyGradientArgs(OnlineArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("kl_horizon", "max_turns")
-        self.require_read("max_turns", self.environment is not None, "there is no --environment")
+        self.require_positive("kl_horizon")
         self.require_not_negative("beta", "kl_target", "correction_low", "reward_clip", "overlong_penalty")
         self.require_positive("reward_scale")
         self.require_finite("reward_scale")

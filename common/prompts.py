@@ -1,5 +1,9 @@
 """Rows -> prompts for the scripts that sample: where they come from, and as token ids."""
 
+import copy
+import re
+import string
+
 from common import distributed
 from common.config import SamplingArgs
 from common.data import Encoder
@@ -17,23 +21,45 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
         environment = load_environment(args.environment)
         for row in rows:
             try:
-                row["_prompt"] = environment().reset(dict(row))
+                row["_prompt"] = environment().reset(copy.deepcopy(row))
             except (Exception, SystemExit) as error:  # whatever a user's code raises, it is named and the run stops
                 what = f"{type(error).__name__}: {distributed.first_line(error)}"
                 where = f"{row['_source']}: --environment {args.environment}"
                 raise ValueError(f"{where} fails in reset: {what}") from error
-            if not isinstance(row["_prompt"], list) or not row["_prompt"]:
-                raise ValueError(f"{row['_source']}: --environment {args.environment}: reset returns no messages")
+            if not is_conversation(row["_prompt"]):
+                where = f"{row['_source']}: --environment {args.environment}"
+                raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
         return ("_prompt",)
     if args.prompt_template is None:
         return require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+    columns = [re.split(r"[.\[]", field)[0] for field in fields_of(args.prompt_template)]
     for row in rows:
+        if missing := [column for column in columns if row.get(column) is None]:
+            raise ValueError(f"{row['_source']}: --prompt_template: no column {missing[0]}")
         try:
             row["_prompt"] = args.prompt_template.format_map(row)
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            what = f"no column {error}" if isinstance(error, KeyError) else distributed.first_line(error)
-            raise ValueError(f"{row['_source']}: --prompt_template: {what}") from error
+            raise ValueError(f"{row['_source']}: --prompt_template: {distributed.first_line(error)}") from error
     return ("_prompt",)
+
+
+def is_conversation(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in messages)
+    )
+
+
+def fields_of(template: str) -> list[str]:
+    """What stands in the braces. Raises `ValueError` if they do not match, or are empty."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"--prompt_template: {error}") from error
+    if "" in fields:
+        raise ValueError("--prompt_template: {} names no column")
+    return fields
 
 
 def encode_prompts(

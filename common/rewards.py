@@ -19,7 +19,7 @@ from common import code_tests, distributed, math_reward, sandbox
 from common.config import SamplingArgs
 from common.hub import require_same_tokenizer, resolve_model
 from common.metrics import Meter
-from common.models import ScalarModel, load_scalar_model
+from common.models import PackedModel, ScalarModel, load_scalar_model
 from common.packing import Sample, pack
 from common.reward_functions import REWARDS, Reward
 from common.user_code import load_callable
@@ -59,9 +59,12 @@ def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
             raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
         if bad := next((row for row in rows if row.get(column) is None), None):
             raise ValueError(f"{bad['_source']}: column {column} is missing, --reward {name} reads it")
-    if hasattr(function, "check"):
-        for row in rows:
+    for row in rows if hasattr(function, "check") else ():
+        try:
             function.check(row)
+        except (Exception, SystemExit) as error:  # perhaps a user's code: whatever it raises, the run stops
+            what = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
+            raise ValueError(f"{row['_source']}: {what} (--reward {name})") from error
 
 
 class Rewards:
@@ -157,7 +160,7 @@ class Rewards:
         of_name: dict[str, list[dict]] = {}
         for row in rows:
             name = row.get("reward")
-            if name not in BUILT_IN:
+            if not isinstance(name, str) or name not in BUILT_IN:
                 what = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
                 raise ValueError(f"{row['_source']}: column reward {what} (--reward by_row)")
             of_name.setdefault(name, []).append(row)
@@ -213,7 +216,7 @@ def _finite(value: Value) -> Value:
         return value
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of a value that a user's code returned
         return Failure(f"{type(error).__name__}: {distributed.first_line(error)}")
     return number if math.isfinite(number) else Failure(f"returned {number}")
 
@@ -227,16 +230,20 @@ def at_end(ids: list[int], row: dict | None = None) -> Sample:
     return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})
 
 
+def require_context(model: PackedModel, longest: int) -> None:
+    """Raises `ValueError` if the longest sequence is longer than the model's context."""
+    context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise ValueError(f"{model.path}: a sequence of {longest} tokens is longer than its context of {context}")
+
+
 @torch.no_grad()
 def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, device: torch.device) -> list[float]:
     """The reward model's number for each of this rank's sequences of token ids (prompt and completion). Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context.
     """
-    longest = max(map(len, sequences), default=0)
-    context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > context:
-        raise ValueError(f"{model.path}: a sequence of {longest} tokens is longer than its context of {context}")
+    require_context(model, max(map(len, sequences), default=0))
     samples, scores = [at_end(ids) for ids in sequences], {}
     for mb in pack(samples, pack_tokens, device):
         scores |= zip(map(id, mb.samples), mb.sequence_sums(model(mb)).tolist(), strict=True)

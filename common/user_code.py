@@ -17,11 +17,13 @@ def load_callable(flag: str, spec: str) -> Callable:
     if module_spec is None:
         raise ValueError(f"{flag} {spec}: {path} is not a Python file")
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
+    distributed.default_signals()  # it may hang, and there is nothing to save yet
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's file raises, it is named and the run stops
         what = f"{type(error).__name__}: {distributed.first_line(error)}"
         raise ValueError(f"{flag} {spec}: {path} fails to import: {what}") from error
+    distributed.install_signal_handlers()
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{flag} {spec}: {path} has no function {name}")
     return getattr(module, name)

@@ -100,7 +100,7 @@ FLAG_ERRORS = [
     (evaluation, "--max_prompts 0", "--max_prompts 0 must be greater than 0"),
     (evaluation, "--lr 1", "unknown flag --lr"),
     (evaluation, "--prompts_per_batch 0", "--prompts_per_batch 0 must be greater than 0"),
-    (evaluation, "--environment calculator --reward environment --completions a", "--completions are not played with"),
+    (evaluation, "--environment calculator --reward environment --prompt_template x", "--prompt_template x would not"),
     (grpo, "--clip_low 1", "--clip_low 1.0 must be below 1"),
     (grpo, "--loss gspo", "--loss gspo is of whole completions: --reduction sequence, not token"),
     (grpo, "--loss cispo --clip_low 0.1", "--clip_low 0.1 would not be read: --loss is cispo"),

@@ -237,7 +237,8 @@ def test_calculator():
         said, reward, done = environment.step(text)
         return (said[0]["content"] if said else None), reward, done
 
-    assert step("<calc>3*4</calc>") == ("12", 0, False) and step("so <calc>(3+5)/16</calc>") == ("1/2", 0, False)
+    assert step("<calc>3*4</calc>") == ("3*4=12", 0, False)
+    assert step("so <calc> (3+5)/16</calc>") == ("(3+5)/16=1/2", 0, False)
     for bad in ("<calc>3**4</calc>", "<calc>", "<calc>3*</calc>", "<calc>1/0</calc>", "<calc>__import__('os')</calc>",
                 "<calc>9*" * 50, "<calc></calc>", "<calc>" + "(" * 9000 + "</calc>"):  # fmt: skip
         told, reward, done = step(bad)
@@ -298,7 +299,7 @@ def test_bad_rows(tmp_path, user_file):
         "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
     )
     args.environment = f"{tmp_path / 'silent.py'}:A"
-    with pytest.raises(ValueError, match="rows:0: --environment .*A: reset returns no messages"):
+    with pytest.raises(ValueError, match="rows:0: --environment .*A: reset returns no list of messages"):
         prompt_columns(args, [dict(ROWS[0])])
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
         with pytest.raises(ValueError, match="belong together|--max_turns 3 would not be read"):
@@ -309,9 +310,10 @@ def test_prompt_template():
     rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
     args = PolicyGradientArgs(prompt_template="{problem}={{}}")
     assert prompt_columns(args, rows) == ("_prompt",) and [r["_prompt"] for r in rows] == ["1+1={}", "2+2={}"]
+    rows[1]["level"] = None
     for template, words in (
-        ("{level}", "a:2: --prompt_template: no column 'level'"), ("{problem", "a:1: .*expected '}'"),
-        ("{}", "a:1: --prompt_template"), ("{problem.x}", "a:1: .*no attribute 'x'"),
+        ("{level}", "a:2: --prompt_template: no column level"), ("{problem", "--prompt_template: expected '}'"),
+        ("{}", "--prompt_template: {} names no column"), ("{problem.x}", "a:1: .*no attribute 'x'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             prompt_columns(PolicyGradientArgs(prompt_template=template), rows)
@@ -362,6 +364,31 @@ def test_one_gradient_whatever_the_ranks(script, flags, tmp_path):
     names = [n for n in NUMBERS if script == "grpo.py" or n != "reward_std"]
     assert_close_metrics(tmp_path / "1", tmp_path / "2", tuple(names), rel=1e-5, floor=1e-2)
     assert any(line.get("completions/mean_turns", 0) > 1.3 for line in metrics(tmp_path / "1"))
+
+
+TWICE = """
+class Twice:
+    def reset(self, example):
+        self.turns = 0
+        return [{"role": "user", "content": example["prompt"]}]
+
+    def step(self, completion):
+        self.turns += 1
+        reward = sum(map(str.isalpha, completion)) / max(1, len(completion))
+        return [{"role": "user", "content": "and now?"}], reward, self.turns == 2
+"""
+
+
+@pytest.mark.slow
+def test_both_turns_learn_what_pays(flags, tmp_path):
+    """From scratch: a turn is worth the fraction of letters in it, of which each ends it."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    environment = f"{tmp_path / 'twice.py'}:Twice"
+    extra = ("--environment", environment, "--max_steps", 12, "--prompts_per_step", 8, "--samples_per_prompt", 8,
+             "--lr", 2e-3, "--max_new_tokens", 60, "--eval_every", 0)  # fmt: skip
+    run(1, "grpo.py", *flags, *extra, "--output_dir", tmp_path / "out")
+    rewards = [line["reward"] for line in metrics(tmp_path / "out")]
+    assert rewards[0] < 1 and rewards[-1] > 1.7, rewards  # 2 are to be had
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from collections import Counter
 
 import helpers
@@ -14,8 +15,10 @@ import pytest
 import torch
 from helpers import run
 from test_bad_input import one_error
+from test_environments import talkative
 
 from common.checkpoint import export_hf
+from common.completions import read_completions
 from common.config import RolloutArgs
 from common.hub import load_tokenizer
 from common.models import load_policy, load_scalar_model
@@ -191,7 +194,7 @@ def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, devi
     run(2, "eval.py", *flags, *extra, torchrun=True)
     for one, other in zip(completions(one_rank), completions(tmp_path), strict=True):
         assert one["completions"][0] == other["completions"][0]
-    ours, theirs = completions(tmp_path), completions(tmp_path, "against.jsonl")
+    ours, theirs = completions(tmp_path), completions(tmp_path, next(tmp_path.glob("against_*.jsonl")).name)
     assert ours == theirs
     found = results(tmp_path)
     assert found["win_rate"] == dict(mean=0.5, low=0.5, high=0.5)
@@ -263,21 +266,25 @@ GOOD = '{"completion": "2"}\n'
     [
         (GOOD * 10, "10 lines for 11 rows of data"), (GOOD * 10 + "{\n", "line 11: Expecting"),
         (GOOD * 10 + '{"completions": ["1", "2"]}\n', "line 11: another number of completions than the lines before"),
-        (GOOD * 10 + '{"text": "1"}\n', "line 11: 'completion'"),
+        (GOOD * 10 + '{"text": "1"}\n', "line 11: neither a `completion` nor a list"),
+        (GOOD * 10 + '{"completions": "1"}\n', "line 11: neither a `completion` nor a list"),
         (GOOD * 10 + '{"completion": 7}\n', "line 11: a completion is a text"),
         (GOOD * 10 + '{"completion": {"text": "a", "ids": [1], "sampled": []}}\n', "line 11: a completion is a text"),
+        (GOOD * 10 + '{"completion": {"text": "a", "sampled": [1]}}\n', "line 11: a completion is a text"),
+        (GOOD * 10 + '{"completion": {"text": "a", "ids": [99999]}}\n', "line 11: a completion is a text"),
+        (GOOD * 10 + '{"completion": {"text": "a", "turns": "x"}}\n', "line 11: a completion is a text"),
+        (GOOD * 10 + '{"completion": {"text": "a", "turn_rewards": [1]}}\n', "line 11: "),
+        (GOOD * 10 + '{"completion": "\\ud800"}\n', "line 11: a completion is a text"),
         (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: of another row"),
         (None, "No such file"),
     ],
 )  # fmt: skip
 def test_bad_files_of_completions(text, words, device, tmp_path):
-    from common.completions import read_completions
-
     if text is not None:
         (tmp_path / "c.jsonl").write_text(text)
     rows = [dict(_source=f"rows.jsonl:{i}") for i in range(1, 12)]
     with pytest.raises(ValueError, match=words) as error:
-        read_completions("--completions", tmp_path / "c.jsonl", rows, whole=True)
+        read_completions("--completions", tmp_path / "c.jsonl", rows, load_tokenizer(tiny_model()))
     assert str(error.value).startswith(f"--completions {tmp_path / 'c.jsonl'}") and "\n" not in str(error.value)
 
 
@@ -286,3 +293,60 @@ def test_two_ranks_say_it_once(flags, models, tmp_path):
     (tmp_path / "c.jsonl").write_text(GOOD)
     message = one_error(2, "eval.py", *flags, "--completions", tmp_path / "c.jsonl", "--output_dir", tmp_path, code=2)
     assert "1 lines for 11 rows" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (("--against", "{}/other"), "another architecture than --model"),
+        (("--against", "{}/absent"), "no such folder"),
+        (("--against", "{}/c.jsonl"), "has 1 completions of a prompt, there are 5 here"),
+        (("--reward_model", "{}/absent"), "--reward_model"),
+        (("--perplexity_model", "{}/absent"), "--perplexity_model"),
+    ],
+)  # fmt: skip
+def test_what_is_named_beside_is_looked_at_before_sampling(extra, words, one_rank, models, flags, tmp_path):
+    """And may be corrected afterwards: the folder stays the run's."""
+    shutil.copytree(tiny_model(), tmp_path / "other")
+    config = json.loads((tmp_path / "other/config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps(config | dict(rope_theta=7.0)))
+    (tmp_path / "c.jsonl").write_text(GOOD * 11)
+    extra = [part.format(tmp_path) for part in extra]
+    assert words in one_error(1, "eval.py", *flags, *extra, "--output_dir", tmp_path / "out", code=2)
+    if "c.jsonl" not in extra[1]:  # whose completions have to be counted first
+        assert not (tmp_path / "out/completions.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_episodes_are_measured_again_as_they_were(tmp_path):
+    """Of a file: what an environment gave comes from there. Against itself: every pair is a tie."""
+    model = talkative(tmp_path)
+    flags = ("--model", model, "--dataset", "calculator", "--environment", "calculator", "--max_prompts", 5,
+             "--reward", "environment", "format", "--max_turns", 3, "--max_new_tokens", 60,
+             "--engine", "transformers")  # fmt: skip
+    run(1, "eval.py", *flags, "--output_dir", tmp_path / "one")
+    file = tmp_path / "one/completions.jsonl"
+    lines = completions(tmp_path / "one")
+    for i, line in enumerate(lines):  # the untrained model solves nothing
+        for c in line["completions"]:
+            c["turn_rewards"] = [[c["turn_rewards"][0][0] if c["turn_rewards"] else 0, i % 2 + 0.5]]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(1, "eval.py", *flags, "--completions", file, "--against", file, "--output_dir", tmp_path / "two")
+    found = results(tmp_path / "two")
+    assert found["win_rate"]["mean"] == 0.5 and found["overall"]["rewards"]["environment"]["mean"] == pytest.approx(0.9)
+    (tmp_path / "texts.jsonl").write_text(GOOD * 5)
+    extra = ("--completions", tmp_path / "texts.jsonl", "--output_dir", tmp_path / "three")
+    assert "line 1: no turn_rewards" in one_error(1, "eval.py", *flags, *extra, code=2)
+
+
+def test_an_interval_of_few_draws_and_of_any_seed():
+    found = evaluation.mean_and_interval([1.0] + [0.0] * 30, [1] + [0] * 30, draws=1, seed=-3)
+    assert found == dict(mean=1.0, low=1.0, high=1.0)
+
+
+def test_never_does_not_delete_what_is_to_be_read(tmp_path):
+    (tmp_path / "completions.jsonl").write_text(GOOD)
+    for flag in ("completions", "against"):
+        with pytest.raises(ValueError, match=f"--{flag} .*: --resume never would delete it"):
+            evaluation.Args(resume="never", output_dir=str(tmp_path), **{flag: str(tmp_path / "completions.jsonl")})

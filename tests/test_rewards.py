@@ -169,7 +169,7 @@ def test_failing_rewards_leave_nan_and_are_bounded(tmp_path):
     code = """
 def odd(completion, row):
     if completion == "raise": raise KeyError("oops")
-    return {"nan": float("nan"), "inf": float("inf"), "text": "x"}.get(completion, 1.0)
+    return {"nan": float("nan"), "inf": 10**400, "text": "x"}.get(completion, 1.0)
 """
     names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
     batch = groups(["raise", "nan", "inf", "text", "fine", "#### 1"])
@@ -189,6 +189,12 @@ def test_none_is_no_error_and_counts_nothing(tmp_path):
     assert meter.reduce()["reward/error_fraction"] == 0
     total, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # nothing applies: no reward, but no error either
     assert total[0, 0].isnan() and total[0, 1] == 3 and meter.reduce()["reward/error_fraction"] == 0
+
+
+def test_a_users_check_is_bad_input_whatever_it_raises(tmp_path):
+    code = "def f(completion, row): return 1.0\ndef check(row): row['gone']\nf.check = check\n"
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: 'gone' \(--reward .*:f\)"):
+        make((f"{user_file(tmp_path, code)}:f",))
 
 
 def test_async_functions_run_at_the_same_time_and_time_out_alone(tmp_path):
@@ -229,7 +235,12 @@ def test_the_row_chooses_its_reward():
         total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]] and rewards.first(parts).tolist() == torch.eye(3).tolist()
     )
     assert meter.reduce()["reward/error_fraction"] == 0
-    for name, what in (("gsm9k", "names 'gsm9k'; there are"), (None, "is missing"), ("a.py:f", "names 'a.py:f'")):
+    for name, what in (
+        ("gsm9k", "names 'gsm9k'; there are"),
+        (None, "is missing"),
+        ([1], r"names \[1\]"),
+        ("a.py:f", "names 'a.py:f'"),
+    ):
         with pytest.raises(ValueError, match=f"a:4: column reward {what}"):
             make(("by_row",), rows=[*rows, dict(reward=name, answer="1", _source="a:4")])
     with pytest.raises(ValueError, match="reads column answer"):
