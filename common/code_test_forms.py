@@ -59,6 +59,20 @@ def stub(row: dict) -> str:
     return ""  # prose
 
 
+def tested_names(row: dict) -> set[str]:
+    """What the program must define (one of them) as far as the tests tell; empty if they do not, as those of stdin."""
+    names, column = set(), tests_column(row)
+    if column == "test":
+        return {row["entry_point"]}
+    if column == "input_output":
+        return {name} if (name := from_json(row[column], column).get("fn_name")) else set()
+    for test in parse_tests(row):
+        source = test.source if isinstance(test, AssertTest) else test.function if isinstance(test, CallTest) else ""
+        calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        names |= {source} if source.isidentifier() else {name.id for name in calls if isinstance(name, ast.Name)}
+    return names
+
+
 def tests_column(row: dict) -> str | None:
     columns = ("input_output", "tests", "test_list", "test")
     return next((column for column in columns if row.get(column) is not None), None)

@@ -1,8 +1,9 @@
 """Confines the process that calls it, for good: what `common/sandbox_child.py` does before it runs untrusted source.
 
 - limits on memory, file size and CPU time, no capabilities, no new privileges, dead when the parent is;
-- Landlock: reads the standard library and shared libraries, reads and writes regular files of its own directory. It
-  does not hide the *names* and sizes of other files;
+- Landlock: reads the standard library and shared libraries, reads and writes regular files of its own directory, where
+  it can delete and rename none: all that it writes is there to be counted. It does not
+  hide the *names* and sizes of other files;
 - seccomp: only the system calls of `ALLOWED`: no other process, no network, no signals, no change of metadata.
 
 Pure ctypes, and nothing of `common` is imported: the child runs without the project on its path.
@@ -15,6 +16,7 @@ import struct
 
 THREADS = 64  # the parent kills above; RLIMIT_NPROC counts all processes of the user, and does not bind root
 OPEN_FILES = 64
+STACK_MIB = 512
 
 
 def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsafe: bool) -> None:
@@ -49,6 +51,9 @@ def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # of the main thread: for deep recursion
+    soft = STACK_MIB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MIB << 20, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
 
 
 def drop_privileges(libc: ctypes.CDLL, parent: int) -> None:
@@ -68,7 +73,7 @@ def check(result: int, what: str) -> int:
 
 # ---- Landlock ----
 
-READ_FILE, READ_DIR, WRITE_FILE, REMOVE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 5, 1 << 8, 1 << 14
+READ_FILE, READ_DIR, WRITE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 8, 1 << 14
 # By ABI version: rights on files (the last is IOCTL_DEV), on TCP (bind, connect), scopes (abstract sockets, signals).
 FILE_RIGHTS = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}
 TREES = ("/usr/share/zoneinfo",)
@@ -114,7 +119,7 @@ def restrict_files(libc: ctypes.CDLL) -> None:
     for path in FILES:
         grant(path, READ_FILE)
     grant("/dev/null", READ_FILE | WRITE_FILE)
-    grant(".", READ_FILE | READ_DIR | WRITE_FILE | REMOVE_FILE | MAKE_REG | TRUNCATE)
+    grant(".", READ_FILE | READ_DIR | WRITE_FILE | MAKE_REG | TRUNCATE)
     call(446, ruleset, 1 if abi >= 7 else 0)  # 1: do not fill the audit log with what is refused
     os.close(ruleset)
 
@@ -131,12 +136,11 @@ def shared_library_folders() -> set[str]:
 # name: number on x86-64, on aarch64. What Python needs to compute, to use files and to run threads.
 ALLOWED = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
-    "open": (2, None), "openat": (257, 56), "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62),
+    "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62),
     "stat": (4, None), "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291),
     "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
     "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
     "umask": (95, 166), "ftruncate": (77, 46), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
-    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "unlink": (87, None), "unlinkat": (263, 35),
     "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72),
     "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "brk": (12, 214),
     "madvise": (28, 233),
@@ -162,6 +166,7 @@ SOME = {
     "fcntl": ((72, 25), [{1: c} for c in (0, 1, 2, 3, 4, 5, 6, 7, 1030)]),
 }
 CLONE3 = (435, 435)
+OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}  # name: (numbers, which argument the flags are)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
 
 
@@ -188,6 +193,14 @@ def seccomp_filter(machine: str) -> bytes:
             body += [(leave, 0, 0, allow)]
         body += [(leave, 0, 0, eperm)]
         code += [(equal, 0, len(body), numbers[column]), *body]
+    # Landlock asks for no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files of O_TMPFILE have
+    # no name by which the parent could count them.
+    any_of, mask, trunc, tmpfile = 0x45, 0x54, 0o1000, 0o20000000
+    for numbers, arg in OPEN.values():
+        if numbers[column] is not None:
+            code += [(equal, 0, 8, numbers[column]), (load, 0, 0, 16 + 8 * arg), (any_of, 4, 0, tmpfile)]
+            code += [(mask, 0, 0, trunc | 3), (equal, 2, 0, trunc), (mask, 0, 0, 3), (equal, 0, 1, 3)]
+            code += [(leave, 0, 0, eperm), (leave, 0, 0, allow)]
     code += [(leave, 0, 0, eperm)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
 

@@ -16,7 +16,7 @@ class Remote:
     identity: nothing of the program decides whether values are equal."""
 
     def __init__(self, expression: str):
-        self._expression = expression
+        self.__dict__["_expression"] = expression
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         kwargs = {name: sandbox_child.encode(value, pass_on) for name, value in kwargs.items()}
@@ -26,6 +26,9 @@ class Remote:
         if name.startswith("__"):
             raise AttributeError(name)
         return ask({"call": f"{self._expression}.{name}"})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        Remote("setattr")(self, name, value)
 
 
 def pass_on(value: object) -> object:
@@ -98,10 +101,13 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
     modules &= free & sys.stdlib_module_names
     free -= modules
     if not free and candidate is None:
-        # A function named like a built-in one, as MBPP's `sum(10, 15)`: it is the innermost that is called.
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        # A function named like a built-in one, as MBPP's `sum(10, 15)`: the first innermost call, left of a comparison.
+        # The others are the test's own: a program that defines `set` is not to decide what sets are.
+        sides = [node.left for node in ast.walk(tree) if isinstance(node, ast.Compare)][:1] + [tree]
+        calls = next(filter(None, map(named_calls, sides)), [])
         inner = [c for c in calls if not any(isinstance(n, ast.Call) and n is not c for n in ast.walk(c))]
-        free = {call.func.id for call in inner} - defined
+        inner.sort(key=lambda call: (call.lineno, call.col_offset))
+        free = {call.func.id for call in inner[:1]} - defined
         if not free:
             broken.append("it calls nothing of the program")
     callees = {id(name) for node in ast.walk(tree) for name in uses_of_objects(node)}
@@ -109,6 +115,10 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
         if isinstance(node, ast.Name) and node.id in free and id(node) not in callees:
             broken.append(f"it needs the value of {node.id}, which nothing in it defines")
     return {"__name__": "test"} | {n: importlib.import_module(n) for n in modules} | {n: Remote(n) for n in free}
+
+
+def named_calls(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
 
 
 def uses_of_objects(node: ast.AST) -> list[ast.AST]:

@@ -9,8 +9,9 @@ import json
 import platform
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.confine import ARCHITECTURES
 from common.sandbox_child import CannotPass, decode, encode
@@ -25,13 +26,15 @@ class Outcome:
     """"ok", or why not: "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit", ..."""
     stdout: str
     """What it wrote, up to the limit; bytes that are not UTF-8 are U+FFFD."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long it ran, from its first line."""
 
 
 def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Outcome:
     """Runs `source` as `python program.py < stdin`.
 
     `unsafe` runs it with the layers that this machine has, where `problem()` is not None. Raises `ValueError` there
-    without it, `RuntimeError` if the interpreter does not start.
+    without it, `RuntimeError` if the interpreter does not start or the machine has no room for it.
     """
     require_confinement(unsafe)
     with Child("program", source, limits or Limits(), unsafe, stdin) as child:
@@ -45,11 +48,14 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsa
             status = "ok" if code == 0 else died(code)
         except ProgramError as error:
             status = error.kind
-    return Outcome(status, output[: child.limits.output_bytes].decode("utf-8", "replace"))
+        seconds = child.limits.seconds - (child.deadline - time.monotonic())
+    return Outcome(status, output[: child.limits.output_bytes].decode("utf-8", "replace"), seconds)
 
 
 class Program:
     """A program whose functions can be called, with plain values (see `sandbox_child.encode`). A context manager.
+    Results that can only be gone through, such as generators, ranges and views, arrive as iterators, bytearrays as
+    bytes.
 
     `source` is run as a module: what stands under `if __name__ == "__main__":` is not. For one thread, which must live
     as long. Raises what `run_program` does, and on entering `ProgramError` if the source does not run.
@@ -116,6 +122,8 @@ class Program:
         if "error" in reply:
             types, message = reply["error"]
             raise ProgramError("cannot be passed" if types[0] == "CannotPass" else "raised", message, tuple(types))
+        if "value" not in reply:
+            raise self._end(ProgramError("malformed", "a question"))
         try:
             return decode(reply["value"])
         except CannotPass as error:
@@ -154,7 +162,9 @@ def refused(what, *args):
         return True
 checks = {
     "Landlock": [(open, "/etc/passwd"), (open, "/proc/self/status"), (open, os.pardir + "/x", "w")],
-    "seccomp": [(os.fork,), (socket.socket,), (os.kill, os.getppid(), 0), (os.chmod, ".", 0o700)],
+    "seccomp": [(os.fork,), (socket.socket,), (os.kill, os.getppid(), 0), (os.chmod, ".", 0o700),
+                (os.open, "/dev/null", 3), (os.open, "/dev/null", os.O_RDONLY | os.O_TRUNC),
+                (os.open, ".", os.O_RDWR | os.O_TMPFILE)],
 }
 print(*[layer for layer in checks if not all(refused(*check) for check in checks[layer])])
 """

@@ -6,9 +6,13 @@ of its own. Nothing is judged here: inputs come in and outputs go out. The paren
 
 from __future__ import annotations
 
+import _sitebuiltins
+import builtins
+import itertools
 import os
 import sys
 import types
+from _collections import deque
 
 TYPE_CHECKING = False  # an import here costs every run milliseconds
 if TYPE_CHECKING:
@@ -20,6 +24,9 @@ READY = b"ready\n"
 # ---- plain values as JSON ----
 
 DEPTH = 100  # nesting of a value that can be passed
+VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+PASSED_AS_ITERATORS = (range, map, filter, zip, enumerate, reversed, types.GeneratorType, deque, *VIEWS)
+ITEMS = 100_000  # of such a result
 
 
 class CannotPass(TypeError):
@@ -96,6 +103,8 @@ def decode(data: object, other: Callable = refuse_object, depth: int = 0) -> obj
             raise ValueError("not a value")
         return complex(*body)
     items = [decode(item, other, depth + 1) for item in body]
+    if kind == "iterator":
+        return iter(items)
     if kind == "dict":
         return dict(hashable(items, [key for key, _ in items]))
     makers = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -105,7 +114,10 @@ def decode(data: object, other: Callable = refuse_object, depth: int = 0) -> obj
 
 
 def hashable(items: list, keys: list) -> list:
-    """`items`. Raises `ValueError` for many keys of one hash: a table of them takes quadratic time to build."""
+    """`items`. Raises `ValueError` for many keys of one hash, or whose hashes may be chosen so that they meet: a
+    table of them takes quadratic time to build."""
+    if sum(not isinstance(key, str) for key in keys) > 10_000:  # their hashes can be chosen to lie in one chain
+        raise ValueError("too many keys that are not strings")
     hashes = sorted(map(hash, keys))
     if any(a == b for a, b in zip(hashes, hashes[100:], strict=False)):
         raise ValueError("too many equal hashes")
@@ -133,6 +145,7 @@ def main(confine: Callable, mode: str, parent: str, source: str, requests: str, 
     except OSError as error:
         os.write(int(answers), str(error).encode())
         return
+    builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))  # as without -S
     os.write(int(answers), READY)
     if mode == "program":
         run(text)
@@ -145,7 +158,7 @@ def run(text: bytes) -> None:
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["program.py"]
     try:
-        exec(compile(text, "program.py", "exec"), module.__dict__)
+        exec(compile(text, "program.py", "exec", dont_inherit=True), module.__dict__)
     except MemoryError:
         sys.exit(MEMORY_EXIT)
 
@@ -167,7 +180,7 @@ class Server:
         without `args` it is for the value of the expression itself."""
         names = self.module.__dict__
         names["__objects__"], names["__ask__"] = self.objects, self.ask
-        self.send(self.attempt(lambda: exec(compile(text, "program.py", "exec"), names)))
+        self.send(self.attempt(lambda: exec(compile(text, "program.py", "exec", dont_inherit=True), names)))
         while line := self.requests.readline():
             self.send(self.attempt(lambda line=line: self.call(self.json.loads(line))))
 
@@ -188,12 +201,20 @@ class Server:
         except BaseException as error:  # whatever the program raises is its answer
             names = [kind.__name__ for kind in type(error).__mro__]
             try:
-                return {"error": [names, str(error)[:1000]]}
+                plain = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
+                return {"error": [names, str(error.args[0] if plain else error)[:1000]]}  # str(KeyError) is a repr
             except BaseException:  # its __str__ raises too
                 return {"error": [names, ""]}
 
     def keep(self, value: object) -> object:
-        """Known outside by an expression only."""
+        """Known outside by an expression only; but what can be gone through passes as an iterator, if it is not too
+        long: equal to no list, as a generator is not."""
+        if isinstance(value, bytearray):
+            return {"bytes": value.hex()}
+        if isinstance(value, PASSED_AS_ITERATORS):
+            items = list(itertools.islice(value, ITEMS + 1))
+            if len(items) <= ITEMS:
+                return {"iterator": encode(items, self.keep)}
         self.objects.append(value)
         return {"object": f"__objects__[{len(self.objects) - 1}]"}
 

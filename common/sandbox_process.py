@@ -19,6 +19,7 @@ START = (
     "import sys; sys.path.insert(0, sys.argv[1]); import confine, sandbox_child; del sys.path[0]; "
     "sandbox_child.main(confine.confine, *sys.argv[2:])"
 )
+OPTIONS = ("-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")  # integers of any length can be printed
 START_SECONDS = 60  # for the interpreter to start on a busy machine; not counted as the program's time
 POLL_SECONDS = 0.02  # between looks at the directory and the threads
 
@@ -28,7 +29,7 @@ class Limits:
     """What one program may use."""
 
     seconds: float = 5.0
-    """Wall-clock time of its whole life, from its first line."""
+    """Wall-clock time of its whole life, from its first line. For all tests of a completion in `code_tests.py`."""
     memory_mib: int = 512
     """Address space; 50 are the interpreter's own."""
     output_bytes: int = 1 << 20
@@ -36,7 +37,7 @@ class Limits:
     file_mib: int = 16
     """The largest file."""
     disk_mib: int = 64
-    """All files in its directory. Those that it deletes but holds open or mapped are not counted; they go with it."""
+    """All files in its directory; it cannot delete any."""
     files: int = 256
     """In its directory."""
 
@@ -55,7 +56,8 @@ class Child:
     """One confined process with its directory and pipes, ready to run; `close` leaves nothing of it."""
 
     def __init__(self, mode: str, source: str, limits: Limits, unsafe: bool, stdin: str = ""):
-        self.limits, self.open = limits, set()
+        self.limits, self.open, self.next_look = limits, set(), float("inf")  # not while it starts
+        self.beside: Child | None = None  # watched while this one is waited for
         self.deadline = time.monotonic() + START_SECONDS
         self.stack = contextlib.ExitStack()
         try:
@@ -67,8 +69,10 @@ class Child:
             self.close()
             if isinstance(error, ProgramError):
                 raise RuntimeError(f"the interpreter for a program did not start: {error}") from error
+            if isinstance(error, OSError):  # no descriptors, no processes or no room left, no TMPDIR
+                raise RuntimeError(f"a program could not be started: {error}") from error
             raise
-        self.deadline = time.monotonic() + limits.seconds
+        self.deadline, self.next_look = time.monotonic() + limits.seconds, 0.0
 
     def _start(self, mode: str, source: str, unsafe: bool, stdin: str) -> None:
         # undone in the reverse order: kill, close, remove
@@ -82,7 +86,7 @@ class Child:
         theirs = (files[0].fileno(), ends["requests"][0], ends["answers"][1])
         rest = (self.limits.memory_mib, self.limits.file_mib, int(2 * self.limits.seconds) + 2, int(unsafe))
         python = getattr(sys, "_base_executable", None) or sys.executable  # not the virtual environment's
-        options = ("-I", "-S", "-B", "-X", "utf8", "-c", START, os.path.dirname(os.path.abspath(__file__)))
+        options = (*OPTIONS, "-c", START, os.path.dirname(os.path.abspath(__file__)))
         self.process = subprocess.Popen(
             [python, *options, mode, *map(str, (os.getpid(), *theirs, *rest))],
             stdin=files[1], stdout=ends["stdout"][1] if mode == "program" else subprocess.DEVNULL,
@@ -114,7 +118,10 @@ class Child:
 
     def close(self) -> None:
         """Kills the process with all of its group, if it still runs; closes the pipes; removes the directory."""
-        self.stack.close()
+        try:
+            self.stack.close()
+        except OSError as error:
+            raise RuntimeError(f"a program could not be removed: {error}") from error
 
     def _kill(self) -> None:
         # Not reaped before: until then no other process can have its number.
@@ -144,6 +151,7 @@ class Child:
         poll.register(fd, event)
         while not poll.poll(1000 * min(POLL_SECONDS, self._time_left())):
             self._watch()
+        self._watch()
 
     def wait(self) -> int:
         """The exit code, or minus the signal that killed it. Raises `ProgramError` at a limit."""
@@ -160,14 +168,19 @@ class Child:
 
     def _watch(self) -> None:
         """Raises `ProgramError` when the directory or the number of threads has outgrown the limits."""
-        size = count = 0
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(FileNotFoundError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if count > self.limits.files or size > self.limits.disk_mib << 20:
-                    raise ProgramError("disk limit")
+        if (now := time.monotonic()) < self.next_look:  # also while it writes without a pause
+            return
+        self.next_look, size, count = now + POLL_SECONDS, 0, 0
+        if self.beside:
+            self.beside._watch()
+        try:
+            with os.scandir(self.folder) as entries:
+                for entry in entries:
+                    count, size = count + 1, size + entry.stat(follow_symlinks=False).st_blocks * 512
+                    if count > self.limits.files or size > self.limits.disk_mib << 20:
+                        raise ProgramError("disk limit")
+        except OSError as error:  # no descriptors left
+            raise RuntimeError(f"a program could not be watched: {error}") from error
         with contextlib.suppress(OSError):  # no /proc, or it hides other processes
             if os.stat(f"/proc/{self.process.pid}/task").st_nlink - 2 > THREADS:
                 raise ProgramError("thread limit")

@@ -47,6 +47,13 @@ def write(path):
     with open(path, "w") as f:
         f.write("x")
 """
+DRIP = """
+import time
+def drip(times=1):
+    for _ in range(times):
+        os.write(1, b".")
+        if times > 1: time.sleep(0.002)
+"""
 SAY = """
 said = []
 def print(*args, **kwargs): said.append(" ".join(map(str, args)))
@@ -61,6 +68,18 @@ for path in ("/tmp/x-escaped", "../x-escaped", "BAIT/x", "BAIT/file", os.path.ex
     attempt(write, path)
     attempt(os.open, path, os.O_RDWR | os.O_APPEND)
     attempt(os.open, os.path.dirname(path), os.O_RDWR | os.O_TMPFILE)
+""",
+    "open without a right": """
+for path in ("BAIT/file", "/etc/passwd", "/dev/ptmx", "/dev/tty", os.__file__, "/dev/null", "."):
+    attempt(os.open, path, 3)
+    attempt(os.open, path, 3 | os.O_TRUNC)
+    attempt(os.open, path, 3 | os.O_CREAT)
+    attempt(os.open, path, os.O_RDONLY | os.O_TRUNC)
+    raw(2, path.encode(), 3); raw(2, path.encode(), os.O_TRUNC)
+attempt(os.open, ".", os.O_TMPFILE | os.O_RDWR)
+attempt(os.open, ".", os.O_TMPFILE | os.O_WRONLY)
+write("mine")
+attempt(os.open, "mine", os.O_RDONLY | os.O_TRUNC)
 """,
     "read files": """
 for path in ("/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/1/environ", "/proc/self/environ", "/proc/self/maps",
@@ -147,6 +166,8 @@ attempt(os.mkdir, "BAIT/folder")
 attempt(os.mkfifo, "fifo")
 attempt(os.mknod, "device", 0o600 | 0o020000, os.makedev(1, 3))
 attempt(os.rmdir, os.getcwd())
+attempt(os.remove, "mine")
+attempt(os.rename, "mine", "mine3")
 raw(316, -100, b"mine", -100, b"BAIT/file", 2)
 """,
     "chroot, namespaces, mounts": """
@@ -341,6 +362,17 @@ for i in range(100):
     "many big files": "for i in range(10000):\n    with open(f'f{i}', 'wb') as f: f.write(b'x' * (8 << 20))\nprint('ESCAPED')",
     "many small files": "for i in range(1000000): open(f'f{i}', 'w').close()\nprint('ESCAPED')",
     "many descriptors": "fds = []\nwhile True: fds.append(os.dup(0)); attempt(lambda: 1 / (len(fds) > 100))",
+    "drips and makes files": DRIP + "for i in range(5000):\n    os.close(os.open(f'f{i}', os.O_CREAT | os.O_WRONLY))\n    i % 20 or drip()\ndrip(400)",
+    "drips and fills the disk": DRIP + "for i in range(300):\n    with open(f'f{i // 10}', 'ab') as f: f.write(b'x' * (1 << 20))\n    drip()\ndrip(400)",
+    "drips and starts threads": DRIP + """
+attributes = ctypes.create_string_buffer(64)
+libc.pthread_attr_init(attributes)
+libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(16384))
+for i in range(1500):
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), attributes, libc.pause, None)
+    i % 5 or drip()
+drip(400)
+""",
     "floods stdout": "while True: print('x' * 10000)",
     "floods stdout without a line end": "while True: os.write(1, b'x' * 65536)",
     "floods stderr": "while True: os.write(2, b'x' * 65536)",
@@ -417,6 +449,8 @@ EXPECTED = {
     "x32": {"killed by signal 31"}, "int 0x80": {"killed by signal 31"},
     "memory, list": {"memory limit"}, "memory, slowly": {"memory limit", "time limit"}, "memory, bytes": {"memory limit"},
     "memory, mmap": {"exit code 1", "time limit", "memory limit"}, "one big file": {"exit code 1"},
+    "open without a right": {"ok"}, "drips and makes files": {"disk limit"}, "drips and fills the disk": {"disk limit"},
+    "drips and starts threads": {"thread limit"},
     "many big files": {"disk limit"}, "many small files": {"disk limit"}, "floods stdout": {"output limit"},
     "floods stdout without a line end": {"output limit"}, "floods stderr": {"time limit"}, "endless loop": {"time limit"},
     "sleeps": {"time limit"}, "ignores signals": {"time limit"}, "exits": {"ok"}, "exits hard": {"ok"},
@@ -434,9 +468,10 @@ EXPECTED = {
 
 def every_other_call() -> str:
     """Calls every number that is not allowed, with arguments that are good for nothing."""
-    from common.confine import ALLOWED, CLONE3, SOME
+    from common.confine import ALLOWED, CLONE3, OPEN, SOME
 
-    known = {numbers[0] for numbers in ALLOWED.values()} | {numbers[0] for numbers, _ in SOME.values()} | {CLONE3[0]}
+    some = [numbers[0] for numbers, _ in [*SOME.values(), *OPEN.values()]]
+    known = {numbers[0] for numbers in ALLOWED.values()} | {*some, CLONE3[0]}
     known |= {335, 336}  # uretprobe and uprobe: the kernel asks no filter, and kills who calls them from here
     return f"""
 if x86:

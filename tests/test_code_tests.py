@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common import sandbox
+from common import sandbox, sandbox_process
 from common.code_tests import extract_program, fraction, parse_tests, passes, same
 from common.sandbox import Limits
 
@@ -136,6 +136,50 @@ FORMS = {
         "def total(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
         "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print",
     ),
+    "apps method with names of typing": (
+        APPS_CALL,
+        "from __future__ import annotations\nimport typing\nclass Solution:\n"
+        "    def square(self, x: List[int]) -> Optional[int]: return typing.cast(int, x * x)",
+        "class Solution:\n    def square(self, x: Listt[int]): return x * x",
+    ),
+    "apps annotations": (
+        APPS_CALL, "def square(x: List[int]): return x * x", "def square(x: Listt[int]): return x * x"),
+    "humaneval from __future__": (
+        HUMANEVAL, fenced("from __future__ import annotations\ndef find_zero(xs: Listt):\n    return -xs[0] / xs[1]"),
+        fenced("from __future__ import annotations\ndef find_zero(xs): pass")),
+    "humaneval stub without a body": (
+        row(prompt="def f(x):\n    # adds one\n", entry_point="f", test="def check(c):\n    assert c(1) == 2\n"),
+        fenced("def f(x):\n    return x + 1"), fenced("def f(x): return x")),
+    "humaneval prose behind": (
+        HUMANEVAL, "    return -xs[0] / xs[1]\n\nIt's the root of a line.\nFor others not.", "It's -xs[0] / xs[1]"),
+    "humaneval cut off": (
+        HUMANEVAL, "    return -xs[0] / xs[1]\n\n\ndef other(x):\n    if x ==", "    return 1\n\n\ndef other(x):"),
+    "StopIteration": (
+        row(tests=["try:\n    f([])\nexcept StopIteration:\n    ok = True\nassert ok"]),
+        "def f(x): return next(iter(x))", "def f(x): raise RuntimeError"),
+    "KeyError": (
+        row(tests=["try:\n    f('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)"]),
+        "def f(x): return {}[x]", "def f(x): return {}[x + 'k']"),
+    "a range is no list": (
+        row(tests=["assert f(3) == [0, 1, 2]"]), "def f(n): return list(range(n))", "def f(n): return range(n)"),
+    "a generator is no JSON list": (
+        row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]", "def f(n): yield from [0, 1]"),
+    "generators": (
+        row(tests=["assert list(f(3)) == [0, 1, 2]"]), "def f(n): yield from range(n)", "def f(n): yield from [n]"),
+    "attributes": (
+        row(test_list=["root.left = Node(2)\nassert height(root) == 2"], test_setup_code="root = Node(1)"),
+        "class Node:\n    def __init__(self, x): self.left = None\n"
+        "def height(n): return 1 + height(n.left) if n else 0",
+        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1"),
+    "built-in name on one side": (
+        row(test_list=["assert set(filter([1, 2])) == set([1])", "assert [3] == filter([3, 4])"]),
+        "def filter(x): return x[:1]", "def filter(x): return x\ndef set(x): return 0"),
+    "long questions and answers": (
+        row(tests=["x = list(range(300_000))\nassert sum(f(x)) == 0", f"assert f([1]) == '{'x' * 1_500_000}'"]),
+        "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000", "def f(x): return x"),
+    "long results": (
+        row(tests=[dict(function="f", args=[], result=["x"] * 300_000)]), "def f(): return ['x'] * 300_000",
+        "def f(): return ['x']"),
     "mixed": (
         row(tests=["assert f(1) == 2", dict(function="f", args=[2], result=3), dict(input="", output="")]),
         "def f(x): return x + 1",
@@ -160,6 +204,47 @@ def test_fraction():
     assert fraction("import os\ndef square(x): return 4 if x == 2 else os._exit(0)", APPS_CALL, LIMITS) == 0.5
 
 
+def test_a_program_that_died_gets_nothing_more():
+    """The judge, which waited for its answer, would take the next request for it."""
+    tests = ["try:\n    f(0)\nexcept Exception:\n    pass\nassert True", "assert f(1) == 2"]
+    program = "import os\ndef f(x): return os._exit(0) if x == 0 else 2"
+    assert fraction(program, row(tests=tests), LIMITS) == 0
+    assert fraction(program, row(tests=tests[1:] + tests), LIMITS) == pytest.approx(1 / 3)
+
+
+def test_all_tests_share_the_time():
+    program = "import time\ntime.sleep(0.5)\nprint(input())\ndef f(x): return x"
+    tests = [dict(input=str(i), output=str(i)) for i in range(6)]
+    limits = Limits(seconds=1.4)
+    assert passes(program, row(tests=tests[:2]), limits) == 1
+    assert fraction(program, row(tests=tests), limits) == pytest.approx(2 / 6)
+    assert fraction(program.replace("print(input())", ""), row(tests=[*tests[:5], "assert f(1) == 1"]), limits) == 0
+
+
+def test_the_start_of_the_judge_is_not_the_programs_time(monkeypatch):
+    monkeypatch.setattr(sandbox_process, "START", "import time; time.sleep(1); " + sandbox_process.START)
+    assert passes("def f(x): return x", row(tests=["assert f(1) == 1"]), Limits(seconds=0.9)) == 1
+
+
+def test_the_program_is_watched_while_the_judge_computes():
+    source = """
+import threading
+def work():
+    for i in range(1000): open(str(i), "w").close()
+def f(x):
+    threading.Thread(target=work).start()
+    return x
+"""
+    tests = ["import time\nassert f(1) == 1\ntime.sleep(1)"]
+    assert passes(source, row(tests=tests), LIMITS) == 0
+    assert passes(source.replace("1000", "10"), row(tests=tests), LIMITS) == 1
+
+
+@pytest.mark.parametrize("program", ["__ask__(1)", "def f(x): return __ask__(1)", "__ask__({'call': 'f'})"])
+def test_a_question_of_the_program_is_a_wrong_answer(program):
+    assert passes(program, row(tests=["assert f(1) == 1"]), LIMITS) == 0
+
+
 # ---- extraction ----
 
 
@@ -178,10 +263,30 @@ def test_fraction():
         ("```python\ns = '```'\nx = 1\n```", "s = '```'\nx = 1\n"),
         ("use `x` or ```x``` here", "use `x` or ```x``` here"),
         ("", ""),
+        ("```python\nx = 1\n```\nExample output:\n```\n6\n```\n", "x = 1\n"),
+        ("```\nx = 1\n```\nExample output:\n```\nno Python\n```\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nand\n```python\n...no Python\n```\n", "x = 1\n"),
+        ("```python\nno Python 1\n```\nand\n```python\nno Python 2\n```\n", "no Python 2\n"),
+        ("```python3.11 title='a.py'\nx = 1\n```", "x = 1\n"),
+        ("1. so:\n   ```python\n   if x:\n       x = 1\n   ```\n2. that", "if x:\n    x = 1\n"),
+        ("- ```python\n  x = 1\n  y = 2\n  ```", "x = 1\ny = 2\n"),
     ],
 )
 def test_extract_program(completion, program):
     assert extract_program(completion, STDIN) == program
+
+
+@pytest.mark.parametrize(
+    "columns, name",
+    [(HUMANEVAL, "find_zero"), (APPS_CALL, "square"), (CALLS, "pairs"), (MBPP, "similar"),
+     (row(tests=["assert Stack(1).pop() == 1"]), "Stack")],
+)  # fmt: skip
+def test_the_block_that_defines_what_is_tested(columns, name):
+    solution, usage = f"def {name}(*args): return 1\n", f"print({name}(1))"
+    for code in (solution, solution.replace(name, "helper") + f"{name} = helper\n", f"class Solution:\n    {solution}"):
+        program = extract_program(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
+        assert program.strip().endswith(code.strip()) and usage not in program
+    assert usage in extract_program(fenced("x = 1") + fenced(usage), columns)
 
 
 def test_the_prompt_is_put_in_front_only_if_it_is_a_stub():

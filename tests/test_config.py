@@ -162,7 +162,14 @@ def documented(path, class_name: str) -> None:
 
 
 def test_every_field_is_documented():
-    for class_name in ("BaseArgs", RunArgs.__name__, "SamplingArgs", "EnvironmentArgs", RolloutArgs.__name__, OnlineArgs.__name__):
+    for class_name in (
+        "BaseArgs",
+        RunArgs.__name__,
+        "SamplingArgs",
+        "EnvironmentArgs",
+        RolloutArgs.__name__,
+        OnlineArgs.__name__,
+    ):
         documented(ROOT / "common" / "config.py", class_name)
     documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
     documented(ROOT / "common" / "online.py", PolicyGradientArgs.__name__)

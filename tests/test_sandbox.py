@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -158,13 +159,18 @@ def test_interrupted_runs_leave_nothing(monkeypatch):
         ("import sys, threading, resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 27, -1))\n"
          "threading.stack_size(1 << 27)\nt = threading.Thread(target=lambda: print(1))\nt.start()\nt.join()", "",
          "1\n"),
-        ("with open('a.txt', 'w') as f: f.write('hi')\nimport os\nos.rename('a.txt', 'b.txt')\n"
-         "print(open('b.txt').read(), "
-         "os.listdir(), os.path.exists('a.txt'))\nos.remove('b.txt')\nprint(os.listdir())", "",
-         "hi ['b.txt'] False\n[]\n"),
-        ("import tempfile\nwith tempfile.TemporaryFile('w+') as f: print(f.write('hi'), f.seek(0), f.read())", "",
-         "2 0 hi\n"),
-        ("import tempfile\nwith tempfile.NamedTemporaryFile('w+', dir='.') as f: print(f.write('hi'))", "", "2\n"),
+        ("with open('a.txt', 'w') as f: f.write('hi')\nwith open('a.txt', 'a') as f: f.write('!')\nimport os\n"
+         "with open('b.txt', 'w+') as f: print(f.write('x'), f.seek(0), f.read())\n"
+         "print(open('a.txt').read(), sorted(os.listdir()), os.path.exists('c'))\nwith open('a.txt', 'r+') as f:\n"
+         "    f.truncate(1)\n    print(f.read())", "", "1 0 x\nhi! ['a.txt', 'b.txt'] False\nh\n"),
+        ("import tempfile\nwith tempfile.NamedTemporaryFile('w+', dir='.', delete=False) as f: print(f.write('hi'))",
+         "", "2\n"),
+        ("print(1)\nexit()\nprint(2)", "", "1\n"),
+        ("print(1)\nquit(0)", "", "1\n"),
+        ("print(len(str(10 ** 20000)), int('1' * 9000) % 10)", "", "20001 1\n"),
+        ("def f(x: int): pass\nprint(f.__annotations__)", "", "{'x': <class 'int'>}\n"),
+        ("import sys, functools\nsys.setrecursionlimit(10**6)\n@functools.lru_cache(None)\n"
+         "def f(n): return n and 1 + f(n - 1)\nprint(f(50000))", "", "50000\n"),
         ("import threading\nx = []\nts = [threading.Thread(target=x.append, args=(i,)) for i in range(20)]\n"
          "[t.start() for t in ts]\n[t.join() for t in ts]\nprint(sorted(x) == list(range(20)))", "", "True\n"),
         ("from concurrent.futures import ThreadPoolExecutor\n"
@@ -237,6 +243,28 @@ def test_the_standard_library_can_be_imported():
 )  # fmt: skip
 def test_limits(source, limits, status):
     assert run_program(source, "", Limits(**limits)).status == status
+
+
+def test_what_a_run_says_of_its_time():
+    assert 0.3 < run_program("import time; time.sleep(0.3)").seconds < 3
+
+
+def test_a_machine_without_room_is_an_error_of_the_machine(monkeypatch):
+    before, limits = open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/nothing/like/this")
+        for run in (lambda: run_program("print(1)"), lambda: Program("x = 1").__enter__()):
+            with pytest.raises(RuntimeError, match="a program could not be started: .*nothing/like/this"):
+                run()
+    for room in range(12):  # wherever the descriptors run out
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + room, limits[1]))
+        try:
+            assert run_program("print(1)").status == "ok"
+        except RuntimeError as error:
+            assert "Too many open files" in str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert open_files() == before
 
 
 def test_many_threads_are_too_many():
@@ -390,9 +418,31 @@ def test_decode_raises_nothing_else(data):
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
 def test_colliding_keys_are_refused(kind):
     """They would take the parent minutes: the hash of k * (2**61 - 1) is 0."""
-    keys = [{"int": hex(k * (2**61 - 1))} for k in range(1, 40_000)]
+    keys = [{"int": hex(k * (2**61 - 1))} for k in range(1, 9_000)]
     with pytest.raises(ValueError, match="too many equal hashes"):
         decode({kind: [[key, 0] for key in keys] if kind == "dict" else keys})
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
+def test_many_keys_that_the_program_could_choose_by_their_hashes_are_refused(kind):
+    for count, what in ((10_000, int), (20_000, str)):
+        keys = [what(i) for i in range(count)]
+        assert len(decode({kind: [[key, 0] for key in keys] if kind == "dict" else keys})) == count
+    keys = list(range(10_001))
+    with pytest.raises(ValueError, match="too many keys that are not strings"):
+        decode({kind: [[key, 0] for key in keys] if kind == "dict" else keys})
+
+
+@pytest.mark.parametrize(
+    "result, value",
+    [("(i for i in (1, 2))", [1, 2]), ("map(str, [1])", ["1"]), ("range(3)", [0, 1, 2]), ("{1: 2}.items()", [(1, 2)]),
+     ("{1: 2}.keys()", [1]), ("{1: 2}.values()", [2]), ("__import__('collections').deque([1])", [1]), ("zip('a', 'b')",
+     [("a", "b")]), ("[range(1), (map(abs, [-1]),)]", [[0], ([1],)]), ("bytearray(b'a')", b"a"), ("range(100_000)",
+     list(range(100_000)))],
+)  # fmt: skip
+def test_results_that_can_only_be_gone_through_are_lists(result, value):
+    with Program(f"def f(): return {result}") as program:
+        assert identical(program.call("f"), value)
 
 
 @pytest.mark.parametrize(
@@ -407,12 +457,14 @@ def test_colliding_keys_are_refused(kind):
         ("x = []; x.append(x); return x", "cannot be passed"),
         ("y = []\n    for i in range(101): y = [y]\n    return y", "cannot be passed"),
         ("y = []\n    for i in range(10**5): y = [y]\n    return y", "cannot be passed"),
-        ("return (i for i in [])", "cannot be passed"),
+        ("return range(100_001)", "cannot be passed"),
+        ("import itertools; return map(abs, itertools.count())", "cannot be passed"),
+        ("return (1 / 0 for i in [1])", "raised"),
         ("return int", "cannot be passed"),
         ("return object()", "cannot be passed"),
         ("return f", "cannot be passed"),
         ("return [1, {2: f}]", "cannot be passed"),
-        ("return bytearray(1)", "cannot be passed"),
+        ("return memoryview(b'')", "cannot be passed"),
         ("class R:\n        def __reduce__(self): return (exit, ())\n    return R()", "cannot be passed"),
         ("return 'x' * (2 << 20)", "output limit"),
         ("return 1 << (8 << 21)", "output limit"),
@@ -456,6 +508,24 @@ def test_errors_say_what_was_raised():
         program.call("f", [1])
     assert error.value.types[:3] == ("Own", "KeyError", "LookupError") and error.value.message == "('no', 1)"
     assert str(error.value) == "raised: Own: ('no', 1)"
+
+
+def test_the_key_of_a_key_error_is_relayed_as_it_is():
+    with Program("def f(x): raise KeyError(x)") as program:
+        for key, message in (("k", "k"), (1, "1")):
+            with pytest.raises(ProgramError) as error:
+                program.call("f", [key])
+            assert error.value.message == message
+
+
+QUESTION = "import os, time\nos.write(__ask__.__self__.answers, b'{\"ask\": 1}\\n')\ntime.sleep(60)"
+
+
+@pytest.mark.parametrize("source", ["__ask__(1)", QUESTION])
+def test_a_question_while_the_source_runs(source):
+    with pytest.raises(ProgramError) as error, Program(source, Limits(seconds=3)):
+        pass
+    assert error.value.kind == "malformed" and not hostile.left_over()
 
 
 def test_a_program_that_ended_stays_ended():
@@ -573,7 +643,8 @@ def test_the_numbers_of_system_calls(column):
     found = dict(re.findall(r"#define (__NR(?:3264)?_\w+) (\d+)\b", text))
     numbers = {name.removeprefix("__NR3264_").removeprefix("__NR_"): int(number) for name, number in found.items()}
     renamed = {"newfstatat": "fstatat"} if column == 1 else {}
-    tables = confine.ALLOWED | {name: row for name, (row, _) in confine.SOME.items()} | {"clone3": confine.CLONE3}
+    some = {name: row for name, (row, _) in (confine.SOME | confine.OPEN).items()}
+    tables = confine.ALLOWED | some | {"clone3": confine.CLONE3}
     for name, row in tables.items():
         if row[column] is not None:
             assert numbers[renamed.get(name, name)] == row[column], name
