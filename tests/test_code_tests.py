@@ -163,7 +163,8 @@ FORMS = {
     "a range is no list": (
         row(tests=["assert f(3) == [0, 1, 2]"]), "def f(n): return list(range(n))", "def f(n): return range(n)"),
     "a generator is no JSON list": (
-        row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]", "def f(n): yield from [0, 1]"),
+        row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]",
+        "def f(n): yield from [0, 1]"),
     "generators": (
         row(tests=["assert list(f(3)) == [0, 1, 2]"]), "def f(n): yield from range(n)", "def f(n): yield from [n]"),
     "attributes": (
