@@ -372,7 +372,7 @@ def main(args: Args) -> None:
         raise ValueError(
             f"--against {args.against} has {counts[1]} completions of a prompt, there are {counts[0]} here"
         )
-    if args.ks and max(args.ks) > counts[0]:
+    if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
 
     # ---- measure ----
@@ -406,9 +406,7 @@ def main(args: Args) -> None:
             (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
             print_results(args, results)
     elif distributed.is_main():
-        print(
-            f"told to stop after {len(theirs or ours)} of {len(prompts)} prompts; the same command goes on from there"
-        )
+        print("told to stop; the same command goes on from there")
 
     if completions.engine is not None:
         completions.engine.close()
