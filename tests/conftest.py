@@ -39,22 +39,30 @@ def device() -> Iterator[torch.device]:
     distributed.cleanup()
 
 
-@pytest.fixture(scope="session", params=["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
-def engine(request, device) -> Iterator[Engine]:
-    """One engine of each kind for all tests: vLLM takes seconds to start, and cannot start twice in a
-    process. It comes last, because its shutdown leaves the process group."""
+@pytest.fixture(scope="session")
+def engines(device) -> Iterator[dict[str, Engine]]:
+    """By kind, started when first asked for, for all tests: vLLM takes seconds to start, and cannot start twice in a
+    process. Closed at the very end, because its shutdown leaves the process group."""
+    started: dict[str, Engine] = {}
+    yield started
+    for engine in started.values():
+        engine.close()
+
+
+@pytest.fixture(params=["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def engine(request, engines, device) -> Engine:
     if request.param == "vllm":
         pytest.importorskip("vllm")
-    before = dict(os.environ)
-    os.environ |= RANK_0_OF_1 | dict(MASTER_PORT="0")  # the process group is there already
-    path, args = tiny_model(), RolloutArgs(dtype="float32", engine=request.param, max_new_tokens=NEW_TOKENS)
-    tokenizer = load_tokenizer(path)
-    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
-    for name in RANK_0_OF_1.keys() | {"MASTER_PORT"}:
-        os.environ.pop(name, None)
-        os.environ |= {name: before[name]} if name in before else {}
-    yield engine
-    engine.close()
+    if request.param not in engines:
+        before = dict(os.environ)
+        os.environ |= RANK_0_OF_1 | dict(MASTER_PORT="0")  # the process group is there already
+        path, args = tiny_model(), RolloutArgs(dtype="float32", engine=request.param, max_new_tokens=NEW_TOKENS)
+        tokenizer = load_tokenizer(path)
+        engines[request.param] = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+        for name in RANK_0_OF_1.keys() | {"MASTER_PORT"}:
+            os.environ.pop(name, None)
+            os.environ |= {name: before[name]} if name in before else {}
+    return engines[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,7 @@ def test_kto_baseline_and_loss_by_hand(data, device):
         expected += (2.0 if sign > 0 else 1.0) * (1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0))))
         assert mismatch.ids[: sample.prompt_length] == sample.ids[: sample.prompt_length]
     loss, got = objective_of(model, reference, groups, args, device)
-    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-6)
+    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # of float32 sums of some 10 nats
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 

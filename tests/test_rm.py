@@ -18,7 +18,7 @@ from common.packing import pack
 from common.rewards import at_end, score
 from common.tiny import tiny_model
 
-STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
+STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
 FLAGS = (*STEPS, "--center_coefficient", 0.01)
 SAME = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
         "rewards/std", "rewards/min", "rewards/max", "num_tokens")  # fmt: skip
