@@ -129,8 +129,13 @@ def test_what_a_sample_holds(synced):
     assert reasons == {("length", None)} | {("stop", eos) for eos in synced.eos_ids}  # every EOS ends a completion
 
 
-def test_max_new_tokens_can_be_asked_for(synced):
-    assert max(len(s.completion_ids) for s in flat(synced.generate(prompts(synced), 2, SEEDS, 1.0, 3))) == 3
+def test_every_prompt_may_have_a_limit_of_its_own(synced):
+    """And what comes before the limit is what comes without it."""
+    limits, whole = [3, 1, 7, 2, 5], synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    groups = synced.generate(prompts(synced), 2, SEEDS, 1.0, limits)
+    for limit, group, without in zip(limits, groups, whole, strict=True):
+        assert [s.completion_ids for s in group] == [s.completion_ids[:limit] for s in without]
+        assert max(len(s.completion_ids) for s in group) == limit and group[0].finish_reason == "length"
 
 
 def test_temperature_0_is_greedy(synced, policy, device):
@@ -168,7 +173,7 @@ def test_global_generators_are_untouched(synced, policy):
 def test_sampling_follows_the_distribution(synced, policy, device):
     """First tokens of many samples against the exact probabilities, at a temperature that is not 1."""
     prompt, count, temperature = prompts(synced)[0], 2000, 0.5
-    groups = synced.generate([prompt], count, [5], temperature, 1)
+    groups = synced.generate([prompt], count, [5], temperature, [1])
     counts = torch.bincount(torch.tensor([s.ids[-1] for s in groups[0]]), minlength=len(synced.tokenizer))
     everything = [Sample(ids=[*prompt, token], loss_mask=[True] * (len(prompt) + 1)) for token in range(len(counts))]
     with torch.no_grad():
