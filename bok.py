@@ -154,7 +154,7 @@ def sample_offline(
                 sample.row = rows[row]
         scores_PG, _ = rewards(sampled, Meter())
         of_row = dict(zip(mine, zip(sampled, scores_PG.tolist(), strict=True), strict=True))
-        of_row = {row: pair for share in distributed.gather_objects(of_row) for row, pair in share.items()}
+        of_row = distributed.gather_dict(of_row)
         groups += [of_row[row][0] for row in chunk]
         scores += [of_row[row][1] for row in chunk]
         if distributed.is_main():

@@ -221,7 +221,7 @@ class Completions:
                 raise ValueError(f"{where}: a completion of {size} tokens with its prompt, more than --pack_tokens")
         found = iter(numbers_of([sample for group in groups for sample in group]))
         of_prompt = {i: [next(found) for _ in group] for i, group in zip(mine, groups, strict=True)}
-        of_prompt = {i: values for share in distributed.gather_objects(of_prompt) for i, values in share.items()}
+        of_prompt = distributed.gather_dict(of_prompt)
         return [of_prompt[i] for i in range(len(lines))]
 
 

@@ -42,7 +42,7 @@ def rewarded(
             for k, s in enumerate(group)
         ]  # fmt: skip
         lines[i] = dict(source=group[0].row["_source"], completions=completions)
-    return {i: line for share in distributed.gather_objects(lines) for i, line in share.items()}
+    return distributed.gather_dict(lines)
 
 
 def _null(x: Tensor) -> float | None:

@@ -27,13 +27,17 @@ def _valid(row: dict, column: str, text: str) -> str:
     return text
 
 
+def is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
 def _messages(row: dict, column: str) -> list[dict] | None:
     """The column as a message list, None if it is not a list. Raises `ValueError` for a malformed one."""
     value = row.get(column)
     if not isinstance(value, list):
         return None
     for message in value:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+        if not is_message(message):
             raise ValueError(f"{row['_source']}: column {column} must list objects with string role and content")
         _valid(row, column, message["content"])
     return value

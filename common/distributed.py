@@ -7,6 +7,7 @@ With `--rollout_ranks` the launch is two worlds, the ranks that train and those 
 of its own, so everything here and in the libraries spans the ranks of one role; `link` joins ranks of both.
 """
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -149,6 +150,11 @@ def gather_objects(value: object) -> list:
     return values
 
 
+def gather_dict(mine: dict) -> dict:
+    """The entries of every rank's dict, whose keys differ, on every rank. For small things: it pickles."""
+    return {key: value for of_rank in gather_objects(mine) for key, value in of_rank.items()}
+
+
 def fold_seed(*parts: int) -> int:
     """A 32-bit seed from whole numbers, the same in every process: `fold_seed(seed, step, prompt_index)`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
@@ -174,6 +180,18 @@ def default_signals() -> None:
     """SIGTERM and SIGINT end this process at once, also inside a library: it has nothing to save."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def signals_end_the_process() -> Iterator[None]:
+    """`default_signals` for a while; then as before, which may be either."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    default_signals()
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def told_to_stop() -> bool:

@@ -193,10 +193,9 @@ class RunLogger:
             ]
             for position, group, rewards_G in zip(positions, groups, rewards_PG.tolist(), strict=True)
         }
-        ranks = distributed.gather_objects(mine)
+        of_position = distributed.gather_dict(mine)
         if not self.active:
             return
-        of_position = {position: group for rank in ranks for position, group in rank.items()}
         lines = [line for position in sorted(of_position) for line in of_position[position]]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

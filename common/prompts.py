@@ -6,7 +6,7 @@ import string
 
 from common import distributed
 from common.config import SamplingArgs
-from common.data import Encoder
+from common.data import Encoder, is_message
 from common.environments import load_environment
 from common.rows import PROMPT_COLUMNS, require_columns
 
@@ -26,7 +26,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
                 what = f"{type(error).__name__}: {distributed.first_line(error)}"
                 where = f"{row['_source']}: --environment {args.environment}"
                 raise ValueError(f"{where} fails in reset: {what}") from error
-            if not is_conversation(row["_prompt"]):
+            if not (isinstance(row["_prompt"], list) and row["_prompt"] and all(map(is_message, row["_prompt"]))):
                 where = f"{row['_source']}: --environment {args.environment}"
                 raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
         return ("_prompt",)
@@ -41,14 +41,6 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
             raise ValueError(f"{row['_source']}: --prompt_template: {distributed.first_line(error)}") from error
     return ("_prompt",)
-
-
-def is_conversation(messages: object) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(m, dict) and all(isinstance(m.get(k), str) for k in ("role", "content")) for m in messages)
-    )
 
 
 def fields_of(template: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 
 import pytest
 import torch
@@ -189,6 +190,18 @@ def test_none_is_no_error_and_counts_nothing(tmp_path):
     assert meter.reduce()["reward/error_fraction"] == 0
     total, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # nothing applies: no reward, but no error either
     assert total[0, 0].isnan() and total[0, 1] == 3 and meter.reduce()["reward/error_fraction"] == 0
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])
+def test_signals_end_a_file_that_hangs_and_are_then_as_before(handler, tmp_path):
+    """Of ranks that wait for rollout ranks they still end the process; a user's file must not change that."""
+    code = "import signal\nat_import = signal.getsignal(signal.SIGTERM)\ndef f(completion, row): return at_import\n"
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        assert load_reward(f"{user_file(tmp_path, code)}:f")("", {}) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_users_check_is_bad_input_whatever_it_raises(tmp_path):
