@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
-from common.colocated import Rollouts
 from common.config import OnlineArgs
 from common.data import Encoder
 from common.hub import context_length, load_tokenizer, resolve_model
@@ -44,7 +42,9 @@ from common.online import (
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
-from common.rewards import Rewards
+from common.rewards.scoring import Rewards
+from common.rollout.colocated import Rollouts
+from common.rollout.remote import make_rollouts, serve
 from common.rows import train_and_eval_rows
 
 

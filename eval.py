@@ -28,14 +28,15 @@ from common.cli import parse
 from common.completions import as_sample, read_completions, rewarded, share_of
 from common.config import EnvironmentArgs
 from common.data import Encoder
-from common.episodes import Episodes
 from common.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
 from common.models import Policy, load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
-from common.reward_functions import final_answers, last_boxed, to_number
-from common.rewards import Rewards, require_context, score
-from common.rollout import Engine, make_engine, whole_weights
+from common.rewards.functions import final_answers, last_boxed, to_number
+from common.rewards.scoring import Rewards, require_context, score
+from common.rollout.base import Engine
+from common.rollout.engine import make_engine, whole_weights
+from common.rollout.episodes import Episodes
 from common.rows import load_rows
 
 PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged

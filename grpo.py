@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from common import advantages, distributed, losses, online
-from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
 from common.data import Encoder
@@ -34,8 +33,9 @@ from common.online import KLCoefficient, PolicyGradientArgs
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, pack
 from common.prompts import encode_prompts, prompt_columns
-from common.rewards import Rewards
-from common.rollout import check_agreement
+from common.rewards.scoring import Rewards
+from common.rollout.measure import check_agreement
+from common.rollout.remote import make_rollouts, serve
 from common.rows import train_and_eval_rows
 
 PAPER_CLIP = dict(clip_low=0.2, clip_high=0.2)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
 from common.config import OnlineArgs
@@ -50,7 +49,8 @@ from common.preference_losses import (
     preference_losses,
 )
 from common.prompts import encode_prompts, prompt_columns
-from common.rewards import Rewards
+from common.rewards.scoring import Rewards
+from common.rollout.remote import make_rollouts, serve
 from common.rows import train_and_eval_rows
 
 

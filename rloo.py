@@ -23,7 +23,6 @@ from torch import Tensor
 
 from common import distributed
 from common.advantages import leave_one_out
-from common.asynchronous import make_rollouts, serve
 from common.checkpoint import Checkpointer, prepare_output_dir
 from common.cli import parse
 from common.data import Encoder
@@ -45,8 +44,9 @@ from common.online import (
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import pack
 from common.prompts import encode_prompts, prompt_columns
-from common.rewards import Rewards
-from common.rollout import check_agreement
+from common.rewards.scoring import Rewards
+from common.rollout.measure import check_agreement
+from common.rollout.remote import make_rollouts, serve
 from common.rows import train_and_eval_rows
 
 

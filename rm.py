@@ -35,7 +35,7 @@ from common.metrics import Meter, RunLogger, Totals, wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import PackedBatch, Sample, pack_groups
-from common.rewards import at_end, score
+from common.rewards.scoring import at_end, score
 from common.rows import PAIR_COLUMNS, load_rows, reasons, require_columns, train_and_eval_rows
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.math_reward import math
-from common.workers import Pool, _Worker
+from common.rewards.math_reward import math
+from common.rewards.pool import Pool, _Worker
 
-TARGET = "common.math_reward:math"
+TARGET = "common.rewards.math_reward:math"
 HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}", r"\log(10^{10^9})", r"(x+y+z)^{300}"]
 
 

@@ -34,7 +34,7 @@ from common import distributed
 from common.config import RolloutArgs
 from common.hub import load_tokenizer, resolve_model
 from common.models import compute_dtype, load_policy
-from common.rollout import make_engine, whole_weights
+from common.rollout.engine import make_engine, whole_weights
 
 COUNT, FIXED, MEAN, LONGEST = 256, 128, 32, 256
 TARGETS = {"a": 1.3, "b": 2.0}

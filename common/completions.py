@@ -13,7 +13,7 @@ from torch import Tensor
 from common import distributed
 from common.metrics import Meter
 from common.packing import Sample
-from common.rewards import Rewards
+from common.rewards.scoring import Rewards
 
 
 def share_of(count: int) -> range:

@@ -239,6 +239,11 @@ def fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
+def _is_ours(file: Path) -> bool:
+    """Whether it is a script of this checkout or a module of common/, in whatever package."""
+    return file.parent == PROJECT or PROJECT / "common" in file.parents
+
+
 def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> None:
     """`sys.excepthook` of every rank: the first rank to fail speaks, all leave.
 
@@ -263,7 +268,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     for put_in_order in before_failing:
         put_in_order()
     frames = traceback.extract_tb(trace)
-    ours = bool(frames) and Path(frames[-1].filename).resolve().parent in (PROJECT, PROJECT / "common")
+    ours = bool(frames) and _is_ours(Path(frames[-1].filename).resolve())
     code = 2 if issubclass(kind, ValueError) else 1
     if issubclass(kind, RunError) or (issubclass(kind, ValueError) and ours):
         print(f"error: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ An environment is a class without arguments to its constructor; each episode has
     step(completion: str) -> messages, reward, done    of one turn of the model's: what it is told then
 
 Messages are a chat's, `{"role": ..., "content": ...}`. The rewards of an episode's turns add up to what
-`--reward environment` is. `common/episodes.py` plays them.
+`--reward environment` is. `common/rollout/episodes.py` plays them.
 
 Three are built in, each with a task of the same name for `--dataset`: rows with a `prompt`, the columns that the
 environment reads, and `messages`, a demonstration for sft.py.
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from common.reward_functions import arithmetic, to_number
+from common.rewards.functions import arithmetic, to_number
 from common.user_code import load_callable
 
 Message = dict[str, str]

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from common import distributed
 from common.advantages import group_advantages, overlong_penalty
-from common.colocated import Rollouts
 from common.config import MAX_FLOAT, EnvironmentArgs, OnlineArgs
 from common.losses import importance_weights
 from common.metrics import Meter
 from common.models import Policy
 from common.packing import PackedBatch, Sample, pack
-from common.rewards import Rewards
-from common.rollout import check_agreement
+from common.rewards.scoring import Rewards
+from common.rollout.colocated import Rollouts
+from common.rollout.measure import check_agreement
 
 
 @dataclass

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import distributed
-from common.worker_process import load_file
+from common.rewards.process import load_file
 
 
 def load_callable(flag: str, spec: str) -> Callable:

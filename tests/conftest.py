@@ -13,7 +13,8 @@ from common import distributed
 from common.config import RolloutArgs
 from common.hub import eos_token_ids, load_tokenizer
 from common.models import Policy, load_policy
-from common.rollout import Engine, make_engine, whole_weights
+from common.rollout.base import Engine
+from common.rollout.engine import make_engine, whole_weights
 from common.tiny import tiny_model
 
 NEW_TOKENS = 24

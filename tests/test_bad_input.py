@@ -21,7 +21,7 @@ from common.config import RolloutArgs
 from common.data import Encoder
 from common.hub import load_tokenizer, require_same_tokenizer, resolve_model
 from common.prompts import encode_prompts
-from common.rewards import Rewards, load_reward
+from common.rewards.scoring import Rewards, load_reward
 from common.rows import PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
 from common.tiny import tiny_model
 from tests.helpers import run

@@ -16,7 +16,7 @@ from common.online import PolicyGradientArgs
 from common.preference_losses import PreferenceArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
-MODULES = sorted(ROOT.glob("common/*.py"))
+MODULES = sorted(ROOT.glob("common/**/*.py"))
 
 
 def tree(path) -> ast.Module:

@@ -23,7 +23,7 @@ from common.config import RolloutArgs
 from common.hub import load_tokenizer
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample
-from common.rewards import score
+from common.rewards.scoring import score
 from common.tiny import tiny_model
 
 evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin

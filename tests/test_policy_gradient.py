@@ -369,7 +369,7 @@ def test_gdpo_weighs_the_rewards_and_has_the_penalties_as_one_more():
 
 @pytest.mark.parametrize("script", [grpo, ppo, rloo])
 def test_every_flag_of_the_script_is_read_somewhere(script):
-    shared = "".join(path.read_text() for path in Path(ROOT, "common").glob("*.py"))
+    shared = "".join(path.read_text() for path in Path(ROOT, "common").rglob("*.py"))
     for flag in dataclasses.fields(script.Args):
         if flag.name in script.Args.__annotations__ or flag.name in online.PolicyGradientArgs.__annotations__:
             if flag.name not in ("output_dir", "PRESETS"):

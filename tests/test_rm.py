@@ -15,7 +15,7 @@ from common.config import RunArgs
 from common.hub import load_tokenizer
 from common.models import load_scalar_model
 from common.packing import pack
-from common.rewards import at_end, score
+from common.rewards.scoring import at_end, score
 from common.tiny import tiny_model
 
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)

@@ -1,0 +1,188 @@
+"""The built-in reward functions: `(completion text, example row) -> float`.
+
+Imported by worker processes too (`common/rewards/pool.py`), so nothing heavy is imported here. A function may name the
+columns it reads in an attribute `columns`; a dataset without them is refused at start. It may have an attribute
+`check`, called with every row at start, which raises `ValueError` naming `row["_source"]` for a row that it cannot use.
+None instead of a number means that the reward does not apply to the row.
+
+A completion is whatever a model came up with: none of these raises or takes more than linear time on any text.
+"""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from common.rewards.ifeval import ifeval
+
+Reward = Callable[[str, dict], float | None]
+
+NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # without sign
+# "*+" gives nothing back: with three plain "*" after each other, white space without a number takes cubic time.
+FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*+([-+]?)\s*+\$?\s*+({NUMBER})(?!\d|\s*/\s*\d)")
+FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?\$?{NUMBER}\s*$")
+
+
+def to_number(text: str) -> Fraction | None:
+    """`-1,234.50` -> Fraction(-2469, 2); None if it is not one number. Exact: 0.1 + 0.2 problems do not arise."""
+    if len(text) > 100:  # no answer, and Python refuses to convert integers of thousands of digits
+        return None
+    text = text.strip().rstrip(".%").lstrip("$").replace(",", "")
+    return Fraction(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", text) else None
+
+
+def exact_match(completion: str, row: dict) -> float:
+    """1 if the completion is the `answer` column, white space at the ends aside."""
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+def gsm8k(completion: str, row: dict) -> float:
+    """1 if the last `#### n` or `A: n` of the completion equals that of the `answer` column (or the column itself) as a
+    number: commas, signs, a dollar sign and trailing zeros do not matter."""
+    found, gold = final_answers(completion), final_answers(str(row["answer"])) or [str(row["answer"])]
+    return float(bool(found) and to_number(found[-1]) is not None and to_number(found[-1]) == to_number(gold[-1]))
+
+
+def final_answers(text: str) -> list[str]:
+    """Every number that `####` or `A:` announces, sign and digits only."""
+    return [sign + number for sign, number in FINAL_ANSWER.findall(text)]
+
+
+def boxed(completion: str, row: dict) -> float:
+    """1 if the last \\boxed{...} of the completion equals the `answer` column (or its \\boxed{...}): as numbers if both
+    are, else as text without white space."""
+    found, gold = last_boxed(completion), last_boxed(str(row["answer"])) or str(row["answer"])
+    if found is None:
+        return 0.0
+    if to_number(found) is not None:
+        return float(to_number(found) == to_number(gold))
+    return float("".join(found.split()) == "".join(gold.split()))
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{...}, with balanced braces; None without one."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for i in range(start + len("\\boxed{") - 1, len(text) if start >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : i]
+    return None
+
+
+def format(completion: str, row: dict) -> float:
+    """1 if the completion ends with a line `#### n` (or `A: n`), whatever the number."""
+    return float(FORMAT.search(completion) is not None)
+
+
+# ---- countdown ----
+
+MAX_EXPRESSION = 200  # characters; bounds the parser's and our own recursion, and the size of the numbers
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def countdown(completion: str, row: dict) -> float:
+    """1 if the completion's expression makes `target` out of `nums` (or `numbers`), each used exactly once; exact.
+
+    The expression is what the last <answer>...</answer> holds or, if no such tag is opened, the last line that is not
+    blank. It has whole numbers in plain digits, parentheses and binary + - * / (also typeset as × ÷ −) only. One "=
+    target" may follow it, and one full stop at the end; with anything else on the right of "=" the reward is 0.
+    """
+    text = last_tagged(completion, "answer")
+    if text is None:
+        text = "" if "<answer>" in completion else completion.rstrip().rpartition("\n")[2]
+    expression, equals, right = text.strip().removesuffix(".").partition("=")
+    if equals and right.strip() != str(row["target"]):
+        return 0.0
+    value, numbers = arithmetic(expression.strip())
+    return float(value == row["target"] and sorted(numbers) == sorted(countdown_numbers(row)))
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """What stands between the last closing tag and the last opening one before it; None without such a pair."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end] if start >= 0 else None
+
+
+def arithmetic(expression: str) -> tuple[Fraction | None, list[int]]:
+    """The exact value of an expression, and the numbers in it. The value is None if there is none (division by zero) or
+    the text is anything but whole numbers, parentheses and binary + - * /."""
+    expression = expression.translate(str.maketrans("×÷−", "*/-"))
+    # With these characters alone there are no names, floats, comments or line breaks, and the parser cannot warn.
+    if len(expression) > MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
+        return None, []
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        return evaluate(tree), [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):  # the last is the parser's "nested too deep"
+        return None, []
+
+
+def evaluate(node: ast.AST) -> Fraction:
+    """Raises `ValueError` for what is not arithmetic (`**`, `//`, signs, calls, tuples), and `ZeroDivisionError`."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise ValueError(f"not arithmetic: {type(node).__name__}")
+    return OPERATORS[type(node.op)](evaluate(node.left), evaluate(node.right))
+
+
+def countdown_numbers(row: dict) -> list[int] | None:
+    return row["nums"] if row.get("nums") is not None else row.get("numbers")
+
+
+def check_countdown(row: dict) -> None:
+    """Raises `ValueError` unless the row has a list of whole numbers >= 0 and a whole `target`."""
+    numbers = countdown_numbers(row)
+    if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{row['_source']}: column nums (or numbers) must list whole numbers >= 0, it is {numbers!r}")
+    if type(row["target"]) is not int:
+        raise ValueError(f"{row['_source']}: column target must be a whole number, it is {row['target']!r}")
+
+
+# ---- the shape of a completion, for small weights beside a reward for being right ----
+
+TAGS = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
+
+
+def length(completion: str, row: dict) -> float:
+    """Minus the distance, in words (divided by white space), between the completion and the row's `target_length`; a
+    row without one has 0, so that every word costs 1. The length term of LCPO (arXiv:2503.04697), which counts tokens.
+    It has no lower bound: give it a small weight."""
+    return float(-abs(len(completion.split()) - (row.get("target_length") or 0)))
+
+
+def check_length(row: dict) -> None:
+    """Raises `ValueError` for a `target_length` that is no number of words."""
+    target = row.get("target_length")
+    if target is not None and (type(target) not in (int, float) or not 0 <= target < math.inf):
+        raise ValueError(f"{row['_source']}: column target_length must be a number of words, it is {target!r}")
+
+
+def repetition(completion: str, row: dict) -> float:
+    """Minus the fraction of the completion's runs of 3 words (divided by white space) that occurred in it before, in
+    (-1, 0]; 0 for fewer than 3 words. Keeps a model from filling space by repeating itself (arXiv:2502.03373)."""
+    words = completion.split()
+    runs = list(zip(words, words[1:], words[2:], strict=False))
+    return len(set(runs)) / len(runs) - 1 if runs else 0.0
+
+
+def tag_format(completion: str, row: dict) -> float:
+    """1 if the completion is <think>...</think> <answer>...</answer>: each tag once, nothing but white space around and
+    between the two parts, an answer that is not blank."""
+    # Counting first also keeps the expression linear: each of its ".*?" has one place to stop at.
+    once = all(completion.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    match = TAGS.fullmatch(completion.strip()) if once else None
+    return float(match is not None and match[1].strip() != "")
+
+
+exact_match.columns = gsm8k.columns = boxed.columns = ("answer",)
+countdown.columns = ("target",)  # its numbers come by either of two names: check_countdown
+countdown.check, length.check = check_countdown, check_length
+REWARDS: dict[str, Reward] = {
+    function.__name__: function
+    for function in (exact_match, gsm8k, boxed, format, countdown, length, repetition, tag_format, ifeval)
+}

@@ -1,0 +1,129 @@
+"""vLLM in this process: its workers are the torchrun ranks themselves."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import distributed
+from common.hub import context_length
+from common.rollout.base import SEED_SPACING, Engine
+
+
+class VLLMEngine(Engine):
+    """vLLM with `external_launcher`: its workers are the torchrun ranks themselves."""
+
+    def _start(self, path: str) -> None:
+        # Read once at import: before anything of vllm is imported.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        on_cpu = self.device.type == "cpu"
+        if on_cpu:
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
+        kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+        set_num_threads = torch.set_num_threads
+        from vllm import LLM
+
+        max_model_len = context_length(path, self.args)
+        options = dict(enable_sleep_mode=True)
+        if on_cpu:
+            # A prompt in two chunks has vLLM rewind the request's generator, which CPU generators cannot ("CPU
+            # Generator does not use offset", vllm/v1/worker/gpu_model_runner.py). So no chunks.
+            whole = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
+            options = dict(enforce_eager=True) | whole
+        if self.dtype != torch.float32:  # as the trainer does: see token_logprobs
+            options["hf_overrides"] = dict(head_dtype="float32")
+        try:
+            self.llm = LLM(
+                model=path,
+                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=self.args.tensor_parallel_size,
+                skip_tokenizer_init=True,
+                dtype=str(self.dtype).removeprefix("torch."),
+                logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
+                generation_config="vllm",  # not the model's own top_p, top_k and penalties
+                max_model_len=max_model_len,
+                gpu_memory_utilization=self.args.gpu_memory_utilization,
+                seed=0,  # unused: every request brings its own
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **options,
+            )
+        except ValueError as error:
+            raise ValueError(f"vLLM refuses the model or its flags: {distributed.first_line(error)}") from error
+        finally:
+            # vLLM's CPU worker overwrites these for subprocesses we do not have, and turns set_num_threads off,
+            # which would leave the trainer on one thread (vllm/platforms/cpu.py, vllm/v1/worker/cpu_worker.py).
+            for name, value in kept.items():
+                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            torch.set_num_threads = set_num_threads
+        size = self.args.tensor_parallel_size
+        first = dist.get_rank() // size * size
+        self.group_start, self.group = first, None
+        for start in range(0, dist.get_world_size(), size):  # new_group is collective: every rank makes all of them
+            group = dist.new_group(list(range(start, start + size)), backend="gloo") if size > 1 else None
+            self.group = group if start == first else self.group
+
+    def _generate(self, prompts, n, seeds, temperature, limits):
+        from vllm import SamplingParams
+
+        counts = [len(prompts)]
+        if self.group is not None:  # the ranks of a tensor-parallel group must all ask for all of the group's prompts
+            shares: list = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(shares, (prompts, seeds, limits), group=self.group)
+            counts = [len(share) for share, _, _ in shares]
+            prompts, seeds, limits = ([x for share in column for x in share] for column in zip(*shares, strict=True))
+        params = [
+            SamplingParams(
+                n=n,
+                seed=seed * SEED_SPACING,
+                temperature=temperature,
+                max_tokens=limit,
+                stop_token_ids=self.eos_ids,
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed, limit in zip(seeds, limits, strict=True)
+        ]
+        # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
+        stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()
+        with stance:
+            requests = [dict(prompt_token_ids=prompt) for prompt in prompts]
+            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
+        mine = dist.get_rank() - self.group_start if self.group is not None else 0
+        start = sum(counts[:mine])
+        return [
+            [
+                (
+                    list(c.token_ids),
+                    [p[t].logprob for p, t in zip(c.logprobs, c.token_ids, strict=True)],
+                    c.finish_reason,
+                )
+                for c in output.outputs
+            ]
+            for output in outputs[start : start + counts[mine]]
+        ]
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
+        if self.device.type != "cpu":
+            self.llm.wake_up(tags=["kv_cache"])
+        # Cached prefixes are of the old weights.
+        assert self.llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests were still running"
+
+    def sleep(self) -> None:
+        if self.device.type != "cpu":  # vLLM's CPU worker cannot
+            self.llm.sleep(level=2)
+
+    def wake(self) -> None:
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()  # vLLM takes its memory from the driver, not from PyTorch's cache
+            self.llm.wake_up(tags=["weights"])
+
+    def close(self) -> None:
+        dist.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
+        self.llm.llm_engine.engine_core.shutdown()

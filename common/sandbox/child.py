@@ -1,0 +1,229 @@
+"""The child of `common/sandbox/program.py`: confines itself, then runs source that nobody trusts.
+
+Run in a fresh interpreter, `python -I -S -B -X utf8`, with an empty environment, in an empty directory and in a session
+of its own. Nothing is judged here: inputs come in and outputs go out. The parent imports `encode` and `decode`.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import itertools
+import os
+import sys
+import types
+from _collections import deque
+
+TYPE_CHECKING = False  # an import here costs every run milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MEMORY_EXIT = 101  # the exit code after a MemoryError
+READY = b"ready\n"
+
+# ---- plain values as JSON ----
+
+DEPTH = 100  # nesting of a value that can be passed
+VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+PASSED_AS_ITERATORS = (range, map, filter, zip, enumerate, reversed, types.GeneratorType, deque, *VIEWS)
+ITEMS = 100_000  # of such a result
+
+
+class CannotPass(TypeError):
+    """A value is no plain one."""
+
+
+def refuse(value: object) -> object:
+    """What `encode` does with a value that is not plain."""
+    raise CannotPass(f"a value of type {type(value).__name__}")
+
+
+def refuse_object(name: str) -> object:
+    """What `decode` does with one."""
+    raise CannotPass("a value that is no plain one")
+
+
+def encode(value: object, other: Callable = refuse, depth: int = 0) -> object:
+    """`value` as JSON: a list is an array, every other container and what JSON lacks is an object of one key, the type.
+    Subclasses of plain types become the plain type, whatever they override; `other` encodes everything else.
+
+    Raises `CannotPass`, also for a value that is nested too deeply, as one that contains itself is.
+    """
+    if value is None or value is True or value is False:
+        return value
+    if depth > DEPTH:
+        raise CannotPass("a value that is nested too deeply")
+    if isinstance(value, str):
+        value = str.__str__(value)
+        # JSON would join two lone surrogates to one character
+        return {"str": value.encode("utf-8", "surrogatepass").hex()} if has_surrogate(value) else value
+    if isinstance(value, int):
+        value = int.__index__(value)  # hex: Python refuses to write integers of thousands of digits in decimal
+        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, list):
+        return [encode(item, other, depth + 1) for item in list.__iter__(value)]
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, other, depth + 1), encode(v, other, depth + 1)] for k, v in dict.items(value)]}
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item, other, depth + 1) for item in kind.__iter__(value)]}
+    if isinstance(value, bytes):
+        return {"bytes": bytes.hex(value)}
+    if isinstance(value, complex):
+        return {"complex": [complex.real.__get__(value), complex.imag.__get__(value)]}
+    return other(value)
+
+
+def decode(data: object, other: Callable = refuse_object, depth: int = 0) -> object:
+    """The value that `encode` made `data` of. Raises nothing but `ValueError` and `TypeError`, whatever `data` is."""
+    if depth > DEPTH:
+        raise ValueError("nested too deeply")
+    if isinstance(data, list):
+        return [decode(item, other, depth + 1) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise ValueError("not a value")
+    ((kind, body),) = data.items()
+    if kind == "object":
+        return other(body)
+    if kind in ("str", "int", "bytes"):
+        if not isinstance(body, str):
+            raise ValueError("not a value")
+        if kind == "int":
+            return int(body, 16)
+        body = bytes.fromhex(body)
+        return body if kind == "bytes" else body.decode("utf-8", "surrogatepass")
+    if not isinstance(body, list):
+        raise ValueError("not a value")
+    if kind == "complex":
+        if not all(isinstance(part, float) for part in body):
+            raise ValueError("not a value")
+        return complex(*body)
+    items = [decode(item, other, depth + 1) for item in body]
+    if kind == "iterator":
+        return iter(items)
+    if kind == "dict":
+        return dict(hashable(items, [key for key, _ in items]))
+    makers = {"tuple": tuple, "set": set, "frozenset": frozenset}
+    if kind not in makers:
+        raise ValueError("not a value")
+    return makers[kind](items if kind == "tuple" else hashable(items, items))
+
+
+def hashable(items: list, keys: list) -> list:
+    """`items`. Raises `ValueError` for many keys of one hash, or whose hashes may be chosen so that they meet: a
+    table of them takes quadratic time to build."""
+    if sum(not isinstance(key, str) for key in keys) > 10_000:  # their hashes can be chosen to lie in one chain
+        raise ValueError("too many keys that are not strings")
+    hashes = sorted(map(hash, keys))
+    if any(a == b for a, b in zip(hashes, hashes[100:], strict=False)):
+        raise ValueError("too many equal hashes")
+    return items
+
+
+def has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+# ---- running the source ----
+
+
+def main(confine: Callable, mode: str, parent: str, source: str, requests: str, answers: str, *rest: str) -> None:
+    """`mode` is `program` (stdin to stdout) or `calls` (a server of function calls); `source`, `requests` and `answers`
+    are file descriptors; the rest is what `confine` takes."""
+    with open(int(source), "rb") as file:
+        text = file.read()
+    try:
+        confine(int(parent), *map(int, rest))
+    except OSError as error:
+        os.write(int(answers), str(error).encode())
+        return
+    builtins.exit, builtins.quit = (_sitebuiltins.Quitter(name, "Ctrl-D") for name in ("exit", "quit"))  # as without -S
+    os.write(int(answers), READY)
+    if mode == "program":
+        run(text)
+    else:
+        Server(int(requests), int(answers)).serve(text)
+
+
+def run(text: bytes) -> None:
+    """As `python program.py` would."""
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.argv = ["program.py"]
+    try:
+        exec(compile(text, "program.py", "exec", dont_inherit=True), module.__dict__)
+    except MemoryError:
+        sys.exit(MEMORY_EXIT)
+
+
+class Server:
+    """Executes the source as a module named `program`, so what stands under `if __name__ == "__main__":` is not run,
+    then answers requests, a line of JSON each."""
+
+    def __init__(self, requests: int, answers: int):
+        import json
+
+        self.json = json
+        self.requests, self.answers = open(requests, "rb"), answers
+        self.objects: list[object] = []  # what was returned and is no plain value stays here
+        self.module = sys.modules["program"] = types.ModuleType("program")
+
+    def serve(self, text: bytes) -> None:
+        """The first answer says whether the source ran. A request is `{"call": "f", "args": [...], "kwargs": {...}}`;
+        without `args` it is for the value of the expression itself."""
+        names = self.module.__dict__
+        names["__objects__"], names["__ask__"] = self.objects, self.ask
+        self.send(self.attempt(lambda: exec(compile(text, "program.py", "exec", dont_inherit=True), names)))
+        while line := self.requests.readline():
+            self.send(self.attempt(lambda line=line: self.call(self.json.loads(line))))
+
+    def call(self, request: dict) -> object:
+        names = self.module.__dict__
+        evaluate = lambda expression: eval(expression, names)  # noqa: E731
+        value = evaluate(request["call"])
+        if "args" not in request:
+            return value
+        args = decode(request["args"], evaluate)
+        kwargs = {name: decode(item, evaluate) for name, item in request["kwargs"].items()}
+        return value(*args, **kwargs)
+
+    def attempt(self, what: Callable[[], object]) -> dict:
+        """`{"value": ...}` or `{"error": [[names of the exception's classes], message]}`."""
+        try:
+            return {"value": encode(what(), self.keep)}
+        except BaseException as error:  # whatever the program raises is its answer
+            names = [kind.__name__ for kind in type(error).__mro__]
+            try:
+                plain = type(error) is KeyError and len(error.args) == 1 and isinstance(error.args[0], str)
+                return {"error": [names, str(error.args[0] if plain else error)[:1000]]}  # str(KeyError) is a repr
+            except BaseException:  # its __str__ raises too
+                return {"error": [names, ""]}
+
+    def keep(self, value: object) -> object:
+        """Known outside by an expression only; but what can be gone through passes as an iterator, if it is not too
+        long: equal to no list, as a generator is not."""
+        if isinstance(value, bytearray):
+            return {"bytes": value.hex()}
+        if isinstance(value, PASSED_AS_ITERATORS):
+            items = list(itertools.islice(value, ITEMS + 1))
+            if len(items) <= ITEMS:
+                return {"iterator": encode(items, self.keep)}
+        self.objects.append(value)
+        return {"object": f"__objects__[{len(self.objects) - 1}]"}
+
+    def send(self, message: dict) -> None:
+        data = memoryview(self.json.dumps(message).encode() + b"\n")
+        while data:
+            data = data[os.write(self.answers, data) :]
+
+    def ask(self, question: object) -> dict:
+        """The parent's answer: only for source that is run to put questions, see `Program.call`."""
+        self.send({"ask": question})
+        return self.json.loads(self.requests.readline())

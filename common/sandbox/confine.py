@@ -1,0 +1,215 @@
+"""Confines the process that calls it, for good: what `common/sandbox/child.py` does before it runs untrusted source.
+
+- limits on memory, file size and CPU time, no capabilities, no new privileges, dead when the parent is;
+- Landlock: reads the standard library and shared libraries, reads and writes regular files of its own directory, where
+  it can delete and rename none: all that it writes is there to be counted. It does not
+  hide the *names* and sizes of other files;
+- seccomp: only the system calls of `ALLOWED`: no other process, no network, no signals, no change of metadata.
+
+Pure ctypes, and nothing of `common` is imported: the child runs without the project on its path.
+"""
+
+import ctypes
+import os
+import resource
+import struct
+
+THREADS = 64  # the parent kills above; RLIMIT_NPROC counts all processes of the user, and does not bind root
+OPEN_FILES = 64
+STACK_MIB = 512
+
+
+def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsafe: bool) -> None:
+    """All layers, with the current directory as the one that may be written. `parent`: the process id of the parent.
+
+    Raises `OSError` naming the layer that this machine does not have; with `unsafe` it is left out instead.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    layers = (
+        lambda: limit_resources(memory_mib, file_mib, cpu_seconds),
+        lambda: drop_privileges(libc, parent),
+        lambda: restrict_files(libc),
+        lambda: restrict_calls(libc),
+    )
+    for layer in layers:
+        try:
+            layer()
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: not a C library of Linux
+            if not unsafe:
+                raise OSError(str(error)) from error
+
+
+# ---- limits and privileges ----
+
+
+def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
+    """Memory is address space: what malloc and mmap give. CPU time is a second line behind the parent's clock."""
+    for name, value in (
+        (resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_FSIZE, file_mib << 20), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_NOFILE, OPEN_FILES),
+    ):  # fmt: skip
+        hard = resource.getrlimit(name)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (value, value))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # of the main thread: for deep recursion
+    soft = STACK_MIB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MIB << 20, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+
+
+def drop_privileges(libc: ctypes.CDLL, parent: int) -> None:
+    for option, value in ((38, 1), (1, 9), (4, 0)):  # no_new_privs; SIGKILL when the parent dies; not dumpable
+        check(libc.prctl(option, value, 0, 0, 0), "prctl")
+    if os.getppid() != parent:  # it died before PR_SET_PDEATHSIG
+        os._exit(1)
+    check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+
+
+def check(result: int, what: str) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+# ---- Landlock ----
+
+READ_FILE, READ_DIR, WRITE_FILE, MAKE_REG, TRUNCATE = 1 << 2, 1 << 3, 1 << 1, 1 << 8, 1 << 14
+# By ABI version: rights on files (the last is IOCTL_DEV), on TCP (bind, connect), scopes (abstract sockets, signals).
+FILE_RIGHTS = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15, 5: 1 << 16}
+TREES = ("/usr/share/zoneinfo",)
+FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
+
+
+def restrict_files(libc: ctypes.CDLL) -> None:
+    """Landlock: every right that the kernel knows is taken away, but those granted here."""
+
+    def call(number: int, *args: object) -> int:
+        words = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in (number, *args)]
+        return check(libc.syscall(*words), "Landlock")
+
+    abi = call(444, None, 0, 1)
+    every = FILE_RIGHTS[min(abi, 5)] - 1
+    attributes = struct.pack("QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    ruleset = call(444, attributes, 8 if abi < 4 else 16 if abi < 6 else 24, 0)
+
+    def grant(path: str, rights: int) -> None:
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:  # not on this machine
+            return
+        call(445, ruleset, 1, struct.pack("=Qi", rights & every, fd), 0)
+        os.close(fd)
+
+    library = os.path.dirname(os.__file__)
+    grant(library, READ_DIR)  # packages of others may lie in the same folder: grant its entries, without those
+    with os.scandir(library) as entries:
+        for entry in entries:
+            if entry.name not in ("site-packages", "dist-packages"):
+                grant(entry.path, READ_FILE | READ_DIR if entry.is_dir() else READ_FILE)
+    for folder in shared_library_folders():
+        if library.startswith(folder + "/"):
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if ".so" in entry.name and entry.is_file():
+                        grant(entry.path, READ_FILE)
+        else:
+            grant(folder, READ_FILE | READ_DIR)
+    for path in TREES:
+        grant(path, READ_FILE | READ_DIR)
+    for path in FILES:
+        grant(path, READ_FILE)
+    grant("/dev/null", READ_FILE | WRITE_FILE)
+    grant(".", READ_FILE | READ_DIR | WRITE_FILE | MAKE_REG | TRUNCATE)
+    call(446, ruleset, 1 if abi >= 7 else 0)  # 1: do not fill the audit log with what is refused
+    os.close(ruleset)
+
+
+def shared_library_folders() -> set[str]:
+    """Where the libraries of this process came from: those of extension modules not loaded yet lie beside them."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line and "/" in line}
+    return {os.path.dirname(os.path.realpath(path)) for path in paths if path.startswith("/")} - {"/"}
+
+
+# ---- seccomp ----
+
+# name: number on x86-64, on aarch64. What Python needs to compute, to use files and to run threads.
+ALLOWED = {
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
+    "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62),
+    "stat": (4, None), "lstat": (6, None), "fstat": (5, 80), "newfstatat": (262, 79), "statx": (332, 291),
+    "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439), "readlink": (89, None),
+    "readlinkat": (267, 78), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
+    "umask": (95, 166), "ftruncate": (77, 46), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72),
+    "mmap": (9, 222), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "brk": (12, 214),
+    "madvise": (28, 233),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "pause": (34, None), "alarm": (37, None), "getitimer": (36, 102), "setitimer": (38, 103),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153), "getrusage": (98, 165),
+    "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293), "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123), "restart_syscall": (219, 128), "getrandom": (318, 278), "uname": (63, 160),
+    "sysinfo": (99, 179), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "exit": (60, 93), "exit_group": (231, 94),
+}  # fmt: skip
+# name: (numbers, alternatives); an alternative is {argument: its lower 32 bits}, NULL an argument that must be zero.
+NULL = -1
+SOME = {
+    # a thread, with exactly glibc's or musl's flags: never a process
+    "clone": ((56, 220), [{0: 0x3D0F00}, {0: 0x7D0F00}]),
+    # reading limits; and RLIMIT_STACK, which contest programs like to raise
+    "prlimit64": ((302, 261), [{0: 0, 2: NULL}, {0: 0, 1: 3}]),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    "ioctl": ((16, 29), [{1: c} for c in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)]),
+    # F_DUPFD, F_[GS]ETFD, F_[GS]ETFL, locks, F_DUPFD_CLOEXEC. Not F_SETOWN, F_SETSIG: they send signals; no leases.
+    "fcntl": ((72, 25), [{1: c} for c in (0, 1, 2, 3, 4, 5, 6, 7, 1030)]),
+}
+CLONE3 = (435, 435)
+OPEN = {"open": ((2, None), 1), "openat": ((257, 56), 2)}  # name: (numbers, which argument the flags are)
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the tables, AUDIT_ARCH
+
+
+def seccomp_filter(machine: str) -> bytes:
+    """The BPF program: an array of struct sock_filter. Loads are 32 bits of struct seccomp_data, little-endian."""
+    column, audit = ARCHITECTURES[machine]
+    load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06
+    allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+    # Another architecture's calls (int 0x80) and x32 numbers have other meanings: kill.
+    code = [(load, 0, 0, 4), (equal, 1, 0, audit), (leave, 0, 0, kill)]
+    code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (leave, 0, 0, kill)]
+    for numbers in ALLOWED.values():
+        if numbers[column] is not None:
+            code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, allow)]
+    # ENOSYS: the flags of clone3 are in memory, where a filter cannot look; the C library then uses clone
+    code += [(equal, 0, 1, CLONE3[column]), (leave, 0, 0, enosys)]
+    for numbers, alternatives in SOME.values():
+        body = []
+        for conditions in alternatives:
+            words = [(16 + 8 * arg, 0 if value == NULL else value) for arg, value in conditions.items()]
+            words += [(20 + 8 * arg, 0) for arg, value in conditions.items() if value == NULL]
+            for i, (offset, value) in enumerate(words):
+                body += [(load, 0, 0, offset), (equal, 0, 2 * (len(words) - i) - 1, value)]
+            body += [(leave, 0, 0, allow)]
+        body += [(leave, 0, 0, eperm)]
+        code += [(equal, 0, len(body), numbers[column]), *body]
+    # Landlock asks for no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files of O_TMPFILE have
+    # no name by which the parent could count them.
+    any_of, mask, trunc, tmpfile = 0x45, 0x54, 0o1000, 0o20000000
+    for numbers, arg in OPEN.values():
+        if numbers[column] is not None:
+            code += [(equal, 0, 8, numbers[column]), (load, 0, 0, 16 + 8 * arg), (any_of, 4, 0, tmpfile)]
+            code += [(mask, 0, 0, trunc | 3), (equal, 2, 0, trunc), (mask, 0, 0, 3), (equal, 0, 1, 3)]
+            code += [(leave, 0, 0, eperm), (leave, 0, 0, allow)]
+    code += [(leave, 0, 0, eperm)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def restrict_calls(libc: ctypes.CDLL) -> None:
+    machine = os.uname().machine
+    if machine not in ARCHITECTURES:
+        raise OSError(f"seccomp: no table of system calls for {machine}")
+    code = seccomp_filter(machine)
+    program = ctypes.create_string_buffer(code)
+    fprog = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
+    check(libc.prctl(22, 2, fprog, 0, 0), "seccomp")  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER

@@ -1,0 +1,199 @@
+"""Runs Python that nobody trusts, such as what a model wrote, in a process that has confined itself (`confine.py`).
+
+`run_program` gives a program its stdin and returns its stdout; `Program` calls its functions. Either way the program
+only ever sees inputs: verdicts are made by the caller. About 20 ms a run, most of it the start of an interpreter.
+"""
+
+import functools
+import json
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.sandbox.child import CannotPass, decode, encode
+from common.sandbox.confine import ARCHITECTURES
+from common.sandbox.process import Child, Limits, ProgramError, died
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program did."""
+
+    status: str
+    """"ok", or why not: "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit", ..."""
+    stdout: str
+    """What it wrote, up to the limit; bytes that are not UTF-8 are U+FFFD."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long it ran, from its first line."""
+
+
+def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Outcome:
+    """Runs `source` as `python program.py < stdin`.
+
+    `unsafe` runs it with the layers that this machine has, where `problem()` is not None. Raises `ValueError` there
+    without it, `RuntimeError` if the interpreter does not start or the machine has no room for it.
+    """
+    require_confinement(unsafe)
+    with Child("program", source, limits or Limits(), unsafe, stdin) as child:
+        output = bytearray()
+        try:
+            while chunk := child.read(child.stdout):
+                output += chunk
+                if len(output) > child.limits.output_bytes:
+                    raise ProgramError("output limit")
+            code = child.wait()
+            status = "ok" if code == 0 else died(code)
+        except ProgramError as error:
+            status = error.kind
+        seconds = child.limits.seconds - (child.deadline - time.monotonic())
+    return Outcome(status, output[: child.limits.output_bytes].decode("utf-8", "replace"), seconds)
+
+
+class Program:
+    """A program whose functions can be called, with plain values (see `child.encode`). A context manager.
+    Results that can only be gone through, such as generators, ranges and views, arrive as iterators, bytearrays as
+    bytes.
+
+    `source` is run as a module: what stands under `if __name__ == "__main__":` is not. For one thread, which must live
+    as long. Raises what `run_program` does, and on entering `ProgramError` if the source does not run.
+    """
+
+    def __init__(self, source: str, limits: Limits | None = None, unsafe: bool = False):
+        require_confinement(unsafe)
+        self.source, self.limits, self.unsafe, self.dead = source, limits or Limits(), unsafe, None
+
+    def __enter__(self) -> "Program":
+        self.child = Child("calls", self.source, self.limits, self.unsafe)
+        try:
+            self._value(self._answer())
+        except BaseException:
+            self.child.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.child.close()
+
+    def call(
+        self, function: str, args: list | tuple = (), kwargs: dict | None = None, answer: Callable | None = None
+    ) -> object:
+        """`function(*args, **kwargs)`, where `function` is an expression. Raises `ProgramError`; once that says how the
+        program ended, or "malformed", so does every later call. `TypeError` if an argument is no plain value.
+
+        `answer` makes the JSON that the program's `__ask__(question)` returns of the JSON `question`; without it,
+        putting a question is an error.
+        """
+        kwargs = {name: encode(value) for name, value in (kwargs or {}).items()}
+        reply = self.exchange({"call": function, "args": encode(list(args)), "kwargs": kwargs})
+        while "ask" in reply:
+            if answer is None:
+                raise self._end(ProgramError("malformed", "a question"))
+            reply = self.exchange(answer(reply["ask"]))
+        return self._value(reply)
+
+    def exchange(self, request: dict) -> dict:
+        """One line of JSON to the program and one back, values still encoded. Raises `ProgramError`."""
+        if self.dead:
+            raise self.dead
+        try:
+            self.child.write(json.dumps(request).encode() + b"\n")
+        except ProgramError as error:
+            raise self._end(error) from None
+        return self._answer()
+
+    def _answer(self) -> dict:
+        line = bytearray()
+        try:
+            while not line.endswith(b"\n"):
+                chunk = self.child.read(self.child.answers)
+                if not chunk:
+                    raise ProgramError(died(self.child.wait()))
+                line += chunk
+                if len(line) > self.limits.output_bytes:
+                    raise ProgramError("output limit")
+            return parse_answer(bytes(line))
+        except ProgramError as error:
+            raise self._end(error) from None
+
+    def _value(self, reply: dict) -> object:
+        if "error" in reply:
+            types, message = reply["error"]
+            raise ProgramError("cannot be passed" if types[0] == "CannotPass" else "raised", message, tuple(types))
+        if "value" not in reply:
+            raise self._end(ProgramError("malformed", "a question"))
+        try:
+            return decode(reply["value"])
+        except CannotPass as error:
+            raise ProgramError("cannot be passed", str(error)) from None
+        except (ValueError, TypeError) as error:
+            raise self._end(ProgramError("malformed", str(error))) from None
+
+    def _end(self, error: ProgramError) -> ProgramError:
+        self.dead = error
+        self.child.close()
+        return error
+
+
+def parse_answer(line: bytes) -> dict:
+    """`{"value": ...}`, `{"error": [[name, ...], message]}` or `{"ask": ...}`: all else is a `ProgramError`."""
+    try:
+        reply = json.loads(line)  # bytes after the first line are an error too
+    except (ValueError, RecursionError) as error:
+        raise ProgramError("malformed", type(error).__name__) from None
+    match reply:
+        case {"error": [[str(), *names], str()]} if len(reply) == 1 and all(isinstance(name, str) for name in names):
+            return reply
+        case {"value": _} | {"ask": _} if len(reply) == 1:
+            return reply
+    raise ProgramError("malformed")
+
+
+# ---- can this machine do it? ----
+
+PROBE = """
+import os, socket
+def refused(what, *args):
+    try:
+        what(*args)
+    except OSError:
+        return True
+checks = {
+    "Landlock": [(open, "/etc/passwd"), (open, "/proc/self/status"), (open, os.pardir + "/x", "w")],
+    "seccomp": [(os.fork,), (socket.socket,), (os.kill, os.getppid(), 0), (os.chmod, ".", 0o700),
+                (os.open, "/dev/null", 3), (os.open, "/dev/null", os.O_RDONLY | os.O_TRUNC),
+                (os.open, ".", os.O_RDWR | os.O_TMPFILE)],
+}
+print(*[layer for layer in checks if not all(refused(*check) for check in checks[layer])])
+"""
+LOCK = threading.Lock()
+
+
+def problem() -> str | None:
+    """Why programs cannot be confined on this machine; None if they can. Runs one, once."""
+    with LOCK:
+        return _problem()
+
+
+@functools.cache
+def _problem() -> str | None:
+    if sys.platform != "linux":
+        return f"confining programs needs Linux, this is {sys.platform}"
+    if platform.machine() not in ARCHITECTURES:
+        return f"confining programs is written for {' and '.join(ARCHITECTURES)}, this is {platform.machine()}"
+    try:
+        with Child("program", PROBE, Limits(seconds=30), unsafe=False) as child:
+            left = child.read(child.stdout).decode().strip()
+            code = child.wait()
+    except (RuntimeError, OSError, ProgramError) as error:
+        return str(error)
+    if left or code:
+        return f"a confined program was not stopped by {left}" if left else f"a confined program failed: {died(code)}"
+    return None
+
+
+def require_confinement(unsafe: bool) -> None:
+    if not unsafe and (reason := problem()):
+        raise ValueError(f"programs cannot be run safely here: {reason}")

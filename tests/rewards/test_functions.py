@@ -1,0 +1,314 @@
+"""The built-in rewards beyond matching an answer (those are in test_rewards.py), and all of them on wild text."""
+
+import math
+import random
+import re
+import time
+import warnings
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.rewards.functions import (
+    FINAL_ANSWER,
+    NUMBER,
+    REWARDS,
+    arithmetic,
+    countdown,
+    length,
+    repetition,
+    tag_format,
+)
+
+# ---- countdown ----
+
+ROW = dict(nums=[3, 5, 7, 9], target=24, _source="rows.jsonl:7")  # 3+5+7+9
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("<answer>3 + 5 + 7 + 9</answer>", 1),
+        ("<think>3*5 <answer>1</answer></think>\n<answer>\n(9+7)+(5+3)\n</answer> done", 1),
+        ("so\n3+5+7+9", 1),
+        ("so\n3+5+7+9\n \n", 1),
+        ("<answer>3+5+7+9 = 24</answer>", 1),
+        ("3+5+7+9=24.", 1),
+        ("3+5+7+9.", 1),
+        ("9 + 7 × 5 ÷ 7 + 3 + 7", 0),  # 7 three times
+        ("((3+5))+((7)+9)", 1),
+        # the number of times each number is used
+        ("3 + 5 + 16", 0),
+        ("3 + 7 + 9 + 5 + 0", 0),
+        ("9 + 7 + 5", 0),
+        ("8 * 3", 0),
+        ("24", 0),
+        ("3 + 5 + 7 + 9 + 3 - 3", 0),
+        ("35 - 7 - 9", 0),  # digits joined
+        # another value
+        ("3 + 5 + 7 - 9", 0),
+        ("<answer>3+5+7-9 = 24</answer>", 0),
+        ("3+5+7+9 = 25", 0),
+        ("24 = 3+5+7+9", 0),
+        ("3+5+7+9 = 24 = 24", 0),
+        ("3+5+7+9 =", 0),
+        ("3+5+7+9 = x", 0),
+        ("3+5+7+9 = ٢٤", 0),
+        # the place
+        ("3+5+7+9\nis it", 0),
+        ("<answer>3+5+7+9</answer> <answer>3</answer>", 0),
+        ("<answer>3+5+7+9", 0),
+        ("<answer>\n3+5+7+9", 0),  # cut off: not the last line of a completion without tags
+        ("<answer>3+5+7+9</answer> and <answer>", 1),
+        ("the answer is 3+5+7+9", 0),
+        # the language
+        ("3.0 + 5 + 7 + 9", 0),
+        ("3 + 5 + 7 + 0_9", 0),
+        ("3 + 5 + 7 + 09", 0),
+        ("٣ + 5 + 7 + 9", 0),
+        ("3 + 5 + 7 + 9 # yes", 0),
+        ("3 + 5 + \\\n7 + 9", 0),
+        ("<answer>3 + 5 +\n7 + 9</answer>", 0),
+        ("+3 + 5 + 7 + 9", 0),
+        ("--3 + 5 + 7 + 9", 0),
+        ("3 - -5 + 7 + 9", 0),
+        ("(3 + 5 + 7 + 9,)", 0),
+        ("3(5) + 7 + 9", 0),
+        ("()", 0),
+        ("<answer></answer>", 0),
+        ("", 0),
+        ("f'{3+5+7+9}'", 0),
+        ("int('24')", 0),
+        ("__import__('os').system('true')", 0),
+        ("3 + 5 + 7 + 9" + " " * 200 + "+ 0", 0),
+        ("\x003+5+7+9", 0),
+    ],
+)
+def test_countdown(completion, reward):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert countdown(completion, ROW) == reward
+
+
+@pytest.mark.parametrize(
+    "completion, nums, target, reward",
+    [
+        ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24, 1),  # through fractions: floats give 23.999999999999989
+        ("8 ÷ (3 − 8 ÷ 3)", [8, 3, 8, 3], 24, 1),
+        ("8 × 3", [3, 8], 24, 1),
+        ("7 / 2", [2, 7], 3, 0),
+        ("7 // 2", [2, 7], 3, 0),
+        ("2 ** 3", [2, 3], 8, 0),
+        ("7 % 4", [7, 4], 3, 0),
+        ("6 ^ 3", [6, 3], 5, 0),
+        ("1 << 3", [1, 3], 8, 0),
+        ("5 / (3 - 3)", [3, 3, 5], 5, 0),
+        ("2 - 7", [2, 7], -5, 1),
+        ("2 - 7 = -5", [2, 7], -5, 1),
+        ("True + 1", [1, 1], 2, 0),
+        ("5 + 5", [5, 5], 10, 1),
+        ("5 + 5", [5], 10, 0),
+        ("5", [5], 5, 1),
+    ],
+)
+def test_countdown_with_other_numbers(completion, nums, target, reward):
+    assert countdown(completion, dict(nums=nums, target=target)) == reward
+    assert countdown(completion, dict(numbers=nums, target=target)) == reward
+
+
+@given(st.data())
+def test_countdown_accepts_every_right_expression(data):
+    """Random trees, against Python's own arithmetic on fractions; in any order of `nums`."""
+    nums = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=6))
+    parts = [(str(n), Fraction(n)) for n in nums]
+    while len(parts) > 1:
+        i = data.draw(st.integers(0, len(parts) - 2))
+        (a, x), (b, y) = parts[i : i + 2]
+        op = data.draw(st.sampled_from("+-*/" if y else "+-*"))
+        parts[i : i + 2] = [(f"({a} {op} {b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else None}[op])]
+    [(text, value)] = parts
+    shuffled = data.draw(st.permutations(nums))
+    found, numbers = arithmetic(text)
+    assert found == value and sorted(numbers) == sorted(nums)
+    if value.denominator == 1:
+        for written in (text, f"<answer>{text}</answer>", f"{text} = {int(value)}", text.replace("*", "×")):
+            assert countdown(written, dict(nums=shuffled, target=int(value))) == 1
+            assert countdown(written, dict(nums=shuffled, target=int(value) + 1)) == 0
+            assert countdown(written, dict(nums=shuffled + [0], target=int(value))) == 0
+
+
+@given(st.text(alphabet="0123456789+-*/() ", max_size=220))
+def test_arithmetic_is_silent_on_its_own_alphabet(text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value, numbers = arithmetic(text)
+    assert value is None or "**" not in text and "//" not in text and numbers
+
+
+def test_arithmetic_is_bounded():
+    assert arithmetic("(" * 99 + "1" + ")" * 99) == (1, [1])
+    assert arithmetic("1" + "+1" * 99)[0] == 100 and arithmetic("1" + "+1" * 100)[0] is None  # 199, 201 characters
+    for text in ("(" * 200, "(" * 100 + ")" * 100, "-" * 199 + "1", "9" * 10_000, "1(" * 100, "(1)" * 60):
+        assert arithmetic(text)[0] is None
+    assert arithmetic("9" * 100 + "*" + "9" * 99)[0] == (10**100 - 1) * (10**99 - 1)
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (dict(target=3), r"rows.jsonl:7: column nums \(or numbers\) must list .* it is None"),
+        (dict(target=3, nums=[]), "column nums"),
+        (dict(target=3, nums="1 2"), "column nums .* it is '1 2'"),
+        (dict(target=3, nums=[1, 2.0]), "column nums"),
+        (dict(target=3, nums=[1, True]), "column nums"),
+        (dict(target=3, numbers=[1, -2]), "column nums"),
+        (dict(target="3", nums=[1, 2]), "rows.jsonl:7: column target must be a whole number, it is '3'"),
+        (dict(target=3.5, nums=[1, 2]), "column target"),
+    ],
+)
+def test_countdown_refuses_malformed_rows(columns, message):
+    with pytest.raises(ValueError, match=message):
+        countdown.check(columns | dict(_source="rows.jsonl:7"))
+
+
+def test_countdown_takes_good_rows():
+    assert countdown.columns == ("target",)
+    for columns in (dict(nums=[1, 2]), dict(numbers=[0]), dict(nums=None, numbers=[4])):
+        countdown.check(columns | dict(target=3, _source=""))
+
+
+# ---- the shape of a completion ----
+
+
+@pytest.mark.parametrize(
+    "completion, target, reward",
+    [("a b c", 3, 0), ("a b c", 5, -2), ("a b c", 1, -2), (" a\n\tb  ", 2, 0), ("", 0, 0), ("", 4, -4),
+     ("a b", None, -2), ("a-b, c.", 2, 0), ("a b c", 2.5, -0.5)],
+)  # fmt: skip
+def test_length(completion, target, reward):
+    assert length(completion, dict(target_length=target)) == reward
+    if not target:
+        assert length(completion, {}) == reward
+
+
+def test_length_refuses_malformed_rows():
+    for good in (0, 12, 12.0, None):
+        length.check(dict(target_length=good, _source="x"))
+    length.check(dict(_source="x"))
+    for bad in ("12", -1, math.nan, math.inf, True, [1]):
+        with pytest.raises(ValueError, match="rows:2: column target_length must be a number of words, it is "):
+            length.check(dict(target_length=bad, _source="rows:2"))
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("", 0), ("a", 0), ("a a", 0), ("a a a", 0), ("a b c", 0), ("a a a a", -1 / 2), ("a b c d e f", 0),
+     ("a b c a b c", -1 / 4), ("a b\nc  a b c a b c", -4 / 7), ("a b a b a b", -2 / 4), ("A b c a b c", 0)],
+)  # fmt: skip
+def test_repetition(completion, reward):
+    assert repetition(completion, {}) == pytest.approx(reward)
+    assert math.copysign(1, repetition(completion, {})) == (1 if reward == 0 else -1)  # 0, not -0, in tables
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=30))
+def test_repetition_counts_by_a_naive_loop(words):
+    seen, repeats = [], 0
+    for i in range(len(words) - 2):
+        repeats += words[i : i + 3] in seen
+        seen.append(words[i : i + 3])
+    assert repetition(" ".join(words), {}) == pytest.approx(-repeats / max(1, len(words) - 2))
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("<think>why</think> <answer>4</answer>", 1),
+        ("\n<think>\nwhy\n\nso\n</think>\n\n<answer>\n4\n</answer>\n", 1),
+        ("<think></think><answer>4</answer>", 1),
+        ("<think>a < b</think><answer><b>4</b></answer>", 1),
+        ("<think>why</think> <answer> \n</answer>", 0),
+        ("<think>why</think> <answer></answer>", 0),
+        ("<think>why</think> so <answer>4</answer>", 0),
+        ("so <think>why</think> <answer>4</answer>", 0),
+        ("<think>why</think> <answer>4</answer> so", 0),
+        ("<answer>4</answer> <think>why</think>", 0),
+        ("<think>why <answer>4</answer></think>", 0),
+        ("<think><think>why</think> <answer>4</answer>", 0),
+        ("<think>why</think> <answer>4</answer> <answer>5</answer>", 0),
+        ("<think>why</think> <answer>4</answer></answer>", 0),
+        ("<think>why</think> </think><answer>4</answer>", 0),
+        ("<think>why</think> <answer>4", 0),
+        ("<answer>4</answer>", 0),
+        ("<THINK>why</THINK> <answer>4</answer>", 0),
+        ("", 0),
+    ],
+)
+def test_tag_format(completion, reward):
+    assert tag_format(completion, {}) == reward
+
+
+# ---- all of them ----
+
+FULL_ROW = dict(
+    answer="#### 18",
+    nums=[3, 5],
+    target=8,
+    target_length=10,
+    instruction_id_list=["punctuation:no_comma", "keywords:existence"],
+    kwargs=[{}, dict(keywords=["x"])],
+    _source="rows.jsonl:1",
+)
+SINGLE_TURN = "exact_match gsm8k boxed format countdown length repetition tag_format ifeval".split()
+RANGES = dict(length=(-math.inf, 0), repetition=(-1, 0))
+PIECES = ["<think>", "</think>", "<answer>", "</answer>", "####", "A:", "\\boxed{", "{", "}", "1", "1,", "/", ".", " "]
+PIECES += ["\n", "*", "$", "-", "(", ")", "3+5", "=8", "×", "x", "\x00", "\ufeff", "٣", "😀", "\u2028"]
+
+
+def test_they_have_the_names_that_users_type():
+    assert all(REWARDS[name].__name__ == name for name in SINGLE_TURN)
+
+
+@pytest.mark.parametrize("name", SINGLE_TURN)
+@given(text=st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)))
+def test_any_text_gets_a_number_in_range(name, text):
+    low, high = RANGES.get(name, (0, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value = REWARDS[name](text, FULL_ROW)
+    assert isinstance(value, float) and low <= value <= high
+
+
+SIZE = 100_000
+WILD = {
+    repr(piece): piece * (SIZE // len(piece))
+    for piece in ["a", " ", "\n", "(", "[", "{", "<think>", "</think>", "<answer>", "</answer>", "<answer> ", "#### ",
+                  "\\boxed{", "1", "1,", "a ", "a b ", "\nA: 1", "1+", "-", "A:", "\x00", "9/"]
+} | {
+    "spaces after ####": "####" + " " * SIZE + "x",
+    "stars after ####": "####" + " *" * (SIZE // 2) + "x",
+    "digits": "#### " + "1" * SIZE + " / 2",
+    "digits and commas": "#### 1" + "," * (SIZE // 2) + " " * (SIZE // 2) + "/ 2",
+    "digits, then spaces": "\n#### " + "1" * (SIZE // 2) + " " * (SIZE // 2) + "x",
+    "answer of brackets": "<answer>" + "(" * SIZE + "</answer>",
+    "answer of digits": "<answer>" + "9" * SIZE + "</answer>",
+    "spaces between tags": "<think></think>" + " " * SIZE + "<answer>1</answer>x",
+    "spaces in the answer": "<think></think><answer>" + " " * SIZE + "</answer>",
+    "random": "".join(random.Random(0).choices(PIECES, k=SIZE // 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SINGLE_TURN)
+@pytest.mark.parametrize("kind", WILD)
+def test_long_wild_text_takes_linear_time(name, kind):
+    started = time.process_time()
+    value = REWARDS[name](WILD[kind], FULL_ROW)
+    assert time.process_time() - started < 1  # measured: under 0.05 s; quadratic would be minutes
+    assert math.isfinite(value)
+
+
+@given(st.lists(st.sampled_from(["####", "A:", " ", "*", "-", "+", "$", "1", "23", ",", ".", "/", "\n", "x"])))
+def test_the_linear_pattern_of_gsm8k_finds_what_the_plain_one_finds(pieces):
+    plain = re.compile(rf"(?:####|\bA:)[\s*]*([-+]?)\s*\$?\s*({NUMBER})(?!\d|\s*/\s*\d)")
+    assert FINAL_ANSWER.findall("".join(pieces)) == plain.findall("".join(pieces))

@@ -1,0 +1,144 @@
+"""The math reward: which answers are equal, what is read out of a completion, and answers on which sympy hangs."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+from helpers import GSM8K, ROOT, descendants, needs_gsm8k
+
+from common.rewards.functions import gsm8k
+from common.rewards.math_reward import math
+from common.rewards.pool import Pool
+
+# gold answer, answer, equal. Not here, because math-verify is wrong about them: it ignores number bases (25_8 = 25) and
+# units (5 cm = 5 m), rounds decimals to six places (0.1234567 = 0.1234569), reads words without \text as products, in
+# which the order of the letters does not matter (no = on), does not know "x < 3" for the gold answer (-\infty, 3),
+# though the other way round, and takes (1, 2), as an interval or point, for the set {1, 2}.
+PAIRS = [
+    ("5", "5.0", 1), ("5", "5.", 1), ("5", "-5", 0), ("0", "0.0000001", 0), ("1000000", "1000001", 0),
+    ("1/2", "0.5", 1), (r"\frac{1}{2}", r"\dfrac12", 1), (r"-\frac{1}{2}", r"\frac{-1}{2}", 1), ("1/3", "2/6", 1),
+    (r"\frac{1}{3}", "0.333", 0), ("0.333", r"\frac{1}{3}", 0), (r"\frac{1}{3}", "0.33333333", 1),
+    (r"3\frac{1}{2}", "3.5", 1), (r"\frac{7}{2}", "3 1/2", 1), (r"3\frac{1}{2}", r"\frac{3}{2}", 0), ("2", "3 1/2", 0),
+    (r"50\%", "0.5", 1), ("50", "50%", 1), ("0.5", "50", 0), (r"5\%", "0.5", 0), ("0.12", r"12\%", 1),
+    ("1,000", "1000", 1), ("1000", r"1{,}000", 1), ("1000", r"1\,000", 1), ("0", "1 000", 0),
+    ("1234567", "1 234 567", 1),
+    (r"\$5", "5.00", 1), ("1000", r"\$1,000", 1), ("18", "18 dollars", 1), (r"5 \text{ cm}", "5", 1),
+    ("5 cm", "6 cm", 0), ("90", r"90^\circ", 1), ("x = 5", "5", 1), ("5", "x=5", 1), ("x=5", "y=5", 0),
+    ("$7$", r"\(7\)", 1),
+    ("10^6", "1000000", 1), ("1500", r"1.5 \times 10^3", 1), ("100000", "1e5", 1), ("1:2", "2:1", 0),
+    (r"\sqrt{8}", r"2\sqrt{2}", 1), (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}", 1), (r"\sqrt{2}", "1.414", 0),
+    (r"2\pi", r"\pi \cdot 2", 1), (r"\pi", "3.14", 0), (r"\log_2 8", "3", 1), (r"\binom{5}{2}", "10", 1),
+    ("x^2-1", "(x-1)(x+1)", 1), ("x^2-1", "(x-1)^2", 0), (r"\sin^2 x + \cos^2 x", "1", 1), ("y = 2x+3", "3+2x", 1),
+    ("2+3i", "3i+2", 1), ("2+3i", "2-3i", 0), ("(1, 2)", "(1,2)", 1), ("(1,2,3)", "(3,2,1)", 0), ("(1,2)", "(2,1)", 0),
+    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", 1), ("[1,2)", "[1, 2)", 1), ("(1,2]", "[1,2)", 0),
+    ("(1,2)", "[1,2]", 0),
+    ("x<3", r"(-\infty, 3)", 1), ("x < 3", "3 > x", 1), ("x<3", r"x \le 3", 0), (r"x \in [-2,7]", "[-2,7]", 1),
+    (r"(-\infty,1)\cup(2,\infty)", r"(2,\infty)\cup(-\infty,1)", 1), (r"\{1,2\}", "2, 1", 1), ("7,8", "7", 0),
+    (r"\pm 3", "3, -3", 1), (r"\pm 3", "3", 0), (r"7 \text{ or } 8", "8,7", 1), (r"\emptyset", r"\{\}", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}", 1),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\4&3\end{pmatrix}", 0),
+    (r"\text{Evelyn}", "Evelyn", 1), (r"\text{even}", r"\text{odd}", 0), ("C", r"\text{(C)}", 1), ("C", "D", 0),
+    (r"\infty", r"-\infty", 0), ("5", "1/0", 0), ("5", "", 0), ("5", r"\frac{", 0),
+    ("5", "}", 0), (5, "5", 1), (1e-5, "0.00001", 1),
+]  # fmt: skip
+
+
+def row(answer) -> dict:
+    return dict(answer=answer, _source="rows.jsonl:3")
+
+
+@pytest.mark.parametrize("gold, answer, equal", PAIRS)
+def test_equal_answers(gold, answer, equal):
+    assert math(f"so it is $\\boxed{{{answer}}}$.", row(gold)) == equal
+    assert math(f"so it is\n#### {answer}\n", row(gold)) == equal
+    if answer != "}":  # which ends the box
+        assert math(f"\\boxed{{{answer}}}", row(f"thus \\boxed{{{gold}}}")) == equal
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        (r"\boxed{7}, no: \boxed{18}", 1), (r"\boxed{18}, no: \boxed{7}", 0), (r"#### 7 \boxed{18}", 1),
+        (r"\boxed{18}, no: \boxed{7", 0), (r"\boxed{1", 0), ("#### 7\nno:\n#### 18", 1), ("#### 18\nno:\n#### 7", 0),
+        ("####18", 1), ("#### $18.00", 1), ("#### 18 dollars per week", 1), ("####\n18", 1), ("#### 36/2", 1),
+        ("A: 18", 1), ("**A:** 18", 1), ("Q: what?\nA: x = 18", 1), ("A: we add 3 and 15, so the answer is 18.", 1),
+        ("The answer is 18.", 1), ("The final answer is $x = 18$. I hope it is correct.", 1), ("so $9 + 9 = 18$", 1),
+        ("17 and 1 make 18", 1), ("18 and 1 make 19", 0), ("text " * 10_000 + "18", 1), ("", 0), ("none", 0),
+        ("####", 0), ("#### none", 0), ("\\" * 500, 0), ("$" * 3000, 0), ("{" * 3000, 0),
+        ("\\boxed{" * 500, 0), ("\0\ud800", 0),
+    ],
+)  # fmt: skip
+def test_what_is_read_from_a_completion(completion, reward):
+    for gold in ("18", r"so \boxed{18}", "9 + 9 = 18\n#### 18", r"$\frac{36}{2}$"):
+        assert math(completion, row(gold)) == reward
+
+
+@pytest.mark.parametrize(
+    "gold", ["", "##", "####", r"\boxed{1", "??", "A sum of " + "many words and no mark " * 5 + "18"]
+)
+def test_a_gold_answer_that_cannot_be_understood_is_an_error(gold):
+    for completion in (r"\boxed{18}", "", gold):
+        with pytest.raises(ValueError, match="rows.jsonl:3: math-verify does not understand"):
+            math(completion, row(gold))
+
+
+@needs_gsm8k
+def test_agrees_with_gsm8k_on_the_real_file():
+    """Every third gold answer (all of them agree) as a completion, for its own row and for another."""
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line][::3]
+    right = 0
+    for i, answer in enumerate(answers):
+        assert math(answer, row(answer)) == gsm8k(answer, row(answer)) == 1, answer
+        right += (reward := math(answer, row(answers[i - 1])))
+        assert reward == gsm8k(answer, row(answers[i - 1])), (answer, answers[i - 1])
+    assert len(answers) > 2400 and right < 100
+
+
+# ---- in processes, with a deadline ----
+
+HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}"]
+
+
+def test_answers_on_which_sympy_hangs_are_lost_alone():
+    """math-verify's own time-outs are signals, which two of the three do not look at."""
+    rng, calls, rewards, before = random.Random(0), [], [], set(descendants(os.getpid()))
+    for _ in range(300):
+        a, b, equal = rng.randint(-999, 999), rng.randint(1, 99), rng.random() < 0.5
+        written = rng.choice([rf"\frac{{{3 * a}}}{{{3 * b}}}", f"{a}/{b}", rf"x = \frac{{{a}}}{{{b}}}"])
+        calls.append((f"I say \\boxed{{{written if equal else a + b + 1000}}}", row(rf"\frac{{{a}}}{{{b}}}")))
+        rewards.append(float(equal))
+    hanging = rng.sample(range(300), 3)
+    for i, answer in zip(hanging, HANGING, strict=True):
+        calls[i] = (f"so \\boxed{{{answer}}}", row("18"))
+    counts, done = [], threading.Event()
+
+    def watch():
+        while not done.wait(0.02):
+            counts.append(len(set(descendants(os.getpid())) - before))
+
+    (thread := threading.Thread(target=watch)).start()
+    with Pool(2, 1.5) as pool:
+        results = pool.map("common.rewards.math_reward:math", calls)
+    done.set()
+    thread.join()
+    assert [i for i, r in enumerate(results) if r.timed_out] == sorted(hanging)
+    assert [r.value for r in results] == [None if i in hanging else reward for i, reward in enumerate(rewards)]
+    assert max(counts) == 2 and not set(descendants(os.getpid())) - before
+
+
+def test_errors_name_the_row_and_nothing_is_printed(capfd):
+    with Pool(1, 30.0) as pool:
+        bad, good = pool.map("common.rewards.math_reward:math", [("5", row("")), ("5", row("5"))])
+    assert "ValueError: rows.jsonl:3" in bad.error and good.value == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_library_is_imported_by_the_processes_alone():
+    modules = "{'torch', 'sympy', 'math_verify'}"
+    code = f"import sys, common.rewards.math_reward, common.rewards.pool; print({modules} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n" and math.columns == ("answer",)

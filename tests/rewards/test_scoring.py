@@ -1,0 +1,330 @@
+"""Rewards: what counts as the same answer, several at once, and functions that fail."""
+
+import json
+import math
+import signal
+
+import pytest
+import torch
+from helpers import GSM8K, needs_gsm8k
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.checkpoint import export_hf
+from common.config import RolloutArgs
+from common.distributed import RunError
+from common.hub import load_tokenizer, resolve_model
+from common.metrics import Meter
+from common.models import load_scalar_model
+from common.online import PolicyGradientArgs
+from common.packing import Sample
+from common.rewards.functions import REWARDS, boxed, exact_match, format, gsm8k, last_boxed, to_number
+from common.rewards.scoring import Rewards, load_reward, score
+
+# ---- the built-in functions ----
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        ("so 6 * 3 = 18\n#### 18", "9 + 9 = 18\n#### 18", 1),
+        ("#### 18", "18", 1),
+        ("####18", "18", 1),
+        ("#### 18.00", "18", 1),
+        ("#### 18.", "18", 1),
+        ("#### 18 apples", "18", 1),
+        ("#### 0.5", ".50", 1),
+        ("#### $1,234.50", "1234.5", 1),
+        ("#### 1,000,000", "1000000", 1),
+        ("#### 70,000", "... 7 <<7*1=7>>7\n#### 70000", 1),
+        ("#### -5", "-5", 1),
+        ("#### +5", "5", 1),
+        ("#### 50%", "50", 1),
+        ("A: 18", "18", 1),
+        ("Q: what?\nA: 18", "A: 18", 1),
+        ("#### 7\nno:\n#### 18", "18", 1),
+        ("#### 18\nno:\n#### 7", "18", 0),
+        ("#### 18", "180", 0),
+        ("#### 180", "18", 0),
+        ("#### 18.5", "18", 0),
+        ("#### -18", "18", 0),
+        ("#### 5", "-5", 0),
+        ("18", "18", 0),
+        ("the answer is 18", "#### 18", 0),
+        ("DNA: 18", "18", 0),
+        ("####", "18", 0),
+        ("", "18", 0),
+        ("#### none", "none", 0),
+        ("#### 18", "eighteen", 0),
+    ],
+)
+def test_gsm8k(completion, answer, reward):
+    assert gsm8k(completion, dict(answer=answer)) == reward
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_gsm8k_compares_numbers(a, b):
+    for written in (f"#### {a}", f"#### {a:,}", f"#### {a}.0", f"step\n#### {a} \n"):
+        assert gsm8k(written, dict(answer=f"#### {a}")) == 1
+        assert gsm8k(written, dict(answer=f"#### {b:,}")) == (a == b)
+
+
+def test_to_number_is_exact():
+    assert to_number("0.1") + to_number("0.2") == to_number("0.3")
+    assert to_number("-1,234.50") == to_number("-1234.5")
+    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [None] * 8
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        (r"so \boxed{18}", "18", 1),
+        (r"so \boxed{1,000.0}", "1000", 1),
+        (r"\boxed{18}.", r"thus \boxed{18}", 1),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{ x + 1 }", "x+1", 1),
+        (r"\boxed{7} no, \boxed{18}", "18", 1),
+        (r"\boxed{18} no, \boxed{7}", "18", 0),
+        (r"\boxed{18} and then \boxed{1", "18", 0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
+        (r"\boxed{18}", "x", 0),
+        (r"\boxed{}", "18", 0),
+        ("18", "18", 0),
+    ],
+)
+def test_boxed(completion, answer, reward):
+    assert boxed(completion, dict(answer=answer)) == reward
+
+
+def test_last_boxed_balances_braces():
+    assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2} + {3}} c}") == r"\frac{1}{2} + {3}"
+    assert last_boxed("none") is None and last_boxed(r"\boxed{1") is None
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0), ("#### 5 x", 0),
+     ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0)],
+)  # fmt: skip
+def test_format(completion, reward):
+    assert format(completion, {}) == reward
+
+
+def test_exact_match():
+    assert exact_match(" 18\n", dict(answer="18")) == 1 and exact_match("18", dict(answer=18)) == 1
+    assert exact_match("18.0", dict(answer="18")) == 0 and exact_match("", dict(answer="18")) == 0
+
+
+@needs_gsm8k
+def test_gsm8k_on_the_real_file():
+    """Every gold answer is right for itself, and wrong for the next row with another answer."""
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line]
+    gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
+    assert len(answers) > 7000
+    different = 0
+    for i, answer in enumerate(answers):
+        assert gsm8k(answer, dict(answer=answer)) == 1, answer
+        assert gsm8k(f"#### {gold[i]}.00", dict(answer=answer)) == 1, answer
+        if gold[i] != gold[i - 1]:
+            assert gsm8k(answer, dict(answer=answers[i - 1])) == 0, (answer, answers[i - 1])
+            different += 1
+    assert different > 7000
+
+
+# ---- several at once ----
+
+ROW = dict(answer="18", _source="rows.jsonl:1")
+
+
+def make(names, weights=(), max_errors=0.0, rows=(ROW,)):
+    args = RolloutArgs(reward=names, reward_weights=weights, max_reward_errors=max_errors)
+    return Rewards(args, list(rows), tokenizer=None, device=torch.device("cpu"))
+
+
+def groups(*texts_of_groups) -> list[list[Sample]]:
+    return [[Sample(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts] for texts in texts_of_groups]
+
+
+def user_file(tmp_path, code: str):
+    (tmp_path / "mine.py").write_text(code)
+    return tmp_path / "mine.py"
+
+
+def test_weighted_sum():
+    rewards = make(("gsm8k", "format"), (2.0, 0.25))
+    total, parts = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
+    assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
+    assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [[1, 1], [0, 0]]
+    assert total.tolist() == [[2.25, 0.25], [0, 2]]
+    assert make(("gsm8k", "format"))(groups(["#### 18"]), Meter())[0].tolist() == [[2]]
+
+
+def test_user_file(tmp_path):
+    file = user_file(tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n")
+    total, parts = make((f"{file}:length",))(groups(["abc", ""]), Meter())
+    assert total.tolist() == [[5, 2]] and list(parts) == ["length"]
+
+
+def test_failing_rewards_leave_nan_and_are_bounded(tmp_path):
+    code = """
+def odd(completion, row):
+    if completion == "raise": raise KeyError("oops")
+    return {"nan": float("nan"), "inf": 10**400, "text": "x"}.get(completion, 1.0)
+"""
+    names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
+    batch = groups(["raise", "nan", "inf", "text", "fine", "#### 1"])
+    total, parts = make(names, max_errors=0.5)(batch, meter)
+    assert [math.isnan(x) for x in total[0]] == [math.isnan(x) for x in parts["odd"][0]] == [True] * 4 + [False] * 2
+    assert total[0, 4:].tolist() == [1, 2] and not parts["format"].isnan().any()
+    assert meter.reduce() == {"reward/error_fraction": 4 / 12, "reward/timeout_fraction": 0}
+    with pytest.raises(RunError, match=r"4 of 12 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"):
+        make(names, max_errors=0.3)(batch, Meter())
+
+
+def test_none_is_no_error_and_counts_nothing(tmp_path):
+    code = "def some(completion, row):\n    return None if completion == 'skip' else len(completion)\n"
+    names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
+    total, parts = make(names, weights=(1.0, -1.0))(groups(["skip", "abc", "#### 1"]), meter)
+    assert total.tolist() == [[0, 3, 5]] and parts["some"][0, 0].isnan() and parts["some"][0, 1:].tolist() == [3, 6]
+    assert meter.reduce()["reward/error_fraction"] == 0
+    total, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # nothing applies: no reward, but no error either
+    assert total[0, 0].isnan() and total[0, 1] == 3 and meter.reduce()["reward/error_fraction"] == 0
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])
+def test_signals_end_a_file_that_hangs_and_are_then_as_before(handler, tmp_path):
+    """Of ranks that wait for rollout ranks they still end the process; a user's file must not change that."""
+    code = "import signal\nat_import = signal.getsignal(signal.SIGTERM)\ndef f(completion, row): return at_import\n"
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        assert load_reward(f"{user_file(tmp_path, code)}:f")("", {}) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_users_check_is_bad_input_whatever_it_raises(tmp_path):
+    code = "def f(completion, row): return 1.0\ndef check(row): row['gone']\nf.check = check\n"
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: 'gone' \(--reward .*:f\)"):
+        make((f"{user_file(tmp_path, code)}:f",))
+
+
+def test_async_functions_run_at_the_same_time_and_time_out_alone(tmp_path):
+    code = """
+import asyncio
+here, together = 0, asyncio.Event()
+async def meet(completion, row):
+    global here
+    here += 1
+    if here == 3: together.set()
+    await together.wait()
+    if completion == "late": await asyncio.sleep(60)
+    return 1.0
+"""
+    args = RolloutArgs(reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=1)
+    meter = Meter()
+    total, _ = Rewards(args, [ROW], None, torch.device("cpu"))(groups(["a", "late", "b"]), meter)
+    assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
+    assert meter.reduce() == {"reward/error_fraction": 1 / 3, "reward/timeout_fraction": 1 / 3}
+
+
+def test_the_row_chooses_its_reward():
+    sum_of_two = "def f(a, b):\n    return a + b\n"
+    rows = [
+        dict(reward="gsm8k", answer="18", _source="a:1"),
+        dict(reward="math", answer=r"\frac{1}{2}", _source="a:2"),
+        dict(reward="code", tests=[dict(function="f", args=[1, 2], result=3)], _source="a:3"),
+    ]
+    batch = [
+        [Sample([0], [True], text=text, row=row) for text in ("#### 18", r"so \boxed{0.5}", sum_of_two)] for row in rows
+    ]
+    rewards, meter = make(("by_row", "format"), weights=(2.0, 1.0), rows=rows), Meter()
+    total, parts = rewards(batch, meter)
+    assert list(parts) == ["code", "gsm8k", "math", "format"] and rewards.weights.tolist() == [2, 2, 2, 1]
+    assert parts["gsm8k"][0].tolist() == [1, 0, 0] and parts["gsm8k"][1:].isnan().all()
+    assert parts["math"][1].tolist() == [0, 1, 0] and parts["code"][2].tolist() == [0, 0, 1]
+    assert (
+        total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]] and rewards.first(parts).tolist() == torch.eye(3).tolist()
+    )
+    assert meter.reduce()["reward/error_fraction"] == 0
+    for name, what in (
+        ("gsm9k", "names 'gsm9k'; there are"),
+        (None, "is missing"),
+        ([1], r"names \[1\]"),
+        ("a.py:f", "names 'a.py:f'"),
+    ):
+        with pytest.raises(ValueError, match=f"a:4: column reward {what}"):
+            make(("by_row",), rows=[*rows, dict(reward=name, answer="1", _source="a:4")])
+    with pytest.raises(ValueError, match="reads column answer"):
+        make(("by_row",), rows=[*rows[2:], dict(reward="gsm8k", _source="a:5")])
+    with pytest.raises(ValueError, match="a:6"):
+        make(("by_row",), rows=[dict(reward="code", tests=[], _source="a:6")])
+
+
+def test_math_that_takes_too_long_is_wrong_and_a_gold_answer_that_is_none_an_error():
+    rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
+    batch = [[Sample([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")] for row in rows]
+    args, meter = RolloutArgs(reward=("math",), max_reward_errors=0.5, reward_timeout=1), Meter()
+    total, _ = Rewards(args, rows, None, torch.device("cpu"))(batch, meter)
+    assert total[0].tolist() == [1, 0] and total[1].isnan().all()
+    assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 0.25}
+
+
+def test_what_an_environment_gave_and_raised():
+    args = PolicyGradientArgs(environment="calculator", reward=("environment", "format"), max_reward_errors=0.5)
+    rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
+    ((one, two, three),) = batch = groups(["#### 1", "", ""])
+    one.turn_rewards, two.turn_rewards, three.error = [(3, 0.5), (9, 1.0)], [(3, math.inf)], "step 2: KeyError: 'x'"
+    total, parts = rewards(batch, meter)
+    assert parts["environment"][0, 0] == 1.5 and total[0, 0] == 2.5 and total[0, 1:].isnan().all()
+    assert meter.reduce()["reward/error_fraction"] == 2 / 6
+
+
+def test_code_needs_a_machine_that_confines_it_or_a_flag(monkeypatch):
+    row = dict(tests=["assert f() == 1"], _source="a:1")
+    monkeypatch.setattr("common.sandbox.program.problem", lambda: "the kernel has no Landlock")
+    with pytest.raises(ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"):
+        make(("code",), rows=[row])
+    args = RolloutArgs(reward=("code",), unsafe_code_execution=True)
+    rewards = Rewards(args, [row], None, torch.device("cpu"))
+    batch = [[Sample([0], [True], text=text, row=row) for text in ("def f(): return 1", "def f(): return 2")]]
+    assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
+
+
+def test_no_groups_on_this_rank():
+    total, parts = make(("gsm8k",))([], Meter())
+    assert total.numel() == 0 and parts["gsm8k"].numel() == 0
+
+
+def test_bad_names_are_refused(tmp_path):
+    file = user_file(tmp_path, "x = 1\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_this_name\n")
+    for name, what in (
+        ("gsm9k", f"unknown; there are {', '.join(REWARDS)}, math, code, code_fraction, by_row, environment"),
+        (f"{tmp_path}/none.py:f", "no file"),
+        (f"{file}:f", "has no function f"), (f"{file}:x", "has no function x"), (f"{broken}:f", "fails to import"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=what):
+            load_reward(name)
+    with pytest.raises(ValueError, match="reads column answer"):
+        make(("gsm8k",), rows=[dict(prompt="")])
+    with pytest.raises(ValueError, match="the names must differ"):
+        make(("gsm8k", "gsm8k"))
+
+
+def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
+    tiny = resolve_model("tiny")
+    tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, RolloutArgs(), device)
+    export_hf(model, tokenizer, tmp_path / "rm")
+    args = RolloutArgs(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
+    ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
+    samples = [Sample(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
+    total_PG, parts = Rewards(args, [ROW], tokenizer, device)([samples[:2], samples[2:]], Meter())
+    alone = torch.tensor([score(model, [i], 100, device)[0] for i in ids]).reshape(2, 2)
+    torch.testing.assert_close(parts["model"].float(), alone)
+    torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])
+    with pytest.raises(ValueError, match="a sequence of 3000 tokens is longer than its context of 2048"):
+        score(model, [[5] * 3000], 4000, device)
+    with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
+        Rewards(RolloutArgs(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)

@@ -1,0 +1,234 @@
+"""Both engines sample from exactly the weights the trainer has, and completions depend on seeds alone."""
+
+import contextlib
+import json
+import random
+import shutil
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from conftest import NEW_TOKENS
+from transformers import AutoModelForCausalLM
+
+from common.config import RolloutArgs
+from common.distributed import RunError
+from common.hub import context_length, eos_token_ids, load_tokenizer
+from common.models import Policy, load_policy
+from common.packing import Sample, pack
+from common.rollout.base import Engine
+from common.rollout.engine import make_engine, whole_weights
+from common.rollout.measure import check_agreement
+from common.tiny import tiny_model
+
+TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
+SEEDS = [11, 12, 13, 14, 15]
+
+
+def prompts(engine: Engine) -> list[list[int]]:
+    return [engine.tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+def flat(groups: list[list[Sample]]) -> list[Sample]:
+    return [sample for group in groups for sample in group]
+
+
+@torch.no_grad()
+def difference(policy: Policy, groups: list[list[Sample]], temperature: float, device) -> float:
+    """Largest difference between the engine's log-probs and the trainer's, on sampled tokens."""
+    worst = 0.0
+    for mb in pack(flat(groups), 1000, device):
+        logprobs_T, *_ = policy(mb, temperature=temperature)
+        worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
+    return worst
+
+
+@contextlib.contextmanager
+def scaled(policy: Policy, name: str, factor: float) -> Iterator[None]:
+    """One weight of the policy, changed for a while; by a factor that is undone exactly."""
+
+    def scale(by: float) -> None:
+        policy.reshard()  # a forward without a backward leaves the root's weights gathered, and changes unseen
+        with torch.no_grad():
+            dict(policy.named_parameters(remove_duplicate=False))[name].to_local().mul_(by)
+
+    scale(factor)
+    try:
+        yield
+    finally:
+        scale(1 / factor)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_engine_and_trainer_agree_on_the_synced_weights(synced, policy, device, temperature):
+    groups = synced.generate(prompts(synced), 4, SEEDS, temperature)
+    assert difference(policy, groups, temperature, device) < 1e-4
+    assert difference(policy, groups, temperature * 1.1, device) > 1e-3  # the temperature matters
+
+
+def test_without_the_sync_they_differ(synced, policy, device):
+    """The negative control: the same comparison sees weights that did not arrive, the tied head alone too."""
+    groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
+    with scaled(policy, "hf.lm_head.weight", 2.0):
+        stale = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
+        synced.load_weights(whole_weights(policy, synced.dtype))
+        fresh = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
+    assert stale > 1e-2 and fresh < 1e-4
+    synced.load_weights(whole_weights(policy, synced.dtype))
+    again = synced.generate(prompts(synced), 4, SEEDS, 1.0)
+    assert [s.ids for s in flat(again)] == [s.ids for s in flat(groups)]
+
+
+def test_prefixes_of_old_weights_are_not_reused(synced, policy, device):
+    """The same prompt before and after a change: a stale cache of keys and values would show."""
+    prompt = [prompts(synced)[3] * 6]
+    synced.generate(prompt, 2, [1], 1.0)
+    with scaled(policy, "hf.model.layers.0.self_attn.v_proj.weight", -1.0):
+        synced.load_weights(whole_weights(policy, synced.dtype))
+        assert difference(policy, synced.generate(prompt, 2, [1], 1.0), 1.0, device) < 1e-4
+
+
+def test_completions_do_not_depend_on_how_prompts_are_split(synced):
+    together = synced.generate(prompts(synced), 3, SEEDS, 1.0)
+    apart = [synced.generate([prompt], 3, [seed], 1.0)[0] for prompt, seed in zip(prompts(synced), SEEDS, strict=True)]
+    fewer = synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    for a, b, c in zip(together, apart, fewer, strict=True):
+        assert [s.ids for s in a] == [s.ids for s in b] and [s.ids for s in a[:2]] == [s.ids for s in c]
+        for x, y in zip(a, b, strict=True):
+            assert x.rollout_logprobs == pytest.approx(y.rollout_logprobs, abs=1e-5)
+
+
+def test_seeds_make_the_samples(synced):
+    """Samples of one prompt differ, so do equal prompts with other seeds; equal seeds give equal samples."""
+    groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
+    assert len({tuple(s.ids) for s in groups[0]}) == 4
+    assert TEXTS[0] == TEXTS[4] and not {tuple(s.ids) for s in groups[0]} & {tuple(s.ids) for s in groups[4]}
+    same, other, next_to_it = synced.generate([prompts(synced)[0]] * 3, 4, [7, 7, 8], 1.0)
+    assert [s.ids for s in same] == [s.ids for s in other]
+    assert not {tuple(s.ids) for s in same} & {tuple(s.ids) for s in next_to_it}
+
+
+def test_what_a_sample_holds(synced):
+    """Ids, mask and log-probs fit together; an EOS ends a completion, belongs to it and is trained."""
+    given = prompts(synced)
+    reasons = set()
+    for prompt, group in zip(given, synced.generate(given, 16, SEEDS, 1.6), strict=True):
+        assert len(group) == 16
+        for s in group:
+            completion = s.completion_ids
+            assert s.ids[: s.prompt_length] == prompt and 1 <= len(completion) <= NEW_TOKENS
+            assert s.loss_mask == [False] * len(prompt) + [True] * len(completion)
+            assert len(s.rollout_logprobs) == len(s.ids) and s.rollout_logprobs[: len(prompt)] == [0.0] * len(prompt)
+            assert all(logprob < 0 for logprob in s.rollout_logprobs[len(prompt) :])
+            ends = [i for i, token in enumerate(completion) if token in synced.eos_ids]
+            assert ends in ([], [len(completion) - 1])
+            assert s.finish_reason == ("stop" if ends else "length")
+            assert ends or len(completion) == NEW_TOKENS
+            assert s.text == synced.tokenizer.decode(completion, skip_special_tokens=True)
+            reasons.add((s.finish_reason, completion[-1] if ends else None))
+    assert len(synced.eos_ids) == 2
+    assert reasons == {("length", None)} | {("stop", eos) for eos in synced.eos_ids}  # every EOS ends a completion
+
+
+def test_every_prompt_may_have_a_limit_of_its_own(synced):
+    """And what comes before the limit is what comes without it."""
+    limits, whole = [3, 1, 7, 2, 5], synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    groups = synced.generate(prompts(synced), 2, SEEDS, 1.0, limits)
+    for limit, group, without in zip(limits, groups, whole, strict=True):
+        assert [s.completion_ids for s in group] == [s.completion_ids[:limit] for s in without]
+        assert max(len(s.completion_ids) for s in group) == limit and group[0].finish_reason == "length"
+
+
+def test_temperature_0_is_greedy(synced, policy, device):
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval().to(device)
+    weights = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in policy.hf.state_dict().items()}
+    plain.load_state_dict(weights)
+    groups = synced.generate(prompts(synced), 1, [0] * len(TEXTS), 0.0)
+    for prompt, (sample,) in zip(prompts(synced), groups, strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + NEW_TOKENS and (len(ids) == len(prompt) or ids[-1] not in synced.eos_ids):
+            with torch.no_grad():
+                ids.append(int(plain(torch.tensor([ids], device=device)).logits[0, -1].argmax()))
+        assert sample.ids == ids
+    assert difference(policy, groups, 1.0, device) < 1e-4  # greedy log-probs are those of the plain distribution
+
+
+def test_no_prompts(synced):
+    assert synced.generate([], 4, [], 1.0) == []
+
+
+def test_global_generators_are_untouched(synced, policy):
+    def draw():
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+
+    def seed():
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+
+    seed()
+    expected = draw()
+    seed()
+    synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    assert draw() == expected
+
+
+def test_sampling_follows_the_distribution(synced, policy, device):
+    """First tokens of many samples against the exact probabilities, at a temperature that is not 1."""
+    prompt, count, temperature = prompts(synced)[0], 2000, 0.5
+    groups = synced.generate([prompt], count, [5], temperature, [1])
+    counts = torch.bincount(torch.tensor([s.ids[-1] for s in groups[0]]), minlength=len(synced.tokenizer))
+    everything = [Sample(ids=[*prompt, token], loss_mask=[True] * (len(prompt) + 1)) for token in range(len(counts))]
+    with torch.no_grad():
+        (mb,) = pack(everything, 10**5, device)
+        last = (mb.cu_seqlens_N1[1:] - 1).long()
+        p = policy(mb, temperature=temperature)[0][last].exp().cpu().double()
+    p = p[mb.targets_T[last].cpu().argsort()]
+    assert abs(p.sum().item() - 1) < 1e-4
+    chi_square = ((counts - count * p).square() / (count * p)).sum().item()
+    degrees = len(p) - 1
+    assert abs(chi_square - degrees) < 6 * (2 * degrees) ** 0.5
+
+
+def test_check_agreement_stops_the_run(synced, policy, device):
+    groups = synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    (mb,) = pack(flat(groups), 1000, device)
+    with torch.no_grad():
+        mb.old_logprobs_T, *_ = policy(mb, temperature=1.0)
+    check_agreement([mb], synced.args, synced.device)
+    mb.old_logprobs_T[~mb.loss_mask_T] += 1  # nobody sampled these
+    check_agreement([mb], synced.args, synced.device)
+    mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] += 0.01
+    with pytest.raises(RunError, match="differ by 0.01 nats.*--max_logprob_difference 0.001"):
+        check_agreement([mb], synced.args, synced.device)
+    check_agreement([mb], RolloutArgs(max_logprob_difference=0.1), synced.device)
+
+
+def test_the_engine_that_is_asked_for(device, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    path, tokenizer = tiny_model(), load_tokenizer(tiny_model())
+    for flags in (dict(engine="vllm"), dict(tensor_parallel_size=2)):
+        with monkeypatch.context() as ranks, pytest.raises(ValueError, match="vllm"):
+            ranks.setenv("WORLD_SIZE", "2")
+            make_engine(path, RolloutArgs(**flags), [1], tokenizer, device)
+    assert type(make_engine(path, RolloutArgs(), [1], tokenizer, device)).__name__ == "TransformersEngine"
+
+
+def test_the_generation_config_of_the_model_is_ignored(tmp_path, device):
+    """vLLM is told so (generation_config="vllm"); the transformers engine must do the same."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_model(), path)
+    config = json.loads((path / "generation_config.json").read_text())
+    config |= dict(do_sample=True, temperature=0.3, top_k=5, top_p=0.5, repetition_penalty=1.5, no_repeat_ngram_size=2)
+    (path / "generation_config.json").write_text(json.dumps(config))
+    args, tokenizer = (
+        RolloutArgs(dtype="float32", engine="transformers", max_new_tokens=NEW_TOKENS),
+        load_tokenizer(path),
+    )
+    engine = make_engine(str(path), args, eos_token_ids(str(path), tokenizer), tokenizer, device)
+    groups = engine.generate(prompts(engine), 4, SEEDS, 1.0)
+    assert difference(load_policy(str(path), args, device), groups, 1.0, device) < 1e-4
+
+
+def test_context_is_what_model_and_pack_both_hold():
+    assert context_length(tiny_model(), RolloutArgs(pack_tokens=8192)) == 2048
+    assert context_length(tiny_model(), RolloutArgs(pack_tokens=1000)) == 1001  # the last token is only a target

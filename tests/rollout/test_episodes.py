@@ -1,0 +1,400 @@
+"""Episodes: what was sampled stays token for token, what an environment says has no loss, seeds alone decide, limits
+hold; the built-in environments; training on them."""
+
+import contextlib
+import json
+import math
+import random
+from itertools import groupby
+
+import pytest
+import torch
+from helpers import assert_close_metrics, assert_same_weights, metrics, run
+
+import ppo
+from common.data import Encoder
+from common.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
+from common.metrics import Meter
+from common.online import PolicyGradientArgs
+from common.packing import Sample, pack
+from common.prompts import encode_prompts, prompt_columns
+from common.rewards.scoring import Rewards
+from common.rollout.episodes import Episodes
+from common.rows import TASKS
+
+# Counts the characters of a turn aloud, as long as the row says; may raise.
+USER_FILE = """
+class Counter:
+    def reset(self, example):
+        self.turns, self.done, self.trouble = example["turns"], 0, example.get("trouble")
+        if self.trouble == "reset" and example.get("late"):
+            raise RuntimeError("no reset")
+        return [{"role": "user", "content": example["prompt"]}]
+
+    def step(self, completion):
+        self.done += 1
+        if self.trouble == "step" and self.done == 2:
+            raise KeyError("second turn")
+        if self.trouble == "form":
+            return "no tuple"
+        said = [{"role": "tool", "content": f"{self.done}: {len(completion)}"}, {"role": "user", "content": "on"}]
+        return said, 0.5 ** self.done, self.done == self.turns
+"""
+ROWS = [dict(prompt=f"{i}?", turns=turns, _source=f"rows:{i}") for i, turns in enumerate([1, 2, 3, 9])]
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    (tmp_path / "counter.py").write_text(USER_FILE)
+    return f"{tmp_path / 'counter.py'}:Counter"
+
+
+@contextlib.contextmanager
+def short_turns(engine):
+    """The untrained model hardly ever ends a turn: any lower case letter does."""
+    eos_ids = engine.eos_ids
+    engine.eos_ids = eos_ids + [engine.tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"]
+    try:
+        yield
+    finally:
+        engine.eos_ids = eos_ids
+
+
+class Play:
+    """Rows played by an engine."""
+
+    def __init__(self, engine, environment, rows=ROWS, **flags):
+        self.args = PolicyGradientArgs(environment=environment, reward=("environment",), max_new_tokens=200, **flags)
+        rows = [dict(row) for row in rows]
+        columns = prompt_columns(self.args, rows)
+        self.encoder = Encoder(engine.tokenizer, self.args)
+        self.prompts, self.rows, _ = encode_prompts(rows, columns, self.encoder, 1000, self.args)
+        self.engine, self.episodes = engine, Episodes(engine, self.args, engine.tokenizer)
+
+    def __call__(self, which=slice(None), n=3) -> list[list[Sample]]:
+        seeds = [31 * i for i in range(len(self.prompts))]
+        with short_turns(self.engine):
+            return self.episodes.generate(self.prompts[which], self.rows[which], seeds[which], n, 1.0)
+
+
+def flat(groups):
+    return [sample for group in groups for sample in group]
+
+
+def spans(sample: Sample) -> list[tuple[bool, list[int]]]:
+    """The completion in pieces: sampled or not, and its ids."""
+    pieces = groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0])
+    return [(sampled, [i for _, i in piece]) for sampled, piece in pieces][1:]
+
+
+def test_turns_alternate_and_the_environment_says_what_the_template_makes_of_it(synced, user_file):
+    play = Play(synced, user_file)
+    groups = play()
+    assert {s.turns for s in flat(groups)} >= {1, 2, 3}
+    for row, prompt, group in zip(play.rows, play.prompts, groups, strict=True):
+        for sample in group:
+            assert sample.ids[: sample.prompt_length] == prompt and len(sample.ids) == len(sample.loss_mask)
+            pieces, text = spans(sample), synced.tokenizer.decode
+            assert [sampled for sampled, _ in pieces] == [i % 2 == 0 for i in range(2 * sample.turns - 1)]
+            for turn, (_, ids) in enumerate(pieces[1::2], 1):
+                spoken = text(pieces[2 * turn - 2][1], skip_special_tokens=True)
+                said = [dict(role="tool", content=f"{turn}: {len(spoken)}"), dict(role="user", content="on")]
+                assert ids == play.encoder.reply(said)
+            assert sample.text == text(pieces[-1][1], skip_special_tokens=True)
+            assert sample.transcript == text(sample.ids[sample.prompt_length :])
+            ends, at = [], sample.prompt_length
+            for sampled, ids in pieces:
+                at += len(ids)
+                ends += [at - 1] if sampled else []
+            stepped = ends if sample.finish_reason == "stop" else ends[: len(sample.turn_rewards)]
+            assert [index for index, _ in sample.turn_rewards] == stepped
+            assert [reward for _, reward in sample.turn_rewards] == [0.5**t for t in range(1, len(stepped) + 1)]
+            if sample.finish_reason == "stop":
+                assert sample.turns == row["turns"]
+
+
+def test_a_whole_conversation_is_what_the_template_makes_of_it(synced, user_file):
+    """Where a turn ends with the template's own end of turn, the ids are those of the conversation rendered whole."""
+    play = Play(synced, user_file)
+    end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    messages, ids = [dict(role="user", content="5?")], []
+    for turn in ("12", "so <b>", ""):
+        ids = play.encoder._ids(play.encoder._render(ROWS[0], messages, add_generation_prompt=True)) if not ids else ids
+        ids = ids + synced.tokenizer(turn)["input_ids"] + [end]
+        said = [dict(role="tool", content="x y"), dict(role="user", content="\nand?")]
+        ids += play.encoder.reply(said)
+        messages += [dict(role="assistant", content=turn), *said]
+    whole = synced.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert synced.tokenizer.decode(ids) == whole and ids == synced.tokenizer(whole)["input_ids"]
+
+
+@torch.no_grad()
+def test_engine_and_trainer_agree_on_every_sampled_token(synced, policy, user_file, device):
+    groups = Play(synced, user_file)()
+    assert sum(s.turns > 2 for s in flat(groups)) > 2
+    for mb in pack(flat(groups), 2000, device):
+        logprobs_T, *_ = policy(mb, temperature=1.0)
+        assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
+        assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (mb.rollout_logprobs_T[mb.loss_mask_T] < 0).all()
+
+
+def test_episodes_do_not_depend_on_how_they_are_split(synced, user_file):
+    play = Play(synced, user_file)
+    together, apart = play(), [play(slice(i, i + 1))[0] for i in range(len(ROWS))]
+    assert [s.ids for s in flat(together)] == [s.ids for s in flat(apart)]
+    assert [s.turn_rewards for s in flat(together)] == [s.turn_rewards for s in flat(apart)]
+    texts = [tuple(ids for sampled, ids in map(tuple, spans(s)) if sampled) for s in together[3] if s.turns > 1]
+    assert len({str(t) for t in texts}) == len(texts), "samples of a prompt are not the same"
+
+
+def test_limits(synced, user_file):
+    groups = Play(synced, user_file, max_turns=2)()
+    assert {s.turns for s in flat(groups[1:])} <= {1, 2} and any(s.turns == 2 for s in flat(groups[2:]))
+    assert all(s.finish_reason == "length" for s in flat(groups[2:])) and all(s.loss_mask[-1] for s in flat(groups))
+    assert all(len(s.turn_rewards) == 2 for s in flat(groups[2:]) if s.turns == 2 and len(s.completion_ids) < 190)
+    play = Play(synced, user_file)
+    play.args.max_new_tokens = 60
+    groups = play()
+    assert all(len(s.completion_ids) <= 60 and s.loss_mask[-1] for s in flat(groups))
+    assert all(s.finish_reason == "length" for s in groups[3]) and any(s.turns > 1 for s in flat(groups))
+
+
+def test_what_an_environment_raises_is_an_error_of_its_sample(synced, user_file, device):
+    rows = [
+        dict(prompt="a", turns=3, trouble="step", _source="rows:1"),
+        dict(prompt="b", turns=3, trouble="reset", _source="rows:2"),
+        dict(prompt="c", turns=1, trouble="form", _source="rows:3"), *ROWS,
+    ]  # fmt: skip
+    play = Play(synced, user_file, rows)
+    play.rows[1]["late"] = True
+    play.rows[3]["prompt"] = "another"  # another reset than at the start of the run
+    groups = play()
+    first = [s for s in groups[0] if s.finish_reason == "stop"]
+    assert first and all(s.error == "step 2: KeyError: 'second turn'" for s in first)
+    assert all(s.error == "reset: RuntimeError: no reset" and not s.turn_rewards for s in groups[1])
+    assert all(s.error.startswith("step 1: ValueError") for s in groups[2] if s.finish_reason == "stop")
+    assert all(s.error == "reset: ValueError: not the same messages as at the start of the run" for s in groups[3])
+    assert not any(s.error for s in flat(groups[4:])) and any(s.turns > 1 for s in flat(groups[4:]))
+    for row, group in zip(play.rows, groups, strict=True):
+        for sample in group:
+            sample.row = row
+    args = PolicyGradientArgs(environment=user_file, reward=("environment",), max_reward_errors=0.9)
+    total, _ = Rewards(args, play.rows, synced.tokenizer, device)(groups, Meter())
+    assert total.isnan().tolist() == [[bool(s.error) for s in group] for group in groups]
+    assert total[5].tolist() == [sum(r for _, r in s.turn_rewards) for s in groups[5]]
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens(device):
+    """ppo.py: a completion's rewards add up to its score whatever was shaped away, each where it was earned."""
+    one = Sample(list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3)
+    one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
+    two = Sample([1, 2, 3], [False, True, True], prompt_length=1)
+    cut = Sample([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
+    for packed in (pack([one, two, cut], 100, device), pack([one, two, cut], 8, device)):
+        got = {}
+        for mb in packed:
+            scores_T = ppo.token_scores(mb, {id(one): 4.0, id(two): -1.0, id(cut): 2.0}, 0.5)
+            assert (scores_T[~mb.loss_mask_T] == 0).all()
+            got |= {
+                id(s): scores_T[a:b].tolist() for s, a, b in zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False)
+            }
+        assert got[id(one)] == [0, 0, 0.5, 0, 0, -1.0, 0, 4.5]
+        assert got[id(two)] == [0, -1.0] and got[id(cut)] == [0.5, 0, 1.5]
+
+
+# ---- the built-in environments ----
+
+
+def play_demonstration(name: str, row: dict) -> float:
+    """The task's own demonstration, spoken to the environment, which must answer as in the row."""
+    environment, total = load_environment(name)(), 0.0
+    assert environment.reset(row) == row["prompt"] == row["messages"][:1]
+    assert row["messages"][-1]["role"] == "assistant"
+    at = 1
+    while at < len(row["messages"]):
+        said, reward, done = environment.step(row["messages"][at]["content"])
+        total, at = total + reward, at + 1
+        assert done == (at == len(row["messages"]))
+        assert done or said == [row["messages"][at]]
+        at += 1
+    return total
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_tasks_fit_their_environments(name):
+    for split in ("train", "test"):
+        rows = TASKS[name](split)
+        assert rows == TASKS[name](split) and len(rows) >= 200
+        scores = [play_demonstration(name, row) for row in rows[:300]]
+        assert (0.1 < sum(scores) / len(scores) < 0.2) if name == "calculator" else all(s == 1 for s in scores)
+    assert not TASKS[name]("train")[:200] == TASKS[name]("test")[:200]
+
+
+def test_calculator():
+    def step(text, answer="12"):
+        environment = Calculator()
+        environment.reset(dict(prompt="?", answer=answer))
+        said, reward, done = environment.step(text)
+        return (said[0]["content"] if said else None), reward, done
+
+    assert step("<calc>3*4</calc>") == ("3*4=12", 0, False)
+    assert step("so <calc> (3+5)/16</calc>") == ("(3+5)/16=1/2", 0, False)
+    for bad in ("<calc>3**4</calc>", "<calc>", "<calc>3*</calc>", "<calc>1/0</calc>", "<calc>__import__('os')</calc>",
+                "<calc>9*" * 50, "<calc></calc>", "<calc>" + "(" * 9000 + "</calc>"):  # fmt: skip
+        told, reward, done = step(bad)
+        assert told.startswith("error") and reward == 0 and not done, bad
+    assert step("it is 12") == (None, 1, True) and step("13 - no, 12.0") == (None, 1, True)
+    assert step("12 or 13") == (None, 0, True) and step("") == (None, 0, True) and step("-12") == (None, 0, True)
+    assert step("9" * 10_000) == (None, 0, True) and step("0.5", answer="1/2")[1] == 0
+
+
+def test_guess_number():
+    environment = GuessNumber()
+    environment.reset(dict(prompt="?", number=17))
+    words = [environment.step(text)[0][0]["content"] for text in ("20", "I say 3", "what?", "9" * 10_000)]
+    assert words == ["lower", "higher", "a number!", "lower"]
+    assert environment.step("17") == ([], 1.0, True)
+
+
+def test_sliding_puzzle_is_solved_by_the_moves_back():
+    rng, back = random.Random(0), dict(up="down", down="up", left="right", right="left")
+    board, moves = SlidingPuzzle.SOLVED, []
+    for way in rng.choices(list(back), k=200):
+        if (moved := SlidingPuzzle.move(board, way)) is not None:
+            assert SlidingPuzzle.move(moved, back[way]) == board and sorted(moved) == sorted(board)
+            board, moves = moved, [*moves, way]
+    environment = SlidingPuzzle()
+    environment.reset(dict(prompt="?", board=board))
+    for way in reversed(moves):
+        said, reward, done = environment.step(f"go {back[way]}")
+        assert done == (environment.board == SlidingPuzzle.SOLVED) == (reward == 1)
+    assert done and len(moves) > 50
+    environment.reset(dict(prompt="?", board="123456780"))
+    assert environment.step("down")[0][0]["content"] == "against the edge"
+    assert environment.step("north")[0][0]["content"] == "up, down, left or right"
+
+
+# ---- names and rows ----
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("chess", "unknown; there are calculator, guess_number, sliding_puzzle, path/to/file.py:Class"),
+        ("{}/absent.py:A", "no file"), ("{}/file.py:Absent", "has no function Absent"),
+        ("{}/file.py:Half", "not a class with the methods reset and step"), ("{}/file.py:f", "not a class"),
+    ],
+)  # fmt: skip
+def test_bad_names(name, words, tmp_path):
+    (tmp_path / "file.py").write_text("class Half:\n    def reset(self, example): ...\ndef f(): ...\n")
+    with pytest.raises(ValueError, match=words):
+        load_environment(name.format(tmp_path))
+
+
+def test_bad_rows(tmp_path, user_file):
+    args = PolicyGradientArgs(environment=user_file, reward=("environment",))
+    with pytest.raises(ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"):
+        prompt_columns(args, [dict(ROWS[0]), dict(prompt="a", _source="rows:2")])
+    (tmp_path / "silent.py").write_text(
+        "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
+    )
+    args.environment = f"{tmp_path / 'silent.py'}:A"
+    with pytest.raises(ValueError, match="rows:0: --environment .*A: reset returns no list of messages"):
+        prompt_columns(args, [dict(ROWS[0])])
+    for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
+        with pytest.raises(ValueError, match="belong together|--max_turns 3 would not be read"):
+            PolicyGradientArgs(**flags)
+
+
+def test_prompt_template():
+    rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
+    args = PolicyGradientArgs(prompt_template="{problem}={{}}")
+    assert prompt_columns(args, rows) == ("_prompt",) and [r["_prompt"] for r in rows] == ["1+1={}", "2+2={}"]
+    rows[1]["level"] = None
+    for template, words in (
+        ("{level}", "a:2: --prompt_template: no column level"), ("{problem", "--prompt_template: expected '}'"),
+        ("{}", "--prompt_template: {} names no column"), ("{problem.x}", "a:1: .*no attribute 'x'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            prompt_columns(PolicyGradientArgs(prompt_template=template), rows)
+
+
+# ---- training ----
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """A model whose turns are short: the letter e ends one, and the environment pays for it to do so."""
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "counter.py").write_text(USER_FILE)
+    rows = [dict(prompt=f"{i}?", turns=1 + i % 3) for i in range(12)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    return (
+        "--model", talkative(folder), "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl",
+        "--eval_split", "train", "--environment", f"{folder / 'counter.py'}:Counter", "--reward", "environment",
+        "--max_turns", 3, "--max_new_tokens", 120, "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+        "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+    )  # fmt: skip
+
+
+def talkative(folder):
+    """The tiny model with more tokens that end a turn."""
+    import shutil
+
+    from common.tiny import tiny_model
+
+    shutil.copytree(tiny_model(), folder / "model")
+    path = folder / "model" / "generation_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)])))
+    return folder / "model"
+
+
+NUMBERS = ("loss", "grad_norm", "reward", "reward_std", "completions/mean_length", "completions/mean_turns",
+           "num_tokens", "eval/reward", "entropy")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+def test_one_gradient_whatever_the_ranks(script, flags, tmp_path):
+    extra = ("--samples_per_prompt", 1, "--minibatches", 1) if script == "ppo.py" else ()
+    run(1, script, *flags, *extra, "--output_dir", tmp_path / "1")
+    run(2, script, *flags, *extra, "--pack_tokens", 300, "--output_dir", tmp_path / "2")
+    names = [n for n in NUMBERS if script == "grpo.py" or n != "reward_std"]
+    assert_close_metrics(tmp_path / "1", tmp_path / "2", tuple(names), rel=1e-5, floor=1e-2)
+    assert any(line.get("completions/mean_turns", 0) > 1.3 for line in metrics(tmp_path / "1"))
+
+
+TWICE = """
+class Twice:
+    def reset(self, example):
+        self.turns = 0
+        return [{"role": "user", "content": example["prompt"]}]
+
+    def step(self, completion):
+        self.turns += 1
+        reward = sum(map(str.isalpha, completion)) / max(1, len(completion))
+        return [{"role": "user", "content": "and now?"}], reward, self.turns == 2
+"""
+
+
+@pytest.mark.slow
+def test_both_turns_learn_what_pays(flags, tmp_path):
+    """From scratch: a turn is worth the fraction of letters in it, of which each ends it."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    environment = f"{tmp_path / 'twice.py'}:Twice"
+    extra = ("--environment", environment, "--max_steps", 20, "--prompts_per_step", 8, "--samples_per_prompt", 8,
+             "--lr", 3e-3, "--max_new_tokens", 60, "--eval_every", 0)  # fmt: skip
+    run(1, "grpo.py", *flags, *extra, "--output_dir", tmp_path / "out")
+    rewards = [line["reward"] for line in metrics(tmp_path / "out")]
+    assert rewards[0] < 1 and rewards[-1] > 1.5, rewards  # 2 are to be had
+
+
+@pytest.mark.slow
+def test_rollout_ranks_play_the_same_episodes(flags, tmp_path):
+    run(1, "rloo.py", *flags, "--output_dir", tmp_path / "colocated")
+    run(2, "rloo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path / "apart")
+    assert_same_weights(tmp_path / "colocated", tmp_path / "apart")
+    one, other = ((tmp_path / name / "samples.jsonl").read_text() for name in ("colocated", "apart"))
+    assert one == other and math.isfinite(metrics(tmp_path / "apart")[-1]["reward"])
