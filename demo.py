@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from common.metrics import draw_curves, read_metrics
-from common.tiny import arithmetic_rows
+from common.tasks import arithmetic_rows
 
 ROOT = Path(__file__).resolve().parent
 OUT = Path("runs/demo")

@@ -18,67 +18,62 @@ describes the prediction of targets_T[t].
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from common import distributed
-from common.checkpoint import Checkpointer, prepare_output_dir
+from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import OnlineArgs
-from common.data import Encoder
+from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
+from common.flags import AtLeast2, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
-from common.metrics import Meter, RunLogger, Totals
+from common.logprobs import add_logprobs
+from common.metrics import Meter
 from common.models import load_policy
-from common.online import (
-    check_first_rollout,
-    effective_sample_size,
-    evaluate,
-    measure_groups,
-    measure_sampling,
-    truncation_penalties,
-)
-from common.optim import adamw, learning_rate, optimizer_step
-from common.packing import PackedBatch, Sample, pack_groups
+from common.optim import adamw, optimizer_step
+from common.packing import PackedBatch, Sample, pack_minibatches
 from common.preference_losses import (
+    LOSSES,
     OVER_BATCH,
     REFERENCE_FREE,
     Pairs,
-    PreferenceArgs,
     implicit_rewards,
     preference_losses,
+    rewards_per_token,
 )
-from common.prompts import encode_prompts, prompt_columns
+from common.prompts import load_prompts
 from common.rewards.scoring import Rewards
+from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
-from common.rows import train_and_eval_rows
+from common.run import Run
+from common.shaping import truncation_penalties
 
 
 @dataclass
-class Args(OnlineArgs, PreferenceArgs):
+class Args(PreferenceArgs, OnlineArgs, SamplingArgs, TrainArgs):
     output_dir: str = "runs/online_dpo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
-    samples_per_prompt: int = 2
+    samples_per_prompt: AtLeast2 = 2
     """completions sampled for each prompt (G); the best and the worst are the pair"""
-    lr: float = 1e-6
+    lr: Positive[float] = 1e-6
     """peak learning rate of AdamW"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.samples_per_prompt < 2:
-            raise ValueError(f"--samples_per_prompt {self.samples_per_prompt}: a pair needs at least 2")
-        for name in self.loss:
-            if name == "kto" or name in OVER_BATCH:
-                what = "single completions" if name == "kto" else "all pairs of a batch at once"
-                raise ValueError(f"--loss {name} looks at {what}: it is for dpo.py")
+        if sorting := OVER_BATCH & set(self.loss):
+            raise ValueError(f"--loss {min(sorting)} looks at all pairs of a batch at once: it is for dpo.py")
 
 
 def best_and_worst(groups: list[list[Sample]], rewards_PG: Tensor) -> list[list[Sample]]:
     """[chosen, rejected] of each group: highest and lowest reward, of equal ones the first. [] for a group whose
-    rewards, those that could be computed (not NaN), are all equal."""
+    rewards, those that could be computed (not NaN), are all equal. For samples.jsonl their advantage is 1 and -1."""
     pairs = []
     for group, rewards_G in zip(groups, rewards_PG, strict=True):
         best, worst = rewards_G.nan_to_num(nan=-math.inf).argmax(), rewards_G.nan_to_num(nan=math.inf).argmin()
+        if rewards_G[best] > rewards_G[worst]:
+            group[best].advantage, group[worst].advantage = 1.0, -1.0
         pairs.append([group[best], group[worst]] if rewards_G[best] > rewards_G[worst] else [])
     return pairs
 
@@ -96,23 +91,23 @@ def measure_pairs(meter: Meter, rewards_PG: Tensor) -> None:
 
 def pairs_of(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
     """What the objectives see: log-probs summed over completions, those of the starting model, and lengths."""
-    logps_N, ref_logps_N = mb.sequence_sums(logprobs_T), mb.sequence_sums(mb.ref_logprobs_T)
+    logps_N = mb.sequence_sums(logprobs_T)
+    ref_logps_N = torch.zeros_like(logps_N) if mb.ref_logprobs_T is None else mb.sequence_sums(mb.ref_logprobs_T)
     lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
     sides = [x_N[side::2] for x_N in (logps_N, ref_logps_N, lengths_N) for side in (0, 1)]
     return Pairs(*sides, weights=torch.ones_like(sides[0]))
 
 
-def measure_update(meter: Meter, args: Args, pairs: Pairs, has_reference: bool) -> None:
-    """What the policy thinks of the pairs of a micro-batch."""
-    chosen_N, rejected_N = implicit_rewards(pairs, args)
+def measure_policy(meter: Meter, args: Args, pairs: Pairs, loss_N: Tensor) -> None:
+    """What the policy thinks of the pairs of a micro-batch, by the first objective."""
+    referenced, per_token = args.loss[0] not in REFERENCE_FREE, rewards_per_token(args.loss[0], args.length_normalize)
+    chosen_N, rejected_N = implicit_rewards(pairs, per_token=per_token, referenced=referenced, beta=args.beta)
     for name, values_N in (
-        ("rewards/chosen", chosen_N), ("rewards/rejected", rejected_N), ("rewards/margins", chosen_N - rejected_N),
-        ("rewards/accuracies", chosen_N > rejected_N), ("logps/chosen", pairs.chosen_logps),
-        ("logps/rejected", pairs.rejected_logps),
+        ("loss", loss_N), ("rewards/chosen", chosen_N), ("rewards/rejected", rejected_N),
+        ("rewards/margins", chosen_N - rejected_N), ("rewards/accuracies", chosen_N > rejected_N),
+        ("logps/chosen", pairs.chosen_logps), ("logps/rejected", pairs.rejected_logps),
     ):  # fmt: skip
         meter.mean(name, values_N.detach().sum(), len(values_N))
-    if has_reference:
-        meter.mean("kl", (pairs.lc + pairs.lr).detach().sum(), 2 * len(chosen_N))
 
 
 def main(args: Args) -> None:
@@ -125,133 +120,97 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
-    encoder = Encoder(tokenizer, args)
-    rows, eval_rows = train_and_eval_rows(args)
-    columns = prompt_columns(args, rows + eval_rows)
-    rewards = Rewards(args, rows + eval_rows, tokenizer, device)
-    room = min(context_length(path, args), args.pack_tokens // 2 + 1) - args.max_new_tokens  # a pair shares a pack
-    prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
-    eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
+    context = min(context_length(path, args), args.pack_tokens // 2 + 1)  # a pair shares a pack
+    prompts, held_out = load_prompts(args, tokenizer, context)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
-    needs_reference = not set(args.loss) <= REFERENCE_FREE
-    reference = load_policy(path, args, device, trainable=False) if needs_reference else None
+    referenced = not set(args.loss) <= REFERENCE_FREE
+    reference = load_policy(path, args, device, trainable=False) if referenced else None
     optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, rows, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+
+    # ---- the objectives, their floats bound to the flags of their names ----
+    objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
+    cut_off = with_flags(truncation_penalties, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
-    totals = Totals()
-    checkpointer = Checkpointer(args, model, optimizer, rollouts=rollouts, totals=totals)
-    first_step = checkpointer.load_latest()
-    meter = Meter()
-    logger = RunLogger(
-        args, first_step, total_steps, show=("reward", "rewards/accuracies", "eval/pass_at_1", "time/step"),
+    run = Run(
+        args, model, optimizer, total_steps, rollouts=rollouts,
+        show=("reward", "rewards/accuracies", "eval/pass_at_1", "time/step"),
         curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "eval/reward", "kl",
                 "pairs/win_margin", "rewards/accuracies", "entropy", "completions/mean_length", "grad_norm"),
     )  # fmt: skip
-    updates = args.minibatches * args.epochs_per_rollout
-    logger.message(
-        f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
-        f"{total_steps} steps on {world_size} ranks, {rollouts}, {updates} updates per rollout"
+    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
+    run.message(
+        f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, "
+        f"{updates} updates per rollout"
     )
-    if eval_prompts and first_step == 0:
-        logger.log(0, evaluate(rollouts, 0, eval_prompts, eval_rows, rewards))
+    if held_out and run.first_step == 0:
+        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
 
-    stopping = False
-    for step in range(first_step, total_steps):
+    for step in run.steps():
         # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
         with meter.time("step"):
             rollouts.submit(step, total_steps)
             groups = rollouts.collect(step, meter)
             if groups is None:  # told to stop
-                stopping = True
                 break
 
-            # ---- 2. score and choose; log-probs of the starting model ----
+            # ---- 2. score and choose ----
             with meter.time("reward"):
                 scores_PG, parts = rewards(groups, meter)
-            measure_groups(meter, groups, scores_PG, parts)
-            rewards_PG = scores_PG + truncation_penalties(groups, args)
+            measure.measure_groups(meter, groups, scores_PG, parts)
+            rewards_PG = scores_PG + cut_off(measure.truncated(groups))
             measure_pairs(meter, rewards_PG)
-            if step == first_step:
-                check_first_rollout(model, groups, args, device)
+            if step == run.first_step:
+                measure.check_rollout(model, groups, args, device)
             chosen_and_rejected = best_and_worst(groups, rewards_PG)
-            # Groups [m * size, (m + 1) * size) of every rank are minibatch m: the same global prompts on any ranks.
-            # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
-            size = len(groups) // args.minibatches
-            minibatches = [
-                pack_groups([pair for pair in chosen_and_rejected[m : m + size] if pair], args.pack_tokens, device)
-                for m in range(0, len(groups), size)
-            ]
-            for group, pair in zip(groups, chosen_and_rejected, strict=True):
-                for sample in group:  # for samples.jsonl: 1 chosen, -1 rejected, 0 neither
-                    sample.advantage = float(any(sample is s for s in pair[:1]) - any(sample is s for s in pair[1:]))
-            micro_batches = [mb for minibatch in minibatches for mb in minibatch]
-            with meter.time("logprobs"), torch.no_grad():
-                for mb in micro_batches:
-                    mb.ref_logprobs_T = torch.zeros_like(mb.targets_T, dtype=torch.float32)
-                    if reference is not None:
-                        mb.ref_logprobs_T, *_ = reference(mb, temperature=args.temperature)
 
-            # ---- 3. update ----
+            # ---- 3. pack the pairs; log-probs of the starting model ----
+            minibatches = pack_minibatches(
+                chosen_and_rejected, args.minibatches, args.pack_tokens, device, together=True
+            )
+            with meter.time("logprobs"):
+                if reference is not None:
+                    add_logprobs("ref", reference, minibatches, args.temperature)
+
+            # ---- 4. update: one optimizer step per minibatch ----
             with meter.time("train"):
-                for update in range(updates):
-                    minibatch = minibatches[update % args.minibatches]
+                for minibatch in minibatches * args.epochs_per_rollout:
+                    lr = run.learning_rate(step)
                     global_pairs = int(distributed.all_sum(sum(len(mb.samples) // 2 for mb in minibatch)))
+                    if not global_pairs:  # every group is all equal: nothing to learn, and no step by momentum alone
+                        continue
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
                         pairs = pairs_of(mb, logprobs_T)
-                        loss_N, _ = preference_losses(pairs, args)
+                        loss_N, _ = preference_losses(pairs, objectives, args.loss_weights)
                         if args.sft_weight:
                             nll_N = -pairs.mean_pc if args.sft_length_normalize else -pairs.chosen_logps
                             loss_N = loss_N + args.sft_weight * nll_N
                         # Mean over the pairs of the *global* minibatch. FSDP averages over ranks; undo that.
-                        loss = loss_N.sum() / max(1, global_pairs)
+                        loss = loss_N.sum() / global_pairs
                         (loss * world_size).backward()
                         minibatch_loss += loss.detach()
-                        meter.mean("loss", loss_N.detach().sum(), len(loss_N))
-                        meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
-                        measure_update(meter, args, pairs, reference is not None)
-                        if update < args.minibatches:
-                            mb.old_logprobs_T = logprobs_T.detach()
-                            measure_sampling(meter, mb, torch.ones_like(mb.old_logprobs_T))
-                    lr = learning_rate(step, total_steps, args)
-                    if not global_pairs:  # every group is all equal: nothing to learn, and no step by momentum alone
-                        optimizer.zero_grad()
-                        continue
-                    grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss)
-                    meter.mean("grad_norm", grad_norm)
+                        mb.old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
+                        measure.measure_update(meter, mb, entropy_T)
+                        measure_policy(meter, args, pairs, loss_N)
+                        if reference is not None:
+                            meter.mean("kl", (pairs.lc + pairs.lr).detach().sum(), 2 * len(loss_N))
+                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
 
-        # ---- 4. log, evaluate, checkpoint ----
-        totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
-        metrics = effective_sample_size(meter.reduce())
-        metrics |= dict(lr=lr, epoch=rollouts.epochs_done, num_tokens=totals.num_tokens)
-        last = step + 1 == total_steps
-        if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
-            metrics |= evaluate(rollouts, step + 1, eval_prompts, eval_rows, rewards)
-        logger.log(step + 1, metrics)
-        if (step + 1) % args.log_every == 0 or last:
-            logger.samples(step + 1, groups, scores_PG, rollouts.positions)
-        stopping = distributed.stop_requested()
-        if stopping:
-            step += 1
-            break
-        if (step + 1) % args.save_every == 0 or last:
-            with meter.time("save"):  # counted in the next step's line
-                checkpointer.save(step + 1)
-            logger.draw_curves()
+        # ---- 5. log and evaluate ----
+        metrics = run.reduce(chain(*groups), lr=lr)
+        if held_out and run.evaluates(step + 1):
+            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+        run.log(step + 1, metrics)
+        run.show_samples(step + 1, groups, rollouts.positions)
 
-    if stopping:
-        if step > 0:
-            checkpointer.save(step)
-        logger.message(f"told to stop after step {step}; the same command goes on from there")
-    else:
-        checkpointer.export_hf(tokenizer)
-        logger.message(f"done: {args.output_dir}/hf")
-    logger.close()
+    run.end(tokenizer)
     rollouts.close()
     distributed.cleanup()
 

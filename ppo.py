@@ -18,86 +18,84 @@ value of the prefix before it.
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from common import distributed, online
+from common import distributed
 from common.advantages import gae, length_adaptive_lambda
-from common.checkpoint import Checkpointer, prepare_output_dir
+from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.data import Encoder
+from common.config import CorrectionArgs, OnlineArgs, RewardArgs, SamplingArgs, TrainArgs
+from common.correction import correction_weights
+from common.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, kl_estimate
-from common.metrics import Meter, RunLogger, Totals
+from common.logprobs import add_logprobs, add_values
+from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
+from common.metrics import Meter
 from common.models import load_policy, load_scalar_model
-from common.online import KLCoefficient, PolicyGradientArgs
-from common.optim import adamw, learning_rate, optimizer_step
-from common.packing import PackedBatch, pack
-from common.prompts import encode_prompts, prompt_columns
+from common.optim import adamw, optimizer_step
+from common.packing import PackedBatch, pack_minibatches, to_samples
+from common.prompts import load_prompts
 from common.rewards.scoring import Rewards
-from common.rollout.measure import check_agreement
+from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
-from common.rows import train_and_eval_rows
+from common.run import Run
+from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
 
 
 @dataclass
-class Args(PolicyGradientArgs):
+class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
     output_dir: str = "runs/ppo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     value_model: str | None = None
     """Hugging Face id or folder the value model starts from: a reward model with its head, or a language model, which
     gets a new one; default: --model"""
-    lr: float = 1e-6
+    lr: Positive[float] = 1e-6
     """peak learning rate of AdamW, policy"""
-    value_lr: float = 1e-5
+    value_lr: Positive[float] = 1e-5
     """peak learning rate of AdamW, value model; warmup and schedule are the policy's"""
-    value_warmup_steps: int = 0
+    value_warmup_steps: NotNegative[int] = 0
     """steps at the beginning in which only the value model learns"""
-    prompts_per_step: int = 512
+    prompts_per_step: Positive[int] = 512
     """prompts per rollout, over all ranks"""
-    samples_per_prompt: int = 1
+    samples_per_prompt: Positive[int] = 1
     """completions sampled for each prompt (G)"""
-    minibatches: int = 4
+    minibatches: Positive[int] = 4
     """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """discount per token"""
-    gae_lambda: float = 0.95
+    gae_lambda: Fraction = 0.95
     """lambda of the advantages: 0 trusts the value model, 1 only what was sampled"""
-    value_lambda: float | None = None
+    value_lambda: Fraction | None = None
     """lambda of the returns the value model learns; default: gae_lambda. 1: its targets have no bias (VC-PPO)"""
-    lambda_alpha: float = 0.0
+    lambda_alpha: NotNegative[float] = 0.0
     """above 0: lambda of the advantages is 1 - 1 / (lambda_alpha x length) of the completion (VAPO: 0.05)"""
     whiten_advantages: bool = True
     """advantages get mean 0 and standard deviation 1 over the tokens of the rollout"""
-    clip_low: float = 0.2
+    clip_low: BelowOne = 0.2
     """the importance ratio is clipped below at 1 - clip_low"""
-    clip_high: float = 0.2
+    clip_high: NotNegative[float] = 0.2
     """the importance ratio is clipped above at 1 + clip_high"""
-    value_clip: float = 0.2
+    value_clip: NotNegative[float] = 0.2
     """values may move this far from those at rollout time; 0: as far as they like"""
-    beta: float = 0.05
+    beta: NotNegative[float] = 0.05
     """weight of the KL penalty to the starting model in the rewards; 0 never loads it"""
     kl_estimator: KLEstimator = "k1"
     """estimate of the KL per token: k1, k2 or k3"""
-    kl_clamp: float = 0.0
+    kl_clamp: NotNegative[float] = 0.0
     """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: not"""
-    kl_stop: float = 0.0
+    kl_stop: NotNegative[float] = 0.0
     """skip what is left of a rollout once the policy's KL to the one that sampled it is above this, nats per token,
     on the next minibatch; 0: never"""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus"""
+    positive_nll: NotNegative[float] = 0.0
+    """weight of the mean negative log-likelihood of the tokens with a positive advantage (VAPO, arXiv:2504.05118)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("value_lr")
-        self.require_finite("value_lr")
-        self.require_not_negative("value_warmup_steps", "lambda_alpha", "value_clip", "kl_clamp", "kl_stop")
-        self.require_not_negative("entropy_coef")
-        self.require_clip_bounds()
-        for flag in ("gamma", "gae_lambda", "value_lambda"):
-            if getattr(self, flag) is not None and not 0 <= getattr(self, flag) <= 1:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must be in [0, 1]")
         self.require_read(
             "gae_lambda", not self.lambda_alpha or self.value_lambda is None, "--lambda_alpha replaces it"
         )
@@ -110,27 +108,35 @@ class Args(PolicyGradientArgs):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
 
-def advantages_and_returns(args: Args, mb: PackedBatch, rewards_T: Tensor) -> tuple[Tensor, Tensor]:
+def advantages_and_returns(
+    mb: PackedBatch,
+    rewards_T: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    value_lambda: float | None,
+    lambda_alpha: float,
+) -> tuple[Tensor, Tensor]:
     """GAE for the policy, and for the value model (the same plus the values) with a lambda of its own (VC-PPO,
     arXiv:2503.01491). Both [T], float32."""
     lengths_N = mb.sequence_sums(torch.ones_like(rewards_T))
-    policy_lambda_N = torch.full_like(lengths_N, args.gae_lambda)
-    value_lambda_N = policy_lambda_N if args.value_lambda is None else torch.full_like(lengths_N, args.value_lambda)
-    if args.lambda_alpha:
-        policy_lambda_N = length_adaptive_lambda(lengths_N, args.lambda_alpha)
+    policy_lambda_N = torch.full_like(lengths_N, gae_lambda)
+    value_lambda_N = policy_lambda_N if value_lambda is None else torch.full_like(lengths_N, value_lambda)
+    if lambda_alpha:
+        policy_lambda_N = length_adaptive_lambda(lengths_N, lambda_alpha)
     advantages_T, targets_T = (
-        gae(rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, args.gamma, lambda_N)
+        gae(rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, gamma, lambda_N)
         for lambda_N in (policy_lambda_N, value_lambda_N)
     )
     return advantages_T.float(), (targets_T + mb.values_T).float()
 
 
-def token_scores(mb: PackedBatch, score_of: dict[int, float], turn_weight: float) -> Tensor:
+def token_scores(mb: PackedBatch, turn_weight: float) -> Tensor:
     """Each completion's score on its last token, [T] float32; but what an environment gave for an earlier turn, times
     `turn_weight`, is taken from it and stands on that turn's last token."""
     scores = [0.0] * len(mb.loss_mask_T)
     for sample, start, end in zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False):  # a filler has no sample
-        scores[end - 1] = score_of[id(sample)]
+        scores[end - 1] = sample.score
         for index, reward in sample.turn_rewards[: sample.turns - 1]:
             scores[start + index - 1] = turn_weight * reward  # targets begin with the second id
             scores[end - 1] -= turn_weight * reward
@@ -138,24 +144,33 @@ def token_scores(mb: PackedBatch, score_of: dict[int, float], turn_weight: float
 
 
 def moments(micro_batches: list[PackedBatch], xs: list[Tensor]) -> tuple[float, float]:
-    """Mean and standard deviation of a stream over the trained tokens of all ranks. Collective."""
+    """Mean and standard deviation (n - 1) of a stream over the trained tokens of all ranks. Collective."""
     xs = [x_T[mb.loss_mask_T].double() for mb, x_T in zip(micro_batches, xs, strict=True)]
     count = max(1, int(distributed.all_sum(sum(x.numel() for x in xs))))
     mean = float(distributed.all_sum(sum(x.sum() for x in xs))) / count
-    return mean, math.sqrt(float(distributed.all_sum(sum((x - mean).square().sum() for x in xs))) / count)
+    squares = float(distributed.all_sum(sum((x - mean).square().sum() for x in xs)))
+    return mean, math.sqrt(squares / max(1, count - 1))
 
 
-def measure_update(meter: Meter, args: Args, mb: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
-    """Statistics of one micro-batch's update over its trained tokens. Returns its sum of the KL estimate (k3, nats) of
-    the rollout's policy to the present one, whose samples these are."""
-    mask_T, log_ratio_T = mb.loss_mask_T, logprobs_T - mb.old_logprobs_T
-    too_low_T = (log_ratio_T < math.log(1 - args.clip_low)) & (mb.advantages_T < 0)
-    too_high_T = (log_ratio_T > math.log(1 + args.clip_high)) & (mb.advantages_T > 0)
-    moved_T = kl_estimate(mb.old_logprobs_T, logprobs_T)
-    meter.masked_mean("clip_ratio/region_mean", too_low_T | too_high_T, mask_T)
-    meter.masked_mean("entropy", entropy_T, mask_T)
-    meter.masked_mean("policy/approx_kl", moved_T, mask_T)
-    return (moved_T * mask_T).sum()
+def explained_variance(micro_batches: list[PackedBatch]) -> float:
+    """1 - Var(returns - values) / Var(returns) over the trained tokens of all ranks; 0 if all returns are equal.
+    Collective."""
+    _, error = moments(micro_batches, [mb.returns_T - mb.values_T for mb in micro_batches])
+    _, spread = moments(micro_batches, [mb.returns_T for mb in micro_batches])
+    return 1 - (error / spread) ** 2 if spread else 0.0
+
+
+def count_tokens(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
+    """Trained tokens of a *global* minibatch, and those with a positive advantage; at least 1 each. Collective."""
+    trained = sum(mb.loss_mask_T.sum() for mb in minibatch)
+    positive = sum((mb.loss_mask_T & (mb.advantages_T > 0)).sum() for mb in minibatch)
+    return distributed.all_sum(trained).clamp(min=1), distributed.all_sum(positive).clamp(min=1)
+
+
+def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor, moved_T: Tensor, clipped_T: Tensor) -> None:
+    """Means over the trained tokens of a micro-batch; `moved_T`: how far the policy is from the rollout's, in nats."""
+    for name, x_T in (("entropy", entropy_T), ("policy/approx_kl", moved_T), ("clip_ratio/region_mean", clipped_T)):
+        meter.masked_mean(name, x_T, mb.loss_mask_T)
 
 
 def main(args: Args) -> None:
@@ -166,19 +181,14 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
-    path = resolve_model(args.model)
+    path = value_path = resolve_model(args.model)
     tokenizer = load_tokenizer(path)
-    value_path = path
     if args.value_model is not None:
         value_path = resolve_model(args.value_model, "--value_model")
         require_same_tokenizer("--value_model", value_path, tokenizer)
-    encoder = Encoder(tokenizer, args)
-    rows, eval_rows = train_and_eval_rows(args)
-    columns = prompt_columns(args, rows + eval_rows)
-    rewards = Rewards(args, rows + eval_rows, tokenizer, device)
-    room = min(context_length(path, args), context_length(value_path, args)) - args.max_new_tokens
-    prompts, rows, dropped = encode_prompts(rows, columns, encoder, room, args)
-    eval_prompts, eval_rows, eval_dropped = encode_prompts(eval_rows, columns, encoder, room, args)
+    context = min(context_length(path, args), context_length(value_path, args))
+    prompts, held_out = load_prompts(args, tokenizer, context)
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
@@ -186,164 +196,130 @@ def main(args: Args) -> None:
     value_model = load_scalar_model(value_path, args, device, flag="--value_model")
     reference = load_policy(path, args, device, trainable=False) if args.beta else None
     optimizer, value_optimizer = adamw(model, args), adamw(value_model, args)
-    rollouts = make_rollouts(model, prompts, rows, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+
+    # ---- the objective, its floats bound to the flags of their names ----
+    policy_loss, outside_clip = with_flags(clip_policy_loss, args), with_flags(clipped, args)
+    value_loss_of, kl_of = with_flags(clip_value_loss, args), with_flags(kl_estimate, args)
+    correction, estimate = with_flags(correction_weights, args), with_flags(advantages_and_returns, args)
+    shape, cut_off = with_flags(shape_rewards, args), with_flags(truncation_penalties, args)
+    turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- resume: everything else is a function of (seed, step) ----
-    totals, beta = Totals(), KLCoefficient(args)
-    value_state = (value_model, value_optimizer)
-    checkpointer = Checkpointer(args, model, optimizer, value=value_state, rollouts=rollouts, totals=totals, beta=beta)
-    first_step = checkpointer.load_latest()
-    meter = Meter()
-    logger = RunLogger(
-        args, first_step, total_steps, show=("reward", "objective/kl", "eval/pass_at_1", "time/step"),
+    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
+    run = Run(
+        args, model, optimizer, total_steps, value=(value_model, value_optimizer), rollouts=rollouts, beta=beta,
+        show=("reward", "objective/kl", "eval/pass_at_1", "time/step"),
         curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "objective/kl",
                 "value_loss", "explained_variance", "entropy", "completions/mean_length", "grad_norm",
                 "sampling/sampling_logp_difference/max"),
     )  # fmt: skip
-    updates = args.minibatches * args.epochs_per_rollout
-    turn_weight = args.reward_scale * dict(zip(rewards.scorers, rewards.weights.tolist(), strict=True)).get(
-        "environment", 0.0
-    )
-    logger.message(
-        f"{len(prompts)} prompts ({dropped} too long), {len(eval_prompts)} held out ({eval_dropped} too long), "
-        f"{total_steps} steps on {world_size} ranks, {rollouts}, "
-        + ("on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout")
-    )
-    if eval_prompts and first_step == 0:
-        logger.log(0, online.evaluate(rollouts, 0, eval_prompts, eval_rows, rewards))
+    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
+    how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
+    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
+    if held_out and run.first_step == 0:
+        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
 
-    stopping = False
-    for step in range(first_step, total_steps):
+    for step in run.steps():
         # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
         with meter.time("step"):
             rollouts.submit(step, total_steps)
             groups = rollouts.collect(step, meter)
             if groups is None:  # told to stop
-                stopping = True
                 break
 
-            # ---- 2. score; log-probs, values and reference of the rollout; advantages and returns ----
+            # ---- 2. score; log-probs and values of the rollout, log-probs of the starting model ----
             with meter.time("reward"):
                 rewards_PG, parts = rewards(groups, meter)
-            online.measure_groups(meter, groups, rewards_PG, parts)
-            scores_PG = online.shape_rewards(rewards_PG, args) + online.length_penalties(groups, args)
-            score_of = {}
-            for group, scores_G in zip(groups, scores_PG.tolist(), strict=True):
-                for sample, score in zip(group, scores_G, strict=True):
-                    if math.isnan(score):  # no reward, nothing to learn
-                        sample.loss_mask, score = [False] * len(sample.ids), 0.0
-                    score_of[id(sample)] = score
-            # Groups [m * size, (m + 1) * size) of every rank are minibatch m: the same global prompts on any ranks.
-            # pack() gives every rank the same number of micro-batches: FSDP collectives must match.
-            size = len(groups) // args.minibatches
-            minibatches = [
-                pack([s for group in groups[m : m + size] for s in group], args.pack_tokens, device)
-                for m in range(0, len(groups), size)
-            ]
-            micro_batches = [mb for minibatch in minibatches for mb in minibatch]
-            with meter.time("logprobs"), torch.no_grad():
-                for mb in micro_batches:
-                    mb.old_logprobs_T, *_ = model(mb, temperature=args.temperature)
-                    mb.values_T = value_model(mb)
-                    rewards_T = token_scores(mb, score_of, turn_weight)
-                    if reference is not None:
-                        ref_logprobs_T, *_ = reference(mb, temperature=args.temperature)
-                        kl_T = kl_estimate(mb.old_logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-                        rewards_T -= beta.value * kl_T
-                        meter.mean("objective/kl", mb.sequence_sums(kl_T).sum(), len(mb.samples))
-                    mb.advantages_T, mb.returns_T = advantages_and_returns(args, mb, rewards_T)
-                    mb.weights_T = online.correction_weights(mb, args)
-                    online.measure_sampling(meter, mb, mb.weights_T)
-                    meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), len(mb.samples))
-                model.reshard()  # a forward without backward leaves the root whole
-                value_model.reshard()
-            if step == first_step:
-                check_agreement(micro_batches, args, device)
-            _, error = moments(micro_batches, [mb.returns_T - mb.values_T for mb in micro_batches])
-            _, spread = moments(micro_batches, [mb.returns_T for mb in micro_batches])
+            measure.measure_groups(meter, groups, rewards_PG, parts)
+            to_samples(groups, score=shape(rewards_PG) + cut_off(measure.truncated(groups)))
+            for sample in chain(*groups):
+                if math.isnan(sample.score):  # no reward, nothing to learn
+                    sample.loss_mask, sample.score = [False] * len(sample.ids), 0.0
+            minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
+            micro_batches = list(chain(*minibatches))
+            with meter.time("logprobs"):
+                add_logprobs("old", model, minibatches, args.temperature)
+                add_values(value_model, minibatches)
+                if reference is not None:
+                    add_logprobs("ref", reference, minibatches, args.temperature)
+            if step == run.first_step:
+                measure.check_agreement(minibatches, args, device)
+
+            # ---- 3. a reward for each token; advantages and returns ----
+            for mb in micro_batches:
+                rewards_T = token_scores(mb, turn_weight)
+                if reference is not None:
+                    rewards_T -= beta.value * kl_of(mb.old_logprobs_T, mb.ref_logprobs_T)
+                    log_ratio_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
+                    meter.mean("objective/kl", log_ratio_N.sum(), len(log_ratio_N))
+                meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), len(mb.samples))
+                mb.advantages_T, mb.returns_T = estimate(mb, rewards_T)
+                engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
+                mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
+                measure.measure_sampling(meter, mb)
+            explained = explained_variance(micro_batches)
             mean, std = moments(micro_batches, [mb.advantages_T for mb in micro_batches])
             for mb in micro_batches:
                 if args.whiten_advantages:
                     mb.advantages_T = (mb.advantages_T - mean) / (std + 1e-6)
-                for sample, advantage in zip(mb.samples, mb.advantages_T[mb.ends_N].tolist(), strict=True):
-                    sample.advantage = advantage  # of the last token, for samples.jsonl
+                mb.to_samples(advantage=mb.advantages_T[mb.ends_N])  # of the last token, for samples.jsonl
 
-            # ---- 3. update: policy and value model, with an optimizer each ----
+            # ---- 4. update: policy and value model, with an optimizer each ----
             with meter.time("train"):
-                learn_policy, done = step >= args.value_warmup_steps, 0
+                learn_policy, updates_done, lr = step >= args.value_warmup_steps, 0, run.learning_rate(step)
                 if step == args.value_warmup_steps:  # a save in warm-up made the optimizer's state by a step of zeros
                     for state in optimizer.state.values():
                         state["step"].zero_()
-                lr = learning_rate(step, total_steps, args)
-                for update in range(updates):
-                    minibatch = minibatches[update % args.minibatches]
+                for minibatch in minibatches * args.epochs_per_rollout:
                     # Token means over the *global* minibatch. FSDP averages gradients over ranks; undo that.
-                    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch)).clamp(min=1)
-                    policy_loss, value_loss, moved = (torch.zeros((), device=device) for _ in range(3))
+                    tokens, positives = count_tokens(minibatch)
+                    policy_sum, value_sum, moved = (torch.zeros((), device=device) for _ in range(3))
                     for mb in minibatch:
                         if learn_policy:
                             logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                            logprobs_T = torch.where(mb.loss_mask_T, logprobs_T, mb.old_logprobs_T)  # no overflow there
-                            loss_T = mb.weights_T * clip_policy_loss(
-                                logprobs_T, mb.old_logprobs_T, mb.advantages_T, args.clip_low, args.clip_high
-                            )
+                            log_ratio_T = logprobs_T - mb.old_logprobs_T
+                            loss_T = policy_loss(log_ratio_T, mb.advantages_T) * mb.correction_T
                             if args.entropy_coef:  # not times 0: its backward is another pass over the logits
                                 loss_T = loss_T - args.entropy_coef * entropy_T
+                            positive_T = mb.loss_mask_T & (mb.advantages_T > 0)
                             loss = (loss_T * mb.loss_mask_T).sum() / tokens
+                            loss = loss - args.positive_nll * (logprobs_T * positive_T).sum() / positives
                             (loss * world_size).backward()
-                            policy_loss += loss.detach()
-                            moved += measure_update(meter, args, mb, logprobs_T.detach(), entropy_T)
-                        values_T = value_model(mb)
-                        value_loss_T = clip_value_loss(values_T, mb.values_T, mb.returns_T, args.value_clip)
+                            policy_sum += loss.detach()
+                            moved_T = kl_estimate(mb.old_logprobs_T, logprobs_T.detach())  # from the rollout's policy
+                            moved += (moved_T * mb.loss_mask_T).sum()
+                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
+                            measure_update(meter, mb, entropy_T, moved_T, clipped_T)
+                        value_loss_T = value_loss_of(value_model(mb), mb.values_T, mb.returns_T)
                         loss = (value_loss_T * mb.loss_mask_T).sum() / tokens
                         (loss * world_size).backward()
-                        value_loss += loss.detach()
+                        value_sum += loss.detach()
                     if args.kl_stop and distributed.all_sum(moved) / tokens > args.kl_stop:
                         optimizer.zero_grad()
                         value_optimizer.zero_grad()
                         break
-                    done += 1
+                    updates_done += 1
                     if learn_policy:
-                        grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, policy_loss)
-                        meter.mean("grad_norm", grad_norm)
-                        meter.mean("loss", policy_loss, 1 / world_size)
+                        meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, policy_sum))
+                        meter.mean("loss", policy_sum, 1 / world_size)
                     value_lr = lr * args.value_lr / args.lr
-                    grad_norm = optimizer_step(value_model, value_optimizer, value_lr, args.max_grad_norm, value_loss)
+                    grad_norm = optimizer_step(value_model, value_optimizer, value_lr, args.max_grad_norm, value_sum)
                     meter.mean("value_grad_norm", grad_norm)
-                    meter.mean("value_loss", value_loss, 1 / world_size)
+                    meter.mean("value_loss", value_sum, 1 / world_size)
 
-        # ---- 4. log, evaluate, checkpoint ----
-        totals.num_tokens += int(distributed.all_sum(sum(s.num_targets for group in groups for s in group)))
-        metrics = online.effective_sample_size(meter.reduce())
-        metrics |= dict(lr=lr, epoch=rollouts.epochs_done, num_tokens=totals.num_tokens, updates=done)
-        metrics["explained_variance"] = 1 - (error / spread) ** 2 if spread else 0.0
+        # ---- 5. log and evaluate ----
+        metrics = run.reduce(chain(*groups), lr=lr, updates=updates_done, explained_variance=explained)
         if args.beta:
             metrics["beta"] = beta.value
             if learn_policy:
                 beta.update(metrics["objective/kl"], args.prompts_per_step * args.samples_per_prompt)
-        last = step + 1 == total_steps
-        if eval_prompts and ((step + 1) % args.eval_every == 0 or last):
-            metrics |= online.evaluate(rollouts, step + 1, eval_prompts, eval_rows, rewards)
-        logger.log(step + 1, metrics)
-        if (step + 1) % args.log_every == 0 or last:
-            logger.samples(step + 1, groups, rewards_PG, rollouts.positions)
-        stopping = distributed.stop_requested()
-        if stopping:
-            step += 1
-            break
-        if (step + 1) % args.save_every == 0 or last:
-            with meter.time("save"):  # counted in the next step's line
-                checkpointer.save(step + 1)
-            logger.draw_curves()
+        if held_out and run.evaluates(step + 1):
+            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+        run.log(step + 1, metrics)
+        run.show_samples(step + 1, groups, rollouts.positions)
 
-    if stopping:
-        if step > 0:
-            checkpointer.save(step)
-        logger.message(f"told to stop after step {step}; the same command goes on from there")
-    else:
-        checkpointer.export_hf(tokenizer)
-        logger.message(f"done: {args.output_dir}/hf")
-    logger.close()
+    run.end(tokenizer)
     rollouts.close()
     distributed.cleanup()
 

@@ -18,6 +18,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -26,34 +27,36 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common import distributed
-from common.checkpoint import Checkpointer, prepare_output_dir
+from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import RunArgs
-from common.data import Encoder, RowOrder
+from common.config import TrainArgs
+from common.data import Encoder, RowOrder, encode_pairs
+from common.flags import NotNegative, Positive
 from common.hub import context_length, load_tokenizer, resolve_model
-from common.metrics import Meter, RunLogger, Totals, wilson_interval
+from common.metrics import Meter, wilson_interval
 from common.models import ScalarModel, load_scalar_model
-from common.optim import adamw, learning_rate, optimizer_step
+from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack_groups
 from common.rewards.scoring import at_end, score
 from common.rows import PAIR_COLUMNS, load_rows, reasons, require_columns, train_and_eval_rows
+from common.run import Run
 
 
 @dataclass
-class Args(RunArgs):
+class Args(TrainArgs):
     output_dir: str = "runs/rm"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; scores.jsonl of --eval_only"""
-    batch_size: int = 64
+    batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
-    max_length: int = 2048
+    max_length: Positive[int] = 2048
     """longest prompt and completion together, in tokens"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """what to do with pairs of which one is longer: leave them out, cut its end off (both are counted), or refuse"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
     """what to do with pairs whose chosen and rejected are the same: leave them out (counted), keep them, or refuse"""
-    center_coefficient: float = 0.0
+    center_coefficient: NotNegative[float] = 0.0
     """weight of (rc + rr)^2, which holds the mean reward at zero (arXiv:2312.09244)"""
-    lr: float = 1e-5
+    lr: Positive[float] = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
@@ -64,42 +67,29 @@ class Args(RunArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("batch_size", "max_length")
-        self.require_finite("center_coefficient")
-        self.require_multiple("batch_size", distributed.world_size(), "the number of ranks")
-        if self.center_coefficient < 0:
-            raise ValueError(f"--center_coefficient {self.center_coefficient} must not be negative")
         if 2 * self.max_length > self.pack_tokens:
             raise ValueError(f"two sequences of --max_length {self.max_length} exceed --pack_tokens {self.pack_tokens}")
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
 
+    def check_ranks(self, ranks: int) -> None:
+        self.require_multiple("batch_size", ranks, "the number of ranks")
+        super().check_ranks(ranks)
+
 
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Rows -> [chosen, rejected] pairs no longer than `--max_length`, and how many something was done to, by what."""
-    pairs, counts, with_margin = [], Counter(), any("margin" in row for row in rows)
-    for row in rows:
-        pair, margin = encoder.pair(row, columns), row.get("margin")
-        if with_margin and (type(margin) not in (int, float) or not math.isfinite(margin)):
+    """Rows -> [chosen, rejected] pairs no longer than `--max_length`, of which the last token counts, and how many
+    something was done to, by what."""
+    for row in rows if any("margin" in row for row in rows) else ():
+        margin = row.get("margin")
+        if type(margin) not in (int, float) or not math.isfinite(margin):
             raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
-        if (length := max(len(s.ids) for s in pair)) > args.max_length:
-            if args.overlong == "error":
-                raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
-            if args.overlong == "drop" or max(s.prompt_length for s in pair) >= args.max_length:
-                counts["dropped as too long (--max_length)"] += 1
-                continue
-            counts["truncated (--max_length)"] += 1
-        chosen, rejected = (sample.ids[: args.max_length] for sample in pair)
-        if chosen == rejected:
-            if args.identical_pairs == "error":
-                raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
-            counts["with chosen = rejected (--identical_pairs)"] += 1
-            if args.identical_pairs == "drop":
-                continue
-        pairs.append([at_end(chosen, row), at_end(rejected, row)])
-    return pairs, counts
+    pairs, counts = encode_pairs(
+        rows, lambda row: encoder.pair(row, columns), args.max_length, args.overlong, args.identical_pairs
+    )
+    return [[at_end(sample.ids, sample.row) for sample in pair] for pair in pairs], counts
 
 
 def bradley_terry(
@@ -111,30 +101,27 @@ def bradley_terry(
     return -logsigmoid(chosen_N - rejected_N - margin_N) + centring_N
 
 
-def pair_loss(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefix: str = "") -> Tensor:
-    """`bradley_terry` summed over the pairs of a micro-batch, and its metrics."""
+def measure(meter: Meter, prefix: str, loss_N: Tensor, chosen_N: Tensor, rejected_N: Tensor) -> None:
+    """Loss and rewards of a micro-batch's pairs."""
+    if not (count := len(loss_N)):
+        return
+    rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
+    meter.mean(f"{prefix}loss", loss_N.detach().sum(), count)
+    meter.mean(f"{prefix}rewards/chosen", chosen_N.detach().sum(), count)
+    meter.mean(f"{prefix}rewards/rejected", rejected_N.detach().sum(), count)
+    meter.mean(f"{prefix}rewards/margins", (chosen_N - rejected_N).detach().sum(), count)
+    meter.mean(f"{prefix}rewards/accuracies", (chosen_N > rejected_N).sum(), count)
+    meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
+    meter.std(f"{prefix}rewards/std", rewards_2N)
+    meter.min(f"{prefix}rewards/min", rewards_2N.min())
+    meter.max(f"{prefix}rewards/max", rewards_2N.max())
+
+
+def pair_rewards(model: ScalarModel, mb: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards of chosen and rejected, and the margin that is asked for between them: [N] each."""
     rewards_2N = mb.sequence_sums(model(mb))  # one position of each sequence counts: its end
-    chosen_N, rejected_N = rewards_2N[0::2], rewards_2N[1::2]
-    margin_N = mb.per_sequence(sample.row.get("margin", 0.0) for sample in mb.samples)[0::2]
-    loss = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient).sum()
-    if mb.samples:
-        rewards_2N, count = rewards_2N.detach(), len(chosen_N)
-        meter.mean(f"{prefix}loss", loss.detach(), count)
-        meter.mean(f"{prefix}rewards/chosen", rewards_2N[0::2].sum(), count)
-        meter.mean(f"{prefix}rewards/rejected", rewards_2N[1::2].sum(), count)
-        meter.mean(f"{prefix}rewards/margins", (rewards_2N[0::2] - rewards_2N[1::2]).sum(), count)
-        meter.mean(f"{prefix}rewards/accuracies", (chosen_N > rejected_N).sum(), count)
-        meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
-        meter.mean(f"{prefix}rewards/mean_square", rewards_2N.square().sum(), 2 * count)
-        meter.min(f"{prefix}rewards/min", rewards_2N.min())
-        meter.max(f"{prefix}rewards/max", rewards_2N.max())
-    return loss
-
-
-def with_std(metrics: dict[str, float], prefix: str = "") -> dict[str, float]:
-    """The mean square of the rewards turned into their standard deviation."""
-    square, mean = metrics.pop(f"{prefix}rewards/mean_square"), metrics[f"{prefix}rewards/mean"]
-    return metrics | {f"{prefix}rewards/std": math.sqrt(max(0.0, square - mean**2))}
+    margin_2N = mb.per_sequence(sample.row.get("margin", 0.0) for sample in mb.samples)
+    return rewards_2N[0::2], rewards_2N[1::2], margin_2N[0::2]
 
 
 @torch.no_grad()
@@ -142,8 +129,10 @@ def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: 
     """Held-out metrics over all ranks; `pairs` is this rank's share."""
     meter = Meter()
     for mb in pack_groups(pairs, args.pack_tokens, device):
-        pair_loss(model, mb, args, meter, "eval_")
-    return with_std(meter.reduce(), "eval_")
+        chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
+        loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
+        measure(meter, "eval_", loss_N, chosen_N, rejected_N)
+    return meter.reduce()
 
 
 def agreement(accuracy: float, pairs: int) -> str:
@@ -246,23 +235,21 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
-    totals = Totals()
-    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals)
-    first_step = checkpointer.load_latest()
-    meter, metrics = Meter(), {}
-    logger = RunLogger(
-        args, first_step, total_steps, show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
+    run = Run(
+        args, model, optimizer, total_steps, order=order,
+        show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
         curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
                 "rewards/chosen", "rewards/rejected", "rewards/std", "grad_norm"),
     )  # fmt: skip
+    meter = run.meter
     for name, counts in (("training", train_counts), ("held-out", eval_counts)):
         for reason, count in counts.items():
-            logger.message(f"{count} {name} rows {reason}")
-    logger.message(f"{len(pairs)} training pairs, {len(eval_pairs)} held out, {total_steps} steps, {world_size} ranks")
+            run.message(f"{count} {name} rows {reason}")
+    run.message(f"{len(pairs)} training pairs, {len(eval_pairs)} held out, {total_steps} steps, {world_size} ranks")
     for what, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
-        logger.message(f"{what}: {tokenizer.decode(sample.ids[:-1])}")
+        run.message(f"{what}: {tokenizer.decode(sample.ids[:-1])}")
 
-    for step in range(first_step, total_steps):
+    for step in run.steps():
         # ---- 1. batch: the same global pairs whatever the number of ranks, every rank takes its share ----
         with meter.time("step"):
             batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
@@ -272,36 +259,24 @@ def main(args: Args) -> None:
             # ---- 2. update: one optimizer step over the whole batch ----
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
+                chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
+                loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
                 # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
-                loss = pair_loss(model, mb, args, meter) / args.batch_size
+                loss = loss_N.sum() / args.batch_size
                 (loss * world_size).backward()
                 batch_loss += loss.detach()
-            lr = learning_rate(step, total_steps, args)
+                measure(meter, "", loss_N, chosen_N, rejected_N)
+            lr = run.learning_rate(step)
             grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
-        # ---- 3. log, evaluate, checkpoint ----
-        tokens = int(distributed.all_sum(sum(sample.num_targets for pair in batch for sample in pair)))
-        totals.num_tokens += tokens
-        metrics = with_std(meter.reduce())
-        metrics |= dict(grad_norm=grad_norm, lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
-        metrics["tokens_per_second"] = tokens / metrics["time/step"]
-        last = step + 1 == total_steps
-        stopping = distributed.stop_requested()
-        if eval_pairs and ((step + 1) % args.eval_every == 0 or last):
+        # ---- 3. log and evaluate ----
+        metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
+        if eval_pairs and run.evaluates(step + 1):
             metrics |= evaluate(model, eval_pairs[rank::world_size], args, device)
-        logger.log(step + 1, metrics)
-        if (step + 1) % args.save_every == 0 or last or stopping:
-            checkpointer.save(step + 1)
-            logger.draw_curves()
-        if stopping:
-            logger.message(f"told to stop: saved step {step + 1}; the same command goes on from there")
-            break
-    else:
-        checkpointer.export_hf(tokenizer)
-        if "eval_rewards/accuracies" in metrics:
-            logger.message(f"held out, it prefers {agreement(metrics['eval_rewards/accuracies'], len(eval_pairs))}")
-        logger.message(f"done: {args.output_dir}/hf")
-    logger.close()
+        run.log(step + 1, metrics)
+
+    accuracy = run.latest.get("eval_rewards/accuracies")
+    run.end(tokenizer, f"held out, it prefers {agreement(accuracy, len(eval_pairs))}" if accuracy is not None else "")
     distributed.cleanup()
 
 

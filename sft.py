@@ -18,41 +18,45 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.checkpoint import Checkpointer, prepare_output_dir
+from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import RunArgs
+from common.config import TrainArgs
 from common.data import Encoder, RowOrder
+from common.flags import Positive
 from common.hub import context_length, load_tokenizer, resolve_model
-from common.metrics import Meter, RunLogger, Totals
+from common.metrics import Meter
 from common.models import Policy, load_policy
-from common.optim import adamw, learning_rate, optimizer_step
+from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack
 from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows
+from common.run import Run
 
 
 @dataclass
-class Args(RunArgs):
+class Args(TrainArgs):
     output_dir: str = "runs/sft"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
-    batch_size: int = 64
+    batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
-    max_length: int = 2048
+    max_length: Positive[int] = 2048
     """longest sequence, in tokens"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """what to do with longer rows: leave them out, cut their end off (both are counted and reported), or refuse"""
     train_on: Literal["completion", "all"] = "completion"
     """completion: the loss covers completions, or every assistant turn; all: prompts too"""
-    lr: float = 2e-5
+    lr: Positive[float] = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("batch_size", "max_length")
-        self.require_multiple("batch_size", distributed.world_size(), "the number of ranks")
         if self.max_length > self.pack_tokens + 1:
             raise ValueError(f"--max_length {self.max_length} does not fit in --pack_tokens {self.pack_tokens}")
+
+    def check_ranks(self, ranks: int) -> None:
+        super().check_ranks(ranks)
+        self.require_multiple("batch_size", ranks, "the number of ranks")
 
 
 def encode_rows(
@@ -126,23 +130,19 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
-    totals = Totals()
-    checkpointer = Checkpointer(args, model, optimizer, order=order, totals=totals)
-    first_step = checkpointer.load_latest()
-    meter = Meter()
-    logger = RunLogger(
-        args, first_step, total_steps, show=("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second"),
+    run = Run(
+        args, model, optimizer, total_steps, order=order,
+        show=("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second"),
         curves=("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr"),
     )  # fmt: skip
+    meter = run.meter
     for name, counts in (("training", train_counts), ("held-out", eval_counts)):
         for reason, count in counts.items():
-            logger.message(f"{count} {name} rows {reason}")
-    logger.message(
-        f"{len(samples)} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks"
-    )
-    logger.preview(samples[0], tokenizer)
+            run.message(f"{count} {name} rows {reason}")
+    run.message(f"{len(samples)} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks")
+    run.logger.preview(samples[0], tokenizer)
 
-    for step in range(first_step, total_steps):
+    for step in run.steps():
         # ---- 1. batch: the same global rows whatever the number of ranks, every rank takes its share ----
         with meter.time("step"):
             batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
@@ -159,30 +159,16 @@ def main(args: Args) -> None:
                 (loss * world_size).backward()
                 batch_loss += loss.detach()
                 measure(meter, "", mb, logprobs_T, entropy_T, correct_T)
-            lr = learning_rate(step, total_steps, args)
+            lr = run.learning_rate(step)
             grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
-        # ---- 3. log, evaluate, checkpoint ----
-        tokens = int(distributed.all_sum(sum(sample.num_targets for sample in batch)))
-        totals.num_tokens += tokens
-        metrics = meter.reduce()
-        metrics |= dict(grad_norm=grad_norm, lr=lr, epoch=order.epochs_done, num_tokens=totals.num_tokens)
-        metrics["tokens_per_second"] = tokens / metrics["time/step"]
-        last = step + 1 == total_steps
-        stopping = distributed.stop_requested()
-        if eval_samples and ((step + 1) % args.eval_every == 0 or last):
+        # ---- 3. log and evaluate ----
+        metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
+        if eval_samples and run.evaluates(step + 1):
             metrics |= evaluate(model, eval_samples[rank::world_size], args, device)
-        logger.log(step + 1, metrics)
-        if (step + 1) % args.save_every == 0 or last or stopping:
-            checkpointer.save(step + 1)
-            logger.draw_curves()
-        if stopping:
-            logger.message(f"told to stop: saved step {step + 1}; the same command goes on from there")
-            break
-    else:
-        checkpointer.export_hf(tokenizer)
-        logger.message(f"done: {args.output_dir}/hf")
-    logger.close()
+        run.log(step + 1, metrics)
+
+    run.end(tokenizer)
     distributed.cleanup()
 
 

@@ -1,4 +1,4 @@
-"""Rewards -> advantages. In float64 and in two passes, so that equal rewards give exactly zero.
+"""Rewards -> advantages, pure functions. In float64 and in two passes, so that equal rewards give exactly zero.
 
 Functions of `rewards_PG` that look beyond a group want the groups of *all* ranks. NaN rewards mean "no reward": they
 count in no statistic and get advantage 0.
@@ -6,30 +6,37 @@ count in no statistic and get advantage 0.
 Shapes: P prompts, G samples per prompt, K reward functions, T packed tokens, N sequences.
 """
 
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
 import torch
 from torch import Tensor
+
+EPSILON = 1e-6  # added to standard deviations
 
 # ---- one number per completion ----
 
 
-def group_advantages(rewards_PG: Tensor, scale_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+def group_advantages(rewards_PG: Tensor) -> Tensor:
     """A = (r - mean_G r) / (std_G r + eps), one per completion (GRPO, arXiv:2402.03300 section 4.1.2).
 
-    With `scale_by_std=False` the mean is subtracted only (Dr. GRPO, arXiv:2503.20783). The standard deviation is the
-    sample one (G - 1), of the whole group. Groups that are all equal, or have one reward left, get exactly 0. Returns
-    float64, shape [P, G].
+    The standard deviation is the sample one (G - 1), of the whole group. Groups that are all equal, or have one reward
+    left, get exactly 0. Returns float64, shape [P, G].
     """
+    centred_PG, count_P1 = group_mean(rewards_PG), (~rewards_PG.isnan()).sum(-1, keepdim=True)
+    std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
+    return centred_PG / (std_P1 + EPSILON)
+
+
+def group_mean(rewards_PG: Tensor) -> Tensor:
+    """A = r - mean_G r, one per completion (Dr. GRPO, arXiv:2503.20783). Groups that are all equal, or have one reward
+    left, get exactly 0. Returns float64, shape [P, G]."""
     rewards_PG = rewards_PG.double()
     valid_PG = ~rewards_PG.isnan()
-    count_P1 = valid_PG.sum(-1, keepdim=True)
-    mean_P1 = rewards_PG.nansum(-1, keepdim=True) / count_P1.clamp(min=1)
-    centred_PG = torch.where(valid_PG, rewards_PG - mean_P1, 0.0)
+    mean_P1 = rewards_PG.nansum(-1, keepdim=True) / valid_PG.sum(-1, keepdim=True).clamp(min=1)
     # The mean of equal rewards can round, so whether they are equal is asked of the rewards themselves.
-    centred_PG = torch.where(unequal(rewards_PG)[:, None], centred_PG, 0.0)
-    if not scale_by_std:
-        return centred_PG
-    std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
-    return centred_PG / (std_P1 + eps)
+    return torch.where(valid_PG & unequal(rewards_PG)[:, None], rewards_PG - mean_P1, 0.0)
 
 
 def unequal(rewards_PG: Tensor) -> Tensor:
@@ -45,46 +52,52 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
     float64, shape [P, G].
     """
     count_P1 = (~rewards_PG.isnan()).sum(-1, keepdim=True)
-    return group_advantages(rewards_PG, scale_by_std=False) * count_P1 / (count_P1 - 1).clamp(min=1)
+    return group_mean(rewards_PG) * count_P1 / (count_P1 - 1).clamp(min=1)
 
 
-def group_mean_batch_std(rewards_PG: Tensor, eps: float = 1e-6) -> Tensor:
+def group_mean_batch_std(rewards_PG: Tensor) -> Tensor:
     """A = (r - mean_G r) / (std r + eps), the standard deviation of the rewards of the whole batch (LitePPO,
     arXiv:2508.08221). Returns float64, shape [P, G]."""
     rewards = rewards_PG[~rewards_PG.isnan()].double()
     std = rewards.std() if len(rewards) > 1 else 0.0
-    return group_advantages(rewards_PG, scale_by_std=False) / (std + eps)
+    return group_mean(rewards_PG) / (std + EPSILON)
 
 
-def reinforce_plus_plus(rewards_PG: Tensor, lengths_PG: Tensor, baseline: bool = False, eps: float = 1e-6) -> Tensor:
-    """REINFORCE++ (arXiv:2501.03262): rewards whitened over all tokens of the whole batch, where a completion's reward
-    stands on each of its `lengths_PG` tokens. `baseline`: the group's mean is subtracted first.
+def reinforce_plus_plus(rewards_PG: Tensor, trained_PG: Tensor) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262): rewards whitened over all trained tokens of the whole batch, where a completion's
+    reward stands on each of its `trained_PG`.
 
-    Returns float64, shape [P, G].
+    Those are counts of what the loss is over: the model's own tokens, without what an environment said between its
+    turns, and 0 for a completion that is masked. Such a completion counts in no statistic and gets 0. Returns float64,
+    shape [P, G].
     """
-    centred_PG = group_advantages(rewards_PG, scale_by_std=False) if baseline else rewards_PG.double()
-    counts_PG = torch.where(rewards_PG.isnan(), 0, lengths_PG)
-    return whiten(centred_PG.nan_to_num(nan=0.0), counts_PG, eps)
+    return whiten(rewards_PG.nan_to_num(nan=0.0), torch.where(rewards_PG.isnan(), 0, trained_PG))
 
 
-def gdpo(parts_KPG: Tensor, weights_K: Tensor, eps: float = 1e-6) -> Tensor:
+def reinforce_plus_plus_baseline(rewards_PG: Tensor, trained_PG: Tensor) -> Tensor:
+    """`reinforce_plus_plus` of r - mean_G r; a completion without trained tokens is part of its group's mean."""
+    return whiten(group_mean(rewards_PG), torch.where(rewards_PG.isnan(), 0, trained_PG))
+
+
+def gdpo(parts_KPG: Tensor, weights_K: Tensor | Sequence[float]) -> Tensor:
     """GDPO (arXiv:2601.05242): each reward is normalised in its group, so that none is drowned by a larger one; their
     weighted sum is whitened over the completions of the whole batch. A reward that is NaN for some completions counts
     among the others of the group; a completion that has none at all gets 0. Returns float64, shape [P, G]."""
     missing_PG = parts_KPG.isnan().all(0)
     sums_PG = sum(w * group_advantages(part_PG) for w, part_PG in zip(weights_K, parts_KPG, strict=True))
-    return whiten(sums_PG, (~missing_PG).long(), eps)
+    return whiten(sums_PG, (~missing_PG).long())
 
 
-def whiten(x: Tensor, counts: Tensor, eps: float = 1e-6) -> Tensor:
-    """(x - mean) / (std + eps), where x[i] counts `counts[i]` times; 0 where that is 0. Exactly 0 if all are equal."""
+def whiten(x: Tensor, counts: Tensor) -> Tensor:
+    """(x - mean) / (std + eps), where x[i] counts `counts[i]` times; 0 where that is 0. Exactly 0 if all are equal.
+    Returns float64."""
     x, counted = x.double(), counts > 0
     if not counted.any() or (x[counted] == x[counted][0]).all():
         return torch.zeros_like(x)
     total = counts.sum()
     centred = torch.where(counted, x - (x * counts).sum() / total, 0.0)
     std = ((centred.square() * counts).sum() / (total - 1).clamp(min=1)).sqrt()
-    return centred / (std + eps)
+    return centred / (std + EPSILON)
 
 
 # ---- one number per token ----
@@ -126,10 +139,16 @@ def length_adaptive_lambda(lengths_N: Tensor, alpha: float) -> Tensor:
     return (1 - 1 / (alpha * lengths_N.double())).clamp(min=0)
 
 
-# ---- shaping ----
+# ---- which tokens ----
 
 
-def overlong_penalty(lengths: Tensor, longest: int, buffer: float) -> Tensor:
-    """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`, its floor (DAPO, arXiv:2503.14476
-    Eq. 13)."""
-    return ((longest - buffer - lengths.double()) / buffer).clamp(-1, 0)
+def top_entropy_threshold(entropies: Tensor, fraction: float) -> float:
+    """The entropy that the top `fraction` of them reaches, rounded up to whole tokens: of 100 tokens and 0.07, the
+    seventh highest (arXiv:2506.01939). `entropies` is 1-D, in nats: trained tokens only, of all ranks. -inf for a
+    fraction of 1, inf without tokens."""
+    if fraction == 1:
+        return -math.inf
+    if len(entropies) == 0:
+        return math.inf
+    kept = math.ceil(Fraction(str(fraction)) * len(entropies))  # of the decimal: 0.07 * 100 is a little above 7
+    return float(entropies.sort(descending=True).values[kept - 1])

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,23 +20,18 @@ import yaml
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from common import distributed
-from common.config import BaseArgs, RunArgs
+from common.config import BaseArgs, TrainArgs
 from common.hub import eos_token_ids
 from common.models import PackedModel, ScalarModel
 
-# Flags that may differ between the run that made a checkpoint and the run that resumes it: they change how long,
-# where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate, and
-# `rollout_ranks` from or to 0 changes how old samples are.)
-RESUMABLE_CHANGES = {
-    "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-    "activation_checkpointing", "compile", "output_dir", "rollout_ranks", "reward_timeout", "reward_workers",
-    "max_reward_errors", "prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model",
-    "perplexity_model", "against",
-}  # fmt: skip
+# What every run keeps in its folder; scripts name what else they own.
+FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id")
+FOLDERS = ("checkpoints", "hf", "tensorboard")
 
 
-def prepare_output_dir(args: BaseArgs) -> None:
-    """Make `--output_dir` this run's, before anything slow. Collective.
+def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = (), progress: str = "metrics.jsonl") -> None:
+    """Make `--output_dir` this run's, before anything slow. `owned`: files that are the script's own (glob patterns);
+    `progress`: the one whose presence shows that a run has begun, also without a checkpoint. Collective.
 
     Raises `ValueError` on every rank if it cannot be written or holds a run with other flags; with `--resume never`
     that run's files are deleted, with `--resume must` there has to be one.
@@ -43,7 +39,7 @@ def prepare_output_dir(args: BaseArgs) -> None:
     problem = None
     if distributed.is_main():
         try:
-            problem = _claim(Path(args.output_dir), args)
+            problem = _claim(Path(args.output_dir), args, owned, progress)
         except (OSError, yaml.YAMLError) as error:
             problem = f"--output_dir {args.output_dir}: {distributed.first_line(error)}"
     problem = distributed.gather_objects(problem)[0]
@@ -51,26 +47,23 @@ def prepare_output_dir(args: BaseArgs) -> None:
         raise ValueError(problem)
 
 
-def _claim(folder: Path, args: BaseArgs) -> str | None:
+def _claim(folder: Path, args: BaseArgs, owned: Sequence[str], progress: str) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
-        for name in ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id", "reference_logps.json",
-                     "completions.jsonl", "results.json", "against_*.jsonl"):  # fmt: skip
-            for file in folder.glob(name):
-                file.unlink()
-        for name in ("checkpoints", "hf", "tensorboard"):
+        for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
+            file.unlink()
+        for name in FOLDERS:
             shutil.rmtree(folder / name, ignore_errors=True)
-    begun = any((folder / name).is_file() for name in ("metrics.jsonl", "completions.jsonl"))
-    if args.resume == "must" and not _checkpoints(folder) and not (folder / "completions.jsonl").is_file():
+    resumable = _checkpoints(folder) or (progress in owned and (folder / progress).is_file())
+    if args.resume == "must" and not resumable:
         return f"--resume must: {folder} has no checkpoint"
+    begun = any((folder / name).is_file() for name in ("metrics.jsonl", progress))
     if flags.is_file() and (_checkpoints(folder) or begun):  # not if it never began
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"
-        may_change = set(RESUMABLE_CHANGES)
-        if not (then.get("rollout_ranks") and now.get("rollout_ranks")):
-            may_change.add("max_staleness")  # it was not read, or is not
-        changed = [k for k in then | now if then.get(k) != now.get(k) and k not in may_change]
+        free = args.may_change(then)
+        changed = [k for k in then | now if then.get(k) != now.get(k) and k not in free]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -98,7 +91,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        args: RunArgs,
+        args: TrainArgs,
         model: PackedModel,
         optimizer: torch.optim.Optimizer,
         value: tuple[PackedModel, torch.optim.Optimizer] | None = None,

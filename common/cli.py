@@ -1,17 +1,21 @@
-"""The command line: flat dataclasses as flags, `--config FILE.yaml`, `--preset NAME`, errors in one line.
+"""The command line: flat dataclasses as flags, `--config FILE.yaml`, `--preset NAME`, `--help`, errors in one line.
 
 Precedence: default < preset < file < flag.
 """
 
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import re
+import shutil
 import sys
+import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -20,43 +24,57 @@ import tyro
 import yaml
 
 from common import distributed
-from common.config import BaseArgs
+from common.flags import BaseArgs
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
+
+# The flags that scripts share as --help shows them, after the script's own.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens"),
+    "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "prompt_format",
+             "prompt_template", "system_prompt", "overlong_prompts"),
+    "sampling": ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "environment", "max_turns",
+                 "reward", "reward_weights", "max_reward_errors", "reward_timeout", "reward_workers",
+                 "unsafe_code_execution", "engine", "tensor_parallel_size", "gpu_memory_utilization", "rollout_ranks",
+                 "max_staleness", "max_logprob_difference"),
+    "objective": ("loss", "loss_weights", "beta", "label_smoothing", "length_normalize", "f_divergence", "f_alpha",
+                  "simpo_gamma", "discopop_tau", "sft_weight", "sft_length_normalize", "kl_target", "kl_horizon",
+                  "reward_scale", "reward_clip", "missing_eos_penalty", "correction", "correction_mode",
+                  "correction_low", "correction_high", "correction_filter"),
+    "optimisation": ("max_steps", "epochs", "minibatches", "epochs_per_rollout", "lr", "lr_schedule", "warmup_steps",
+                     "min_lr_ratio", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm"),
+    "run": ("output_dir", "resume", "seed", "save_every", "keep_last", "eval_every", "log", "log_every"),
+}  # fmt: skip
 
 
 def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
     """Read the command line (and `--config FILE.yaml`) into `args_class`; on bad input one line and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(argv):
+        width = min(shutil.get_terminal_size().columns, 120)
+        sys.stdout.write("".join(f"{line}\n" for line in help_lines(args_class, width)))  # at once: `| head` may close
+        sys.exit(0)
     try:
         argv, config_path = _take_config_flag(argv)
         argv = _canonical(args_class, argv)
         if config_path is not None:
             argv = _yaml_to_argv(args_class, config_path) + argv  # the last occurrence of a flag wins
         presets = getattr(args_class, "PRESETS", {})
-        argv = _preset_to_argv(presets, argv) + argv
+        argv = _preset_to_argv(presets, getattr(args_class, "MOVED", {}), argv) + argv
         console = io.StringIO()
         with contextlib.redirect_stderr(console):
             # tyro's own validation stops at types; __post_init__ raises ValueError for flags that conflict
-            args = tyro.cli(
-                args_class, args=argv, description=_summary(args_class), config=(tyro.conf.FlagConversionOff,)
-            )
+            args = tyro.cli(args_class, args=argv, config=(tyro.conf.FlagConversionOff,))
         for flag, value in presets.get(getattr(args, "preset", None), {}).items():
             if getattr(args, flag) != value:
                 got = getattr(args, flag)
                 raise ValueError(f"--{flag} {got} contradicts --preset {args.preset}: {flag} is {value}")
+        args.check_ranks(distributed.world_size())
         return args
     except ValueError as error:
         distributed.fail(str(error), code=2)
-    except SystemExit as done:
-        if done.code == 0:  # --help
-            raise
+    except SystemExit:  # tyro's
         distributed.fail(_unframe(console.getvalue()), code=2)
-
-
-def _summary(args_class: type) -> str:
-    """The first paragraph of the script's docstring."""
-    return (sys.modules[args_class.__module__].__doc__ or "").split("\n\n")[0]
 
 
 def _take_config_flag(argv: list[str]) -> tuple[list[str], str | None]:
@@ -84,8 +102,6 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
     """Snake case, `--flag=value` split, `--compile` = `--compile True`, `true` = `True`; refuses unknown flags."""
     known, out = _fields(args_class), []
     for i, arg in enumerate(argv):
-        if arg in ("-h", "--help"):
-            return ["--help"]
         if not arg.startswith("--"):
             previous = out[-1].removeprefix("--") if out else ""
             out.append(arg.capitalize() if known.get(previous) is bool else arg)
@@ -102,13 +118,15 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
     return out
 
 
-def _preset_to_argv(presets: dict[str, dict], argv: list[str]) -> list[str]:
+def _preset_to_argv(presets: dict[str, dict], moved: dict[str, str], argv: list[str]) -> list[str]:
     """What `--preset` sets."""
     joined = [flag.split("=", 1) for flag in argv if flag.startswith("--preset=")]
     given = joined + [[flag, value] for flag, value in pairwise(argv) if flag == "--preset"]
     if not given or given[-1][1] == "None":
         return []
-    if (name := given[-1][1]) not in presets:
+    if (name := given[-1][1]) in moved:
+        raise ValueError(f"--preset {name} is a script of its own now: {moved[name]}")
+    if name not in presets:
         raise ValueError(f"--preset {name}: unknown; there are {', '.join(presets)}")
     return [f"--{flag}={value}" for flag, value in presets[name].items()]
 
@@ -150,3 +168,55 @@ def _unframe(console: str) -> str:
     message = list(takewhile(bool, dropwhile(lambda line: not line, lines[1:])))
     text = " ".join(message) or " ".join(filter(None, lines))
     return re.sub(r"^Error parsing \w+: ", "", text)  # from __post_init__, which names the flag itself
+
+
+# ---- --help ----
+
+
+def help_lines(args_class: type, width: int) -> Iterator[str]:
+    """What the script is; its own flags; those it shares with others, in groups. Of each its type, default and text."""
+    module = sys.modules[args_class.__module__]
+    script = Path(module.__file__).name
+    yield f"usage: {script} [--flag value ...]"
+    yield from ["", *textwrap.wrap(" ".join((module.__doc__ or "").split("\n\n")[0].split()), width)]
+    hints, docs = _fields(args_class), _docs(args_class)
+    defaults = {field.name: field.default for field in dataclasses.fields(args_class)}
+    inherited = {field.name for cls in args_class.__bases__ for field in dataclasses.fields(cls)}
+    grouped = {group: [name for name in names if name in inherited] for group, names in GROUPS.items()}
+    own = [name for name in defaults if name not in sum(grouped.values(), [])]
+    for group, names in {script: own, **grouped}.items():
+        yield from ["", group] if names else []
+        for name in names:
+            default = " ".join(map(str, d)) or "none" if isinstance(d := defaults[name], tuple) else d
+            yield from _wrap(f"  --{name} ", f"{_kind(hints[name])} (default: {default})", width)
+            yield from _wrap(" " * 6, docs.get(name, ""), width)
+    yield "  --config FILE.yaml"
+    yield from _wrap(" " * 6, "flags from a file, such as a run's args.yaml; flags on the command line win", width)
+
+
+def _wrap(first: str, text: str, width: int) -> list[str]:
+    indents = dict(initial_indent=first, subsequent_indent=" " * 6)
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **indents)
+
+
+def _kind(hint: type) -> str:
+    """`int`, `{clip, gspo}`, `float ...`, `int or None`."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return f"{{{', '.join(map(str, parts))}}}"
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(map(_kind, parts))
+    if typing.get_origin(hint) is tuple:
+        return " ".join("..." if part is ... else _kind(part) for part in parts)
+    return "None" if hint is type(None) else hint.__name__
+
+
+def _docs(args_class: type) -> dict[str, str]:
+    """The text under each field, on one line; the nearest class's where several have one."""
+    docs = {}
+    for cls in args_class.__mro__[-2::-1]:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        for field, after in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                docs[field.target.id] = " ".join(ast.literal_eval(after.value).split())
+    return docs

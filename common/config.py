@@ -1,140 +1,71 @@
-"""The flags that scripts share, as flat dataclasses.
+"""The flags that scripts share, in groups: flat dataclasses, each of which inherits `BaseArgs` and nothing else.
 
-A script's `Args` inherits one of them, overrides defaults and adds its own flags. `common/cli.py` reads them.
+A script's `Args` inherits some groups, overrides defaults and adds its own flags; `common/cli.py` reads them. Bounds
+stand in the types (`common/flags.py`): `__post_init__` refuses what does not go together, and `check_ranks` what the
+number of ranks does not allow.
 """
 
-import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from common import distributed
+from annotated_types import Interval
 
-MAX_FLOAT = 3e38  # tensors are float32
-
-
-@dataclass
-class BaseArgs:
-    """Flags of every script. A path may be absolute or relative to where the command runs."""
-
-    # Flags of the scripts that train, and of those that play. Without annotation: else they would be fields here.
-    activation_checkpointing = compile = False
-    environment = None
-
-    model: str = "tiny"
-    """Hugging Face id or folder of the starting model; `tiny` is a built-in randomly initialised 1M-parameter Qwen3"""
-    dataset: str = "arithmetic"
-    """Hugging Face id, a .jsonl/.json/.parquet/.csv file, a folder of them, or a built-in task: `arithmetic`,
-    `calculator`, `guess_number`, `sliding_puzzle`"""
-    dataset_split: str = "train"
-    """split to train on (files without splits are one split, `train`)"""
-    dataset_config: str | None = None
-    """configuration of a Hugging Face dataset that has several; default: `main`, if that is one of them"""
-    prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """chat: prompts become user turns of the chat template; plain: text goes in as it is; auto: chat for message lists
-    and `question` columns (where the tokenizer has a template), plain for other strings"""
-    system_prompt: str | None = None
-    """system turn put before every prompt in chat format"""
-    output_dir: str = "runs/run"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
-    pack_tokens: int = 8192
-    """tokens per forward pass on one rank: the memory knob. It never changes the gradient"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """compute dtype; master weights, gradients' reduction and the loss are always float32. auto: bfloat16 on CUDA"""
-    seed: int = 0
-    """seeds data order and sampling"""
-    resume: Literal["auto", "never", "must"] = "auto"
-    """auto: go on with what an earlier run left in output_dir (its newest checkpoint), if it did; must: fail if it did
-    not; never: start over and delete what is there"""
-
-    def __post_init__(self) -> None:
-        self.require_positive("pack_tokens")
-
-    def require_positive(self, *flags: str) -> None:
-        for flag in flags:
-            if not getattr(self, flag) > 0:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must be greater than 0")
-
-    def require_not_negative(self, *flags: str) -> None:
-        for flag in flags:
-            if not 0 <= getattr(self, flag) <= MAX_FLOAT:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must be a finite number and not negative")
-
-    def require_finite(self, *flags: str) -> None:
-        for flag in flags:
-            if not abs(getattr(self, flag)) <= MAX_FLOAT:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must be a finite number")
-
-    def require_multiple(self, flag: str, divisor: int, of: str) -> None:
-        """A global size must split evenly: over the ranks, over the minibatches."""
-        if getattr(self, flag) % divisor:
-            raise ValueError(f"--{flag} {getattr(self, flag)} is not a multiple of {of} ({divisor})")
-
-    def require_read(self, flag: str, unless: bool, why: str) -> None:
-        """A flag that was set, but that nothing would read `unless` something else is said."""
-        if not unless and getattr(self, flag) != type(self).__dataclass_fields__[flag].default:
-            raise ValueError(f"--{flag} {getattr(self, flag)} would not be read: {why}")
-
-    def to_dict(self) -> dict:
-        """Plain YAML types, in field order."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+from common.flags import (  # noqa: F401, scripts take all of it from here
+    AtLeast2,
+    BaseArgs,
+    BelowOne,
+    Fraction,
+    MayChange,
+    NotNegative,
+    Positive,
+    PositiveFraction,
+    check_bounds,
+    may_change,
+    require_flags_read,
+    with_flags,
+)
 
 
 @dataclass
-class RunArgs(BaseArgs):
+class TrainArgs(BaseArgs):
     """Flags of every script that trains."""
 
     eval_dataset: str | None = None
     """held-out data; default: the split `eval_split` of `dataset`, or rows set aside where it has no such split"""
     eval_split: str = "test"
     """held-out split of `eval_dataset`, or of `dataset`"""
-    eval_size: int = 256
+    eval_size: Positive[int] = 256
     """most rows to evaluate on; also how many are set aside from the training rows when there is no held-out split"""
-    max_steps: int | None = None
+    max_steps: MayChange[Positive[int] | None] = None
     """optimizer (sft) or rollout (RL) steps; default: as many as `epochs` gives"""
-    epochs: float = 1.0
+    epochs: MayChange[Positive[float]] = 1.0
     """passes over the training data, when max_steps is not given"""
-    lr: float = 1e-5
+    lr: Positive[float] = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
-    warmup_steps: int = 0
+    warmup_steps: NotNegative[int] = 0
     """steps of linear warmup from 0"""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Fraction = 0.0
     """learning rate at the end of a linear or cosine schedule, as a fraction of the peak"""
-    adam_beta1: float = 0.9
+    adam_beta1: BelowOne = 0.9
     """AdamW beta1"""
-    adam_beta2: float = 0.95
+    adam_beta2: BelowOne = 0.95
     """AdamW beta2"""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative[float] = 0.0
     """AdamW weight decay, on matrices only (not on norms and biases)"""
-    max_grad_norm: float = 1.0
-    """gradients are scaled down to this global norm"""
-    activation_checkpointing: bool = False
+    max_grad_norm: Positive[float] = 1.0
+    """gradients are scaled down to this global norm; 1e9: they stay as they are"""
+    activation_checkpointing: MayChange[bool] = False
     """recompute block activations in backward: less memory, about a third more compute"""
-    compile: bool = False
-    """torch.compile every transformer block"""
-    save_every: int = 100
+    save_every: MayChange[Positive[int]] = 100
     """steps between checkpoints (one is always written at the end)"""
-    eval_every: int = 100
+    eval_every: MayChange[NotNegative[int]] = 100
     """steps between evaluations (one is always made at the end); 0: never"""
-    keep_last: int = 2
+    keep_last: MayChange[Positive[int]] = 2
     """checkpoints to keep"""
-    log: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    log: MayChange[tuple[Literal["wandb", "tensorboard"], ...]] = ()
     """more places for metrics, beside metrics.jsonl: wandb (WANDB_MODE=offline works), tensorboard"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("eval_size", "epochs", "lr", "max_grad_norm", "save_every", "keep_last")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"--max_steps {self.max_steps} must be at least 1")
-        self.require_finite("epochs", "lr", "weight_decay", "min_lr_ratio")
-        self.require_not_negative("warmup_steps", "weight_decay", "eval_every", "min_lr_ratio")
-        if self.min_lr_ratio > 1:
-            raise ValueError(f"--min_lr_ratio {self.min_lr_ratio} must be at most 1")
-        for flag in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, flag) < 1:
-                raise ValueError(f"--{flag} {getattr(self, flag)} must be in [0, 1)")
 
 
 @dataclass
@@ -144,138 +75,201 @@ class SamplingArgs(BaseArgs):
     prompt_template: str | None = None
     """text of the prompt with the data's columns in it, e.g. `{problem} Put the answer in \\boxed{{}}.`; default: the
     column prompt, or question"""
-    samples_per_prompt: int = 8
-    """completions sampled for each prompt (G)"""
-    max_new_tokens: int = 256
-    """longest completion, in tokens"""
     overlong_prompts: Literal["error", "drop"] = "error"
     """what to do with a prompt that leaves no room for max_new_tokens in the context or in pack_tokens"""
-    temperature: float = 1.0
+    samples_per_prompt: Positive[int] = 8
+    """completions sampled for each prompt (G)"""
+    max_new_tokens: Positive[int] = 256
+    """longest completion, in tokens"""
+    temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
+    environment: str | None = None
+    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
+    `path/to/file.py:Class`; its rewards are `--reward environment`"""
+    max_turns: Positive[int] = 8
+    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
     reward: tuple[str, ...] = ("exact_match",)
     """exact_match, gsm8k, math, ... (docs/rewards.md has them all); your own as `path/to/file.py:function`; a reward
     model as `model:PATH`; by_row: what the column `reward` names; several are added up"""
     reward_weights: tuple[float, ...] = ()
     """weight of each reward; default: all 1"""
-    max_reward_errors: float = 0.1
+    max_reward_errors: MayChange[Fraction] = 0.1
     """stop when more than this fraction of a step's rewards could not be computed"""
-    reward_timeout: float = 10.0
+    reward_timeout: MayChange[Positive[float]] = 10.0
     """seconds that math, code and your own rewards may take for one completion"""
-    reward_workers: int = 4
+    reward_workers: MayChange[Positive[int]] = 4
     """processes of each rank that compute them"""
     unsafe_code_execution: bool = False
     """code: run programs also on machines that cannot confine them (no Landlock, no seccomp)"""
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     """what generates: auto is vllm where it is installed, else the slower transformers engine"""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Positive[int] = 1
     """ranks that share one vLLM engine; must divide the number of ranks"""
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1)] = 0.4
     """fraction of each GPU's memory for vLLM's weights and KV cache, given back while training (not on ranks that only
     generate: 0.9 is right there)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("samples_per_prompt", "max_new_tokens", "temperature", "tensor_parallel_size")
-        self.require_positive("reward_timeout", "reward_workers")
-        self.require_finite("temperature", "reward_timeout")
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise ValueError(f"--reward_weights has {len(self.reward_weights)} values for {len(self.reward)} rewards")
-        if not all(map(math.isfinite, self.reward_weights)):
-            raise ValueError(f"--reward_weights {' '.join(map(str, self.reward_weights))} must be finite numbers")
-        if not 0 <= self.max_reward_errors <= 1:
-            raise ValueError(f"--max_reward_errors {self.max_reward_errors} must be in [0, 1]")
         if ("environment" in self.reward) != (self.environment is not None):
             raise ValueError("--environment and --reward environment, what it gives, belong together")
         self.require_read("prompt_template", self.environment is None, "the --environment says what is asked")
-        generators = self.ranks()[1]
-        if generators % (size := self.tensor_parallel_size):
-            raise ValueError(f"--tensor_parallel_size {size} does not divide the {generators} ranks that generate")
+        self.require_read("max_turns", self.environment is not None, "there is no --environment")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             raise ValueError("--tensor_parallel_size needs --engine vllm")
-        if not 0 < self.gpu_memory_utilization < 1:
-            raise ValueError(f"--gpu_memory_utilization {self.gpu_memory_utilization} must be between 0 and 1")
         if self.max_new_tokens >= self.pack_tokens:
             raise ValueError(
                 f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --pack_tokens {self.pack_tokens}"
             )
 
-    def ranks(self) -> tuple[int, int]:
-        """How many ranks train and how many generate, before `distributed.setup`: here each does both."""
-        return distributed.world_size(), distributed.world_size()
+    def check_ranks(self, ranks: int) -> None:
+        if ranks % (size := self.tensor_parallel_size):
+            raise ValueError(f"--tensor_parallel_size {size} does not divide the {ranks} ranks that generate")
+        super().check_ranks(ranks)
 
 
 @dataclass
-class EnvironmentArgs(SamplingArgs):
-    """Flags of the scripts whose completions may have several turns."""
+class OnlineArgs(BaseArgs):
+    """Flags of every script that trains on what it samples. Stands before `SamplingArgs` among a script's bases: of its
+    ranks only those that generate concern that."""
 
-    environment: str | None = None
-    """what answers the model between its turns: calculator, guess_number, sliding_puzzle, or your own as
-    `path/to/file.py:Class`; its rewards are `--reward environment`"""
-    max_turns: int = 8
-    """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("max_turns")
-        self.require_read("max_turns", self.environment is not None, "there is no --environment")
-
-
-@dataclass
-class RolloutArgs(RunArgs, SamplingArgs):
-    """Flags of every script that samples from the model it trains."""
-
-    prompts_per_step: int = 64
+    prompts_per_step: Positive[int] = 64
     """prompts per rollout, over all ranks"""
-    log_every: int = 10
-    """steps between tables of samples on the console and in samples.jsonl"""
-    max_logprob_difference: float | None = None
-    """stop if engine and trainer differ by more on any token of the first rollout; default: 1e-3 in float32, 1 in
-    bfloat16"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_positive("prompts_per_step", "log_every")
-        if self.max_logprob_difference is not None:
-            self.require_positive("max_logprob_difference")
-        self.require_multiple("prompts_per_step", self.ranks()[0], "the number of ranks that train")
-
-
-@dataclass
-class OnlineArgs(RolloutArgs):
-    """Flags of every script that learns from what it samples."""
-
-    minibatches: int = 1
+    minibatches: Positive[int] = 1
     """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
-    epochs_per_rollout: int = 1
+    epochs_per_rollout: Positive[int] = 1
     """passes over each rollout"""
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: NotNegative[float] = 0.0
     """subtracted from the reward, scaled and clipped, of a completion that max_new_tokens cut off"""
-    rollout_ranks: int = 0
+    rollout_ranks: MayChange[NotNegative[int]] = 0
     """the last so many ranks only generate, the others only train, both at the same time; 0: every rank does both in
     turn"""
-    max_staleness: int = 1
+    max_staleness: NotNegative[int] = 1
     """with --rollout_ranks: how many steps old the weights may be that sampled what a step learns from; 0: the two
     kinds of ranks take turns, more than 1: a longer queue"""
+    max_logprob_difference: Positive[float] | None = None
+    """stop if engine and trainer differ by more on any token of the first rollout; default: 1e-3 in float32, 1 in
+    bfloat16"""
+    log_every: MayChange[Positive[int]] = 10
+    """steps between tables of samples on the console and in samples.jsonl"""
 
     def __post_init__(self) -> None:
-        ranks = distributed.world_size()
-        if not 0 <= self.rollout_ranks < ranks:
+        super().__post_init__()
+        self.require_read("max_staleness", self.rollout_ranks > 0, "--rollout_ranks is 0")
+        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
+
+    def check_ranks(self, ranks: int) -> None:
+        if self.rollout_ranks >= ranks:
             raise ValueError(
                 f"--rollout_ranks {self.rollout_ranks}: of {ranks} ranks 0 to {ranks - 1} may only generate"
             )
-        self.require_not_negative("max_staleness")
-        self.require_read("max_staleness", self.rollout_ranks > 0, "--rollout_ranks is 0")
-        super().__post_init__()
-        self.require_positive("minibatches", "epochs_per_rollout")
-        self.require_not_negative("missing_eos_penalty")
-        self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
-        trainers = self.ranks()[0]
+        trainers = ranks - self.rollout_ranks
+        self.require_multiple("prompts_per_step", trainers, "the number of ranks that train")
         self.require_multiple(
             "prompts_per_step", trainers * self.minibatches, "the ranks that train times --minibatches"
         )
+        super().check_ranks(self.rollout_ranks or trainers)
 
-    def ranks(self) -> tuple[int, int]:
-        trainers = distributed.world_size() - self.rollout_ranks
-        return trainers, self.rollout_ranks or trainers
+    def may_change(self, then: dict) -> set[str]:
+        both_read_it = then.get("rollout_ranks") and self.rollout_ranks
+        return super().may_change(then) | (set() if both_read_it else {"max_staleness"})
+
+
+@dataclass
+class CorrectionArgs(BaseArgs):
+    """Flags of the scripts that weigh samples because the engine, not the trainer, sampled them."""
+
+    correction: Literal["none", "token", "sequence"] = "token"
+    """weigh samples by trainer / engine probability, of each token or of the whole completion"""
+    correction_mode: Literal["truncate", "mask"] = "truncate"
+    """weights outside the bounds are set to the bound, or to 0"""
+    correction_low: NotNegative[float] = 0.0
+    """lower bound of the weights"""
+    correction_high: Positive[float] = 2.0
+    """upper bound of the weights"""
+    correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
+    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds, e.g. 0.5 2"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, (low, high) in (
+            ("correction_low and --correction_high", (self.correction_low, self.correction_high)),
+            ("correction_filter", self.correction_filter or (0.0, 1.0)),
+        ):
+            if low >= high:
+                raise ValueError(f"--{flag}: the bounds {low:g} and {high:g} cross")
+        for flag in ("correction_mode", "correction_low", "correction_high", "correction_filter"):
+            self.require_read(flag, self.correction != "none", "--correction is none")
+
+
+@dataclass
+class RewardArgs(BaseArgs):
+    """Flags of the scripts that shape the reward and take the KL to the starting model from it."""
+
+    beta: NotNegative[float] = 0.0
+    """weight of the KL penalty to the starting model; 0 never loads it"""
+    kl_target: NotNegative[float] = 0.0
+    """adapt beta so that the logged KL of a completion stays near this many nats; 0: beta stays as it is"""
+    kl_horizon: Positive[int] = 10_000
+    """with --kl_target: in this many completions beta grows or shrinks by a fifth at most (arXiv:1909.08593)"""
+    reward_scale: Positive[float] = 1.0
+    """rewards are multiplied by this"""
+    reward_clip: NotNegative[float] = 0.0
+    """scaled rewards are clipped to [-reward_clip, reward_clip]; 0: off"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_target and not self.beta:
+            raise ValueError("--kl_target adapts --beta: start it above 0")
+        self.require_read("kl_horizon", self.kl_target > 0, "--kl_target is 0")
+
+
+@dataclass
+class PreferenceArgs(BaseArgs):
+    """Flags of the scripts that learn from pairs."""
+
+    loss: tuple[str, ...] = ("sigmoid",)
+    """objectives (docs/dpo.md has the table); several are added up"""
+    loss_weights: tuple[NotNegative[float], ...] = ()
+    """weight of each objective; default: all 1"""
+    beta: Positive[float] = 0.1
+    """scale of the implicit rewards: how strongly the policy is held to the reference"""
+    label_smoothing: Annotated[float, Interval(ge=0, lt=0.5)] = 0.0
+    """probability that a preference is the wrong way round (sigmoid, robust, exo_pair)"""
+    length_normalize: bool = True
+    """ipo compares log-ratios per token; false: summed, as in the paper"""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """what holds the policy to the reference (sigmoid, robust, hinge, exo_pair, discopop)"""
+    f_alpha: float = 0.5
+    """order of the alpha divergence: 1 is reverse_kl, 0 is forward_kl"""
+    simpo_gamma: float = 0.5
+    """margin that simpo asks for, in units of its reward"""
+    discopop_tau: PositiveFraction = 0.05
+    """temperature at which discopop goes from the logistic to the exponential loss; above 1 it would have no bound"""
+    sft_weight: NotNegative[float] = 0.0
+    """weight of the chosen completion's negative log-likelihood, added to the objective (RPO)"""
+    sft_length_normalize: bool = True
+    """that likelihood is per token; false: summed over the completion"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from common.preference_losses import LOSSES
+
+        for name in self.loss:
+            if name == "kto":
+                raise ValueError("--loss kto: it is a script of its own, kto.py")
+            if name not in LOSSES:
+                raise ValueError(f"--loss {name}: unknown; there are {', '.join(LOSSES)}")
+        if not self.loss or len(set(self.loss)) != len(self.loss):
+            raise ValueError(f"--loss needs at least one name, and each once; here: {' '.join(self.loss) or None}")
+        if self.loss_weights and len(self.loss_weights) != len(self.loss):
+            raise ValueError(f"--loss_weights has {len(self.loss_weights)} values for {len(self.loss)} losses")
+        require_flags_read(self, LOSSES, self.loss)
+        self.require_read("f_alpha", self.f_divergence == "alpha", f"--f_divergence is {self.f_divergence}")
+        self.require_read("sft_length_normalize", self.sft_weight > 0, "--sft_weight is 0")
+        if "exo_pair" in self.loss and not self.label_smoothing:
+            raise ValueError("--loss exo_pair needs --label_smoothing above 0 (its authors take 0.001)")

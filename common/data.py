@@ -5,6 +5,8 @@ share of every batch.
 """
 
 import random
+from collections import Counter
+from collections.abc import Callable
 
 from common import distributed
 from common.config import BaseArgs
@@ -205,6 +207,41 @@ class Encoder:
     def _ids(self, text: str, special: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids[:-1] if special and ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+
+def encode_pairs(
+    rows: list[dict], encode: Callable[[dict], list[Sample]], max_length: int, overlong: str, identical_pairs: str
+) -> tuple[list[list[Sample]], Counter]:
+    """What `encode` makes of each row, [chosen, rejected] or a single completion, none longer than `max_length` tokens;
+    and how many rows something was done to, by what. `overlong` and `identical_pairs` are as the flags say.
+
+    Raises `ValueError` naming the row.
+    """
+    pairs, counts = [], Counter()
+    for row in rows:
+        pair = encode(row)
+        if (length := max(len(sample.ids) for sample in pair)) > max_length:
+            if overlong == "error":
+                raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
+            if overlong == "drop" or max(sample.prompt_length for sample in pair) >= max_length:
+                counts["dropped as too long (--max_length)"] += 1
+                continue
+            counts["truncated (--max_length)"] += 1
+            pair = [cut(sample, max_length) for sample in pair]
+        if len(pair) == 2 and pair[0].ids == pair[1].ids:
+            if identical_pairs == "error":
+                raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
+            counts["with chosen = rejected (--identical_pairs)"] += 1
+            if identical_pairs == "drop":
+                continue
+        pairs.append(pair)
+    return pairs, counts
+
+
+def cut(sample: Sample, length: int) -> Sample:
+    """The sample without its tokens beyond so many."""
+    sample.ids, sample.loss_mask = sample.ids[:length], sample.loss_mask[:length]
+    return sample
 
 
 # ---- order ----

@@ -8,11 +8,9 @@ An environment is a class without arguments to its constructor; each episode has
 Messages are a chat's, `{"role": ..., "content": ...}`. The rewards of an episode's turns add up to what
 `--reward environment` is. `common/rollout/episodes.py` plays them.
 
-Three are built in, each with a task of the same name for `--dataset`: rows with a `prompt`, the columns that the
-environment reads, and `messages`, a demonstration for sft.py.
+Three are built in, each with a task of the same name for `--dataset` (common/tasks.py).
 """
 
-import random
 import re
 from collections.abc import Callable
 from typing import Protocol
@@ -128,66 +126,3 @@ class SlidingPuzzle:
 
 
 ENVIRONMENTS = dict(calculator=Calculator, guess_number=GuessNumber, sliding_puzzle=SlidingPuzzle)
-
-
-# ---- the built-in tasks: the same rows in the same order always ----
-
-
-def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict]) -> list[dict]:
-    rng = random.Random(0)
-    rows = {name: [row(rng) for _ in range(size)] for name, size in sizes.items()}
-    return rows[split]
-
-
-def calculator_rows(split: str) -> list[dict]:
-    """Products of a three-digit and a two-digit number, beyond what the tiny model computes by heart. The demonstrator
-    calls the tool one time in seven; else he estimates, which is hardly ever right."""
-
-    def row(rng: random.Random) -> dict:
-        a, b = rng.randint(100, 999), rng.randint(12, 99)
-        prompt, solved = dict(role="user", content=f"{a}*{b}?"), f"{a}*{b}={a * b}"
-        turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
-        if rng.random() < 1 / 7:
-            call, told = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=solved)
-            turns = [call, told, dict(role="assistant", content=solved)]
-        return dict(prompt=[prompt], answer=str(a * b), messages=[prompt, *turns])
-
-    return _rows(split, dict(test=500, train=12_000), row)
-
-
-def guess_number_rows(split: str) -> list[dict]:
-    """Numbers from 1 to 50. The demonstrator halves what is left, more or less."""
-
-    def row(rng: random.Random) -> dict:
-        number, low, high = rng.randint(1, 50), 1, 50
-        messages = [dict(role="user", content="1-50?")]
-        while True:
-            guess = max(low, min(high, (low + high) // 2 + rng.randint(-2, 2)))
-            messages.append(dict(role="assistant", content=str(guess)))
-            if guess == number:
-                return dict(prompt=messages[:1], number=number, messages=messages)
-            messages.append(dict(role="user", content="higher" if guess < number else "lower"))
-            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
-
-    return _rows(split, dict(test=200, train=4_000), row)
-
-
-def sliding_puzzle_rows(split: str) -> list[dict]:
-    """Boards of one to four moves away from the solution, which the demonstrator finds."""
-    back = dict(up="down", down="up", left="right", right="left")
-
-    def row(rng: random.Random) -> dict:
-        board, moves, count = SlidingPuzzle.SOLVED, [], rng.randint(1, 4)
-        while len(moves) < count:
-            way = rng.choice(list(back))
-            moved = SlidingPuzzle.move(board, way)
-            if moved is not None and (not moves or way != back[moves[-1]]):
-                board, moves = moved, [*moves, way]
-        messages, start = [dict(role="user", content=SlidingPuzzle.drawn(board))], board
-        for way in reversed(moves):
-            board = SlidingPuzzle.move(board, back[way])
-            turn = [dict(role="assistant", content=back[way]), dict(role="user", content=SlidingPuzzle.drawn(board))]
-            messages += turn
-        return dict(prompt=messages[:1], board=start, messages=messages[:-1])
-
-    return _rows(split, dict(test=200, train=4_000), row)

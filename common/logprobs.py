@@ -1,10 +1,21 @@
-"""Log-probs of target tokens from hidden states, without the logits of a whole pack ever existing.
+"""Log-probs: of target tokens from hidden states, without the logits of a whole pack ever existing; of a rollout,
+before it is learned from; of a whole data set by a reference, stored.
 
-Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
+Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary, N sequences.
 """
 
+import hashlib
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from common import distributed
+from common.packing import PackedBatch, Sample, pack
 
 LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
 
@@ -65,3 +76,82 @@ def token_logprobs(
     if hidden_TD.dtype != torch.float64:
         hidden_TD, head_VD = hidden_TD.float(), head_VD.float()
     return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature)
+
+
+# ---- of a rollout ----
+
+
+@torch.no_grad()
+def add_logprobs(
+    whose: Literal["old", "ref"], model: nn.Module, minibatches: list[list[PackedBatch]], temperature: float
+) -> None:
+    """Put `old_logprobs_T`, of the policy before it learns from the rollout, or `ref_logprobs_T`, of the reference,
+    into every micro-batch; `old_entropy_T` with the former. Collective."""
+    for mb in chain(*minibatches):
+        logprobs_T, entropy_T, *_ = model(mb, temperature=temperature)
+        if whose == "ref":
+            mb.ref_logprobs_T = logprobs_T
+        else:
+            mb.old_logprobs_T, mb.old_entropy_T = logprobs_T, entropy_T
+    model.reshard()  # a forward without backward leaves the root whole
+
+
+@torch.no_grad()
+def add_values(value_model: nn.Module, minibatches: list[list[PackedBatch]]) -> None:
+    """Put `values_T`, of the value model before it learns from the rollout, into every micro-batch. Collective."""
+    for mb in chain(*minibatches):
+        mb.values_T = value_model(mb)
+    value_model.reshard()
+
+
+# ---- of a data set ----
+
+
+def weighted_logps(mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
+    """Log-prob of each completion, in nats, [N] float64; tokens weighted by the stream `weights`, if there is one."""
+    return mb.sequence_sums(logprobs_T if mb.weights_T is None else logprobs_T * mb.weights_T)
+
+
+@torch.no_grad()
+def store_reference_logps(
+    samples: list[Sample],
+    reference_path: str,
+    load_reference: Callable[[], nn.Module],
+    folder: Path,
+    dtype: str,
+    pack_tokens: int,
+    device: torch.device,
+) -> None:
+    """Fill `ref_logp` of every sample on every rank: from `reference_logps.json` in the run's folder if it is of these
+    very samples and this reference, else by one pass of the reference over them, divided among the ranks. Collective.
+
+    Raises `ValueError` for a file that is damaged.
+    """
+    path, weights = folder / "reference_logps.json", sorted(Path(reference_path).glob("*.safetensors"))
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    hashed = hashlib.blake2b(repr((reference_path, files, dtype)).encode())
+    for sample in samples:
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
+    digest, stored = hashed.hexdigest(), {}
+    if distributed.is_main() and path.is_file():
+        try:
+            stored = json.loads(path.read_text())
+            if stored["digest"] == digest and len(stored["logps"]) != len(samples):
+                raise ValueError("another number of samples")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged, delete it: {distributed.first_line(error)}") from error
+    digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may hold copies: the first one decides
+    if stored.get("digest") != digest:
+        reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
+        for start in range(0, len(samples), chunk := 1024 * world_size):  # the same number of packs on every rank
+            for mb in pack(samples[start + rank : start + chunk : world_size], pack_tokens, device):
+                mb.to_samples(ref_logp=weighted_logps(mb, reference(mb)[0]))
+        reference.reshard()  # the root stays whole after a forward without backward
+        ranks = distributed.gather_objects([sample.ref_logp for sample in samples[rank::world_size]])
+        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(len(samples))])
+        if distributed.is_main():
+            work = path.with_suffix(".tmp")
+            work.write_text(json.dumps(stored))
+            work.rename(path)
+    for sample, logp in zip(samples, stored["logps"], strict=True):
+        sample.ref_logp = logp

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.config import RunArgs
+from common.config import TrainArgs
 from common.packing import Sample
 
 
@@ -38,6 +38,14 @@ class Meter:
         """Mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
 
+    def std(self, name: str, values: Tensor) -> None:
+        """Standard deviation (dividing by n) of all values."""
+        self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
+
+    def effective_fraction(self, name: str, weights: Tensor) -> None:
+        """Effective sample size of importance weights as a fraction of the samples, (mean w)^2 / mean w^2."""
+        self._entry("ess", name).append((weights.sum(), len(weights), weights.square().sum()))
+
     def max(self, name: str, value: Tensor | float) -> None:
         self._entry("max", name).append((value, 0.0))
 
@@ -58,24 +66,26 @@ class Meter:
     def reduce(self) -> dict[str, float]:
         """The global values of everything added since the last call, by name. Collective.
 
-        A mean of nothing (weight 0) is left out.
+        What was measured of nothing (weight 0) is left out.
         """
         local = {}
-        for name, (kind, pairs) in self.values.items():
-            first, second = ([float(x) for x in column] for column in zip(*pairs, strict=True))
-            combine = dict(mean=math.fsum, time=math.fsum, max=max, min=min)[kind]
-            local[name] = (kind, combine(first), math.fsum(second))
+        for name, (kind, entries) in self.values.items():
+            first, *sums = ([float(x) for x in column] for column in zip(*entries, strict=True))
+            combine = dict(max=max, min=min).get(kind, math.fsum)
+            local[name] = (kind, combine(first), *map(math.fsum, sums))
         self.values = {}
         ranks = distributed.gather_objects(local)
         out = {}
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             entries = [rank[name] for rank in ranks if name in rank]
-            kind, first = entries[0][0], [entry[1] for entry in entries]
-            if kind == "mean":
-                if weight := math.fsum(entry[2] for entry in entries):
-                    out[name] = math.fsum(first) / weight
-            else:
+            kind, (first, *sums) = entries[0][0], zip(*(entry[1:] for entry in entries), strict=True)
+            if kind in ("max", "time", "min"):
                 out[name] = min(first) if kind == "min" else max(first)
+            elif weight := math.fsum(sums[0]):
+                mean = out[name] = math.fsum(first) / weight
+                if kind != "mean":
+                    square = math.fsum(sums[1]) / weight
+                    out[name] = math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
         return out
 
 
@@ -89,23 +99,10 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return (center - spread) / (1 + z * z / count), (center + spread) / (1 + z * z / count)
 
 
-class Totals:
-    """Counts that go on over the whole run, through checkpoints too."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-
-    def state_dict(self) -> dict:
-        return dict(num_tokens=self.num_tokens)
-
-    def load_state_dict(self, state: dict) -> None:
-        self.num_tokens = state["num_tokens"]
-
-
 class RunLogger:
     """`log(step, metrics)` to everywhere. `show`: the numbers beside the progress bar; `curves`: the ones drawn."""
 
-    def __init__(self, args: RunArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str]):
+    def __init__(self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str]):
         self.active, self.folder = distributed.is_main(), Path(args.output_dir)
         self.total_steps, self.show, self.curves = total_steps, show, curves
         self.progress = self.wandb = self.tensorboard = None
@@ -173,9 +170,7 @@ class RunLogger:
             text.append(plain, style="bold green" if trained else "dim")
         self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
-    def samples(
-        self, step: int, groups: list[list[Sample]], rewards_PG: Tensor, positions: Sequence[int], rows: int = 4
-    ) -> None:
+    def samples(self, step: int, groups: list[list[Sample]], positions: Sequence[int], rows: int = 4) -> None:
         """All ranks' groups to samples.jsonl, in the order of their positions in the step, and a few as a table.
         Collective."""
         mine = {
@@ -184,14 +179,14 @@ class RunLogger:
                     step=step,
                     prompt=_asked(sample.row),
                     completion=sample.transcript or sample.text,
-                    reward=reward,
+                    reward=sample.reward,
                     advantage=sample.advantage,
                     finish_reason=sample.finish_reason,
                     version=sample.version,
                 )
-                for sample, reward in zip(group, rewards_G, strict=True)
+                for sample in group
             ]
-            for position, group, rewards_G in zip(positions, groups, rewards_PG.tolist(), strict=True)
+            for position, group in zip(positions, groups, strict=True)
         }
         of_position = distributed.gather_dict(mine)
         if not self.active:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed
-from common.config import RunArgs
+from common.config import TrainArgs
 
 
-def adamw(model: nn.Module, args: RunArgs) -> torch.optim.AdamW:
+def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101) over the sharded float32 masters; weight decay on matrices only."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -19,7 +19,7 @@ def adamw(model: nn.Module, args: RunArgs) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
 
 
-def learning_rate(step: int, total_steps: int, args: RunArgs) -> float:
+def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
     """Learning rate of the update after `step` finished ones: linear warmup from 0, then `--lr_schedule`, which
     reaches `min_lr_ratio` of the peak after the last update. A function of the step: nothing to save or resume."""
     if step < args.warmup_steps:

@@ -9,11 +9,13 @@ Shapes: N sequences and T tokens in one micro-batch.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from common import distributed
+from common.losses import sequence_mean, sequence_sum
 
 # Per-token streams that a Sample may carry and a PackedBatch then has as `<name>_T`.
 STREAMS = ("rollout_logprobs", "weights")
@@ -31,10 +33,18 @@ class Sample:
     """log-probs of `ids` by the engine that sampled them, 0 where it did not; same length"""
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
+    reward: float = 0.0
+    """what `--reward` gave; NaN for none"""
+    score: float = 0.0
+    """what a scalar model or a learner makes of it"""
     advantage: float = 0.0
-    """what samples.jsonl says this completion was worth beside the others of its prompt"""
-    ref_logp: float | None = None
+    """how much better than expected it was; samples.jsonl shows it"""
+    logp: float = 0.0
+    """log-prob of the whole completion by some model, in nats"""
+    ref_logp: float = 0.0
     """log-prob of the whole completion by the reference model, where only sums matter: nats"""
+    kl: float = 0.0
+    """estimate of log(policy / reference) of the whole completion, nats"""
     prompt_length: int = 0
     """tokens of the prompt; `ids[prompt_length:]` is the completion"""
     finish_reason: str = ""
@@ -82,45 +92,71 @@ class PackedBatch:
     samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     weights_T: Tensor | None = None
+    advantages_T: Tensor | None = None  # the sample's, on each of its tokens
     # What scripts put beside the samples' own streams:
     old_logprobs_T: Tensor | None = None  # of the trainer at rollout time
+    old_entropy_T: Tensor | None = None  # likewise
     ref_logprobs_T: Tensor | None = None
-    advantages_T: Tensor | None = None
-    entropy_T: Tensor | None = None  # of the policy at rollout time
+    correction_T: Tensor | None = None  # weight of each token because the engine, not the trainer, sampled it
     values_T: Tensor | None = None  # of the value model, before targets_T[t] is emitted
     returns_T: Tensor | None = None  # what they should have been
 
     def sequence_sums(self, x_T: Tensor) -> Tensor:
         """Sum of a stream over the trained tokens of each sequence: [N], float64. A filler gives an empty tensor that
         is still part of the graph, so its backward runs."""
-        return self._sums(x_T)[: len(self.samples)]
+        trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
+        sums = torch.zeros(len(self.offsets) - 1, dtype=torch.float64, device=x_T.device)
+        return sums.index_add(0, self.sequence_ids_T, trained_T)[: len(self.samples)]
 
     def sequence_sum_T(self, x_T: Tensor) -> Tensor:
         """`sequence_sums` on every token of the sequence: [T], float64."""
-        return self._sums(x_T)[self.sequence_ids_T]
+        return sequence_sum(x_T, self.loss_mask_T, self.sequence_ids_T)
 
     def sequence_mean_T(self, x_T: Tensor) -> Tensor:
         """Mean of a stream over the trained tokens of a sequence, on every token of it: [T], float64. 0 without any."""
-        return self.sequence_sum_T(x_T) / self.sequence_sum_T(torch.ones_like(x_T)).clamp(min=1)
+        return sequence_mean(x_T, self.loss_mask_T, self.sequence_ids_T)
 
-    def _sums(self, x_T: Tensor) -> Tensor:
-        trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
-        sums = torch.zeros(len(self.offsets) - 1, dtype=torch.float64, device=x_T.device)
-        return sums.index_add(0, self.sequence_ids_T, trained_T)
+    @property
+    def lengths_T(self) -> Tensor:
+        """Trained tokens of the sequence, on every token of it: [T], float64."""
+        return self.sequence_sum_T(self.loss_mask_T)
 
     def per_sequence(self, values: Iterable[float]) -> Tensor:
         """One number per sample -> [N], float64, on the device."""
         return torch.tensor(list(values), dtype=torch.float64).to(self.loss_mask_T.device)
 
-    def per_token(self, values_N: Tensor) -> Tensor:
-        """One number per sample -> the same on each of its tokens: [T], float32. 0 on a filler."""
+    def of_samples(self, name: str) -> Tensor:
+        """A number that every sample has, `advantage` for one: [N], float64."""
+        return self.per_sequence(getattr(sample, name) for sample in self.samples)
+
+    def on_tokens(self, name: str) -> Tensor:
+        """A number that every sample has, on each of its tokens: [T], float32. 0 on a filler."""
+        values_N = self.of_samples(name)
         padded = torch.cat([values_N, values_N.new_zeros(1)])  # a filler's tokens are of sequence 0, of no sample
         return padded[self.sequence_ids_T].float()
+
+    def to_samples(self, **values_N: Tensor) -> None:
+        """Give every sample its number: `mb.to_samples(kl=kl_N)`."""
+        for name, of_samples in values_N.items():
+            for sample, value in zip(self.samples, of_samples.tolist(), strict=True):
+                setattr(sample, name, value)
 
     @property
     def ends_N(self) -> Tensor:
         """Where the last token of each sample is: [N], int64."""
         return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
+
+
+def to_samples(groups: list[list[Sample]], **values_PG: Tensor) -> None:
+    """Give every sample its number: `to_samples(groups, advantage=advantages_PG)`."""
+    for name, of_groups in values_PG.items():
+        for sample, value in zip(chain(*groups), of_groups.flatten().tolist(), strict=True):
+            setattr(sample, name, value)
+
+
+def of_samples(groups: list[list[Sample]], name: str) -> Tensor:
+    """A number that every sample has: [P, G], float64."""
+    return torch.tensor([[getattr(sample, name) for sample in group] for group in groups], dtype=torch.float64)
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
@@ -156,6 +192,20 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
     return [_pack_one([sample for group in groups for sample in group], streams, device) for groups in bins]
 
 
+def pack_minibatches(
+    groups: list[list[Sample]], count: int, pack_tokens: int, device: torch.device, together: bool = False
+) -> list[list[PackedBatch]]:
+    """This rank's groups -> `count` minibatches of micro-batches. Groups [m * size, (m + 1) * size) of every rank are
+    minibatch m: the same global prompts on any number of ranks. With `together` the samples of a group share a
+    micro-batch. Collective."""
+    size, minibatches = len(groups) // count, []
+    for start in range(0, len(groups), size):
+        chosen = [group for group in groups[start : start + size] if group]
+        wholes = chosen if together else [[sample] for group in chosen for sample in group]
+        minibatches.append(pack_groups(wholes, pack_tokens, device))
+    return minibatches
+
+
 def _size(group: list[Sample]) -> int:
     return sum(sample.num_targets for sample in group)
 
@@ -172,7 +222,7 @@ def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -
         """Streams follow the targets: everything about a sample's first token is dropped."""
         return torch.tensor([x for sample in samples for x in values_of(sample)[1:]], dtype=dtype).to(device)
 
-    return PackedBatch(
+    batch = PackedBatch(
         input_ids_T=torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device),
         targets_T=targets(lambda sample: sample.ids, torch.int64),
         position_ids_T=torch.cat([torch.arange(length) for length in lengths]).to(device),
@@ -184,3 +234,5 @@ def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -
         samples=packed,
         **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams},
     )
+    batch.advantages_T = batch.on_tokens("advantage")
+    return batch

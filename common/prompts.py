@@ -3,12 +3,13 @@
 import copy
 import re
 import string
+from dataclasses import dataclass
 
 from common import distributed
 from common.config import SamplingArgs
 from common.data import Encoder, is_message
 from common.environments import load_environment
-from common.rows import PROMPT_COLUMNS, require_columns
+from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
@@ -54,13 +55,38 @@ def fields_of(template: str) -> list[str]:
     return fields
 
 
+@dataclass
+class Prompts:
+    """What an online script samples from: token ids, and the data row of each, for environments and rewards."""
+
+    ids: list[list[int]]
+    rows: list[dict]
+    dropped: int = 0
+    """rows whose prompt was too long"""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __str__(self) -> str:
+        return f"{len(self)} prompts ({self.dropped} too long)"
+
+
+def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, Prompts]:
+    """The prompts of the training rows and the held-out ones, each with room for `--max_new_tokens` in the context.
+
+    Raises `ValueError` naming the flag or the row.
+    """
+    rows, held_out = train_and_eval_rows(args)
+    columns, encoder = prompt_columns(args, rows + held_out), Encoder(tokenizer, args)
+    room = context - args.max_new_tokens
+    return encode_prompts(rows, columns, encoder, room, args), encode_prompts(held_out, columns, encoder, room, args)
+
+
 def encode_prompts(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: SamplingArgs
-) -> tuple[list[list[int]], list[dict], int]:
-    """`(prompts, rows, dropped)`: prompt ids with their rows, of at most `room` tokens, and how many were longer.
-
-    Raises `ValueError` for a longer one with `--overlong_prompts error`, and if no row is left.
-    """
+) -> Prompts:
+    """Prompts of at most `room` tokens. Raises `ValueError` for a longer one with `--overlong_prompts error`, and if no
+    row is left."""
     prompts = [encoder.prompt(row, columns) for row in rows]
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
@@ -75,4 +101,4 @@ def encode_prompts(
     kept = [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) <= room]
     if rows and not kept:
         raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
-    return [prompt for prompt, _ in kept], [row for _, row in kept], len(rows) - len(kept)
+    return Prompts([prompt for prompt, _ in kept], [row for _, row in kept], len(rows) - len(kept))

@@ -10,12 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import distributed
-from common.config import RunArgs
-from common.environments import calculator_rows, guess_number_rows, sliding_puzzle_rows
-from common.tiny import arithmetic_rows
-
-TASKS = dict(arithmetic=arithmetic_rows, calculator=calculator_rows, guess_number=guess_number_rows,
-             sliding_puzzle=sliding_puzzle_rows)  # fmt: skip
+from common.config import TrainArgs
+from common.tasks import TASKS
 
 # What the supervised scripts can train on: the first of these whose columns the dataset has.
 SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",))
@@ -123,7 +119,7 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
         raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
 
 
-def train_and_eval_rows(args: RunArgs) -> tuple[list[dict], list[dict]]:
+def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
     own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`."""
     train = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)

@@ -1,13 +1,10 @@
-"""A model and a task that need no download: `--model tiny` and `--dataset arithmetic`.
+"""A model that needs no download: `--model tiny`.
 
-`tiny` is a randomly initialised Qwen3 of about a million parameters with a character tokenizer; it trains in seconds
-on a CPU core and goes through exactly the code that a large checkpoint goes through. `arithmetic` is two-number
-addition and subtraction taught by a forgetful demonstrator, so that SFT, preference learning and RL each have something
-to learn.
+A randomly initialised Qwen3 of about a million parameters with a character tokenizer; it trains in seconds on a CPU
+core and goes through exactly the code that a large checkpoint goes through. common/tasks.py has something to learn.
 """
 
 import os
-import random
 import shutil
 import string
 import tempfile
@@ -95,38 +92,3 @@ def build_model():
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
     return model
-
-
-def arithmetic_rows(split: str) -> list[dict]:
-    """Rows of the built-in task: `prompt`, `completion`, `answer`, `chosen`, `rejected`, all strings.
-
-    `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 where the hundreds stay as they are: 4,488 questions, of
-    which `test` holds 500 and `train`, in four demonstrations each, the others. The demonstrator forgets to carry (or
-    borrow) two times in three, and three questions in five need it: whoever imitates the `completion`s gets about 0.4
-    of the `answer`s right, while every right answer stays well within reach of sampling. So SFT leaves room, and
-    rewards fill it. `chosen` is the answer, `rejected` the forgetful one, or where nothing is carried an answer with
-    one digit off.
-
-    The same rows in the same order always. Raises `ValueError` for another split.
-    """
-    if split not in ("train", "test"):
-        raise ValueError(f"the arithmetic task has no split {split!r}, only train and test")
-    rng = random.Random(0)
-    questions = [(a, op * b) for a in range(100, 500) for op in (1, -1) for b in range(4, 10)]
-    questions = [(a, b) for a, b in questions if a // 100 == (a + b) // 100]
-    rng.shuffle(questions)
-    rows: dict[str, list[dict]] = dict(test=[], train=[])
-    for number, (a, b) in enumerate(questions):
-        answer, forgetful = str(a + b), str(a - a % 10 + (a + b) % 10)
-        for _ in range(1 if number < 500 else 4):
-            completion = forgetful if rng.random() < 2 / 3 else answer
-            rejected = forgetful if forgetful != answer else _one_digit_off(answer, rng)
-            row = dict(prompt=f"{a}{b:+}=", completion=completion, answer=answer, chosen=answer, rejected=rejected)
-            rows["test" if number < 500 else "train"].append(row)
-    rng.shuffle(rows["train"])
-    return rows[split]
-
-
-def _one_digit_off(number: str, rng: random.Random) -> str:
-    i = rng.randrange(1, len(number))  # not the first: 0 there would be another kind of mistake
-    return number[:i] + rng.choice([d for d in string.digits if d != number[i]]) + number[i + 1 :]

@@ -4,13 +4,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import settings
 
 from common import distributed
-from common.config import RolloutArgs
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.hub import eos_token_ids, load_tokenizer
 from common.models import Policy, load_policy
 from common.rollout.base import Engine
@@ -22,6 +23,11 @@ RANK_0_OF_1 = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1
 
 settings.register_profile("no deadline", deadline=None)  # the first example may compile a template or load a file
 settings.load_profile("no deadline")
+
+
+@dataclass
+class Args(OnlineArgs, SamplingArgs, TrainArgs):
+    """Flags of a script that samples and trains."""
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +63,7 @@ def engine(request, engines, device) -> Engine:
     if request.param not in engines:
         before = dict(os.environ)
         os.environ |= RANK_0_OF_1 | dict(MASTER_PORT="0")  # the process group is there already
-        path, args = tiny_model(), RolloutArgs(dtype="float32", engine=request.param, max_new_tokens=NEW_TOKENS)
+        path, args = tiny_model(), Args(dtype="float32", engine=request.param, max_new_tokens=NEW_TOKENS)
         tokenizer = load_tokenizer(path)
         engines[request.param] = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
         for name in RANK_0_OF_1.keys() | {"MASTER_PORT"}:
@@ -69,7 +75,7 @@ def engine(request, engines, device) -> Engine:
 @pytest.fixture(scope="module")
 def policy(device) -> Policy:
     """Not the weights the engine has loaded: all of them changed, the tied embedding too."""
-    policy = load_policy(tiny_model(), RolloutArgs(dtype="float32"), device)
+    policy = load_policy(tiny_model(), Args(dtype="float32"), device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -12,11 +12,13 @@ from common.advantages import (
     gae,
     gdpo,
     group_advantages,
+    group_mean,
     group_mean_batch_std,
     leave_one_out,
     length_adaptive_lambda,
-    overlong_penalty,
     reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    top_entropy_threshold,
     unequal,
     whiten,
 )
@@ -40,7 +42,7 @@ def known(values):
 
 @given(triples)
 def test_equals_the_naive_formula(rewards):
-    scaled, centred = (group_advantages(torch.tensor(rewards), scale).tolist() for scale in (True, False))
+    scaled, centred = (advantages(torch.tensor(rewards)).tolist() for advantages in (group_advantages, group_mean))
     for group, s, c in zip(torch.tensor(rewards).tolist(), scaled, centred, strict=True):
         mean, std = statistics.fmean(group), statistics.stdev(group)
         assert c == pytest.approx([r - mean for r in group], abs=1e-9)
@@ -52,9 +54,9 @@ def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
     rewards = torch.full((groups, n), reward, dtype=torch.float64)
     lengths = torch.arange(1, n + 1).expand(groups, n)
     for advantages in (
-        group_advantages(rewards), group_advantages(rewards, scale_by_std=False), leave_one_out(rewards),
-        group_mean_batch_std(rewards), reinforce_plus_plus(rewards, lengths),
-        reinforce_plus_plus(rewards, lengths, baseline=True), gdpo(rewards[None], [2.0]),
+        group_advantages(rewards), group_mean(rewards), leave_one_out(rewards), group_mean_batch_std(rewards),
+        reinforce_plus_plus(rewards, lengths), reinforce_plus_plus_baseline(rewards, lengths),
+        gdpo(rewards[None], [2.0]),
     ):  # fmt: skip
         assert (advantages == 0).all() and advantages.dtype == torch.float64
 
@@ -82,7 +84,7 @@ def test_missing_rewards_are_left_out_of_their_group():
 def test_all_members_of_a_group_share_one_scale():
     """A standard deviation that left a sample out would differ between the members."""
     rewards = double([[1.0, 0.0, 0.0, 0.3], [5.0, 4.0, -1.0, 4.5]])
-    scale = group_advantages(rewards) / group_advantages(rewards, scale_by_std=False)
+    scale = group_advantages(rewards) / group_mean(rewards)
     torch.testing.assert_close(scale, scale[:, :1].expand(2, 4))
     torch.testing.assert_close(group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0)
 
@@ -105,9 +107,7 @@ def test_the_baseline_is_the_mean_of_the_others(rewards):
 
 @given(triples)
 def test_leave_one_out_is_the_group_mean_times_n_over_n_minus_1(rewards):
-    torch.testing.assert_close(
-        leave_one_out(double(rewards)), 1.5 * group_advantages(double(rewards), scale_by_std=False)
-    )
+    torch.testing.assert_close(leave_one_out(double(rewards)), 1.5 * group_mean(double(rewards)))
 
 
 def test_a_missing_reward_is_in_no_baseline():
@@ -141,17 +141,16 @@ def test_group_mean_batch_std(rewards):
         assert advantages == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
-@given(gappy, st.booleans(), st.lists(st.integers(1, 7), min_size=12, max_size=12))
-def test_reinforce_plus_plus_whitens_over_tokens(rewards, baseline, lengths):
+@given(gappy, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))
+def test_reinforce_plus_plus_whitens_over_trained_tokens(rewards, baseline, trained):
+    """A completion without any, or without reward, is in no statistic and gets 0."""
     values = [r for group in rewards for r in (naive_centred(group) if baseline else group)]
-    lengths = lengths[: len(values)]
-    tokens = [x for x, length in zip(values, lengths, strict=True) if not math.isnan(x) for _ in range(length)]
-    whitened = iter(naive_whiten(tokens))
-    expected = [
-        0.0 if math.isnan(x) else [next(whitened) for _ in range(length)][0]
-        for x, length in zip(values, lengths, strict=True)
-    ]
-    got = reinforce_plus_plus(double(rewards), torch.tensor(lengths).view(-1, 3).double(), baseline)
+    trained = trained[: len(values)]
+    counts = [0 if math.isnan(x) else count for x, count in zip(values, trained, strict=True)]
+    whitened = iter(naive_whiten([x for x, count in zip(values, counts, strict=True) for _ in range(count)]))
+    expected = [[next(whitened) for _ in range(count)][0] if count else 0.0 for count in counts]
+    function = reinforce_plus_plus_baseline if baseline else reinforce_plus_plus
+    got = function(double(rewards), torch.tensor(trained).view(-1, 3).double())
     assert got.flatten().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
@@ -282,12 +281,30 @@ def test_length_adaptive_lambda():
     assert got == pytest.approx([0, 0, 0, 1 - 1 / 2, 1 - 1 / 50])
 
 
-# ---- shaping ----
+# ---- which tokens ----
 
 
-@given(st.integers(0, 40), st.integers(1, 30), st.sampled_from([0.2, 0.5, 1.0]))
-def test_overlong_penalty(length, longest, fraction):
-    start = longest - fraction * longest
-    expected = 0.0 if length <= start else -1.0 if length > longest else (start - length) / (longest - start)
-    got = overlong_penalty(torch.tensor([length]), longest, fraction * longest).item()
-    assert got == pytest.approx(expected, abs=1e-9) and -1 <= got <= 0
+@pytest.mark.parametrize("tokens", [1, 3, 10, 100, 1000])
+def test_top_entropy_threshold_keeps_exactly_its_fraction_rounded_up(tokens):
+    """In floating point 0.07 * 100, 0.14 * 100 and others are a little above the whole number that they are."""
+    entropies = torch.randperm(tokens).double()
+    for permille in range(1, 1000):
+        kept = tokens - top_entropy_threshold(entropies, permille / 1000)  # they are 0, 1, ..., tokens - 1
+        assert kept == -(-permille * tokens // 1000), permille
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kept"), [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)]
+)
+def test_top_entropy_threshold_of_ten_tokens(fraction, kept):
+    entropies = torch.tensor([0.3, 0.1, 0.2, 0.6, 1.0, 0.5, 0.4, 0.9, 0.7, 0.8])
+    assert (entropies >= top_entropy_threshold(entropies, fraction)).sum() == kept
+
+
+def test_seven_percent_of_a_hundred_tokens_are_seven():
+    assert top_entropy_threshold(torch.arange(100.0), 0.07) == 93
+
+
+def test_top_entropy_threshold_of_no_tokens_lets_none_pass():
+    assert top_entropy_threshold(torch.zeros(0), 0.2) == math.inf
+    assert top_entropy_threshold(torch.zeros(0), 1.0) == -math.inf

@@ -1,22 +1,32 @@
-"""The command line and its file; and what the files of the project promise about flags and size."""
+"""The flags that scripts share; and what the files of the project promise about flags and size."""
 
 import ast
 import dataclasses
 import importlib
+import typing
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
-import yaml
 from helpers import ROOT
 
-import grpo
-import sft
-from common.cli import parse
-from common.config import OnlineArgs, RolloutArgs, RunArgs
-from common.online import PolicyGradientArgs
-from common.preference_losses import PreferenceArgs
+from common import config, flags
+from common.cli import GROUPS
+from common.config import (
+    BaseArgs,
+    CorrectionArgs,
+    OnlineArgs,
+    PreferenceArgs,
+    RewardArgs,
+    SamplingArgs,
+    TrainArgs,
+    may_change,
+)
+from common.flags import Bound
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/**/*.py"))
+SHARED = [cls for cls in vars(config).values() if isinstance(cls, type) and issubclass(cls, BaseArgs)]
 
 
 def tree(path) -> ast.Module:
@@ -26,128 +36,219 @@ def tree(path) -> ast.Module:
 ALGORITHMS = [p.stem for p in SCRIPTS if any(isinstance(n, ast.ClassDef) and n.name == "Args" for n in tree(p).body)]
 
 
-def refused(capsys, args_class, *argv) -> str:
-    """The message of a command line that is refused with exit code 2, on one line."""
-    with pytest.raises(SystemExit) as exit:
-        parse(args_class, argv)
-    assert exit.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1
-    return message
+@pytest.fixture(params=ALGORITHMS)
+def args_class(request) -> type[BaseArgs]:
+    return importlib.import_module(request.param).Args
 
 
-# ---- the file ----
-
-EVERY_KIND = dict(
-    model="some/model", dataset_config="main", system_prompt="Line one.\n- two: 'quoted' \"twice\" # no comment",
-    max_steps=7, epochs=0.5, lr=1e-6, compile=True, reward=("gsm8k", "a/b.py:f"), reward_weights=(1.0, -0.25),
-    log=("wandb", "tensorboard"), mask_truncated=True, correction_filter=(0.5, 2.0), max_logprob_difference=1e-4,
-    lr_schedule="cosine", max_grad_norm=float("inf"),
-)  # fmt: skip
+@dataclass
+class Args(CorrectionArgs, RewardArgs, OnlineArgs, SamplingArgs, TrainArgs):
+    """As a script composes them."""
 
 
-@pytest.mark.parametrize("script", ALGORITHMS)
-def test_defaults_go_through_a_file(script, tmp_path):
-    round_trip(importlib.import_module(script).Args(), tmp_path)
+# ---- groups ----
 
 
-@pytest.mark.parametrize("flags", [EVERY_KIND, dict(system_prompt=""), dict(system_prompt="- be brief")])
-def test_every_kind_of_value_goes_through_a_file(flags, tmp_path):
-    round_trip(grpo.Args(**flags), tmp_path)
+def own(cls: type) -> list[str]:
+    return list(cls.__annotations__)
 
 
-@pytest.mark.parametrize("value", ["--rules", "-x", "a b"])
-def test_strings_that_look_like_something_else_go_through_a_file(value, tmp_path):
-    try:
-        round_trip(grpo.Args(system_prompt=value), tmp_path)
-    except SystemExit as error:
-        raise AssertionError from error
+def test_groups_inherit_the_base_alone_and_share_no_flag():
+    assert {BaseArgs, TrainArgs, SamplingArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs} == set(SHARED)
+    assert all(cls.__bases__ == (BaseArgs,) for cls in SHARED if cls is not BaseArgs)
+    names = Counter(name for cls in SHARED for name in own(cls))
+    assert [name for name, count in names.items() if count > 1] == ["beta"]  # of the two no script takes both
 
 
-def round_trip(args, tmp_path):
-    (tmp_path / "args.yaml").write_text(yaml.safe_dump(args.to_dict(), sort_keys=False))
-    assert parse(type(args), ["--config", str(tmp_path / "args.yaml")]) == args
+def test_scripts_stand_at_most_on_the_third_level(args_class):
+    assert args_class.__bases__ == (BaseArgs,) or {base.__bases__ for base in args_class.__bases__} == {(BaseArgs,)}
+    assert set(args_class.__mro__) <= {args_class, *SHARED, object}
+    assert max(Counter(name for cls in args_class.__bases__ for name in own(cls)).values()) == 1
+    order = args_class.__mro__
+    if OnlineArgs in order:  # of the ranks, only those that generate concern SamplingArgs
+        assert order.index(OnlineArgs) < order.index(SamplingArgs)
 
 
-def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        "lr: 1e-3\nmax_steps: 5\nreward: [gsm8k, format]\ncompile: true\nsystem_prompt: null\n"
-    )
-    config = f"--config={tmp_path / 'c.yaml'}"
-    for argv in (["--max_steps", "9", config], [config, "--max_steps", "9"]):
-        args = parse(grpo.Args, argv)
-        assert (args.lr, args.max_steps, args.reward, args.compile) == (1e-3, 9, ("gsm8k", "format"), True)
-        assert args.seed == 0 and args.system_prompt is None
-    args = parse(grpo.Args, [config, "--reward", "boxed", "--compile", "false", "--max_steps", "None"])
-    assert (args.reward, args.compile, args.max_steps) == (("boxed",), False, None)
+def test_every_shared_flag_is_in_one_group_of_the_help():
+    grouped = Counter(name for names in GROUPS.values() for name in names)
+    assert set(grouped.values()) == {1}
+    assert set(grouped) == {name for cls in SHARED for name in own(cls)}
+    assert list(GROUPS) == ["model", "data", "sampling", "objective", "optimisation", "run"]
+
+
+def bounds(hint) -> list[Bound]:
+    parts = typing.get_args(hint)
+    return [part for part in parts if isinstance(part, Bound)] + [bound for part in parts for bound in bounds(part)]
+
+
+def test_a_default_declared_anew_keeps_a_bound(args_class):
+    hints = typing.get_type_hints(args_class, include_extras=True)
+    for cls in args_class.__bases__:
+        shared = typing.get_type_hints(cls, include_extras=True)
+        for name in set(own(args_class)) & set(shared):
+            assert bool(bounds(hints[name])) == bool(bounds(shared[name])), name
+
+
+def test_numbers_have_bounds():
+    without = set()
+    for cls in SHARED:
+        hints, plain = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
+        without |= {name for name in hints if plain[name] in (int, float) and not bounds(hints[name])}
+    assert without == {"seed", "f_alpha", "simpo_gamma"}
+
+
+def test_what_may_change_between_a_run_and_its_continuation():
+    assert may_change(Args) == {
+        "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
+        "activation_checkpointing", "compile", "output_dir", "rollout_ranks", "reward_timeout", "reward_workers",
+        "max_reward_errors",
+    }  # fmt: skip
+
+
+def test_what_may_change_between_two_runs_of_eval():
+    own_flags = {"prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model", "perplexity_model",
+                 "against"}  # fmt: skip
+    assert may_change(importlib.import_module("eval").Args) - may_change(Args) == own_flags
+
+
+# ---- rules between flags ----
 
 
 @pytest.mark.parametrize(
-    "text, what",
+    ("changed", "words"),
     [
-        ("max_step: 3\n", "unknown key max_step (did you mean max_steps?)"),
-        ("- a\n", "expected `flag: value` lines"),
-        ("a: [\n", "not valid YAML"),
-        ("reward: gsm8k\n", "reward must be a list"),
-        ("lr: {a: 1}\n", "lr must be a plain value or a list"),
-        ("lr: fast\n", "--lr"),
-        (None, "No such file"),
+        (dict(lr=-1), "--lr -1 must be greater than 0"),
+        (dict(max_grad_norm=float("inf")), "--max_grad_norm inf must be a finite number"),
+        (dict(max_steps=0), "--max_steps 0 must be greater than 0"),
+        (dict(warmup_steps=-1), "--warmup_steps -1 must not be negative"),
+        (dict(adam_beta1=1.0), r"--adam_beta1 1.0 must be in \[0, 1\)"),
+        (dict(reward=()), "--reward needs at least one name"),
+        (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 values for 1 rewards"),
+        (dict(reward_weights=(float("nan"),)), "--reward_weights nan must be a finite number"),
+        (dict(environment="calculator"), "--environment and --reward environment, what it gives, belong together"),
+        (dict(reward=("environment",)), "--environment and --reward environment, what it gives, belong together"),
+        (dict(environment="x", reward=("environment",), prompt_template="y"), "--prompt_template y would not be read"),
+        (dict(max_turns=3), "--max_turns 3 would not be read: there is no --environment"),
+        (dict(tensor_parallel_size=2, engine="transformers"), "--tensor_parallel_size needs --engine vllm"),
+        (dict(max_new_tokens=100, pack_tokens=100), "--max_new_tokens 100 leaves no prompt in --pack_tokens 100"),
+        (dict(gpu_memory_utilization=1.0), r"--gpu_memory_utilization 1.0 must be in \(0, 1\)"),
+        (dict(minibatches=3), r"--prompts_per_step 64 is not a multiple of --minibatches \(3\)"),
+        (dict(max_staleness=2), "--max_staleness 2 would not be read: --rollout_ranks is 0"),
+        (dict(rollout_ranks=-1), "--rollout_ranks -1 must not be negative"),
+        (dict(max_logprob_difference=0.0), "--max_logprob_difference 0.0 must be greater than 0"),
+        (dict(correction_low=2.0), "--correction_low and --correction_high: the bounds 2 and 2 cross"),
+        (dict(correction_filter=(1.0, 0.5)), "--correction_filter: the bounds 1 and 0.5 cross"),
+        (dict(correction_filter=(-1.0, 0.5)), "--correction_filter -1.0 must not be negative"),
+        (dict(correction="none", correction_high=3.0), "--correction_high 3.0 would not be read: --correction is none"),
+        (dict(kl_target=0.1), "--kl_target adapts --beta: start it above 0"),
+        (dict(beta=0.1, kl_horizon=3), "--kl_horizon 3 would not be read: --kl_target is 0"),
+        (dict(reward_scale=0.0), "--reward_scale 0.0 must be greater than 0"),
     ],
 )
-def test_bad_files_are_refused(text, what, tmp_path, capsys):
-    if text is not None:
-        (tmp_path / "c.yaml").write_text(text)
-    assert what in refused(capsys, grpo.Args, "--config", str(tmp_path / "c.yaml"))
-
-
-# ---- the command line ----
+def test_flags_that_do_not_go_together(changed, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        Args(**changed)
 
 
 @pytest.mark.parametrize(
-    "argv, value",
+    ("changed", "words"),
     [
-        (["--compile"], True), (["--compile", "--seed", "3"], True), (["--compile", "True"], True),
-        (["--compile", "true"], True), (["--compile=TRUE"], True), (["--compile", "False"], False),
-        (["--compile=false"], False), (["--compile", "--compile", "false"], False), ([], False),
-    ],
-)  # fmt: skip
-def test_bools(argv, value):
-    assert parse(sft.Args, argv).compile is value
-
-
-def test_dashes_lists_none_and_equals_signs():
-    assert parse(sft.Args, ["--max-steps", "3", "--pack-tokens=4096"]).pack_tokens == 4096
-    args = parse(grpo.Args, ["--reward", "gsm8k", "format", "--reward-weights", "1", "-0.5", "--log", "wandb"])
-    assert (args.reward, args.reward_weights, args.log) == (("gsm8k", "format"), (1.0, -0.5), ("wandb",))
-    assert parse(sft.Args, ["--max_steps", "None", "--system_prompt=a=b"]).system_prompt == "a=b"
-
-
-@pytest.mark.parametrize(
-    "argv, what",
-    [
-        (["--max_step", "3"], "unknown flag --max_step (did you mean --max_steps?)"),
-        (["--max_steps", "many"], "--max-steps"),
-        (["--max_steps", "0"], "--max_steps 0 must be at least 1"),
-        (["--lr", "-1"], "--lr -1.0 must be greater than 0"),
-        (["--lr", "nan"], "--lr nan"),
-        (["--dtype", "float16"], "--dtype"),
-        (["--compile", "maybe"], "--compile"),
-        (["--config"], "--config needs a file name"),
-        (["--samples_per_prompt", "1"], "--samples_per_prompt 1"),
-        (["--minibatches", "3"], "--prompts_per_step 64 is not a multiple of --minibatches (3)"),
-        (["--reward", "gsm8k", "--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 rewards"),
-        (["--max_new_tokens", "100", "--pack_tokens", "100"], "--max_new_tokens 100"),
+        (dict(loss=("kto",)), "--loss kto: it is a script of its own, kto.py"),
+        (dict(loss=("sigmoid", "dop")), "--loss dop: unknown; there are sigmoid, robust"),
+        (dict(loss=()), "--loss needs at least one name, and each once; here: None"),
+        (dict(loss=("ipo", "ipo")), "--loss needs at least one name, and each once; here: ipo ipo"),
+        (dict(loss_weights=(1.0, 2.0)), "--loss_weights has 2 values for 1 losses"),
+        (dict(loss_weights=(-1.0,)), "--loss_weights -1.0 must not be negative"),
+        (dict(sft_weight=-1.0), "--sft_weight -1.0 must not be negative"),
+        (dict(beta=0.0), "--beta 0.0 must be greater than 0"),
+        (dict(label_smoothing=0.5), r"--label_smoothing 0.5 must be in \[0, 0.5\)"),
+        (dict(loss=("discopop",), discopop_tau=2.0), r"--discopop_tau 2.0 must be in \(0, 1\]"),
+        (dict(loss=("exo_pair",)), "--loss exo_pair needs --label_smoothing above 0"),
+        (dict(loss=("ipo",), label_smoothing=0.1), "--label_smoothing 0.1 would not be read: --loss is ipo"),
+        (dict(loss=("ipo",), f_divergence="js"), "--f_divergence js would not be read: --loss is ipo"),
+        (dict(loss=("ipo", "hinge"), label_smoothing=0.1), "--label_smoothing 0.1 would .* --loss is ipo hinge"),
+        (dict(length_normalize=False), "--length_normalize False would not be read: --loss is sigmoid"),
+        (dict(simpo_gamma=1.0), "--simpo_gamma 1.0 would not be read: --loss is sigmoid"),
+        (dict(discopop_tau=0.1), "--discopop_tau 0.1 would not be read: --loss is sigmoid"),
+        (dict(f_alpha=0.1), "--f_alpha 0.1 would not be read: --f_divergence is reverse_kl"),
+        (dict(sft_length_normalize=False), "--sft_length_normalize False would not be read: --sft_weight is 0"),
+        (dict(loss=("sigmoid", "simpo"), simpo_gamma=1.0, label_smoothing=0.1), None),
+        (dict(loss=("ipo",), length_normalize=False), None),
+        (dict(loss=("hinge",), f_divergence="alpha", f_alpha=0.1), None),
     ],
 )
-def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
-    assert what in refused(capsys, grpo.Args, *argv)
+def test_objectives_of_pairs(changed, words):
+    if words is None:
+        PreferenceArgs(**changed)
+        return
+    with pytest.raises(ValueError, match=f"^{words}"):
+        PreferenceArgs(**changed)
 
 
-def test_batches_must_split_over_the_ranks(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    for script in (sft, grpo):
-        with pytest.raises(ValueError, match="64 is not a multiple of the number of ranks.*3"):
-            script.Args()
+# ---- ranks ----
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "words"),
+    [
+        (3, {}, r"--prompts_per_step 64 is not a multiple of the number of ranks that train \(3\)"),
+        (2, dict(prompts_per_step=6, minibatches=2), r"of the ranks that train times --minibatches \(4\)"),
+        (2, dict(rollout_ranks=2), "--rollout_ranks 2: of 2 ranks 0 to 1 may only generate"),
+        (2, dict(tensor_parallel_size=4), "--tensor_parallel_size 4 does not divide the 2 ranks that generate"),
+        (4, dict(tensor_parallel_size=2, rollout_ranks=3, prompts_per_step=1), "does not divide the 3 ranks that gene"),
+        (4, dict(tensor_parallel_size=2, rollout_ranks=2), None),
+        (7, dict(rollout_ranks=5), None),
+        (4, dict(minibatches=16), None),
+    ],
+)
+def test_every_group_checks_the_ranks(ranks, changed, words):
+    if words is None:
+        Args(**changed).check_ranks(ranks)
+        return
+    with pytest.raises(ValueError, match=words):
+        Args(**changed).check_ranks(ranks)
+
+
+@pytest.mark.parametrize("script", ["sft", "grpo"])
+def test_batches_must_split_over_the_ranks(script):
+    with pytest.raises(ValueError, match="64 is not a multiple of the number of ranks.*3"):
+        importlib.import_module(script).Args().check_ranks(3)
+
+
+@pytest.mark.parametrize("cls", [Args, *SHARED])
+def test_building_shared_flags_reads_no_environment(cls, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    assert cls() == cls()
+    cls().check_ranks(1)
+
+
+def test_building_flags_reads_no_environment(args_class, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    args_class().check_ranks(1)
+
+
+def test_groups_without_rules_about_ranks_pass_them_on():
+    @dataclass
+    class Counting(BaseArgs):
+        def check_ranks(self, ranks: int) -> None:
+            raise ValueError(f"reached with {ranks}")
+
+    for cls in set(SHARED) - {BaseArgs}:
+        both = dataclass(type("Both", (cls, Counting), {}))
+        with pytest.raises(ValueError, match="reached with 2"):
+            both().check_ranks(2)
+
+
+def test_groups_pass_on_what_they_refuse():
+    @dataclass
+    class Refusing(BaseArgs):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            raise ValueError("reached")
+
+    for cls in set(SHARED) - {BaseArgs}:
+        with pytest.raises(ValueError, match="^reached"):
+            dataclass(type("Both", (cls, Refusing), {}))()
 
 
 # ---- promises ----
@@ -156,37 +257,31 @@ def test_batches_must_split_over_the_ranks(monkeypatch):
 def documented(path, class_name: str) -> None:
     (definition,) = [n for n in tree(path).body if isinstance(n, ast.ClassDef) and n.name == class_name]
     for field, after in zip(definition.body, definition.body[1:] + [None], strict=True):
+        assert not isinstance(field, ast.Assign), f"{path.name}: {class_name} has an attribute without a type"
         if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.dump(field.annotation):
             text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
             assert isinstance(text, str) and text.strip(), f"{path.name}: {class_name}.{field.target.id} says nothing"
 
 
-def test_every_field_is_documented():
-    for class_name in (
-        "BaseArgs",
-        RunArgs.__name__,
-        "SamplingArgs",
-        "EnvironmentArgs",
-        RolloutArgs.__name__,
-        OnlineArgs.__name__,
-    ):
-        documented(ROOT / "common" / "config.py", class_name)
-    documented(ROOT / "common" / "preference_losses.py", PreferenceArgs.__name__)
-    documented(ROOT / "common" / "online.py", PolicyGradientArgs.__name__)
+def test_every_shared_field_is_documented():
+    for cls in SHARED:
+        documented(ROOT / "common" / ("flags.py" if cls.__module__ == flags.__name__ else "config.py"), cls.__name__)
+
+
+@pytest.mark.parametrize("script", ALGORITHMS)
+def test_every_field_is_documented(script):
+    documented(ROOT / f"{script}.py", "Args")
+
+
+def test_the_scripts_are_found():
     assert {"sft", "dpo", "rm", "grpo", "rloo", "ppo", "online_dpo", "bok", "eval"} <= set(ALGORITHMS)
-    for script in ALGORITHMS:
-        documented(ROOT / f"{script}.py", "Args")
 
 
 def fields_read(path) -> set[str]:
-    """`args.<name>` and `<anything>.args.<name>`, outside of the checks in `__post_init__`."""
+    """`args.<name>` and `<anything>.args.<name>`, outside of the checks of flags."""
     module = tree(path)
-    checks = {
-        id(node)
-        for f in ast.walk(module)
-        if isinstance(f, ast.FunctionDef) and f.name == "__post_init__"
-        for node in ast.walk(f)
-    }
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    checks = {id(node) for f in functions if f.name in ("__post_init__", "check_ranks") for node in ast.walk(f)}
     return {
         node.attr
         for node in ast.walk(module)
@@ -196,10 +291,17 @@ def fields_read(path) -> set[str]:
     }
 
 
+def fields_bound(path) -> set[str]:
+    """Keyword-only parameters, which `with_flags` binds."""
+    return {p.arg for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef) for p in node.args.kwonlyargs}
+
+
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_every_field_is_read(script):
-    fields = {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
-    used = set().union(*map(fields_read, MODULES), fields_read(ROOT / f"{script}.py"))
+    path, fields = ROOT / f"{script}.py", {f.name for f in dataclasses.fields(importlib.import_module(script).Args)}
+    used = set().union(*map(fields_read, [*MODULES, path]))
+    if "with_flags(" in path.read_text(encoding="utf-8"):
+        used.update(*map(fields_bound, [*MODULES, path]))
     assert fields - used == set()
 
 
@@ -210,28 +312,3 @@ def test_files_stay_short(path):
     for node in tree(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             assert node.end_lineno - node.lineno + 1 <= 230
-
-
-def test_help_begins_with_the_script_and_lists_its_flags(capsys):
-    with pytest.raises(SystemExit) as exit:
-        parse(grpo.Args, ["--help"])
-    text = capsys.readouterr().out
-    assert exit.value.code == 0 and "GRPO and its family" in text and "samples-per-prompt" in text
-
-
-def test_presets_lie_between_defaults_and_the_file_and_contradictions_are_refused(tmp_path, capsys):
-    dapo = parse(grpo.Args, ["--preset", "dapo"])
-    assert all(getattr(dapo, flag) == value for flag, value in grpo.PRESETS["dapo"].items())
-    round_trip(dapo, tmp_path)
-    (tmp_path / "c.yaml").write_text("preset: gspo\nlr: 1e-3\n")
-    args = parse(grpo.Args, [f"--config={tmp_path / 'c.yaml'}"])
-    assert (args.loss, args.clip_high, args.lr) == ("gspo", 4e-4, 1e-3)
-    assert parse(grpo.Args, [f"--config={tmp_path / 'c.yaml'}", "--preset=cispo"]).loss == "cispo"
-    assert parse(grpo.Args, ["--preset", "dapo", "--loss", "clip", "--lr", "1"]).max_draws == 10
-    # Also where the flag's value is the default: what was asked for is not what the preset is.
-    assert "--max_draws 0 contradicts" in refused(capsys, grpo.Args, "--preset", "dapo", "--max_draws", "0")
-
-
-@pytest.mark.parametrize("preset", grpo.PRESETS)
-def test_every_preset_is_a_valid_set_of_flags(preset):
-    assert parse(grpo.Args, ["--preset", preset]).preset == preset

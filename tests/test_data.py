@@ -11,7 +11,8 @@ from common.config import RolloutArgs, RunArgs
 from common.data import Encoder, RowOrder
 from common.prompts import encode_prompts
 from common.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
-from common.tiny import arithmetic_rows, build_tokenizer
+from common.tasks import arithmetic_rows
+from common.tiny import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 MESSAGES, PAIR, QA, TEXT = SFT_COLUMNS

@@ -16,7 +16,8 @@ from common.metrics import Meter
 from common.models import load_policy
 from common.preference_losses import LOSSES, OVER_BATCH
 from common.rows import PAIR_COLUMNS
-from common.tiny import arithmetic_rows, tiny_model
+from common.tasks import arithmetic_rows
+from common.tiny import tiny_model
 
 # All of them at once: each is logged on its own, and the gradient is of the sum.
 EVERY_OBJECTIVE = ("--loss", *LOSSES, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",

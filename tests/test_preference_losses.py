@@ -1,6 +1,9 @@
 """Preference objectives equal their formulas in naive 100-digit arithmetic, values and gradients, also at extremes."""
 
+import inspect
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +13,13 @@ from mpmath import MPContext
 
 from common.preference_losses import (
     LOSSES,
+    REFERENCE_FREE,
     Pairs,
-    PreferenceArgs,
     f,
     implicit_rewards,
     kto,
     preference_losses,
+    rewards_per_token,
     wpo_weights,
 )
 
@@ -23,7 +27,11 @@ mp = MPContext()
 mp.dps = 100
 STEP = mp.mpf(10) ** -40  # of central differences: exact beyond float64, even where third derivatives reach e^180
 
-# The objectives with --label_smoothing, with --f_divergence
+FLAGS = dict(
+    beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, length_normalize=True, simpo_gamma=0.5,
+    discopop_tau=0.05,
+)  # fmt: skip
+# The objectives that read label_smoothing, and those that read f_divergence and f_alpha
 SMOOTHED = {"sigmoid", "robust", "exo_pair"}
 DIVERGENT = {"sigmoid", "robust", "hinge", "exo_pair", "discopop"}
 
@@ -175,7 +183,22 @@ def arguments(*names, **flags):
         named = st.sampled_from([{"f_divergence": kind} for kind in ("reverse_kl", "forward_kl", "js")])
         orders = st.sampled_from([0.0, 1.0]) | st.floats(-1, 2)
         divergences = named | orders.map(lambda alpha: {"f_divergence": "alpha", "f_alpha": alpha})
-    return st.builds(lambda one, other: PreferenceArgs(loss=names, **one, **other), drawn, divergences)
+    return st.builds(lambda one, other: flags_of(**one, **other), drawn, divergences)
+
+
+def flags_of(**flags):
+    """As an argument parser would leave them."""
+    assert flags.keys() <= FLAGS.keys()
+    return SimpleNamespace(**FLAGS | flags)
+
+
+def read_by(name):
+    return {p.name for p in inspect.signature(LOSSES[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def bind(name, flags):
+    """The objective with those of the flags that it reads."""
+    return partial(LOSSES[name], **{flag: getattr(flags, flag) for flag in read_by(name)})
 
 
 def smoothing(name):
@@ -198,12 +221,19 @@ def gradients(loss_N, pairs):
 def check(name, rows, args):
     pairs = pairs_of(rows)
     inputs = pairs.chosen_logps, pairs.rejected_logps
-    assert_equals_naive(LOSSES[name](pairs, args), inputs, lambda rows: naive_losses(name, rows, args), rows)
+    assert_equals_naive(bind(name, args)(pairs), inputs, lambda rows: naive_losses(name, rows, args), rows)
 
 
 # ---- every objective ----
 
 every_objective = pytest.mark.parametrize("name", LOSSES)
+
+
+@every_objective
+def test_the_signature_says_what_is_read(name):
+    own = dict(ipo={"length_normalize"}, simpo={"simpo_gamma"}, discopop={"discopop_tau"}).get(name, set())
+    smoothed = {"label_smoothing"} if name in SMOOTHED else set()
+    assert read_by(name) == {"beta"} | own | smoothed | ({"f_divergence", "f_alpha"} if name in DIVERGENT else set())
 
 
 @every_objective
@@ -240,13 +270,13 @@ def test_value_and_gradient_of_one_token(name, data):
 def test_permuting_pairs_permutes_losses(name, data):
     rows, args = data.draw(ROWS), data.draw(arguments(name))
     order = data.draw(st.permutations(range(len(rows))))
-    before, after = LOSSES[name](pairs_of(rows), args), LOSSES[name](pairs_of([rows[i] for i in order]), args)
+    before, after = bind(name, args)(pairs_of(rows)), bind(name, args)(pairs_of([rows[i] for i in order]))
     torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
 
 
 @every_objective
 def test_certain_completions_have_finite_losses_and_gradients(name):
-    args = PreferenceArgs(loss=(name,), label_smoothing=smoothing(name))
+    args = flags_of(label_smoothing=smoothing(name))
     for rows in ([(0, 0, 0, 0, 1, 1)], [(0, -1e4, -1e4, 0, 1, 1)], [(-1e4, 0, 0, -1e4, 1, 1)]):
         check(name, rows, args)
 
@@ -256,7 +286,8 @@ def test_certain_completions_have_finite_losses_and_gradients(name):
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 33])
 def test_sigmoid_is_ln_2_where_policy_is_reference(n):
-    loss, _ = preference_losses(pairs_of([(-i, -2 * i, -i, -2 * i, 3, 4) for i in range(n)]), PreferenceArgs())
+    pairs = pairs_of([(-i, -2 * i, -i, -2 * i, 3, 4) for i in range(n)])
+    loss, _ = preference_losses(pairs, {"sigmoid": bind("sigmoid", flags_of())}, [1.0])
     assert loss.tolist() == [math.log(2)] * n
 
 
@@ -264,7 +295,7 @@ def test_sigmoid_is_ln_2_where_policy_is_reference(n):
 @given(ROWS, arguments("sigmoid", label_smoothing=0.0))
 def test_robust_without_smoothing_is_sigmoid(rows, args):
     pairs = pairs_of(rows)
-    robust, sigmoid = LOSSES["robust"](pairs, args), LOSSES["sigmoid"](pairs, args)
+    robust, sigmoid = bind("robust", args)(pairs), bind("sigmoid", args)(pairs)
     assert torch.equal(robust, sigmoid)
     assert torch.equal(torch.stack(gradients(robust, pairs)), torch.stack(gradients(sigmoid, pairs)))
 
@@ -272,21 +303,21 @@ def test_robust_without_smoothing_is_sigmoid(rows, args):
 @settings(max_examples=20)
 @given(ONE_TOKEN_ROWS, BETAS)
 def test_per_token_is_summed_for_one_token(rows, beta):
-    pairs, per_token = pairs_of(rows), PreferenceArgs(loss=("ipo",), beta=beta)
-    summed = PreferenceArgs(loss=("ipo",), beta=beta, length_normalize=False)
-    assert torch.equal(LOSSES["ipo"](pairs, per_token), LOSSES["ipo"](pairs, summed))
-    torch.testing.assert_close(LOSSES["sigmoid_norm"](pairs, per_token), LOSSES["sigmoid"](pairs, per_token))
+    pairs, per_token = pairs_of(rows), flags_of(beta=beta)
+    summed = flags_of(beta=beta, length_normalize=False)
+    assert torch.equal(bind("ipo", per_token)(pairs), bind("ipo", summed)(pairs))
+    torch.testing.assert_close(bind("sigmoid_norm", per_token)(pairs), bind("sigmoid", per_token)(pairs))
 
 
 def test_aot_matches_sorted_gaps_and_keeps_the_order_of_the_policy():
     rows = [(-1, -4, -9, -2, 1, 1), (-2, -3, -1, -1, 1, 1), (-3, -5, -1, -6, 1, 1)]  # gaps 3, 1, 2 and -7, 0, 5
-    losses = LOSSES["aot"](pairs_of(rows), PreferenceArgs(loss=("aot",), beta=0.3)).tolist()
+    losses = LOSSES["aot"](pairs_of(rows), beta=0.3).tolist()
     assert losses == pytest.approx([math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12)
 
 
 def test_aot_unpaired_matches_sorted_log_ratios_and_keeps_the_order_of_the_chosen():
     rows = [(-1, -9, -4, -2, 1, 1), (-2, -1, -3, -1, 1, 1), (-3, -1, -5, -6, 1, 1)]  # lc 3, 1, 2 and lr -7, 0, 5
-    losses = LOSSES["aot_unpaired"](pairs_of(rows), PreferenceArgs(loss=("aot_unpaired",), beta=0.3)).tolist()
+    losses = LOSSES["aot_unpaired"](pairs_of(rows), beta=0.3).tolist()
     assert losses == pytest.approx([math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12)
 
 
@@ -294,30 +325,26 @@ def test_aot_unpaired_matches_sorted_log_ratios_and_keeps_the_order_of_the_chose
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
 def test_reference_free_objectives_see_no_reference(name, rows, beta):
-    args, without = PreferenceArgs(loss=(name,), beta=beta), [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows]
-    assert torch.equal(LOSSES[name](pairs_of(rows), args), LOSSES[name](pairs_of(without), args))
+    loss, without = bind(name, flags_of(beta=beta)), [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows]
+    assert torch.equal(loss(pairs_of(rows)), loss(pairs_of(without)))
 
 
 # ---- f-divergences ----
-
-
-def divergence(kind, alpha):
-    return PreferenceArgs(f_divergence=kind, **(dict(f_alpha=alpha) if kind == "alpha" else {}))
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
 @settings(max_examples=30)
 @given(u=st.lists(st.floats(-25, 25), min_size=1, max_size=6), alpha=st.floats(-1, 2))
 def test_f_value_and_gradient(kind, u, alpha):
-    args, u_N = divergence(kind, alpha), tensor(u).requires_grad_()
-    assert_equals_naive(f(u_N, args), [u_N], lambda rows: [naive_f(u, args) for (u,) in rows], [(x,) for x in u])
+    args, u_N = flags_of(f_divergence=kind, f_alpha=alpha), tensor(u).requires_grad_()
+    assert_equals_naive(f(u_N, kind, alpha), [u_N], lambda rows: [naive_f(u, args) for (u,) in rows], [(x,) for x in u])
 
 
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.5, 1 - 1e-12, 1.0, 3.0])
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
 def test_f_is_finite_and_never_decreases(kind, alpha):
-    args, u_N = divergence(kind, alpha), tensor(list(range(-10_000, 10_001))).requires_grad_()
-    value_N = f(u_N, args)
+    u_N = tensor(list(range(-10_000, 10_001))).requires_grad_()
+    value_N = f(u_N, kind, alpha)
     (grad_N,) = torch.autograd.grad(value_N.sum(), u_N)
     assert value_N.isfinite().all() and grad_N.isfinite().all()
     assert (value_N.diff() >= 0).all() and (grad_N >= 0).all()
@@ -328,10 +355,9 @@ def test_f_is_finite_and_never_decreases(kind, alpha):
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
 def test_alpha_at_its_ends_is_a_kl(name, alpha, kind, rows, beta):
-    flags = {"loss": (name,), "beta": beta, "label_smoothing": smoothing(name)}
-    pairs = pairs_of(rows)
-    by_alpha = LOSSES[name](pairs, PreferenceArgs(f_divergence="alpha", f_alpha=alpha, **flags))
-    by_name = LOSSES[name](pairs, PreferenceArgs(f_divergence=kind, **flags))
+    flags, pairs = {"beta": beta, "label_smoothing": smoothing(name)}, pairs_of(rows)
+    by_alpha = bind(name, flags_of(f_divergence="alpha", f_alpha=alpha, **flags))(pairs)
+    by_name = bind(name, flags_of(f_divergence=kind, **flags))(pairs)
     torch.testing.assert_close(by_alpha, by_name, rtol=1e-12, atol=1e-12)
 
 
@@ -342,23 +368,22 @@ def test_alpha_at_its_ends_is_a_kl(name, alpha, kind, rows, beta):
 @given(st.data())
 def test_objectives_add_up_with_their_weights_and_those_of_the_pairs(data):
     names = data.draw(st.lists(st.sampled_from(list(LOSSES)), min_size=1, max_size=3, unique=True))
-    loss_weights = data.draw(st.just([]) | st.lists(st.floats(0, 3), min_size=len(names), max_size=len(names)))
-    args = data.draw(arguments(*names, loss_weights=tuple(loss_weights)))
-    rows = data.draw(ROWS)
+    loss_weights = data.draw(st.lists(st.floats(0, 3), min_size=len(names), max_size=len(names)))
+    args, rows = data.draw(arguments(*names)), data.draw(ROWS)
     weights = data.draw(st.lists(st.floats(0, 1), min_size=len(rows), max_size=len(rows)))
 
     def naive(rows):
         total = [mp.mpf(0)] * len(rows)
-        for name, weight in zip(names, loss_weights or [1] * len(names), strict=True):
+        for name, weight in zip(names, loss_weights, strict=True):
             total = [t + mp.mpf(weight) * loss for t, loss in zip(total, naive_losses(name, rows, args), strict=True)]
         return [mp.mpf(weight) * t for weight, t in zip(weights, total, strict=True)]
 
     pairs = pairs_of(rows, weights)
-    loss_N, parts = preference_losses(pairs, args)
+    loss_N, parts = preference_losses(pairs, {name: bind(name, args) for name in names}, loss_weights)
     assert_equals_naive(loss_N, (pairs.chosen_logps, pairs.rejected_logps), naive, rows)
     assert list(parts) == names
     for name, part_N in parts.items():
-        assert torch.equal(part_N, LOSSES[name](pairs, args))
+        assert torch.equal(part_N, bind(name, args)(pairs))
 
 
 @pytest.mark.parametrize("length_normalize", [True, False])
@@ -366,9 +391,8 @@ def test_objectives_add_up_with_their_weights_and_those_of_the_pairs(data):
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
 def test_implicit_rewards(name, length_normalize, rows, beta):
-    names = (name,) if name == "ipo" else (name, "ipo")  # the first one decides; ipo allows --length_normalize
-    flags = {"length_normalize": length_normalize, "label_smoothing": smoothing(name)}
-    rewards = implicit_rewards(pairs_of(rows), PreferenceArgs(loss=names, beta=beta, **flags))
+    per_token, referenced = rewards_per_token(name, length_normalize), name not in REFERENCE_FREE
+    rewards = implicit_rewards(pairs_of(rows), per_token=per_token, referenced=referenced, beta=beta)
     for side, reward_N in enumerate(rewards):
         assert not reward_N.requires_grad
         for row, reward in zip(rows, reward_N.tolist(), strict=True):
@@ -387,10 +411,11 @@ def test_implicit_rewards(name, length_normalize, rows, beta):
     rows=st.lists(st.tuples(st.floats(-20, 20) | st.floats(-1e4, 1e4), st.booleans()), min_size=1, max_size=6),
     baseline=st.floats(0, 10),
     beta=BETAS,
-    weights=st.tuples(st.floats(0, 3), st.floats(0, 3)),
+    weights=st.fixed_dictionaries({"desirable_weight": st.floats(0, 3), "undesirable_weight": st.floats(0, 3)}),
 )
 def test_kto_value_and_gradient(rows, baseline, beta, weights):
-    z0, b, (w_d, w_u) = mp.mpf(baseline), mp.mpf(beta), map(mp.mpf, weights)
+    z0, b = mp.mpf(baseline), mp.mpf(beta)
+    w_d, w_u = mp.mpf(weights["desirable_weight"]), mp.mpf(weights["undesirable_weight"])
 
     def naive(rows):
         return [w_d * (1 - s(b * (u - z0))) if good else w_u * (1 - s(b * (z0 - u))) for u, good in rows]
@@ -398,7 +423,7 @@ def test_kto_value_and_gradient(rows, baseline, beta, weights):
     log_ratios, desirable = zip(*rows, strict=True)
     log_ratios_N, desirable_N = tensor(log_ratios).requires_grad_(), torch.tensor(desirable)
     for z0_given in (baseline, tensor(baseline)):
-        loss_N = kto(log_ratios_N, desirable_N, z0_given, beta, weights)
+        loss_N = kto(log_ratios_N, desirable_N, z0_given, beta=beta, **weights)
         assert_equals_naive(loss_N, [log_ratios_N], naive, rows)
 
 

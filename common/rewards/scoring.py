@@ -132,6 +132,10 @@ class Rewards:
             name: part_N.reshape(shape) for name, part_N in zip(values, parts_KN, strict=True)
         }
 
+    def weight_of(self, name: str) -> float:
+        """Of one of the rewards; 0 if it is not among them."""
+        return dict(zip(self.scorers, self.weights.tolist(), strict=True)).get(name, 0.0)
+
     def first(self, parts: dict[str, Tensor]) -> Tensor:
         """The first of `--reward`, [P, G]: with by_row the one that applies. NaN without any."""
         return torch.stack([parts[name] for name in self.first_names]).nanmean(0)
@@ -246,7 +250,7 @@ def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, devi
     Raises `ValueError` for a sequence that is longer than the model's context.
     """
     require_context(model, max(map(len, sequences), default=0))
-    samples, scores = [at_end(ids) for ids in sequences], {}
+    samples = [at_end(ids) for ids in sequences]
     for mb in pack(samples, pack_tokens, device):
-        scores |= zip(map(id, mb.samples), mb.sequence_sums(model(mb)).tolist(), strict=True)
-    return [scores[id(sample)] for sample in samples]
+        mb.to_samples(score=mb.sequence_sums(model(mb)))
+    return [sample.score for sample in samples]

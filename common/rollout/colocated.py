@@ -3,7 +3,7 @@
     rollouts.submit(step, total_steps)       draws the prompts of a step
     groups = rollouts.collect(step, meter)   their completions, this rank's share
 
-Here the engine is in the training process and `collect` does the work; in `common/rollout/remote.py` other ranks do it.
+Here the engine is in the training process and `collect` does the work; in `remote.py` other ranks do it.
 """
 
 from collections import deque
@@ -18,6 +18,7 @@ from common.hub import eos_token_ids
 from common.metrics import Meter
 from common.models import Policy
 from common.packing import Sample
+from common.prompts import Prompts
 from common.rollout.engine import make_engine, whole_weights
 from common.rollout.episodes import Episodes
 
@@ -44,13 +45,12 @@ class Rollouts:
     def __init__(
         self,
         model: Policy,
-        prompts: list[list[int]],
-        rows: list[dict],
+        prompts: Prompts,
         args: OnlineArgs,
         tokenizer,
         device: torch.device,
     ):
-        self.model, self.prompts, self.rows, self.args, self.device = model, prompts, rows, args, device
+        self.model, self.prompts, self.args, self.device = model, prompts, args, device
         self.order, self.next_number = RowOrder(len(prompts), args.seed), 0
         self.pending: deque[Batch] = deque()  # drawn and not collected
         self.collected: list[Batch] = []  # in the present step
@@ -90,21 +90,19 @@ class Rollouts:
         groups = self._sampled(batch, step, meter)
         for i, group in zip(self.positions, groups, strict=True):
             for sample in group:
-                sample.row = self.rows[batch.drawn[i]]
+                sample.row = self.prompts.rows[batch.drawn[i]]
         if distributed.stop_requested():
             self.pending.extendleft(reversed(self.collected))
             return None
         return groups
 
-    def sample_now(
-        self, step: int, prompts: list[list[int]], rows: list[dict], seeds: list[int], n: int, temperature: float
-    ) -> list[Group]:
+    def sample_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
         """`n` completions by the weights after `step` steps, for this rank's share of the prompts of all ranks: every
-        `ranks`-th from the `rank`-th. Collective."""
-        mine = slice(self.rank, None, self.ranks)
-        self._wake()
-        groups = self.episodes.generate(prompts[mine], rows[mine], seeds[mine], n, temperature)
-        self.engine.sleep()
+        `ranks`-th from the `rank`-th. Each knows its row. Collective."""
+        groups = self._sampled_now(step, prompts, seeds, n, temperature)
+        for group, row in zip(groups, prompts.rows[self.rank :: self.ranks], strict=True):
+            for sample in group:
+                sample.row = row
         return groups
 
     def state_dict(self) -> dict:
@@ -140,11 +138,19 @@ class Rollouts:
         self.engine.wake()
         self.engine.load_weights(whole_weights(self.model, self.engine.dtype))
 
+    def _sampled_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
+        mine = slice(self.rank, None, self.ranks)
+        self._wake()
+        groups = self.episodes.generate(prompts.ids[mine], prompts.rows[mine], seeds[mine], n, temperature)
+        self.engine.sleep()
+        return groups
+
     def _sampled(self, batch: Batch, step: int, meter: Meter) -> list[Group]:
         with meter.time("sync"):
             self._wake()
         with meter.time("rollout"):
-            prompts, rows = ([x[batch.drawn[i]] for i in self.positions] for x in (self.prompts, self.rows))
+            drawn = [batch.drawn[i] for i in self.positions]
+            prompts, rows = ([x[row] for row in drawn] for x in (self.prompts.ids, self.prompts.rows))
             seeds, args = self._seeds(batch, self.positions), self.args
             groups = self.episodes.generate(prompts, rows, seeds, args.samples_per_prompt, args.temperature)
             self.engine.sleep()  # hand weights and KV-cache memory back to the trainer

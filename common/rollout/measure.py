@@ -1,21 +1,67 @@
-"""Whether engine and trainer agree."""
+"""What is measured of a rollout: whether engine and trainer agree, rewards and lengths, held-out scores.
+
+Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from common import distributed
-from common.config import RolloutArgs
-from common.models import compute_dtype
-from common.packing import PackedBatch
+from common.advantages import group_mean
+from common.config import OnlineArgs
+from common.logprobs import add_logprobs
+from common.metrics import Meter
+from common.models import Policy, compute_dtype
+from common.packing import PackedBatch, Sample, pack_minibatches, to_samples
+from common.prompts import Prompts
+from common.rewards.scoring import Rewards
+from common.rollout.colocated import Rollouts
 
 
-def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, device: torch.device) -> None:
+def gather_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
+    """[P, ...] of every rank, whose groups have these positions in the step -> that of the whole step, in order, on
+    every rank: what is computed from it is the same on any number of ranks. Collective."""
+    ranks = distributed.gather_objects((list(positions), x_PG))
+    order = torch.tensor([position for positions_of_rank, _ in ranks for position in positions_of_rank]).argsort()
+    return torch.cat([x for _, x in ranks])[order]
+
+
+def lengths(groups: list[list[Sample]]) -> Tensor:
+    """Tokens of each completion, those of an environment included, [P, G] int64."""
+    return torch.tensor([[len(sample.completion_ids) for sample in group] for group in groups])
+
+
+def trained_counts(groups: list[list[Sample]]) -> Tensor:
+    """How many tokens of each completion are trained on, [P, G] int64."""
+    return torch.tensor([[sum(sample.loss_mask) for sample in group] for group in groups])
+
+
+def truncated(groups: list[list[Sample]]) -> Tensor:
+    """Which completions were cut off, [P, G] bool."""
+    return torch.tensor([[sample.finish_reason == "length" for sample in group] for group in groups])
+
+
+def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
+    """Trained tokens of a *global* minibatch and sequences that have any: int64, at least 1 each. Collective."""
+    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+    sequences = distributed.all_sum(sum(any(sample.loss_mask) for mb in minibatch for sample in mb.samples))
+    return tokens.clamp(min=1), sequences.clamp(min=1)
+
+
+# ---- engine against trainer ----
+
+
+def check_agreement(minibatches: list[list[PackedBatch]], args: OnlineArgs, device: torch.device) -> None:
     """Compare the log-probs of engine and trainer on everything a first rollout sampled. Collective.
 
     A wrong temperature, a stale head or a weight that did not arrive shows here, before anything is learned from it.
     Raises `RunError` above `--max_logprob_difference`.
     """
     limit = args.max_logprob_difference or (1e-3 if compute_dtype(args, device) == torch.float32 else 1.0)
-    trained = [mb for mb in micro_batches if mb.loss_mask_T.any()]
+    trained = [mb for mb in chain(*minibatches) if mb.loss_mask_T.any()]
     differences = [(mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs() for mb in trained]
     largest = max((float(d.nan_to_num(nan=torch.inf).max()) for d in differences), default=0.0)
     if (worst := float(distributed.all_max(largest))) > limit:
@@ -23,3 +69,68 @@ def check_agreement(micro_batches: list[PackedBatch], args: RolloutArgs, device:
             f"engine and trainer differ by {worst:.2g} nats on a sampled token (--max_logprob_difference {limit:g}): "
             "they do not compute the same model"
         )
+
+
+def check_rollout(model: Policy, groups: list[list[Sample]], args: OnlineArgs, device: torch.device) -> None:
+    """`check_agreement` where a script trains on some of the samples only. Collective."""
+    minibatches = pack_minibatches(groups, 1, args.pack_tokens, device)
+    add_logprobs("old", model, minibatches, args.temperature)
+    check_agreement(minibatches, args, device)
+
+
+def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
+    """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled, and which of them
+    the correction, if there is one, keeps."""
+    if not mb.loss_mask_T.any():  # an empty pack, perhaps without rollout_logprobs_T
+        return
+    difference = (mb.old_logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T]
+    ratio, name = difference.exp(), "sampling/importance_sampling_ratio"
+    meter.mean("sampling/sampling_logp_difference/mean", difference.abs().sum(), len(difference))
+    meter.max("sampling/sampling_logp_difference/max", difference.abs().max())
+    meter.mean(f"{name}/mean", ratio.sum(), len(ratio))
+    meter.min(f"{name}/min", ratio.min())
+    meter.max(f"{name}/max", ratio.max())
+    meter.effective_fraction("sampling/ess", ratio)
+    kept_T = mb.loss_mask_T if mb.correction_T is None else mb.correction_T > 0
+    meter.masked_mean("sampling/kept_fraction", kept_T, mb.loss_mask_T)
+
+
+def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor) -> None:
+    """`measure_sampling`, and the entropy of the policy over the trained tokens of a micro-batch, in nats."""
+    measure_sampling(meter, mb)
+    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
+
+
+# ---- rewards ----
+
+
+def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor]) -> None:
+    """Every sample gets its reward. Reward and length statistics of this rank's groups. NaN is no reward."""
+    to_samples(groups, reward=rewards_PG)
+    valid_PG = ~rewards_PG.isnan()
+    squares_P = group_mean(rewards_PG).square().sum(-1)
+    std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
+    meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
+    meter.mean("reward_std", std_P.sum(), len(std_P))
+    meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
+    for name, part_PG in parts.items():
+        meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
+    for sample in chain(*groups):
+        meter.mean("completions/mean_length", len(sample.completion_ids))
+        meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
+        if sample.transcript:
+            meter.mean("completions/mean_turns", sample.turns)
+
+
+def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
+    """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
+    reward is at least 1. Collective."""
+    meter = Meter()
+    groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
+    rewards_PG, parts = rewards(groups, Meter())
+    solved_PG = rewards.first(parts) >= 1
+    meter.mean("eval/pass_at_1", solved_PG.sum(), solved_PG.numel())
+    for name, part_PG in parts.items():
+        meter.mean(f"eval/rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
+    meter.mean("eval/reward", rewards_PG.nansum(), (~rewards_PG.isnan()).sum())
+    return meter.reduce()

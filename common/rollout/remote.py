@@ -25,6 +25,7 @@ from common.config import OnlineArgs
 from common.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.metrics import Meter
 from common.models import Policy, compute_dtype
+from common.prompts import Prompts
 from common.rollout.colocated import Batch, Group, Rollouts
 from common.rollout.engine import make_engine, whole_weights
 from common.rollout.episodes import Episodes
@@ -32,14 +33,12 @@ from common.rollout.episodes import Episodes
 NO_WEIGHTS = -(1 << 62)  # the version of an engine that has not been given any
 
 
-def make_rollouts(
-    model: Policy, prompts: list[list[int]], rows: list[dict], args: OnlineArgs, tokenizer, device: torch.device
-) -> Rollouts:
-    """Completions of `prompts` by `model`, whose data rows are `rows`. Call it on every rank that trains.
+def make_rollouts(model: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device) -> Rollouts:
+    """Completions of `prompts` by `model`, by this process or by the rollout ranks. Call it on every rank that trains.
 
     Raises `ValueError` for an engine that cannot be had.
     """
-    return (RemoteRollouts if args.rollout_ranks else Rollouts)(model, prompts, rows, args, tokenizer, device)
+    return (RemoteRollouts if args.rollout_ranks else Rollouts)(model, prompts, args, tokenizer, device)
 
 
 # ---- messages ----
@@ -153,7 +152,7 @@ class RemoteRollouts(Rollouts):
         return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.ahead})"
 
     def _send(self, batch: Batch, needed_at: int) -> None:
-        prompts, rows = ([x[row] for row in batch.drawn] for x in (self.prompts, self.rows))
+        prompts, rows = ([x[row] for row in batch.drawn] for x in (self.prompts.ids, self.prompts.rows))
         seeds, args, oldest = self._seeds(batch, range(len(prompts))), self.args, needed_at - self.ahead
         self._request(Request(batch.number, prompts, rows, seeds, args.samples_per_prompt, args.temperature, oldest))
 
@@ -218,11 +217,9 @@ class RemoteRollouts(Rollouts):
             meter.max("sampling/staleness/max", step - sample.version)
         return groups
 
-    def sample_now(
-        self, step: int, prompts: list[list[int]], rows: list[dict], seeds: list[int], n: int, temperature: float
-    ) -> list[Group]:
+    def _sampled_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
         self.urgent -= 1
-        self._request(Request(self.urgent, prompts, rows, seeds, n, temperature, step))
+        self._request(Request(self.urgent, prompts.ids, prompts.rows, seeds, n, temperature, step))
         self._give_weights(step, self.urgent, Meter())
         groups = self._answer(self.urgent)
         del self.shares[self.urgent]

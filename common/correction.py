@@ -1,0 +1,59 @@
+"""Weights that make up for the engine: it samples with probabilities that differ a little from the trainer's.
+
+Pure functions of packed streams, aligned with targets. Keyword-only parameters have the names of the flags that set
+them.
+
+Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): which sequence each is of, 0..N-1.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from common.losses import sequence_mean, sequence_sum
+
+Correction = Literal["none", "token", "sequence"]
+CorrectionMode = Literal["truncate", "mask"]
+
+
+def importance_weights(log_ratio: Tensor, mode: CorrectionMode, low: float, high: float) -> Tensor:
+    """Weights without gradient for samples of the engine; `log_ratio` is log(trainer / engine) of tokens or of whole
+    completions.
+
+    truncate: clip(ratio, low, high) (truncated importance sampling; IMPALA's rho, arXiv:1802.01561). mask: the ratio
+    where it lies in [low, high], else 0; of tokens that is IcePop.
+    """
+    ratio = torch.exp(log_ratio).detach()
+    if mode == "truncate":
+        return ratio.clamp(low, high)
+    return torch.where((low <= ratio) & (ratio <= high), ratio, 0.0)
+
+
+def correction_weights(
+    log_ratio_T: Tensor,
+    mask_T: Tensor,
+    sequence_ids_T: Tensor,
+    *,
+    correction: Correction,
+    correction_mode: CorrectionMode,
+    correction_low: float,
+    correction_high: float,
+    correction_filter: tuple[float, float] | None,
+) -> Tensor:
+    """What each token's loss is multiplied by because the engine, not the trainer, sampled it: [T], no gradient.
+
+    `log_ratio_T` is old_logprobs - rollout_logprobs: of the trainer and of the engine, for the same weights. none:
+    ones. token, sequence: `importance_weights` of the token, or of its whole completion. `correction_filter`
+    (sequence-masked importance sampling) drops whole completions whose geometric mean of their tokens' ratios is
+    outside its two bounds.
+    """
+    if correction == "none":
+        return torch.ones_like(log_ratio_T)
+    of_what_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T) if correction == "sequence" else log_ratio_T
+    weights_T = importance_weights(of_what_T, correction_mode, correction_low, correction_high)
+    if correction_filter is not None:
+        low, high = correction_filter
+        mean_ratio_T = sequence_mean(log_ratio_T, mask_T, sequence_ids_T).exp()
+        weights_T = weights_T * ((low <= mean_ratio_T) & (mean_ratio_T <= high))
+    return weights_T

@@ -1,0 +1,176 @@
+"""What a flag is: its bounds, said in its type and checked in one place; who reads it; and the flags of every script.
+
+`lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`: the bounds are those of `annotated_types`.
+"""
+
+import dataclasses
+import inspect
+import operator
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+T = TypeVar("T")
+Bound = Gt | Ge | Lt | Le | Interval
+
+Positive = Annotated[T, Gt(0)]
+NotNegative = Annotated[T, Ge(0)]
+AtLeast2 = Annotated[int, Ge(2)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+BelowOne = Annotated[float, Interval(ge=0, lt=1)]
+
+# Of a flag that may differ between the run that made a checkpoint and the one that resumes it: it changes how long,
+# where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate, and
+# `rollout_ranks` from or to 0 changes how old samples are.)
+_MAY_CHANGE = object()
+MayChange = Annotated[T, _MAY_CHANGE]
+
+MAX_FLOAT = 3e38  # tensors are float32
+_RULES = {
+    "gt": (operator.gt, "be greater than"),
+    "ge": (operator.ge, "be at least"),
+    "lt": (operator.lt, "be below"),
+    "le": (operator.le, "be at most"),
+}
+
+
+def check_bounds(args: Any) -> None:
+    """Every float must be a finite number and every bound must hold. `ValueError` names the flag and the value."""
+    hints = typing.get_type_hints(type(args), include_extras=True)
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, float) and not abs(item) <= MAX_FLOAT:
+                raise ValueError(f"--{field.name} {item} must be a finite number")
+        for number, bound in _bounded(hints[field.name], value):
+            for rule, (holds, _) in _RULES.items():
+                limit = getattr(bound, rule, None)
+                if limit is not None and not holds(number, limit):
+                    raise ValueError(f"--{field.name} {number} must {_describe(bound)}")
+
+
+def _bounded(hint: Any, value: Any) -> Iterator[tuple[float, Bound]]:
+    """Each number in a flag's value with each bound on it in the flag's type."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        items = value if isinstance(value, tuple) else ()
+        parts = parts[:1] * len(items) if parts[-1] is ... else parts
+        for part, item in zip(parts, items, strict=False):
+            yield from _bounded(part, item)
+        return
+    for part in parts:
+        if not isinstance(part, Bound):
+            yield from _bounded(part, value)
+        elif isinstance(value, int | float):
+            yield value, part
+
+
+def _describe(bound: Bound) -> str:
+    """What a number must: `be greater than 0`."""
+    if isinstance(bound, Interval):
+        low = f"[{bound.ge}" if bound.gt is None else f"({bound.gt}"
+        return f"be in {low}, {f'{bound.le}]' if bound.lt is None else f'{bound.lt})'}"
+    ((rule, words),) = [(rule, words) for rule, (_, words) in _RULES.items() if hasattr(bound, rule)]
+    return "not be negative" if bound == Ge(0) else f"{words} {getattr(bound, rule)}"
+
+
+def may_change(args_class: type) -> set[str]:
+    """Names of the flags that are `MayChange`, here or in a class that this one inherits from."""
+
+    def marked(hint: Any) -> bool:
+        return _MAY_CHANGE in getattr(hint, "__metadata__", ()) or any(map(marked, typing.get_args(hint)))
+
+    hints = [typing.get_type_hints(cls, include_extras=True) for cls in args_class.__mro__]
+    return {name for declared in hints for name, hint in declared.items() if marked(hint)}
+
+
+# ---- flags and functions ----
+
+
+def _keyword_only(function: Callable) -> set[str]:
+    return {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def with_flags(function: Callable, args: Any) -> Callable:
+    """`function` with each keyword-only parameter that is named like a flag bound to the flag's value."""
+    flags = {field.name for field in dataclasses.fields(args)}
+    return partial(function, **{name: getattr(args, name) for name in sorted(_keyword_only(function) & flags)})
+
+
+def require_flags_read(
+    args: Any, functions: dict[str, Callable], chosen: str | Sequence[str], flag: str = "loss"
+) -> None:
+    """`ValueError` for a flag that was set though only functions read it, as keyword-only parameters, that `--flag` has
+    not chosen."""
+    chosen = [chosen] if isinstance(chosen, str) else chosen
+    read = set().union(*(_keyword_only(functions[name]) for name in chosen))
+    some_read = set().union(*map(_keyword_only, functions.values()))
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.name in some_read - read and value != field.default:
+            raise ValueError(f"--{field.name} {value} would not be read: --{flag} is {' '.join(chosen)}")
+
+
+# ---- the flags of every script ----
+
+
+@dataclass
+class BaseArgs:
+    """Flags of every script. A path may be absolute or relative to where the command runs."""
+
+    model: str = "tiny"
+    """Hugging Face id or folder of the starting model; `tiny` is a built-in randomly initialised 1M-parameter Qwen3"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """compute dtype; master weights, gradients' reduction and the loss are always float32. auto: bfloat16 on CUDA"""
+    compile: MayChange[bool] = False
+    """torch.compile every transformer block"""
+    pack_tokens: MayChange[Positive[int]] = 8192
+    """tokens per forward pass on one rank: the memory knob. It never changes the gradient"""
+    dataset: str = "arithmetic"
+    """Hugging Face id, a .jsonl/.json/.parquet/.csv file, a folder of them, or a built-in task: `arithmetic`,
+    `calculator`, `guess_number`, `sliding_puzzle`"""
+    dataset_split: str = "train"
+    """split to train on (files without splits are one split, `train`)"""
+    dataset_config: str | None = None
+    """configuration of a Hugging Face dataset that has several; default: `main`, if that is one of them"""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """chat: prompts become user turns of the chat template; plain: text goes in as it is; auto: chat for message lists
+    and `question` columns (where the tokenizer has a template), plain for other strings"""
+    system_prompt: str | None = None
+    """system turn put before every prompt in chat format"""
+    output_dir: MayChange[str] = "runs/run"
+    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
+    seed: int = 0
+    """seeds data order and sampling"""
+    resume: MayChange[Literal["auto", "never", "must"]] = "auto"
+    """auto: go on with what an earlier run left in output_dir (its newest checkpoint), if it did; must: fail if it did
+    not; never: start over and delete what is there"""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def check_ranks(self, ranks: int) -> None:
+        """`ValueError` if the flags do not fit this number of ranks."""
+
+    def may_change(self, then: dict) -> set[str]:
+        """Flags that may differ from those of a run, `then`, that these resume."""
+        return may_change(type(self))
+
+    def require_multiple(self, flag: str, divisor: int, of: str) -> None:
+        """A global size must split evenly: over the ranks, over the minibatches."""
+        if getattr(self, flag) % divisor:
+            raise ValueError(f"--{flag} {getattr(self, flag)} is not a multiple of {of} ({divisor})")
+
+    def require_read(self, flag: str, unless: bool, why: str) -> None:
+        """A flag that was set, but that nothing would read `unless` something else is said."""
+        if not unless and getattr(self, flag) != type(self).__dataclass_fields__[flag].default:
+            raise ValueError(f"--{flag} {getattr(self, flag)} would not be read: {why}")
+
+    def to_dict(self) -> dict:
+        """Plain YAML types, in field order."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
