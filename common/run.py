@@ -49,7 +49,6 @@ class Run:
         self.checkpointer = Checkpointer(args, model, optimizer, value=value, totals=self, **stateful)
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
-        self.message = self.logger.message
         self.told_to_stop = False
 
     def state_dict(self) -> dict:
@@ -95,6 +94,10 @@ class Run:
         metrics = self.meter.reduce() | known
         metrics |= dict(epoch=self.data.epochs_done, num_tokens=self.num_tokens)
         return metrics | dict(tokens_per_second=tokens / metrics["time/step"])
+
+    def message(self, text: str) -> None:
+        """A line for people."""
+        self.logger.message(text)
 
     def log(self, finished: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl after so many steps."""
