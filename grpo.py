@@ -76,12 +76,14 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
         "liteppo": dict(loss="clip", reduction="token", advantage="group_mean_batch_std", **PAPER_CLIP),
         "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", **PAPER_CLIP),
     }  # fmt: skip
+    """what `--preset` may name, and the flags that each sets"""
     MOVED: ClassVar[dict[str, str]] = {
         "dapo": "python dapo.py",
         "reinforce": "python reinforce.py --preset reinforce",
         "reinforce++": "python reinforce.py --preset reinforce++",
         "reinforce++_baseline": "python reinforce.py --preset reinforce++_baseline",
     }
+    """presets that are scripts of their own"""
     output_dir: str = "runs/grpo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 8

@@ -60,6 +60,7 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
         "reinforce++_baseline": dict(loss="clip", reduction="token", advantage="reinforce++_baseline", beta=0.01,
                                      kl_in="loss", kl_estimator="k2", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
+    """what `--preset` may name, and the flags that each sets"""
     output_dir: str = "runs/reinforce"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     lr: Positive[float] = 1e-6
