@@ -197,9 +197,10 @@ def main(args: Args) -> None:
                         loss = (loss_T * weights_of(mb.loss_mask_T, mb.lengths_T, tokens, sequences)).sum()
                         (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
                         minibatch_loss += loss.detach()
-                        clipped_T = outside_clip(log_ratio_T.detach(), advantages_T)
-                        meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
                         measure.measure_update(meter, mb, entropy_T)
+                        if args.loss == "clip":
+                            clipped_T = outside_clip(log_ratio_T.detach(), advantages_T)
+                            meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
                     lr = run.learning_rate(step)
                     meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
                     meter.mean("loss", minibatch_loss, 1 / world_size)

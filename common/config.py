@@ -213,7 +213,8 @@ class RewardArgs(BaseArgs):
     beta: NotNegative[float] = 0.0
     """weight of the KL penalty to the starting model; 0 never loads it"""
     kl_target: NotNegative[float] = 0.0
-    """adapt beta so that the logged KL of a completion stays near this many nats; 0: beta stays as it is"""
+    """adapt beta so that the logged KL stays near this many nats (per completion in rloo.py and ppo.py, per token in
+    reinforce.py); 0: beta stays as it is"""
     kl_horizon: Positive[int] = 10_000
     """with --kl_target: in this many completions beta grows or shrinks by a fifth at most (arXiv:1909.08593)"""
     reward_scale: Positive[float] = 1.0

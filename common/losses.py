@@ -85,7 +85,7 @@ def reinforce_loss(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> T
 def cispo_loss(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor, *, cispo_high: float) -> Tensor:
     """-sg(min(r, 1 + cispo_high)) A logp (CISPO, arXiv:2506.13585 Eq. 4): weights are clipped, gradients never are."""
     weights = _ratio(log_ratio).clamp(max=1 + cispo_high).detach()
-    return -weights * advantages * logprobs
+    return weights * reinforce_loss(log_ratio, advantages, logprobs)
 
 
 def sapo_loss(
@@ -112,7 +112,7 @@ def topr_loss(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor
     likely. `log_ratio`: that of the completion, on each of its tokens.
     """
     weights = torch.where(advantages < 0, _ratio(log_ratio).clamp(max=1), 1.0).detach()
-    return -weights * advantages * logprobs
+    return weights * reinforce_loss(log_ratio, advantages, logprobs)
 
 
 # ---- KL to the reference ----
