@@ -52,6 +52,7 @@ LOSSES = {
     "gspo": (losses.clip_policy_loss, MEAN),
     "sequence_clip": (losses.clip_policy_loss, SUM),
     "topr": (losses.topr_loss, SUM),
+    "vespo": (losses.vespo_loss, SUM),
 }
 # --advantage: of the rewards of all ranks, [B, G]; gdpo looks at them one by one.
 ADVANTAGES = {
@@ -110,6 +111,14 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
     """sapo: temperature of the gate for positive advantages"""
     sapo_tau_negative: Positive[float] = 1.05
     """sapo: temperature of the gate for the others"""
+    vespo_k_positive: NotNegative[float] = 2.0
+    """vespo: for advantages >= 0, how fast the weight falls as the completion's ratio goes below 1"""
+    vespo_lambda_positive: NotNegative[float] = 3.0
+    """vespo: for advantages >= 0, how fast it falls as the ratio goes above 1"""
+    vespo_k_negative: NotNegative[float] = 3.0
+    """vespo: vespo_k_positive for the others"""
+    vespo_lambda_negative: NotNegative[float] = 2.0
+    """vespo: vespo_lambda_positive for the others"""
     beta: NotNegative[float] = 0.0
     """weight of the KL to the starting model on each token of the loss; 0 never loads that model"""
     kl_estimator: losses.KLEstimator = "k3"

@@ -115,6 +115,30 @@ def topr_loss(log_ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> Tensor
     return weights * reinforce_loss(log_ratio, advantages, logprobs)
 
 
+def vespo_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    logprobs: Tensor,
+    *,
+    vespo_k_positive: float = 2.0,
+    vespo_lambda_positive: float = 3.0,
+    vespo_k_negative: float = 3.0,
+    vespo_lambda_negative: float = 2.0,
+) -> Tensor:
+    """-sg(phi(w)) A logp (VESPO, arXiv:2602.10693), phi(w) = w^k exp(lambda (1 - w)), w = r of the whole completion.
+
+    The weight phi is 1 on-policy, largest at w = k / lambda, and vanishes where w does or grows. k and lambda are the
+    positive ones for A >= 0. `log_ratio`: log w, on each token of the completion.
+    """
+
+    def log_phi(k: float, lambda_: float) -> Tensor:
+        return k * log_ratio + lambda_ * (1 - _ratio(log_ratio))
+
+    positive, negative = (vespo_k_positive, vespo_lambda_positive), (vespo_k_negative, vespo_lambda_negative)
+    log_weights = torch.where(advantages < 0, log_phi(*negative), log_phi(*positive)).detach()
+    return log_weights.clamp(max=EXPONENT_LIMIT).exp() * reinforce_loss(log_ratio, advantages, logprobs)
+
+
 # ---- KL to the reference ----
 
 KLEstimator = Literal["k1", "k2", "k3"]

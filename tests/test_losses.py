@@ -20,6 +20,7 @@ from common.losses import (
     sequence_mean,
     sequence_sum,
     topr_loss,
+    vespo_loss,
 )
 from common.packing import Sample, pack
 
@@ -177,6 +178,30 @@ def test_topr_weight_has_no_gradient():
     assert logprobs.grad.tolist() == pytest.approx([math.exp(-4), -1.0])
 
 
+@given(rows, st.sampled_from([{}, dict(vespo_k_positive=0.7, vespo_lambda_negative=0.0)]))
+def test_vespo_loss(rows, flags):
+    def naive(new, log_ratio, a):
+        k, decay = (flags.get("vespo_k_positive", 2), 3) if a >= 0 else (3, flags.get("vespo_lambda_negative", 2))
+        weight = math.exp(log_ratio) ** k * math.exp(decay * (1 - math.exp(log_ratio)))
+        return -weight * a * new, -weight * a
+
+    rows = [(new, new - old, a) for new, old, a in rows]
+    check(lambda new, log_ratio, a: vespo_loss(log_ratio, a, new, **flags), naive, rows)
+
+
+@pytest.mark.parametrize(("advantage", "peak"), [(1.0, 2 / 3), (-1.0, 3 / 2)])
+def test_vespo_weight_is_1_on_policy_largest_at_k_over_lambda_and_has_no_gradient(advantage, peak):
+    logprobs = torch.tensor([1e-3, peak - 0.01, peak, peak + 0.01, 1.0, 100.0]).double().log().requires_grad_()
+    vespo_loss(logprobs, torch.full((6,), advantage), logprobs).sum().backward()  # the old log-probs are all 0
+    weights = (-advantage * logprobs.grad).tolist()
+    assert weights[4] == 1 and max(weights) == weights[2] and max(weights[0], weights[5]) < 1e-4
+
+
+def test_vespo_without_decay_does_not_overflow():
+    flags = dict(vespo_lambda_positive=0.0, vespo_lambda_negative=0.0)
+    assert vespo_loss(torch.tensor([1e4, 50.0]), torch.tensor([0.0, 0.0]), torch.ones(2), **flags).tolist() == [0, 0]
+
+
 # ---- the family: of packed streams, by name ----
 
 
@@ -193,6 +218,7 @@ LOSSES = {
     "cispo": (token_ratio, partial(cispo_loss, cispo_high=4.0)),
     "sapo": (token_ratio, SAPO),
     "topr": (sequence_sum, topr_loss),
+    "vespo": (sequence_sum, vespo_loss),
     "gspo": (sequence_mean, CLIP),
     "sequence_clip": (sequence_sum, CLIP),
 }  # fmt: skip
@@ -286,7 +312,7 @@ def test_topr_weighs_a_token_by_the_whole_completion():
     assert flat(total_loss("topr", "sequence_sum")[1]) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss", ["clip", "dual_clip", "cispo", "sapo", "topr", "gspo"])
+@pytest.mark.parametrize("loss", ["clip", "dual_clip", "cispo", "sapo", "topr", "vespo", "gspo"])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss):
     """Of gspo too: the gradient of a mean log-prob on every token, averaged, is that of the tokens' mean."""
     _, expected = total_loss("reinforce", drift=0.0)
