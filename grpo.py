@@ -125,6 +125,8 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
     """estimate of the KL per token: k1, k2 or k3"""
     kl_clamp: NotNegative[float] = 0.0
     """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: not"""
+    unbiased_kl: bool = False
+    """the estimate is multiplied by the token's importance ratio, gradient and all (arXiv:2512.02556)"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, which is reduced as the loss is (--reduction)"""
 
@@ -137,7 +139,7 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
             for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none")):
                 if (value := getattr(self, flag)) not in fits.split(" or "):
                     raise ValueError(f"--loss {self.loss} is of whole completions: --{flag} {fits}, not {value}")
-        for flag in ("kl_estimator", "kl_clamp"):
+        for flag in ("kl_estimator", "kl_clamp", "unbiased_kl"):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
 
@@ -243,7 +245,7 @@ def main(args: Args) -> None:
                         mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
                         loss_T = policy_loss(log_ratio_T, mb.advantages_T, logprobs_T) * mb.correction_T
                         if reference is not None:
-                            kl_T = kl_estimate(logprobs_T, mb.ref_logprobs_T)
+                            kl_T = kl_estimate(logprobs_T, mb.ref_logprobs_T, mb.old_logprobs_T)
                             loss_T = loss_T + args.beta * kl_T
                             meter.masked_mean("kl", kl_T, mb.loss_mask_T)
                         if args.entropy_coef:  # not times 0: the entropy's backward is another pass over the logits

@@ -145,7 +145,13 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(
-    logprobs_T: Tensor, ref_logprobs_T: Tensor, *, kl_estimator: KLEstimator = "k3", kl_clamp: float = 0.0
+    logprobs_T: Tensor,
+    ref_logprobs_T: Tensor,
+    old_logprobs_T: Tensor | None = None,
+    *,
+    kl_estimator: KLEstimator = "k3",
+    kl_clamp: float = 0.0,
+    unbiased_kl: bool = False,
 ) -> Tensor:
     """Per-token estimate of KL(policy || reference) from the policy's own samples (Schulman, "Approximating KL
     divergence", 2020), with d = log(policy / reference), in nats.
@@ -153,6 +159,10 @@ def kl_estimate(
     k1: d, unbiased. k2: d^2 / 2, never negative; its gradient is that of the KL (k1's is zero on average). k3:
     exp(-d) - 1 + d, unbiased and never negative, as in GRPO (arXiv:2402.03300 Eq. 4). `kl_clamp` > 0 bounds the
     estimate to [-kl_clamp, kl_clamp]; beyond it there is no gradient.
+
+    The samples are of the old policy, though: `unbiased_kl` multiplies the clamped estimate by r = exp(logprobs -
+    old_logprobs), with its gradient (DeepSeek-V3.2, arXiv:2512.02556). In expectation, value and gradient of k1 and k3
+    are then those of the KL.
     """
     log_ratio_T = logprobs_T - ref_logprobs_T
     if kl_estimator == "k1":
@@ -162,7 +172,11 @@ def kl_estimate(
     else:  # exp stays finite, also on tokens that get masked; expm1 is accurate where the two nearly agree
         log_ratio_T = log_ratio_T.clamp(min=-EXPONENT_LIMIT)
         kl_T = torch.expm1(-log_ratio_T) + log_ratio_T
-    return kl_T.clamp(-kl_clamp, kl_clamp) if kl_clamp else kl_T
+    kl_T = kl_T.clamp(-kl_clamp, kl_clamp) if kl_clamp else kl_T
+    if unbiased_kl:
+        assert old_logprobs_T is not None
+        kl_T = _ratio(logprobs_T - old_logprobs_T) * kl_T
+    return kl_T
 
 
 # ---- value ----

@@ -404,6 +404,36 @@ def test_expected_gradient_of_k2_is_that_of_the_kl_and_of_k1_nothing(estimator, 
     torch.testing.assert_close(estimated, factor * exact, rtol=1e-12, atol=1e-12)
 
 
+@given(rows, st.sampled_from(["k1", "k2", "k3"]), st.sampled_from([0.0, 0.7]))
+def test_unbiased_kl_multiplies_the_clamped_estimate_by_the_ratio(rows, estimator, clamp):
+    def naive(new, ref, old):
+        d, r = new - ref, math.exp(new - old)
+        value, slope = dict(k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d)))[estimator]
+        value, slope = (math.copysign(clamp, value), 0.0) if clamp and abs(value) > clamp else (value, slope)
+        return r * value, r * value + r * slope
+
+    flags = dict(kl_estimator=estimator, kl_clamp=clamp, unbiased_kl=True)
+    check(lambda new, ref, old: kl_estimate(new, ref, old, **flags), naive, [(a, b, c - 4) for a, b, c in rows])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_unbiased_kl_of_samples_of_another_policy_is_the_kl_by_enumeration(estimator):
+    logits, logq, old = POLICY.clone().requires_grad_(), REFERENCE.log_softmax(0), POLICY.flip(0).log_softmax(0)
+    logp = logits.log_softmax(0)
+    exact = (logp.exp() * (logp - logq)).sum()
+    expectation = (old.exp() * kl_estimate(logp, logq, old, kl_estimator=estimator, unbiased_kl=True)).sum()
+    (slopes,), (exact_slopes,) = (torch.autograd.grad(x, logits, retain_graph=True) for x in (expectation, exact))
+    torch.testing.assert_close(expectation, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(slopes, exact_slopes, rtol=1e-12, atol=1e-12)
+
+
+def test_unbiased_kl_of_a_far_token_is_finite():
+    new = torch.tensor([-1.0], requires_grad=True)
+    kl = kl_estimate(new, torch.tensor([-1.0]), torch.tensor([-500.0]), unbiased_kl=True)
+    kl.sum().backward()
+    assert kl.tolist() == [0.0] and new.grad.isfinite().all()
+
+
 # ---- value ----
 
 
