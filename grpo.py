@@ -28,7 +28,7 @@ from common import advantages, distributed, losses
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import correction_weights
+from common.correction import correction_weights, off_policy_mask
 from common.flags import AtLeast2, BelowOne, NotNegative, Positive, require_flags_read, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
@@ -119,6 +119,9 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
     """vespo: vespo_k_positive for the others"""
     vespo_lambda_negative: NotNegative[float] = 2.0
     """vespo: vespo_lambda_positive for the others"""
+    off_policy_threshold: Positive[float] | None = None
+    """completions with a negative advantage have no loss where the mean over their tokens of log(policy that sampled /
+    present policy) is above this (arXiv:2512.02556 Eq. 9)"""
     beta: NotNegative[float] = 0.0
     """weight of the KL to the starting model on each token of the loss; 0 never loads that model"""
     kl_estimator: losses.KLEstimator = "k3"
@@ -178,6 +181,7 @@ def main(args: Args) -> None:
     # ---- the objective, its floats bound to the flags of their names ----
     function, ratio_of = LOSSES[args.loss]
     policy_loss, correction = with_flags(function, args), with_flags(correction_weights, args)
+    keep = with_flags(off_policy_mask, args)
     kl_estimate, weights_of = with_flags(losses.kl_estimate, args), with_flags(losses.reduction_weights, args)
     outside_clip, cut_off = with_flags(losses.clipped, args), with_flags(truncation_penalties, args)
 
@@ -243,7 +247,10 @@ def main(args: Args) -> None:
                         log_ratio_T = ratio_of(mb, logprobs_T) - ratio_of(mb, mb.old_logprobs_T)
                         engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
                         mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                        loss_T = policy_loss(log_ratio_T, mb.advantages_T, logprobs_T) * mb.correction_T
+                        keep_T = keep(
+                            logprobs_T, mb.rollout_logprobs_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T
+                        )
+                        loss_T = policy_loss(log_ratio_T, mb.advantages_T, logprobs_T) * mb.correction_T * keep_T
                         if reference is not None:
                             kl_T = kl_estimate(logprobs_T, mb.ref_logprobs_T, mb.old_logprobs_T)
                             loss_T = loss_T + args.beta * kl_T

@@ -1,4 +1,4 @@
-"""Weights that make up for the engine: it samples with probabilities that differ a little from the trainer's.
+"""What makes up for samples of another policy: the engine's differs a little from the trainer's, and is older.
 
 Pure functions of packed streams, aligned with targets. Keyword-only parameters have the names of the flags that set
 them.
@@ -57,3 +57,24 @@ def correction_weights(
         mean_ratio_T = sequence_mean(log_ratio_T, mask_T, sequence_ids_T).exp()
         weights_T = weights_T * ((low <= mean_ratio_T) & (mean_ratio_T <= high))
     return weights_T
+
+
+def off_policy_mask(
+    logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_ids_T: Tensor,
+    *,
+    off_policy_threshold: float | None,
+) -> Tensor:
+    """Which tokens keep their policy loss, bool [T]: False on every token of a completion with a negative advantage
+    that the present policy has moved away from, by more than `off_policy_threshold` nats per token (DeepSeek-V3.2,
+    arXiv:2512.02556 Eq. 9): mean_t(rollout_logprobs - logprobs) over its trained tokens. None: all True.
+
+    Both the engine's difference and the updates since the rollout count. No gradient.
+    """
+    if off_policy_threshold is None:
+        return torch.ones_like(mask_T)
+    drift_T = sequence_mean(rollout_logprobs_T - logprobs_T, mask_T, sequence_ids_T)
+    return ~((advantages_T < 0) & (drift_T > off_policy_threshold))

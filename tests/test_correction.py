@@ -1,4 +1,4 @@
-"""Weights for what the engine sampled: naive ratios, bounds, whole completions, and no gradient."""
+"""Weights and masks for what another policy sampled: naive ratios, bounds, whole completions, and no gradient."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.correction import correction_weights, importance_weights
+from common.correction import correction_weights, importance_weights, off_policy_mask
 
 # ---- of log-ratios ----
 
@@ -75,3 +75,37 @@ def test_correction_weights(flags, expected):
 def test_correction_weights_without_trained_tokens_are_finite(flags):
     log_ratio_T, none_T, ids_T = torch.tensor([-3.0, 1e4, 1.0]), torch.zeros(3).bool(), torch.tensor([0, 0, 1])
     assert correction_weights(log_ratio_T, none_T, ids_T, **DEFAULTS | flags).isfinite().all()
+
+
+# ---- off-policy sequence masking ----
+
+logprob = st.integers(-512, 0).map(lambda k: k / 64)  # no mean is at a threshold
+token = st.tuples(st.booleans(), logprob, logprob)  # trained, by the policy, by the engine
+completions = st.lists(
+    st.tuples(st.sampled_from([-2.0, 0.0, 1.0]), st.lists(token, min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+@given(completions, st.sampled_from([-0.501, 0.001, 0.501, 2.001]))
+def test_off_policy_mask(completions, threshold):
+    stream, expected = [], []
+    for n, (advantage, tokens) in enumerate(completions):
+        drift = [rollout - logprob for trained, logprob, rollout in tokens if trained]
+        dropped = advantage < 0 and sum(drift) / max(1, len(drift)) > threshold
+        stream += [(trained, logprob, rollout, advantage, n) for trained, logprob, rollout in tokens]
+        expected += [not dropped] * len(tokens)
+    mask, logprobs, rollout_logprobs, advantages, ids = (torch.tensor(column) for column in zip(*stream, strict=True))
+    streams = rollout_logprobs, advantages, mask, ids
+    got = off_policy_mask(logprobs.requires_grad_(), *streams, off_policy_threshold=threshold)
+    assert got.tolist() == expected and got.dtype == torch.bool and not got.requires_grad
+    assert off_policy_mask(logprobs, *streams, off_policy_threshold=None).all()
+
+
+def test_off_policy_mask_drops_whole_completions_that_were_bad_and_have_become_unlikely():
+    """Three of two trained tokens, moved by 1 and 0, up, and by 1 and 0; only the first two are bad. Prompts differ."""
+    mask_T, ids_T = torch.tensor([False, True, True] * 3), torch.arange(3).repeat_interleave(3)
+    logprobs_T = torch.tensor([9.0, -2, -1, 9, 0, 0, 9, -2, -1])
+    streams = torch.full((9,), -1.0), torch.tensor([-1.0, -1, 1]).repeat_interleave(3), mask_T, ids_T
+    for threshold, kept in ((0.4, [False, True, True]), (0.6, [True, True, True])):
+        got = off_policy_mask(logprobs_T, *streams, off_policy_threshold=threshold)
+        assert got.tolist() == [x for x in kept for _ in range(3)]
