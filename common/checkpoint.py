@@ -25,13 +25,13 @@ from common.hub import eos_token_ids
 from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
-FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "curves.png", "wandb_id")
+FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
 FOLDERS = ("checkpoints", "hf", "tensorboard")
 
 
-def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = (), progress: str = "metrics.jsonl") -> None:
-    """Make `--output_dir` this run's, before anything slow. `owned`: files that are the script's own (glob patterns);
-    `progress`: the one whose presence shows that a run has begun, also without a checkpoint. Collective.
+def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
+    """Make `--output_dir` this run's, before anything slow. `owned`: files that are the script's own (glob patterns).
+    Collective.
 
     Raises `ValueError` on every rank if it cannot be written or holds a run with other flags; with `--resume never`
     that run's files are deleted, with `--resume must` there has to be one.
@@ -39,7 +39,7 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = (), progress: str 
     problem = None
     if distributed.is_main():
         try:
-            problem = _claim(Path(args.output_dir), args, owned, progress)
+            problem = _claim(Path(args.output_dir), args, owned)
         except (OSError, yaml.YAMLError) as error:
             problem = f"--output_dir {args.output_dir}: {distributed.first_line(error)}"
     problem = distributed.gather_objects(problem)[0]
@@ -47,23 +47,24 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = (), progress: str 
         raise ValueError(problem)
 
 
-def _claim(folder: Path, args: BaseArgs, owned: Sequence[str], progress: str) -> str | None:
+def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
         for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
             file.unlink()
         for name in FOLDERS:
             shutil.rmtree(folder / name, ignore_errors=True)
-    resumable = _checkpoints(folder) or (progress in owned and (folder / progress).is_file())
-    if args.resume == "must" and not resumable:
+    sampled = (folder / "completions.jsonl").is_file()  # eval.py and bok.py go on from there
+    if args.resume == "must" and not _checkpoints(folder) and not sampled:
         return f"--resume must: {folder} has no checkpoint"
-    begun = any((folder / name).is_file() for name in ("metrics.jsonl", progress))
+    begun = sampled or (folder / "metrics.jsonl").is_file()
     if flags.is_file() and (_checkpoints(folder) or begun):  # not if it never began
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"
+        then = type(args)().to_dict() | then  # a flag that is newer than that run had its default
         free = args.may_change(then)
-        changed = [k for k in then | now if then.get(k) != now.get(k) and k not in free]
+        changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

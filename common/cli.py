@@ -98,6 +98,11 @@ def _unknown(name: str, known: Sequence[str], where: str) -> ValueError:
     return ValueError(f"{where}{name}{f' (did you mean {close[0]}?)' if close else ''}")
 
 
+def _declares(script: Path, flag: str) -> bool:
+    """Whether it is one of the script's own flags."""
+    return re.search(rf"^    {re.escape(flag)}: .* = ", script.read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
 def _canonical(args_class: type, argv: list[str]) -> list[str]:
     """Snake case, `--flag=value` split, `--compile` = `--compile True`, `true` = `True`; refuses unknown flags."""
     known, out = _fields(args_class), []
@@ -109,6 +114,8 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
         name, equals, value = arg[2:].partition("=")
         name = name.replace("-", "_")
         if name not in known:
+            if owners := [path.name for path in sorted(distributed.PROJECT.glob("*.py")) if _declares(path, name)]:
+                raise ValueError(f"unknown flag --{name}: it is a flag of {', '.join(owners)}")
             raise _unknown(f"--{name}", [f"--{k}" for k in known], "unknown flag ")
         out.append(f"--{name}")
         if equals:

@@ -144,7 +144,7 @@ class OnlineArgs(BaseArgs):
     epochs_per_rollout: Positive[int] = 1
     """passes over each rollout"""
     missing_eos_penalty: NotNegative[float] = 0.0
-    """subtracted from the reward, scaled and clipped, of a completion that max_new_tokens cut off"""
+    """subtracted from the reward (after --reward_scale and --reward_clip) of a completion that max_new_tokens cut off"""
     rollout_ranks: MayChange[NotNegative[int]] = 0
     """the last so many ranks only generate, the others only train, both at the same time; 0: every rank does both in
     turn"""
@@ -153,7 +153,7 @@ class OnlineArgs(BaseArgs):
     kinds of ranks take turns, more than 1: a longer queue"""
     max_logprob_difference: Positive[float] | None = None
     """stop if engine and trainer differ by more on any token of the first rollout; default: 1e-3 in float32, 1 in
-    bfloat16"""
+    bfloat16; 1e9: go on whatever they do"""
     log_every: MayChange[Positive[int]] = 10
     """steps between tables of samples on the console and in samples.jsonl"""
 

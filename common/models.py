@@ -184,7 +184,7 @@ def _packable_config(path: str, what: str):
 
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
-    if args.activation_checkpointing and trainable:
+    if trainable and args.activation_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):

@@ -9,6 +9,7 @@ from common import distributed
 from common.config import SamplingArgs
 from common.data import Encoder, is_message
 from common.environments import load_environment
+from common.rewards.scoring import load_reward
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
 
 
@@ -76,6 +77,9 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
 
     Raises `ValueError` naming the flag or the row.
     """
+    for name in args.reward:  # before anything slow
+        if name not in ("by_row", "environment") and not name.startswith("model:"):
+            load_reward(name)
     rows, held_out = train_and_eval_rows(args)
     columns, encoder = prompt_columns(args, rows + held_out), Encoder(tokenizer, args)
     room = context - args.max_new_tokens

@@ -1,6 +1,6 @@
 """What happens to rewards before they become advantages: scale, penalties for length, and the weight of the KL.
 
-Pure functions, elementwise over completions ([P, G], say). Keyword-only parameters have the names of the flags that set
+Functions are elementwise over completions ([P, G], say). Keyword-only parameters have the names of the flags that set
 them. Lengths are in tokens.
 """
 
@@ -42,13 +42,10 @@ def truncation_penalties(truncated: Tensor, *, missing_eos_penalty: float) -> Te
     return -missing_eos_penalty * truncated.double()
 
 
-def overlong_penalty(lengths: Tensor, longest: int, buffer: float) -> Tensor:
+def overlong_ramp(lengths: Tensor, longest: int, buffer: float) -> Tensor:
     """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`, its floor (DAPO, arXiv:2503.14476
     Eq. 13). float64."""
     return ((longest - buffer - lengths.double()) / buffer).clamp(-1, 0)
-
-
-_ramp = overlong_penalty  # the next function has a parameter of that name
 
 
 def overlong_penalties(
@@ -58,4 +55,4 @@ def overlong_penalties(
     `max_new_tokens`, times `overlong_penalty`. float64, never positive; 0 without a buffer."""
     if not overlong_buffer:
         return torch.zeros_like(lengths, dtype=torch.float64)
-    return overlong_penalty * _ramp(lengths, max_new_tokens, overlong_buffer * max_new_tokens)
+    return overlong_penalty * overlong_ramp(lengths, max_new_tokens, overlong_buffer * max_new_tokens)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.shaping import KLCoefficient, overlong_penalties, overlong_penalty, shape_rewards, truncation_penalties
+from common.shaping import KLCoefficient, overlong_penalties, overlong_ramp, shape_rewards, truncation_penalties
 
 NAN = float("nan")
 
@@ -30,10 +30,10 @@ def test_what_was_cut_off_is_penalised():
 
 
 @given(st.integers(0, 40), st.integers(1, 30), st.sampled_from([0.2, 0.5, 1.0]))
-def test_overlong_penalty(length, longest, fraction):
+def test_overlong_ramp(length, longest, fraction):
     start = longest - fraction * longest
     expected = 0.0 if length <= start else -1.0 if length > longest else (start - length) / (longest - start)
-    got = overlong_penalty(torch.tensor([length]), longest, fraction * longest).item()
+    got = overlong_ramp(torch.tensor([length]), longest, fraction * longest).item()
     assert got == pytest.approx(expected, abs=1e-9) and -1 <= got <= 0
 
 
