@@ -144,7 +144,7 @@ class OnlineArgs(BaseArgs):
     epochs_per_rollout: Positive[int] = 1
     """passes over each rollout"""
     missing_eos_penalty: NotNegative[float] = 0.0
-    """subtracted from the reward (after --reward_scale and --reward_clip) of a completion that max_new_tokens cut off"""
+    """subtracted from the reward, after its scale and clip, of a completion that max_new_tokens cut off"""
     rollout_ranks: MayChange[NotNegative[int]] = 0
     """the last so many ranks only generate, the others only train, both at the same time; 0: every rank does both in
     turn"""
