@@ -54,6 +54,8 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
     """the ratio of a completion is clipped below at 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
     """the ratio of a completion is clipped above at 1 + clip_high"""
+    beta: NotNegative[float] = 0.05
+    """weight of the KL penalty to the starting model in the rewards; 0 never loads it"""
     correction: Literal["none", "sequence"] = "sequence"
     """weigh completions by their trainer / engine probability"""
 

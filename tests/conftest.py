@@ -1,10 +1,13 @@
 """One rank in the test process with an engine of each kind, for the tests that call common/ directly."""
 
+import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +93,12 @@ def synced(engine, policy) -> Engine:
     engine.wake()
     engine.load_weights(whole_weights(policy, engine.dtype))
     return engine
+
+
+def talkative(folder: Path) -> Path:
+    """The tiny model, in `folder`, whose completions are short also untrained: most letters end one."""
+    shutil.copytree(tiny_model(), folder)
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)])))
+    return folder

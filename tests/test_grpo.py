@@ -1,39 +1,33 @@
-"""grpo.py as a whole, with the real engine: one gradient, exact resume, engine = trainer, two nodes, real data."""
+"""grpo.py: the objective its flags make, and as a whole with the real engine: one gradient, exact resume, engine =
+trainer, real data. tests/test_losses.py and tests/test_advantages.py have the formulas."""
 
+import itertools
 import json
-import random
+import math
 import shutil
 
 import helpers
 import pytest
+import torch
 from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
-pytestmark = pytest.mark.slow
+import grpo
+from common import losses
+from common.cli import parse
+from common.config import with_flags
+from common.metrics import Meter
+from common.packing import PackedBatch, Sample, pack
 
 REWARD = '''
 def digits(completion, row):
     """Varies among the completions of an untrained model, so there is something to learn from the first step."""
     return sum(c.isdigit() for c in completion) / (1 + len(completion))
+
+def first(completion, row):
+    """Often the same for all completions of a prompt."""
+    return float(completion[:1].isdigit())
 '''
 SAME = ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch")
-
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(REWARD)
-    return (
-        "--reward", f"{reward}:digits", "--max_steps", 10, "--prompts_per_step", 4, "--samples_per_prompt", 4,
-        "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 4, "--max_logprob_difference", 1e-4,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def two_ranks(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "grpo.py", *flags, "--output_dir", folder)
-    return folder
 
 
 def samples(folder, step=None):
@@ -41,45 +35,246 @@ def samples(folder, step=None):
     return [line for line in lines if step is None or line["step"] == step]
 
 
-@pytest.mark.parametrize(("ranks", "pack_tokens"), [(1, 8192), (2, 40)])
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path, ranks, pack_tokens):
-    run(ranks, "grpo.py", *flags, "--pack_tokens", pack_tokens, "--output_dir", tmp_path)
-    assert samples(two_ranks, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
-    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is what its digits can tell.
-    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-5, floor=0.1)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
+# ---- the objective, of samples whose log-probs are random numbers: no model, no engine ----
+
+WHOLE = dict(reduction="sequence", correction="sequence")  # what losses of whole completions ask for
+LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
+ADVANTAGES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
+
+
+def batch(drift: float) -> tuple[PackedBatch, torch.Tensor]:
+    """A pack, and log-probs that whole completions left the clip bounds with on both sides. A tool's output in the
+    middle of the fourth completion; the last is not trained at all."""
+    made = []
+    for length, advantage in zip(LENGTHS, ADVANTAGES, strict=True):
+        made.append(Sample([1] * (3 + length), [False] * 3 + [True] * length, advantage=advantage, prompt_length=3))
+    made[3].loss_mask[6:9] = [False] * 3
+    made[5].loss_mask = [False] * len(made[5].ids)
+    (mb,) = pack(made, 8192, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(2)
+    logprobs_T = -3 * torch.rand(len(mb.targets_T), generator=generator, dtype=torch.float64)
+    mb.old_logprobs_T = logprobs_T + drift * torch.randn(len(mb.targets_T), generator=generator, dtype=torch.float64)
+    return mb, logprobs_T
+
+
+def outcome(**flags) -> float:
+    """The loss as grpo.py adds it up, for far off-policy log-probs."""
+    args, (mb, logprobs_T) = grpo.Args(**flags), batch(drift=2.0)
+    function, ratio_of = grpo.LOSSES[args.loss]
+    log_ratio_T = ratio_of(mb, logprobs_T) - ratio_of(mb, mb.old_logprobs_T)
+    loss_T = with_flags(function, args)(log_ratio_T, mb.advantages_T, logprobs_T)
+    tokens, sequences = mb.loss_mask_T.sum(), torch.tensor(sum(any(s.loss_mask) for s in mb.samples))
+    weights_T = with_flags(losses.reduction_weights, args)(mb.loss_mask_T, mb.lengths_T, tokens, sequences)
+    return (loss_T * weights_T).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("flags", "one", "other"),
+    [
+        *(({}, dict(loss=a), dict(loss=b)) for a, b in
+          itertools.pairwise(("reinforce", "clip", "reinforce", "cispo", "sapo", "topr"))),
+        (WHOLE, dict(loss="gspo"), dict(loss="sequence_clip")),
+        *(({}, dict(reduction=a), dict(reduction=b)) for a, b in
+          itertools.pairwise(("token", "sequence", "sequence_sum", "constant"))),
+        *((dict(loss=loss, **WHOLE), dict(dual_clip=0.0), dict(dual_clip=1.1))
+          for loss in ("clip", "gspo", "sequence_clip")),
+        *((dict(loss=loss, **WHOLE), {flag: 0.1}, {flag: 0.3})
+          for loss in ("clip", "gspo", "sequence_clip") for flag in ("clip_low", "clip_high")),
+        (dict(loss="cispo"), dict(cispo_high=1.0), dict(cispo_high=4.0)),
+        (dict(loss="sapo"), dict(sapo_tau_positive=1.0), dict(sapo_tau_positive=2.0)),
+        (dict(loss="sapo"), dict(sapo_tau_negative=1.0), dict(sapo_tau_negative=2.0)),
+        (dict(reduction="constant"), dict(max_new_tokens=128), dict(max_new_tokens=256)),
+    ],
+)  # fmt: skip
+def test_a_flag_of_the_loss_changes_it(flags, one, other):
+    assert outcome(**flags, **one) != pytest.approx(outcome(**flags, **other), rel=1e-6)
+
+
+def test_measured_clipping_counts_what_either_bound_and_dual_clip_removed():
+    """As the loop measures it: the fraction of trained tokens that have no gradient."""
+    args, (mb, logprobs_T) = grpo.Args(dual_clip=3.0), batch(drift=2.0)
+    log_ratio_T = (logprobs_T - mb.old_logprobs_T).requires_grad_()
+    loss_T = with_flags(losses.clip_policy_loss, args)(log_ratio_T, mb.advantages_T)
+    gradient_T = torch.autograd.grad(loss_T.sum(), log_ratio_T)[0]
+    without_T = (gradient_T == 0) & mb.loss_mask_T & (mb.advantages_T != 0)
+    meter, fractions = Meter(), {}
+    for dual_clip in (3.0, 0.0):
+        clipped_T = with_flags(losses.clipped, grpo.Args(dual_clip=dual_clip))(log_ratio_T, mb.advantages_T)
+        meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
+        fractions[dual_clip] = meter.reduce()["clip_ratio/region_mean"]
+    assert fractions[3.0] == pytest.approx((without_T.sum() / mb.loss_mask_T.sum()).item())
+    assert fractions[0.0] < fractions[3.0]
+
+
+# ---- advantages ----
+
+REWARDS = torch.tensor([[1.0, 0, 0, 3], [2, 2, 1, 0], [0, 0, 0, 0]]).double()
+PENALTIES = -torch.tensor([[4.0, 9, 2, 1], [8, 3, 1, 1], [5, 5, 5, 5]]).double()
+PARTS = torch.stack([REWARDS / 2, REWARDS.flip(1), PENALTIES])
+NAMES = [*grpo.ADVANTAGES, "gdpo"]
+
+
+def advantages(name, rewards=REWARDS, parts=PARTS, weights=(1.0, 1.0, 1.0), positions=range(3)):
+    return grpo.completion_advantages(name, rewards, parts, weights, positions)
+
+
+def test_every_advantage_is_another_one_and_equal_rewards_have_none():
+    got = {name: advantages(name) for name in NAMES}
+    for one, other in itertools.combinations(NAMES, 2):
+        assert not torch.allclose(got[one], got[other], rtol=1e-3), (one, other)
+    assert all((got[name][2].abs() < 1e-9).all() for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ranks_groups_may_be_in_any_order(name):
+    order = [2, 0, 1]
+    torch.testing.assert_close(
+        advantages(name, REWARDS[order], PARTS[:, order], positions=order), advantages(name)[order]
+    )
+
+
+def test_gdpo_gives_nothing_to_a_completion_whose_reward_could_not_be_computed():
+    rewards, parts = REWARDS.clone(), PARTS.clone()
+    rewards[0, 1] = math.nan  # although all its parts are there
+    got = advantages("gdpo", rewards, parts)
+    parts[:, 0, 1] = 7.0  # and those count in no statistic
+    assert got[0, 1] == 0 and got[0, 0] != 0 and torch.equal(got, advantages("gdpo", rewards, parts))
+
+
+def test_gdpo_weighs_the_rewards_and_has_the_penalties_as_one_more():
+    none = torch.cat([PARTS[:2], torch.zeros_like(PARTS[2:])])
+    assert not torch.allclose(
+        advantages("gdpo", parts=none, weights=(1.0, 3.0, 1.0)), advantages("gdpo", parts=none, weights=(3.0, 1.0, 1.0))
+    )
+    assert not torch.allclose(advantages("gdpo", parts=none), advantages("gdpo"))
+
+
+# ---- presets ----
+
+
+@pytest.mark.parametrize("name", grpo.Args.PRESETS)
+def test_presets_make_a_finite_objective(name):
+    assert math.isfinite(outcome(preset=name, **grpo.Args.PRESETS[name]))
+    assert advantages(grpo.Args.PRESETS[name]["advantage"]).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["dapo", "reinforce", "reinforce++", "reinforce++_baseline"])
+def test_presets_that_became_scripts_say_which(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse(grpo.Args, ["--preset", name])
+    there = "dapo.py" if name == "dapo" else f"reinforce.py --preset {name}"
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == f"error: --preset {name} is a script of its own now: python {there}\n"
+
+
+# ---- as a whole: with vLLM, plain ----
 
 
 @pytest.fixture(scope="module")
-def killed(flags, tmp_path_factory):
-    """The folder of a run on two ranks that was killed after its fifth step."""
+def reward(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "reward.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def flags(reward):
+    return (
+        "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+        "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
+        "--save_every", 100, "--max_logprob_difference", 1e-4,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_vllm(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("with_vllm")
+    run(2, "grpo.py", *flags, "--output_dir", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_one_gradient_whatever_the_ranks_and_packing(with_vllm, flags, tmp_path):
+    run(1, "grpo.py", *flags, "--pack_tokens", 40, "--output_dir", tmp_path)
+    assert samples(with_vllm, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
+    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is what its digits can tell.
+    assert_close_metrics(with_vllm, tmp_path, ("loss",), rel=1e-5, floor=0.1)
+    assert_close_metrics(with_vllm, tmp_path, SAME, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_engine_and_trainer_agree_on_every_step(with_vllm):
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(with_vllm)) <= 1e-4
+    assert all(abs(line["sampling/ess"] - 1) < 1e-6 for line in metrics(with_vllm))
+
+
+@pytest.mark.slow
+def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp_path):
+    extra = ("--tensor_parallel_size", 2, "--max_steps", 1, "--output_dir", tmp_path)
+    run(2, "grpo.py", *flags, *extra, torchrun=True)  # vLLM unlinks its shared memory when Python exits, not a fork
+    assert [s["completion"] for s in samples(with_vllm, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
+
+
+# ---- with the transformers engine, and every part of the family ----
+
+
+@pytest.fixture(scope="module")
+def whole_flags(flags, reward):
+    """Ratios of whole completions, rewards normalised one by one over the batch, KL, entropy and penalties."""
+    return (
+        *flags, "--reward", f"{reward}:digits", f"{reward}:first", "--reward_weights", 1, 0.5, "--loss", "topr",
+        "--reduction", "sequence", "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2",
+        "--entropy_coef", 0.01, "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
+        "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2, "--engine", "transformers",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(whole_flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    done = run(2, "grpo.py", *whole_flags, "--output_dir", folder)
+    assert "TransformersEngine, off-policy, 3 updates per rollout" in done.stdout
+    return folder
+
+
+@pytest.mark.slow
+def test_one_gradient_with_every_part_of_the_family(two_ranks, whole_flags, tmp_path):
+    run(1, "grpo.py", *whole_flags, "--pack_tokens", 60, "--output_dir", tmp_path)
+    assert [s["completion"] for s in samples(two_ranks)] == [s["completion"] for s in samples(tmp_path)]
+    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-4, floor=0.1)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-4)
+    first, *_, last = metrics(tmp_path)
+    assert 0 <= first["kl"] < last["kl"], "the policy starts at the reference and moves away"
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(tmp_path)) <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def killed(whole_flags, tmp_path_factory):
+    """The folder of a run on two ranks that was killed after its third step."""
     folder = tmp_path_factory.mktemp("killed")
-    delay = random.uniform(0, 0.2)
-    helpers.run_and_kill(2, "grpo.py", *flags, "--output_dir", folder, folder=folder, after_step=5, delay=delay)
+    helpers.run_and_kill(2, "grpo.py", *whole_flags, "--output_dir", folder, folder=folder, after_step=3, delay=0)
     assert not (folder / "hf").exists(), "killed too late"
     return folder
 
 
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, killed, flags, tmp_path):
+@pytest.mark.slow
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, killed, whole_flags, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    assert "resuming from" in run(2, "grpo.py", *flags, "--output_dir", tmp_path).stdout
+    assert "resuming from" in run(2, "grpo.py", *whole_flags, "--output_dir", tmp_path).stdout
     assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, ("loss", *SAME), rel=0)
+    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl", *SAME), rel=0)
     assert samples(two_ranks) == samples(tmp_path)
 
 
-def test_resumed_on_another_number_of_ranks(two_ranks, killed, flags, tmp_path):
+@pytest.mark.slow
+def test_resumed_on_another_number_of_ranks(two_ranks, killed, whole_flags, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    assert "resuming from" in run(1, "grpo.py", *flags, "--output_dir", tmp_path).stdout
+    assert "resuming from" in run(1, "grpo.py", *whole_flags, "--output_dir", tmp_path).stdout
     assert [s["prompt"] for s in samples(two_ranks)] == [s["prompt"] for s in samples(tmp_path)]
     assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4, floor=0.1)
 
 
-def test_engine_and_trainer_agree_on_every_step(two_ranks):
-    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(two_ranks)) <= 1e-4
-    assert all(abs(line["sampling/ess"] - 1) < 1e-6 for line in metrics(two_ranks))
-
-
+@pytest.mark.slow
 def test_disagreement_stops_the_run_before_anything_is_learned(flags, tmp_path):
     extra = ("--max_logprob_difference", 1e-12, "--engine", "transformers")
     done = run(2, "grpo.py", *flags, *extra, "--output_dir", tmp_path, code=1)
@@ -87,62 +282,11 @@ def test_disagreement_stops_the_run_before_anything_is_learned(flags, tmp_path):
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_the_transformers_engine_samples_the_same_distribution(flags, tmp_path):
-    """Agreement with the trainer is checked at its first step by the flag; another engine draws other samples."""
-    done = run(2, "grpo.py", *flags, "--engine", "transformers", "--max_steps", 2, "--output_dir", tmp_path)
-    assert "TransformersEngine" in done.stdout
-    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(tmp_path)) <= 1e-4
-
-
-def test_tensor_parallel_engine_gives_the_same_completions(two_ranks, flags, tmp_path):
-    extra = ("--tensor_parallel_size", 2, "--max_steps", 2, "--output_dir", tmp_path)
-    run(2, "grpo.py", *flags, *extra, torchrun=True)  # vLLM unlinks its shared memory when Python exits, not a fork
-    assert [s["completion"] for s in samples(two_ranks, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
-
-
-def test_kl_penalty_and_dr_grpo_run(flags, tmp_path):
-    extra = ("--preset", "dr_grpo", "--beta", 0.1, "--max_steps", 2)
-    done = run(1, "grpo.py", *flags, *extra, "--output_dir", tmp_path)
-    first, second = metrics(tmp_path)
-    assert 0 <= first["kl"] < second["kl"], "the policy starts at the reference and moves away"
-    assert "off-policy, 2 updates per rollout" in done.stdout
-
-
 @needs_gsm8k
+@pytest.mark.slow
 def test_gsm8k_form_data_goes_through(tmp_path):
-    """Two steps of the recipe on the real file, over an untrained model; docs/grpo.md has the full run."""
-    run(2, "grpo.py", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
-        "--output_dir", tmp_path, "--max_steps", 2, "--max_new_tokens", 32, "--eval_size", 4,
-        "--engine", "transformers")  # fmt: skip
+    """A step of the recipe on the real file, over an untrained model; docs/grpo.md has the full run."""
+    run(1, "grpo.py", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
+        "--output_dir", tmp_path, "--max_steps", 1, "--max_new_tokens", 32, "--eval_size", 4, "--prompts_per_step", 4,
+        "--samples_per_prompt", 4, "--engine", "transformers")  # fmt: skip
     assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(tmp_path)[-1].keys()
-
-
-def test_one_gradient_with_every_part_of_the_family(flags, tmp_path):
-    """Whole-batch whitening, KL in the reward, adaptive beta, penalties, masks, sequence ratios, dynamic sampling."""
-    reward = tmp_path / "first.py"
-    reward.write_text("def first(completion, row):\n    return float(completion[:1].isdigit())\n")
-    extra = (
-        "--loss", "topr", "--reduction", "sequence", "--advantage", "reinforce++_baseline", "--beta", 0.05,
-        "--kl_in", "reward", "--kl_estimator", "k1", "--kl_target", 0.01, "--kl_horizon", 100, "--max_draws", 2,
-        "--top_entropy", 0.5, "--entropy_coef", 0.01, "--positive_nll", 0.1, "--correction", "sequence",
-        "--overlong_buffer", 0.5, "--missing_eos_penalty", 0.1, "--reward", f"{reward}:first", "--max_steps", 4,
-        "--prompts_per_step", 12, "--minibatches", 3, "--samples_per_prompt", 3, "--engine", "transformers",
-    )  # fmt: skip
-    for ranks, pack_tokens in ((2, 8192), (1, 60)):
-        run(ranks, "grpo.py", *flags, *extra, "--pack_tokens", pack_tokens, "--output_dir", tmp_path / str(ranks))
-    one, two = tmp_path / "1", tmp_path / "2"
-    assert [s["completion"] for s in samples(one)] == [s["completion"] for s in samples(two)]
-    assert_close_metrics(one, two, ("loss", "kl"), rel=1e-4, floor=0.1)
-    assert_close_metrics(one, two, (*SAME, "beta", "dynamic_sampling/unequal_fraction"), rel=1e-4)
-    lines = metrics(one)
-    assert all(0 < line["dynamic_sampling/unequal_fraction"] < 1 for line in lines) and lines[-1]["beta"] != 0.05
-    for group in zip(*[iter(samples(one))] * 3, strict=True):
-        assert len({sample["reward"] for sample in group}) > 1, "a group without unequal rewards was kept"
-
-
-def test_no_unequal_rewards_after_all_draws_is_an_error(flags, tmp_path):
-    reward = tmp_path / "same.py"
-    reward.write_text("def same(completion, row):\n    return 1.0\n")
-    extra = ("--reward", f"{reward}:same", "--max_draws", 2, "--engine", "transformers", "--max_new_tokens", 2)
-    done = run(2, "grpo.py", *flags, *extra, "--output_dir", tmp_path / "run", code=1)
-    assert done.stderr.count("error: step 1: no group has unequal rewards after --max_draws 2") == 1

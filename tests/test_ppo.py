@@ -1,16 +1,150 @@
-"""ppo.py: one gradient whatever the ranks, exact resume of both models, reward models, warm-up and early stop."""
+"""ppo.py: advantages, moments and rewards of turns by hand; one gradient whatever the ranks, exact resume of both
+models, reward models, warm-up and early stop."""
+
+import itertools
+import math
 
 import helpers
 import pytest
+import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
+import ppo
+from common import losses
+from common.advantages import gae
 from common.checkpoint import export_hf
-from common.config import RunArgs
+from common.config import with_flags
 from common.hub import load_tokenizer, resolve_model
+from common.metrics import Meter
 from common.models import load_scalar_model
+from common.packing import PackedBatch, Sample, pack
 
-pytestmark = pytest.mark.slow
+CPU, NAN = torch.device("cpu"), math.nan
+LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
+SCORES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
+
+
+def make_samples() -> list[Sample]:
+    """A tool's output in the middle of the fourth; the last is not trained at all."""
+    made = []
+    for length, score in zip(LENGTHS, SCORES, strict=True):
+        made.append(Sample([1] * (3 + length), [False] * 3 + [True] * length, score=score, prompt_length=3))
+    made[3].loss_mask[6:9] = [False] * 3
+    made[5].loss_mask = [False] * len(made[5].ids)
+    return made
+
+
+def make_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
+    """A pack with random values, and rewards with a score at the end of every completion."""
+    (mb,), generator = pack(make_samples(), 8192, CPU), torch.Generator().manual_seed(seed)
+    mb.values_T = torch.randn(len(mb.targets_T), generator=generator)
+    return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + ppo.token_scores(mb, 0.0)
+
+
+def estimate(mb: PackedBatch, rewards_T: torch.Tensor, **flags) -> tuple[torch.Tensor, torch.Tensor]:
+    return with_flags(ppo.advantages_and_returns, ppo.Args(**flags))(mb, rewards_T)
+
+
+# ---- advantages and returns ----
+
+
+def test_without_values_and_discount_it_is_reinforce_with_the_score():
+    mb, _ = make_batch()
+    mb.values_T = torch.zeros(len(mb.targets_T))
+    advantages_T, returns_T = estimate(mb, ppo.token_scores(mb, 0.0), gae_lambda=1.0)
+    torch.testing.assert_close(advantages_T, mb.on_tokens("score") * mb.loss_mask_T)
+    torch.testing.assert_close(returns_T, advantages_T)
+    log_ratio_T = torch.zeros(len(mb.targets_T), requires_grad=True)
+    loss_T = losses.clip_policy_loss(log_ratio_T, advantages_T, clip_low=0.2, clip_high=0.2) * mb.loss_mask_T
+    torch.testing.assert_close(torch.autograd.grad(loss_T.sum(), log_ratio_T)[0], -advantages_T)
+
+
+def test_policy_and_value_model_have_a_lambda_each():
+    mb, rewards_T = make_batch()
+    lengths_N = [sum(s.loss_mask) for s in mb.samples]
+
+    def expected(lambdas):
+        return gae(rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, 0.9, torch.tensor(lambdas)).float()
+
+    for flags, of_policy, of_value in (
+        (dict(gae_lambda=0.7), [0.7] * 6, [0.7] * 6),
+        (dict(gae_lambda=0.7, value_lambda=1.0), [0.7] * 6, [1.0] * 6),
+        (dict(lambda_alpha=0.1), [1 - 1 / (0.1 * n) if n > 10 else 0.0 for n in lengths_N], [0.95] * 6),
+    ):
+        advantages_T, returns_T = estimate(mb, rewards_T, gamma=0.9, **flags)
+        torch.testing.assert_close(advantages_T, expected(of_policy))
+        torch.testing.assert_close(returns_T, expected(of_value) + mb.values_T)
+
+
+def test_returns_with_lambda_1_are_what_was_still_to_come():
+    mb, rewards_T = make_batch()
+    _, returns_T = estimate(mb, rewards_T, value_lambda=1.0)
+    for begin, end in itertools.pairwise(mb.offsets):
+        trained = [t for t in range(begin, end) if mb.loss_mask_T[t]]
+        for n, t in enumerate(trained):
+            assert returns_T[t].item() == pytest.approx(rewards_T[trained[n:]].sum().item(), abs=1e-5)
+
+
+def test_an_empty_pack_has_advantages_scores_and_moments():
+    (filler,) = pack([], 10, CPU)
+    filler.values_T = torch.ones(1)
+    advantages_T, returns_T = estimate(filler, torch.ones(1), lambda_alpha=0.05)
+    assert advantages_T.tolist() == [0.0] and returns_T.shape == (1,)
+    assert ppo.token_scores(filler, 1.0).tolist() == [0.0]
+    assert ppo.moments([filler], [torch.full((1,), NAN)]) == (0.0, 0.0)
+    assert [int(x) for x in ppo.count_tokens([filler])] == [1, 1]
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens():
+    """A completion's rewards add up to its score whatever was shaped away, each where it was earned."""
+    one = Sample(list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3)
+    one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
+    two = Sample([1, 2, 3], [False, True, True], prompt_length=1)
+    cut = Sample([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
+    one.score, two.score, cut.score = 4.0, -1.0, 2.0
+    for packed in (pack([one, two, cut], 100, CPU), pack([one, two, cut], 8, CPU)):
+        got = {}
+        for mb in packed:
+            scores_T = ppo.token_scores(mb, 0.5)
+            assert (scores_T[~mb.loss_mask_T] == 0).all()
+            ends = zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False)
+            got |= {len(sample.ids): scores_T[a:b].tolist() for sample, a, b in ends}
+        assert got == {9: [0, 0, 0.5, 0, 0, -1.0, 0, 4.5], 3: [0, -1.0], 4: [0.5, 0, 1.5]}
+
+
+# ---- numbers over all packs ----
+
+
+def test_moments_are_of_the_trained_tokens_of_all_packs_and_divide_by_one_less():
+    (first,), (second,) = (pack([sample], 100, CPU) for sample in make_samples()[:2])
+    xs = [torch.arange(len(mb.targets_T)).double() ** 2 for mb in (first, second)]
+    flat_x = torch.cat([x[mb.loss_mask_T] for mb, x in zip((first, second), xs, strict=True)])
+    expected = (flat_x.mean().item(), flat_x.std(correction=1).item())
+    assert ppo.moments([first, second], xs) == pytest.approx(expected, rel=1e-12)
+    (lone,) = pack([Sample([1, 2], [False, True])], 10, CPU)
+    assert ppo.moments([lone], [torch.tensor([3.0])]) == (3.0, 0.0)
+
+
+def test_tokens_with_a_positive_advantage_are_counted_among_the_trained():
+    (mb,) = pack(make_samples(), 8192, CPU)
+    mb.advantages_T = mb.on_tokens("score")
+    assert [int(x) for x in ppo.count_tokens([mb])] == [5 + 30 + 1 + 9 + 20, 5 + 20]
+
+
+def test_measured_kl_and_clipping_are_of_the_trained_tokens():
+    """As the loop measures them: how far the policy has moved from the one that sampled."""
+    (mb,), meter = pack(make_samples()[:1], 100, CPU), Meter()
+    mb.old_logprobs_T, mb.advantages_T = torch.full((7,), -1.0), mb.on_tokens("score")
+    logprobs_T = torch.tensor([-9.0, -9.0, 0.0, -1.0, -1.5, -1.0, -1.0])  # ratio of 2.7 on the first trained token
+    k3 = sum(math.exp(d) - 1 - d for d in (1.0, 0.0, -0.5, 0.0, 0.0))  # log(new / old): samples are of the old policy
+    meter.masked_mean("kl", losses.kl_estimate(mb.old_logprobs_T, logprobs_T), mb.loss_mask_T)
+    clipped_T = with_flags(losses.clipped, ppo.Args())(logprobs_T - mb.old_logprobs_T, mb.advantages_T)
+    meter.masked_mean("clipped", clipped_T, mb.loss_mask_T)
+    assert meter.reduce() == pytest.approx(dict(kl=k3 / 5, clipped=1 / 5), rel=1e-5)  # 0.6 is not clipped: A > 0
+
+
+# ---- as a whole ----
 
 SAME = ("grad_norm", "value_grad_norm", "value_loss", "reward", "entropy", "beta", "num_tokens", "epoch", "updates")
 SMALL = ("loss", "objective/kl", "explained_variance", "policy/approx_kl")  # differences of float32 numbers of size 1
@@ -21,10 +155,10 @@ def flags(tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 7, "--prompts_per_step", 16, "--samples_per_prompt", 2,
+        "--reward", f"{reward}:digits", "--max_steps", 5, "--prompts_per_step", 16, "--samples_per_prompt", 2,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--value_lr", 3e-4, "--value_lambda", 1,
         "--kl_target", 0.01, "--kl_horizon", 100, "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
-        "--value_warmup_steps", 3, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
 
 
@@ -35,6 +169,7 @@ def two_ranks(flags, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path):
     run(1, "ppo.py", *flags, "--pack_tokens", 60, "--output_dir", tmp_path)
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
@@ -44,25 +179,42 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path)
     assert_close_metrics(two_ranks, tmp_path, SMALL, rel=1e-5, floor=0.1)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
-    """Also one that saves while the policy waits: its optimizer has no state yet."""
-    flags = (*flags, "--save_every", 2, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "ppo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    """It saves after every step, also while the policy waits: its optimizer has no state yet."""
+    flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "ppo.py", *flags, folder=tmp_path, after_step=2, delay=0)
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "ppo.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
     assert_close_metrics(two_ranks, tmp_path, (*SAME, *SMALL), rel=0)  # value model, both optimizers, adapted beta
 
 
+@pytest.mark.slow
 def test_values_are_learned_and_beta_adapts(two_ranks):
     first, *_, last = metrics(two_ranks)
     assert last["value_loss"] < first["value_loss"] / 2
-    assert last["beta"] > first["beta"] == 0.05, "the KL is above its target"
+    *waiting, below, above = [line["beta"] for line in metrics(two_ranks)]
+    assert waiting == [0.05] * 3, "it changes after the first step with which the policy learns"
+    assert below < 0.05 and above > below, "the KL was below its target, and then above"
 
 
+@pytest.mark.slow
+def test_the_logged_kl_is_the_log_ratio_whatever_the_penalty_estimates(flags, tmp_path):
+    """With a penalty too small to matter the same policy is trained, and what the estimators make of it differs."""
+    extra = ("--beta", 1e-9, "--kl_target", 0, "--kl_horizon", 10_000, "--value_warmup_steps", 0, "--max_steps", 2)
+    logged = {}
+    for name in ("k1", "k2"):
+        folder = tmp_path / name
+        run(1, "ppo.py", *flags, *extra, "--lr", 1e-3, "--kl_estimator", name, "--output_dir", folder)
+        logged[name] = metrics(folder)[1]["objective/kl"]
+    assert logged["k1"] == pytest.approx(logged["k2"], rel=1e-4) and abs(logged["k1"]) > 1e-3
+
+
+@pytest.mark.slow
 def test_reward_model_value_model_warm_up_and_early_stop(flags, device, tmp_path):
     tiny = resolve_model("tiny")
-    export_hf(load_scalar_model(tiny, RunArgs(), device), load_tokenizer(tiny), tmp_path / "rm")
+    export_hf(load_scalar_model(tiny, ppo.Args(), device), load_tokenizer(tiny), tmp_path / "rm")
     extra = ("--reward", f"model:{tmp_path / 'rm'}", "--value_model", tmp_path / "rm", "--max_steps", 2)
     extra += ("--value_warmup_steps", 1, "--kl_stop", 1e-9, "--max_new_tokens", 4, "--output_dir", tmp_path / "run")
     run(1, "ppo.py", *flags, *extra)

@@ -9,18 +9,17 @@ from itertools import groupby
 
 import pytest
 import torch
+from conftest import Args, talkative
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
 
-import ppo
 from common.data import Encoder
 from common.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
 from common.metrics import Meter
-from common.online import PolicyGradientArgs
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.scoring import Rewards
 from common.rollout.episodes import Episodes
-from common.rows import TASKS
+from common.tasks import TASKS
 
 # Counts the characters of a turn aloud, as long as the row says; may raise.
 USER_FILE = """
@@ -64,11 +63,12 @@ class Play:
     """Rows played by an engine."""
 
     def __init__(self, engine, environment, rows=ROWS, **flags):
-        self.args = PolicyGradientArgs(environment=environment, reward=("environment",), max_new_tokens=200, **flags)
+        self.args = Args(environment=environment, reward=("environment",), max_new_tokens=200, **flags)
         rows = [dict(row) for row in rows]
         columns = prompt_columns(self.args, rows)
         self.encoder = Encoder(engine.tokenizer, self.args)
-        self.prompts, self.rows, _ = encode_prompts(rows, columns, self.encoder, 1000, self.args)
+        prompts = encode_prompts(rows, columns, self.encoder, 1000, self.args)
+        self.prompts, self.rows = prompts.ids, prompts.rows
         self.engine, self.episodes = engine, Episodes(engine, self.args, engine.tokenizer)
 
     def __call__(self, which=slice(None), n=3) -> list[list[Sample]]:
@@ -178,28 +178,10 @@ def test_what_an_environment_raises_is_an_error_of_its_sample(synced, user_file,
     for row, group in zip(play.rows, groups, strict=True):
         for sample in group:
             sample.row = row
-    args = PolicyGradientArgs(environment=user_file, reward=("environment",), max_reward_errors=0.9)
+    args = Args(environment=user_file, reward=("environment",), max_reward_errors=0.9)
     total, _ = Rewards(args, play.rows, synced.tokenizer, device)(groups, Meter())
     assert total.isnan().tolist() == [[bool(s.error) for s in group] for group in groups]
     assert total[5].tolist() == [sum(r for _, r in s.turn_rewards) for s in groups[5]]
-
-
-def test_rewards_of_turns_stand_on_their_last_tokens(device):
-    """ppo.py: a completion's rewards add up to its score whatever was shaped away, each where it was earned."""
-    one = Sample(list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3)
-    one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
-    two = Sample([1, 2, 3], [False, True, True], prompt_length=1)
-    cut = Sample([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
-    for packed in (pack([one, two, cut], 100, device), pack([one, two, cut], 8, device)):
-        got = {}
-        for mb in packed:
-            scores_T = ppo.token_scores(mb, {id(one): 4.0, id(two): -1.0, id(cut): 2.0}, 0.5)
-            assert (scores_T[~mb.loss_mask_T] == 0).all()
-            got |= {
-                id(s): scores_T[a:b].tolist() for s, a, b in zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False)
-            }
-        assert got[id(one)] == [0, 0, 0.5, 0, 0, -1.0, 0, 4.5]
-        assert got[id(two)] == [0, -1.0] and got[id(cut)] == [0.5, 0, 1.5]
 
 
 # ---- the built-in environments ----
@@ -292,7 +274,7 @@ def test_bad_names(name, words, tmp_path):
 
 
 def test_bad_rows(tmp_path, user_file):
-    args = PolicyGradientArgs(environment=user_file, reward=("environment",))
+    args = Args(environment=user_file, reward=("environment",))
     with pytest.raises(ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"):
         prompt_columns(args, [dict(ROWS[0]), dict(prompt="a", _source="rows:2")])
     (tmp_path / "silent.py").write_text(
@@ -303,12 +285,12 @@ def test_bad_rows(tmp_path, user_file):
         prompt_columns(args, [dict(ROWS[0])])
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
         with pytest.raises(ValueError, match="belong together|--max_turns 3 would not be read"):
-            PolicyGradientArgs(**flags)
+            Args(**flags)
 
 
 def test_prompt_template():
     rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
-    args = PolicyGradientArgs(prompt_template="{problem}={{}}")
+    args = Args(prompt_template="{problem}={{}}")
     assert prompt_columns(args, rows) == ("_prompt",) and [r["_prompt"] for r in rows] == ["1+1={}", "2+2={}"]
     rows[1]["level"] = None
     for template, words in (
@@ -316,7 +298,7 @@ def test_prompt_template():
         ("{}", "--prompt_template: {} names no column"), ("{problem.x}", "a:1: .*no attribute 'x'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            prompt_columns(PolicyGradientArgs(prompt_template=template), rows)
+            prompt_columns(Args(prompt_template=template), rows)
 
 
 # ---- training ----
@@ -324,46 +306,46 @@ def test_prompt_template():
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """A model whose turns are short: the letter e ends one, and the environment pays for it to do so."""
+    """A model whose turns are short, and an environment that pays for each."""
     folder = tmp_path_factory.mktemp("environment")
     (folder / "counter.py").write_text(USER_FILE)
     rows = [dict(prompt=f"{i}?", turns=1 + i % 3) for i in range(12)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
     return (
-        "--model", talkative(folder), "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl",
-        "--eval_split", "train", "--environment", f"{folder / 'counter.py'}:Counter", "--reward", "environment",
-        "--max_turns", 3, "--max_new_tokens", 120, "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
-        "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--model", talkative(folder / "model"), "--dataset", folder / "rows.jsonl",
+        "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
+        "--environment", f"{folder / 'counter.py'}:Counter", "--reward", "environment", "--max_turns", 3,
+        "--max_new_tokens", 120, "--max_steps", 2, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+        "--lr", 1e-4, "--eval_every", 2, "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
-
-
-def talkative(folder):
-    """The tiny model with more tokens that end a turn."""
-    import shutil
-
-    from common.tiny import tiny_model
-
-    shutil.copytree(tiny_model(), folder / "model")
-    path = folder / "model" / "generation_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)])))
-    return folder / "model"
 
 
 NUMBERS = ("loss", "grad_norm", "reward", "reward_std", "completions/mean_length", "completions/mean_turns",
            "num_tokens", "eval/reward", "entropy")  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def colocated(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colocated")
+    run(1, "grpo.py", *flags, "--output_dir", folder)
+    assert any(line.get("completions/mean_turns", 0) > 1.3 for line in metrics(folder))
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
-def test_one_gradient_whatever_the_ranks(script, flags, tmp_path):
-    extra = ("--samples_per_prompt", 1, "--minibatches", 1) if script == "ppo.py" else ()
-    run(1, script, *flags, *extra, "--output_dir", tmp_path / "1")
-    run(2, script, *flags, *extra, "--pack_tokens", 300, "--output_dir", tmp_path / "2")
-    names = [n for n in NUMBERS if script == "grpo.py" or n != "reward_std"]
-    assert_close_metrics(tmp_path / "1", tmp_path / "2", tuple(names), rel=1e-5, floor=1e-2)
-    assert any(line.get("completions/mean_turns", 0) > 1.3 for line in metrics(tmp_path / "1"))
+def test_one_gradient_whatever_the_ranks(colocated, flags, tmp_path):
+    run(2, "grpo.py", *flags, "--pack_tokens", 300, "--output_dir", tmp_path)
+    assert_close_metrics(colocated, tmp_path, NUMBERS, rel=1e-5, floor=1e-2)
+
+
+@pytest.mark.slow
+def test_one_gradient_with_a_reward_for_each_turn(flags, tmp_path):
+    for ranks, pack_tokens in ((1, 8192), (2, 300)):
+        extra = ("--samples_per_prompt", 1, "--minibatches", 1, "--prompts_per_step", 8, "--pack_tokens", pack_tokens)
+        run(ranks, "ppo.py", *flags, *extra, "--output_dir", tmp_path / str(ranks))
+    names = tuple(name for name in NUMBERS if name != "reward_std")
+    assert_close_metrics(tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=1e-2)
 
 
 TWICE = """
@@ -392,9 +374,8 @@ def test_both_turns_learn_what_pays(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_rollout_ranks_play_the_same_episodes(flags, tmp_path):
-    run(1, "rloo.py", *flags, "--output_dir", tmp_path / "colocated")
-    run(2, "rloo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path / "apart")
-    assert_same_weights(tmp_path / "colocated", tmp_path / "apart")
-    one, other = ((tmp_path / name / "samples.jsonl").read_text() for name in ("colocated", "apart"))
-    assert one == other and math.isfinite(metrics(tmp_path / "apart")[-1]["reward"])
+def test_rollout_ranks_play_the_same_episodes(colocated, flags, tmp_path):
+    run(2, "grpo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
+    assert_same_weights(colocated, tmp_path)
+    one, other = ((folder / "samples.jsonl").read_text() for folder in (colocated, tmp_path))
+    assert one == other and math.isfinite(metrics(tmp_path)[-1]["reward"])
