@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from common import distributed
-from common.config import RunArgs
+from common.config import TrainArgs
 from common.data import Encoder
 from common.hub import load_tokenizer, resolve_model
 from common.models import compute_dtype, load_policy
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed optimizer steps, after one that is not")
     flags = parser.parse_args()
     device, _, _ = distributed.setup(seed=0)
-    args, rng, path = RunArgs(lr=1e-4), random.Random(0), resolve_model("tiny")
+    args, rng, path = TrainArgs(lr=1e-4), random.Random(0), resolve_model("tiny")
     count = flags.batch_size * (flags.steps + 1)
     samples = drawn_samples(count, rng)
     if flags.dataset:

@@ -4,7 +4,7 @@
 
 1. Speed: training steps of `tiny` (sigmoid loss) on the same `--batch_size` pairs in random order. A step is batching,
    forward, backward, clipping and AdamW; tokens are the real ones of prompts and completions, as dpo.py counts them.
-   - packed: `Objective` and `optimizer_step`, what dpo.py does, metrics included; reference log-probs are stored;
+   - packed: what dpo.py does, metrics included; reference log-probs are stored;
    - packed, online: the same with `--reference_logprobs online`, one forward of the reference more;
    - padded: the Hugging Face model with sdpa and an attention mask on [2B, L], chosen rows above rejected ones, padded
      on the right to the longest; full logits, log_softmax, gather; log-probs stored as well. Micro-batches of B = 32,
@@ -38,15 +38,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.logprobs import peak, reset_peak
 from common import distributed
+from common.config import with_flags
 from common.data import Encoder
 from common.hub import load_tokenizer, resolve_model
+from common.logprobs import store_reference_logps
 from common.metrics import Meter
 from common.models import compute_dtype, load_policy
 from common.optim import adamw, optimizer_step
-from common.packing import Sample
-from common.preference_losses import Pairs, preference_losses
+from common.packing import Sample, pack_groups
+from common.preference_losses import LOSSES, Pairs, preference_losses
 from common.rows import load_rows
-from dpo import Args, Objective, encode_rows, store_reference_logps
+from dpo import Args, encode_rows, measure, pairs_of, reference_logps
 
 TARGET = 1.5
 LR = 1e-5  # enough to move the loss
@@ -71,12 +73,21 @@ def load_pairs(flags, path: str, args: Args) -> list[list[Sample]]:
     return pairs
 
 
+def objectives_of(args: Args) -> dict:
+    return {name: with_flags(LOSSES[name], args) for name in args.loss}
+
+
 def packed_step(model, optimizer, batch: list[list[Sample]], args: Args, device, reference=None) -> float:
-    objective, meter, total = Objective(model, reference, batch, args, device), Meter(), torch.zeros((), device=device)
-    for mb in objective.micro_batches:
-        loss = objective(mb, meter) / len(batch)
-        loss.backward()
-        total += loss.detach()
+    meter, total = Meter(), torch.zeros((), device=device)
+    for mb in pack_groups(batch, args.pack_tokens, device):
+        logprobs_T, entropy_T, _, collision_T = model(mb)
+        pairs = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
+        loss_N, parts = preference_losses(pairs, objectives_of(args))
+        loss = loss_N.sum()
+        (loss / len(batch)).backward()
+        total += loss.detach() / len(batch)
+        measure(meter, "", args, pairs, loss, parts, loss_N)
+        meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
     optimizer_step(model, optimizer, args.lr, args.max_grad_norm, total)
     return total.item()
 
@@ -95,7 +106,7 @@ def padded_step(hf, optimizer, batch: list[list[Sample]], args: Args, device, si
         logps = torch.where(trained_BL, logp_BL, 0).double().sum(-1)
         ref_logps = torch.tensor([s.ref_logp for s in rows], dtype=torch.float64).to(device)
         columns = [side for x in (logps, ref_logps, trained_BL.sum(-1).double()) for side in (x[:half], x[half:])]
-        loss_N, _ = preference_losses(Pairs(*columns, weights=torch.ones_like(logps[:half])), args)
+        loss_N, _ = preference_losses(Pairs(*columns, weights=torch.ones_like(logps[:half])), objectives_of(args))
         loss = loss_N.sum() / len(batch)
         loss.backward()
         total += loss.detach()
@@ -112,7 +123,8 @@ def speed(flags, folder: str) -> bool:
     pairs = load_pairs(flags, path, args)[: size * (flags.steps + 1)]
     policy, online = (load_policy(path, args, device) for _ in range(2))
     reference, start = load_policy(path, args, device, trainable=False), time.perf_counter()
-    store_reference_logps(pairs, path, lambda: reference, args, device)
+    samples = sum(pairs, [])
+    store_reference_logps(samples, path, lambda: reference, Path(folder), args.dtype, args.pack_tokens, device)
     storing = (time.perf_counter() - start) / (flags.steps + 1)
     variants = {"packed": (packed_step, policy, adamw(policy, args), ())}
     variants["packed, online"] = (packed_step, online, adamw(online, args), (reference,))
@@ -150,7 +162,7 @@ def larger_model(folder: str) -> str:
     return folder
 
 
-def measure(flags) -> None:
+def measure_memory(flags) -> None:
     """`stored` or `online` in this process, printed as JSON; seconds of a step without and with the reference."""
     device, _, _ = distributed.setup(seed=0)
     args, references = Args(lr=LR), [None]
@@ -205,7 +217,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("stored", "online"), help=argparse.SUPPRESS)  # what the child processes get
     flags = parser.parse_args()
     if flags.only:
-        return measure(flags)
+        return measure_memory(flags)
     with tempfile.TemporaryDirectory() as folder:
         same = speed(flags, folder)
         memory(flags, f"{folder}/model")

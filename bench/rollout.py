@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,13 +32,18 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from common import distributed
-from common.config import RolloutArgs
+from common.config import SamplingArgs, TrainArgs
 from common.hub import load_tokenizer, resolve_model
 from common.models import compute_dtype, load_policy
 from common.rollout.engine import make_engine, whole_weights
 
 COUNT, FIXED, MEAN, LONGEST = 256, 128, 32, 256
 TARGETS = {"a": 1.3, "b": 2.0}
+
+
+@dataclass
+class Args(SamplingArgs, TrainArgs):
+    """Flags of a policy and of an engine."""
 
 
 class RowsDone(StoppingCriteria):
@@ -85,7 +91,7 @@ def main() -> None:
         print("vllm is not installed: nothing to compare")
         return
     device, _, _ = distributed.setup(seed=0)
-    args, path, rng = RolloutArgs(max_new_tokens=FIXED), resolve_model("tiny"), random.Random(0)
+    args, path, rng = Args(max_new_tokens=FIXED), resolve_model("tiny"), random.Random(0)
     tokenizer, threads = load_tokenizer(path), torch.get_num_threads()
     prompts = [[rng.randrange(95) for _ in range(rng.randint(4, 12))] for _ in range(COUNT)]
     geometric = [min(LONGEST, 1 + int(rng.expovariate(1) / -torch.tensor(1 - 1 / MEAN).log())) for _ in range(COUNT)]

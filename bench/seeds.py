@@ -1,7 +1,7 @@
 """Online RL on the built-in task, several seeds each: the numbers and curves in docs/ of the online scripts.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model they start from
-    python bench/seeds.py presets    # every --preset of grpo.py, 60 steps
+    python bench/seeds.py presets    # dapo.py and every --preset of grpo.py and reinforce.py, 60 steps
     python bench/seeds.py rloo       # configs/demo_rloo.yaml
     python bench/seeds.py ppo        # configs/demo_ppo.yaml
     torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # the reward model of the next
@@ -25,8 +25,9 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import grpo
+import reinforce
 from common.metrics import read_metrics
-from grpo import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESET_FLAGS = (
@@ -115,9 +116,11 @@ def main() -> None:
     options = parser.parse_args()
     variants = {
         "presets": {
-            name: ("grpo.py", *PRESET_FLAGS, "--minibatches", str(flags.get("minibatches", 2)), "--preset", name)
-            for name, flags in PRESETS.items()
-        },
+            name: (f"{script.__name__}.py", *PRESET_FLAGS, "--minibatches", str(flags.get("minibatches", 2)),
+                   "--preset", name)
+            for script in (grpo, reinforce)
+            for name, flags in script.Args.PRESETS.items()
+        } | {"dapo": ("dapo.py", *PRESET_FLAGS, "--minibatches", "2")},
         "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},
         "ppo": {"ppo.py": ("ppo.py", "--config", "configs/demo_ppo.yaml")},
         "calculator": {"grpo.py": ("grpo.py", "--config", "configs/calculator_grpo.yaml")},

@@ -1,17 +1,15 @@
-"""Rows become exactly the ids and masks they should, in an order that resumes; every kind of file loads."""
+"""Rows become exactly the ids and masks they should, in an order that resumes."""
 
 import json
-from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import RolloutArgs, RunArgs
-from common.data import Encoder, RowOrder
-from common.prompts import encode_prompts
-from common.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, load_rows, require_columns, train_and_eval_rows
-from common.tasks import arithmetic_rows
+from common.config import BaseArgs
+from common.data import Encoder, RowOrder, cut, encode_pairs
+from common.packing import Sample
+from common.rows import PAIR_COLUMNS, SFT_COLUMNS
 from common.tiny import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -24,7 +22,7 @@ def turn(role: str, content: str) -> dict:
 
 
 def encoder(tokenizer=TOKENIZER, **flags) -> Encoder:
-    return Encoder(tokenizer, RunArgs(**flags))
+    return Encoder(tokenizer, BaseArgs(**flags))
 
 
 def encode(row: dict, columns: tuple[str, ...], train_on_all: bool = False, **flags) -> tuple[str, list[str]]:
@@ -189,13 +187,6 @@ def test_only_what_follows_the_end_of_turn_is_left_out():
     assert sample.loss_mask[-3:] == [True, True, False]
 
 
-@given(texts)
-def test_every_text_survives_the_tiny_tokenizer(text):
-    """Characters outside the alphabet go in as bytes."""
-    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    assert TOKENIZER.decode(ids) == text and None not in ids
-
-
 def test_malformed_rows_are_named():
     for row, columns, what in (
         (dict(prompt="a", completion=3), PAIR, "completion is int"),
@@ -207,15 +198,39 @@ def test_malformed_rows_are_named():
             encoder().sft(row | dict(_source="rows.jsonl:7"), columns)
 
 
-def test_overlong_prompts_are_refused_or_dropped():
-    rows = [dict(prompt="a" * n, _source=f"rows.jsonl:{n}") for n in (3, 9, 5)]
-    coder = encoder()
-    with pytest.raises(ValueError, match="rows.jsonl:9: a prompt of 9 tokens"):
-        encode_prompts(rows, ("prompt",), coder, 5, RolloutArgs())
-    prompts, kept, dropped = encode_prompts(rows, ("prompt",), coder, 5, RolloutArgs(overlong_prompts="drop"))
-    assert [len(p) for p in prompts] == [3, 5] and kept == [rows[0], rows[2]] and dropped == 1
-    with pytest.raises(ValueError, match="no prompt has at most 2 tokens"):
-        encode_prompts(rows, ("prompt",), coder, 2, RolloutArgs(overlong_prompts="drop"))
+# ---- pairs that are too long, or the same ----
+
+
+def encoded_pairs(lengths: list[tuple[int, ...]], overlong: str, identical_pairs: str = "drop"):
+    """Rows of so many ids each, of which two are prompt; those that differ in length differ."""
+    rows = [dict(lengths=row, _source=f"rows:{i}") for i, row in enumerate(lengths)]
+
+    def encode(row):
+        return [Sample(list(range(n)), [i >= 2 for i in range(n)], prompt_length=2, row=row) for n in row["lengths"]]
+
+    pairs, counts = encode_pairs(rows, encode, 5, overlong, identical_pairs)
+    return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
+
+
+def test_pairs_of_which_one_is_too_long():
+    lengths = [(3, 4), (3, 6), (6, 4), (5, 4)]
+    assert encoded_pairs(lengths, "drop") == ([[3, 4], [5, 4]], {"dropped as too long (--max_length)": 2})
+    assert encoded_pairs(lengths, "truncate") == ([[3, 4], [3, 5], [5, 4], [5, 4]], {"truncated (--max_length)": 2})
+    with pytest.raises(ValueError, match=r"rows:1 has 6 tokens, more than --max_length \(--overlong\)"):
+        encoded_pairs(lengths, "error")
+    assert encoded_pairs([(4,), (9,)], "truncate") == ([[4], [5]], {"truncated (--max_length)": 1})
+    sample = cut(Sample([1, 2, 3], [False, True, True]), 2)
+    assert (sample.ids, sample.loss_mask) == ([1, 2], [False, True])
+
+
+def test_identical_pairs():
+    same = {"with chosen = rejected (--identical_pairs)": 1}
+    assert encoded_pairs([(3, 3), (3, 4)], "drop") == ([[3, 4]], same)
+    assert encoded_pairs([(3, 3), (3, 4)], "drop", "keep") == ([[3, 3], [3, 4]], same)
+    with pytest.raises(ValueError, match="rows:0: chosen and rejected are the same"):
+        encoded_pairs([(3, 3)], "drop", "error")
+    # Cut to their prompt and what they share, they have become the same.
+    assert encoded_pairs([(6, 7)], "truncate") == ([], same | {"truncated (--max_length)": 1})
 
 
 # ---- the order of rows ----
@@ -247,132 +262,6 @@ def test_order_resumes_exactly(num_rows, before, after):
     assert resumed.draw(after) == expected and resumed.epochs_done == order.epochs_done
 
 
-# ---- files ----
-
-
-def load(path, split: str = "train") -> list[dict] | None:
-    rows = load_rows("--dataset", str(path), split)
-    return rows and [{k: v for k, v in row.items() if k != "_source"} for row in rows]
-
-
-ROWS = [dict(prompt="a\u2028b", completion="c\x85d"), dict(prompt="\u00e9", completion="\n")]
-
-
-def test_jsonl_breaks_lines_at_newlines_only(tmp_path):
-    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
-    (tmp_path / "rows.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    assert load(tmp_path / "rows.jsonl") == ROWS
-    assert [row["_source"] for row in load_rows("--dataset", str(tmp_path / "rows.jsonl"), "train")] == [
-        "rows.jsonl:1", "rows.jsonl:3",
-    ]  # fmt: skip
-    assert load(tmp_path / "rows.jsonl", "test") is None
-
-
-def test_json_parquet_and_csv(tmp_path):
-    import datasets
-
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    dataset = datasets.Dataset.from_list(ROWS)
-    dataset.to_parquet(tmp_path / "rows.parquet")
-    dataset.to_csv(tmp_path / "rows.csv", index=False)
-    for name in ("rows.json", "rows.parquet", "rows.csv"):
-        assert load(tmp_path / name) == ROWS, name
-
-
-def test_a_folder_with_files_of_several_splits(tmp_path):
-    import datasets
-
-    for name, row in (("train-00000-of-00002", 0), ("train-00001-of-00002", 1), ("test", 1)):
-        datasets.Dataset.from_list([ROWS[row]]).to_parquet(tmp_path / f"{name}.parquet")
-    (tmp_path / "README.md").touch()
-    assert load(tmp_path) == ROWS and load(tmp_path, "test") == [ROWS[1]] and load(tmp_path, "validation") is None
-
-
-def test_a_folder_without_splits_is_all_training(tmp_path):
-    for n, row in enumerate(ROWS):
-        (tmp_path / f"part{n}.jsonl").write_text(json.dumps(row))
-    assert load(tmp_path) == ROWS and load(tmp_path, "test") is None
-
-
-def test_bad_files_are_named(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"a": 1}\n{"a": \n')
-    (tmp_path / "list.jsonl").write_text("[1]\n")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    for name, what in (
-        ("bad.jsonl", "line 2 is not valid JSON"), ("list.jsonl", "list.jsonl:1 is not an object"),
-        ("empty.jsonl", "empty"), ("none.jsonl", "no such file"), ("none.parquet", "no such file"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=what):
-            load(tmp_path / name)
-
-
-def test_columns_are_recognised_or_refused():
-    assert require_columns("--dataset", [dict(text="", messages=[], _source="")], SFT_COLUMNS) == ("messages",)
-    assert require_columns("--dataset", [dict(prompt="", completion="", answer="")], SFT_COLUMNS) == PAIR
-    assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == ("question",)
-    with pytest.raises(ValueError, match="--dataset x has the columns foo; needed: messages, or prompt and completion"):
-        require_columns("--dataset x", [dict(foo=1, _source="")], SFT_COLUMNS)
-
-
-# ---- held-out rows ----
-
-
-def numbered(path, count: int, start: int = 0):
-    path.write_text("".join(json.dumps(dict(text=str(start + n))) + "\n" for n in range(count)))
-    return str(path)
-
-
-def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(tmp_path):
-    file = numbered(tmp_path / "rows.jsonl", 50)
-    train, held_out = train_and_eval_rows(RunArgs(dataset=file, eval_size=8))
-    assert len(train) == 42 and len(held_out) == 8
-    assert {row["text"] for row in train + held_out} == {str(n) for n in range(50)}
-    assert train_and_eval_rows(RunArgs(dataset=file, eval_size=8, seed=1)) == (train, held_out)
-    train, held_out = train_and_eval_rows(RunArgs(dataset=file, eval_every=0))
-    assert len(train) == 50 and held_out == []
-    with pytest.raises(ValueError, match="--eval_size 50 leaves no training rows"):
-        train_and_eval_rows(RunArgs(dataset=file, eval_size=50))
-
-
-def test_a_held_out_split_or_file_is_used_and_capped(tmp_path):
-    (tmp_path / "data").mkdir()
-    numbered(tmp_path / "data" / "train.jsonl", 5)
-    numbered(tmp_path / "data" / "test.jsonl", 30, start=100)
-    other = numbered(tmp_path / "other.jsonl", 30, start=200)
-    for flags, first in ((dict(), 100), (dict(eval_dataset=other), 200)):
-        train, held_out = train_and_eval_rows(RunArgs(dataset=str(tmp_path / "data"), eval_size=7, **flags))
-        assert [row["text"] for row in train] == list("01234")
-        assert len({row["text"] for row in held_out}) == 7 and all(int(row["text"]) >= first for row in held_out)
-
-
-def test_a_split_that_is_not_there_is_refused(tmp_path):
-    file = numbered(tmp_path / "rows.jsonl", 5)
-    with pytest.raises(ValueError, match="no split 'other': see --dataset_split"):
-        train_and_eval_rows(RunArgs(dataset=file, dataset_split="other"))
-
-
-def test_training_on_the_held_out_split_sets_rows_aside():
-    train, held_out = train_and_eval_rows(RunArgs(dataset_split="test"))
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-
-
-def test_an_eval_dataset_without_the_split_is_refused(tmp_path):
-    (tmp_path / "data").mkdir()
-    numbered(tmp_path / "data" / "validation.jsonl", 5)
-    with pytest.raises(ValueError, match="--eval_split"):
-        train_and_eval_rows(RunArgs(eval_dataset=str(tmp_path / "data")))
-
-
-# ---- the built-in task ----
-
-
-def test_arithmetic_rows():
-    train, test = arithmetic_rows("train"), arithmetic_rows("test")
-    assert arithmetic_rows("train") == train
-    assert len({row["prompt"] for row in test}) == len(test) == 500
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
-    assert set(Counter(row["prompt"] for row in train).values()) == {4}
-    for row in train + test:
-        assert str(eval(row["prompt"].rstrip("="))) == row["answer"] == row["chosen"] != row["rejected"]
-    solved = sum(row["completion"] == row["answer"] for row in train) / len(train)
-    assert 0.3 < solved < 0.7  # something is learned by imitation, and something is left for rewards
+def test_an_order_of_other_rows_does_not_resume():
+    with pytest.raises(ValueError, match="the checkpoint is of 4 training rows, now there are 5: other data or flags"):
+        RowOrder(5, 0).load_state_dict(RowOrder(4, 0).state_dict())

@@ -1,35 +1,67 @@
 """The demo's promise, on the recipe itself: SFT leaves room, GRPO fills it, and the engine agrees at every step.
 PPO and RLOO, from the same SFT model, learn as well."""
 
-import subprocess
-import sys
+import shutil
 
+import checkpoints
 import pytest
-from helpers import ROOT, environment, metrics, run
+from helpers import ROOT, metrics, run
 
-pytestmark = pytest.mark.slow
+import demo
 
-
-@pytest.fixture(scope="module")
-def demo():
-    done = subprocess.run([sys.executable, "demo.py"], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+demo_sft = checkpoints.demo_sft
 
 
-def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(demo):
-    lines = metrics(ROOT / "runs/demo/grpo")
+@pytest.mark.slow
+def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(demo_sft, tmp_path, monkeypatch, capsys):
+    """demo.py itself, but for how it launches; the SFT run is the one that others start from too."""
+    launched = []
+
+    def train(script: str, *flags: str) -> None:
+        launched.append((script, *flags))
+        if script == "sft.py":
+            shutil.copytree(demo_sft, tmp_path / "sft")
+        else:
+            folders = ("--model", tmp_path / "sft" / "hf", "--output_dir", tmp_path / "grpo")
+            run(2, script, *flags, *folders, timeout=1200)
+
+    monkeypatch.setattr(demo, "OUT", tmp_path)
+    monkeypatch.setattr(demo, "train", train)
+    demo.main()
+    assert launched == [
+        ("sft.py", "--config", "configs/demo_sft.yaml"),
+        ("grpo.py", "--config", "configs/demo_grpo.yaml"),
+    ]
+    lines = metrics(tmp_path / "grpo")
     scores = [line["eval/pass_at_1"] for line in lines if "eval/pass_at_1" in line]
     assert scores[0] <= 0.5 and scores[-1] >= 0.9, scores
     assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in lines) <= 1e-4
-    assert "five held-out questions" in demo.stdout and (ROOT / "runs/demo/curves.png").stat().st_size > 10_000
+    assert "five held-out questions" in capsys.readouterr().out and (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_demo_launches_ranks_and_stops_when_they_fail(capfd):
+    with pytest.raises(SystemExit, match="sft.py failed; its message is above"):
+        demo.train("sft.py", "--config", "configs/absent.yaml")
+    told = capfd.readouterr()
+    assert "--nproc_per_node=2 --standalone sft.py --config configs/absent.yaml" in told.out
+    assert "error: --config configs/absent.yaml: No such file" in told.err
+
+
+def test_the_recipes_of_the_demo_fit_together():
+    """What one leaves the next takes, where demo.py looks for it."""
+    import yaml
+
+    sft, grpo = (yaml.safe_load((ROOT / f"configs/demo_{name}.yaml").read_text()) for name in ("sft", "grpo"))
+    assert sft["output_dir"] == f"{demo.OUT}/sft" and grpo["output_dir"] == f"{demo.OUT}/grpo"
+    assert grpo["model"] == f"{demo.OUT}/sft/hf"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_others_learn_from_the_same_start(demo, script, tmp_path):
+def test_others_learn_from_the_same_start(demo_sft, script, tmp_path):
     """A sixth or less of their recipes; docs/ppo.md and docs/rloo.md have the whole ones."""
-    run(
-        2, f"{script}.py", "--config", ROOT / f"configs/demo_{script}.yaml", "--max_steps", 20, "--output_dir", tmp_path
-    )
+    flags = ("--model", demo_sft / "hf", "--max_steps", 20, "--output_dir", tmp_path)
+    run(2, f"{script}.py", "--config", ROOT / f"configs/demo_{script}.yaml", *flags, timeout=1200)
     first, *_, last = [line["eval/pass_at_1"] for line in metrics(tmp_path) if "eval/pass_at_1" in line]
     assert first <= 0.5 and last >= 0.7, (first, last)

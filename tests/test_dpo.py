@@ -4,21 +4,25 @@ import json
 import math
 import random
 
-import helpers
+import inprocess
 import pytest
 import torch
-from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
+from helpers import assert_close_metrics, metrics, run
 
 import dpo
+from common.config import with_flags
 from common.data import Encoder
 from common.hub import load_tokenizer
+from common.logprobs import store_reference_logps
 from common.metrics import Meter
 from common.models import load_policy
-from common.preference_losses import LOSSES, OVER_BATCH
+from common.packing import pack_groups
+from common.preference_losses import LOSSES, OVER_BATCH, preference_losses
 from common.rows import PAIR_COLUMNS
 from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 
+main = inprocess.main
 # All of them at once: each is logged on its own, and the gradient is of the sum.
 EVERY_OBJECTIVE = ("--loss", *LOSSES, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",
                    "--beta", 0.5)  # fmt: skip
@@ -49,9 +53,9 @@ def two_ranks(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_objective_is_the_same_on_other_ranks_and_packing(two_ranks, data, tmp_path):
+def test_every_objective_is_the_same_on_other_ranks_and_packing(two_ranks, data, tmp_path, main):
     flags = ("--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
-    run(1, "dpo.py", *STEPS, *EVERY_OBJECTIVE, *flags)
+    main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
     # At the first step nothing has been amplified by the optimizer: log-ratios are rounding, log-probs are not.
     assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=1e-5, floor=0.1)
     evaluated = [(a, b) for a, b in zip(metrics(two_ranks), metrics(tmp_path), strict=True) if "eval_loss" in a]
@@ -67,40 +71,24 @@ def test_the_first_sigmoid_loss_is_ln_2(two_ranks):
 
 
 @pytest.mark.slow
-def test_sorting_a_micro_batch_would_be_noticed(two_ranks, data, tmp_path):
+def test_sorting_a_micro_batch_would_be_noticed(two_ranks, data, tmp_path, main, monkeypatch):
     """The negative control: the optimal-transport losses over what one pack holds."""
-    source = (ROOT / "dpo.py").read_text()
-    line = "elif OVER_BATCH & set(args.loss):"
-    assert source.count(line) == 1
-    wrong = tmp_path / "dpo.py"
-    wrong.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(line, "elif False:"))
-    run(2, wrong, *STEPS, *EVERY_OBJECTIVE, "--dataset", data, "--output_dir", tmp_path / "out")
-    for name in (
-        "loss/aot",
-        "loss/aot_unpaired",
-    ):  # at the first step all log-ratios are 0, whatever they are sorted by
+    monkeypatch.setattr(dpo, "OVER_BATCH", set())
+    flags = ("--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
+    main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
+    # At the first step all log-ratios are 0, whatever they are sorted by.
+    for name in ("loss/aot", "loss/aot_unpaired"):
         with pytest.raises(AssertionError, match=name):
-            assert_close_metrics(two_ranks, tmp_path / "out", (name,), rel=1e-5, floor=0.1)
+            assert_close_metrics(two_ranks, tmp_path, (name,), rel=1e-5, floor=0.1)
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, data, tmp_path):
-    flags = (*STEPS, *EVERY_OBJECTIVE, "--dataset", data, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "dpo.py", *flags, folder=tmp_path, after_step=4, delay=0)
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    assert "resuming from" in run(2, "dpo.py", *flags).stdout
-    assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=0)
-
-
-@pytest.mark.slow
-def test_kto_is_the_same_on_other_ranks_and_packing(data, tmp_path):
-    flags = (*STEPS, "--loss", "kto", "--wpo", "--desirable_weight", 1.5, "--dataset", data)
-    run(2, "dpo.py", *flags, "--output_dir", tmp_path / "two")
-    run(1, "dpo.py", *flags, "--pack_tokens", 700, "--max_length", 300, "--output_dir", tmp_path / "one")
-    names = (*COMMON[:3], "kl", "rewards/accuracies", "wpo/weight")
-    assert_close_metrics(tmp_path / "two", tmp_path / "one", names, rel=1e-5, floor=0.1)
-    assert metrics(tmp_path / "two")[-1]["kl"] > 0
+def test_it_resumes_exactly(data, tmp_path, main):
+    """With the log-probs of the reference that the first run has stored."""
+    flags = (*STEPS, "--loss", "sigmoid", "aot", "--beta", 0.5, "--dataset", data)
+    main("dpo", *flags, "--output_dir", tmp_path / "run")
+    assert (tmp_path / "run" / "reference_logps.json").is_file()
+    inprocess.assert_resumes_exactly(main, "dpo", *flags, folder=tmp_path / "run", finished=6)
 
 
 # ---- in this process ----
@@ -114,11 +102,19 @@ def setup(data, device, **flags):
     return args, groups, load_policy(tiny_model(), args, device)
 
 
-def objective_of(model, reference, groups, args, device):
-    meter = Meter()
-    objective = dpo.Objective(model, reference, groups, args, device)
-    loss = sum(objective(mb, meter) for mb in objective.micro_batches)
-    return loss, meter.reduce()
+def objective_of(model, reference, pairs, args, device):
+    """The loss, a sum over these pairs, and what is measured; as in main."""
+    meter, micro_batches, losses = Meter(), pack_groups(pairs, args.pack_tokens, device), []
+    objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
+    everyone, places = dpo.everyones_pairs(model, reference, micro_batches, args)
+    for mb, own in zip(micro_batches, places, strict=True):
+        logprobs_T, _, _, collision_T = model(mb)
+        ours = dpo.pairs_of(mb, logprobs_T, collision_T, dpo.reference_logps(mb, reference), args.wpo)
+        loss_N, parts = preference_losses(dpo.put_in(everyone, own, ours), objectives, args.loss_weights)
+        losses.append(loss_N[own].sum())
+        nll_N = -mb.sequence_sums(logprobs_T)[0::2]
+        dpo.measure(meter, "", args, ours, losses[-1], {name: part_N[own] for name, part_N in parts.items()}, nll_N)
+    return sum(losses), meter.reduce()
 
 
 def disturbed(model):
@@ -164,52 +160,51 @@ def test_log_probs_are_those_of_plain_transformers(data, device):
 
 
 def test_stored_and_online_references_agree(data, device, tmp_path):
-    args, groups, model = setup(data, device, loss=("ipo", "aot"), output_dir=str(tmp_path))
+    args, pairs, model = setup(data, device, loss=("ipo", "aot"))
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
-    online, with_reference = objective_of(model, reference, groups, args, device)
-    dpo.store_reference_logps(groups, tiny_model(), lambda: reference, args, device)
-    stored, with_numbers = objective_of(model, None, groups, args, device)
+    online, with_reference = objective_of(model, reference, pairs, args, device)
+    samples = [sample for pair in pairs for sample in pair]
+    store_reference_logps(samples, tiny_model(), lambda: reference, tmp_path, args.dtype, args.pack_tokens, device)
+    stored, with_numbers = objective_of(model, None, pairs, args, device)
     assert stored.item() == pytest.approx(online.item(), rel=1e-6)
     assert with_numbers == pytest.approx(with_reference, rel=1e-5) and with_numbers["rewards/margins"] != 0
 
-    def never():
-        raise AssertionError("the file of the first time was not used")
 
-    before = [sample.ref_logp for pair in groups for sample in pair]
-    dpo.store_reference_logps(groups, tiny_model(), never, args, device)
-    assert [sample.ref_logp for pair in groups for sample in pair] == before
-    groups[0][0].ids[-2] = 7  # other data: computed again
-    with pytest.raises(AssertionError, match="was not used"):
-        dpo.store_reference_logps(groups, tiny_model(), never, args, device)
-
-
-def test_kto_baseline_and_loss_by_hand(data, device):
-    from transformers import AutoModelForCausalLM
-
-    args, groups, model = setup(data, device, loss=("kto",), beta=0.5, desirable_weight=2.0)
-    reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
-    hf = AutoModelForCausalLM.from_pretrained(tiny_model())
-    ref_hf = disturbed(AutoModelForCausalLM.from_pretrained(tiny_model()))
-    assert all(m.ids[: s.prompt_length] == s.ids[: s.prompt_length] for s, m in groups)
-    assert len(groups) == 12 and [s.row["label"] for s, _ in groups] == [True] * 6 + [False] * 6
-    ratio = {id(s): naive_logps(hf, s)[0] - naive_logps(ref_hf, s)[0] for group in groups for s in group}
-    z0 = max(0.0, sum(ratio[id(mismatch)] for _, mismatch in groups) / 12)
-    expected = 0.0
-    for sample, mismatch in groups:
-        sign = 1 if sample.row["label"] else -1
-        expected += (2.0 if sign > 0 else 1.0) * (1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0))))
-        assert mismatch.ids[: sample.prompt_length] == sample.ids[: sample.prompt_length]
-    loss, got = objective_of(model, reference, groups, args, device)
-    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # of float32 sums of some 10 nats
-    assert loss.item() == pytest.approx(expected, rel=1e-5)
+@pytest.mark.slow
+def test_a_reference_in_memory_gives_the_run_of_a_stored_one(data, tmp_path, main):
+    flags = ("--max_steps", 2, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--dataset", data, "--beta", 0.5)
+    main("dpo", *flags, "--output_dir", tmp_path / "stored")
+    main("dpo", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
+    assert not (tmp_path / "online" / "reference_logps.json").exists()
+    assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "rewards/chosen"), rel=1e-5, floor=0.1)
 
 
 def test_a_rank_without_pairs_has_a_loss_of_zero_and_a_gradient_of_zero(data, device):
-    for losses in (("sigmoid",), ("kto",)):
-        args, _, model = setup(data, device, loss=losses)
-        loss, _ = objective_of(model, None, [], args, device)
-        loss.backward()
-        assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
+    args, _, model = setup(data, device, loss=("sigmoid", "aot"))
+    loss, _ = objective_of(model, None, [], args, device)
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("losses", [("sigmoid",), ("aot", "ipo")])
+def test_the_gradient_does_not_depend_on_packing(losses, data, device):
+    """Also of objectives that sort: through ours of everyone's pairs."""
+    gradients = []
+    for pack_tokens in (4000, 700):
+        args, pairs, model = setup(data, device, loss=losses, pack_tokens=pack_tokens, max_length=300)
+        reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
+        micro_batches = pack_groups(pairs, args.pack_tokens, device)
+        everyone, places = dpo.everyones_pairs(model, reference, micro_batches, args)
+        objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
+        for mb, own in zip(micro_batches, places, strict=True):
+            logprobs_T, _, _, collision_T = model(mb)
+            ours = dpo.pairs_of(mb, logprobs_T, collision_T, dpo.reference_logps(mb, reference), False)
+            loss_N, _ = preference_losses(dpo.put_in(everyone, own, ours), objectives)
+            loss_N.sum().backward()  # of all of them, as main has it
+        gradients.append((len(micro_batches), torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])))
+    (one, whole), (several, parts) = gradients
+    assert one == 1 < several
+    torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-4 * whole.abs().max().item())
 
 
 def test_the_objectives_that_sort_are_known():
@@ -217,11 +212,11 @@ def test_the_objectives_that_sort_are_known():
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(tmp_path):
+def test_arithmetic_preferences_are_learned(tmp_path, main):
     """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/dpo.md)."""
-    rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:4000]]
+    rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:4480]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     flags = ("--max_steps", 70, "--batch_size", 64, "--lr", 2e-3, "--warmup_steps", 10, "--eval_every", 70, "--beta", 1,
              "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic")  # fmt: skip
-    run(2, "dpo.py", *flags, "--output_dir", tmp_path / "out")
+    main("dpo", *flags, "--output_dir", tmp_path / "out")
     assert metrics(tmp_path / "out")[-1]["eval_rewards/accuracies"] > 0.7

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import RunArgs
-from common.metrics import Meter, RunLogger, Totals, draw_curves, read_metrics, wilson_interval
+from common.config import TrainArgs
+from common.metrics import Meter, RunLogger, draw_curves, read_metrics, wilson_interval
 from common.packing import Sample
 
 # ---- Meter ----
@@ -54,12 +54,32 @@ def test_a_name_has_one_kind():
         meter.max("x", 1.0)
 
 
-def test_times_add_up():
+def test_times_add_up_within_a_step(monkeypatch):
+    clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     meter = Meter()
     for _ in range(2):
         with meter.time("nap"):
-            time.sleep(0.01)
-    assert 0.02 <= meter.reduce()["time/nap"] < 0.5
+            pass
+    assert meter.reduce() == {"time/nap": 1.75}
+    with meter.time("nap"):
+        pass
+    assert meter.reduce() == {"time/nap": 4.0}
+
+
+def test_spread_and_effective_fraction_do_not_depend_on_the_split():
+    values = torch.tensor([1.0, 2, 4, 9], dtype=torch.float64)
+    for parts in ([values], [values[:1], values[1:]], list(values.split(1))):
+        meter = Meter()
+        for part in parts:
+            meter.std("spread", part)
+            meter.effective_fraction("ess", part)
+        got = meter.reduce()
+        assert got["spread"] == pytest.approx(values.std(correction=0).item())
+        assert got["ess"] == pytest.approx((values.mean() ** 2 / values.square().mean()).item())
+    meter.std("spread", values[:0])
+    meter.effective_fraction("ess", values[:0])
+    assert meter.reduce() == {}
 
 
 def test_no_graph_is_kept():
@@ -73,20 +93,20 @@ def test_no_graph_is_kept():
 
 
 def logger(folder, first_step: int = 0, **flags) -> RunLogger:
-    args = RunArgs(output_dir=str(folder), **flags)
+    args = TrainArgs(output_dir=str(folder), **flags)
     return RunLogger(args, first_step, total_steps=4, show=("loss",), curves=("loss", "reward"))
 
 
-def completion(text: str) -> Sample:
+def completion(text: str, reward: float = 1.0) -> Sample:
     row = dict(prompt="p")
-    return Sample([1, 2], [False, True], text=text, advantage=0.5, finish_reason="length", row=row)
+    return Sample([1, 2], [False, True], text=text, reward=reward, advantage=0.5, finish_reason="length", row=row)
 
 
 def log_steps(folder, first: int, last: int, run: int) -> None:
     log = logger(folder, first)
     for step in range(first + 1, last + 1):
         log.log(step, dict(loss=1.0 / step, run=run))
-        log.samples(step, [[completion("x\ny")]], torch.ones(1, 1), [0])
+        log.samples(step, [[completion("x\ny")]], [0])
     log.close()
 
 
@@ -107,7 +127,7 @@ def test_resume_cuts_what_will_come_again(tmp_path, capsys):
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
 def test_resume_with_line_separators_in_a_completion(character, tmp_path):
     log = logger(tmp_path)
-    log.samples(1, [[completion(f"a{character}b")]], torch.ones(1, 1), [0])
+    log.samples(1, [[completion(f"a{character}b")]], [0])
     logger(tmp_path, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
     assert json.loads(line)["completion"] == f"a{character}b"
@@ -115,7 +135,7 @@ def test_resume_with_line_separators_in_a_completion(character, tmp_path):
 
 def test_samples_are_written_whole(tmp_path):
     log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
-    log.samples(3, [[completion(text), completion("y")]], torch.tensor([[0.25, 0.0]]), [0])
+    log.samples(3, [[completion(text, 0.25), completion("y", 0.0)]], [0])
     first, second = read_metrics(tmp_path / "samples.jsonl")
     assert first == dict(
         step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length", version=0
@@ -157,13 +177,6 @@ def test_tensorboard(tmp_path):
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
     assert [(e.step, e.value) for e in events] == [(1, 0.5)]
-
-
-def test_totals_resume():
-    totals, resumed = Totals(), Totals()
-    totals.num_tokens += 5
-    resumed.load_state_dict(json.loads(json.dumps(totals.state_dict())))
-    assert resumed.num_tokens == 5
 
 
 def test_wilson_interval_is_that_of_the_tables():

@@ -1,6 +1,5 @@
 """The packed forward computes what Hugging Face's model computes, and what is loaded and exported is the checkpoint."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,17 +8,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from common.checkpoint import export_hf
-from common.config import RunArgs
-from common.hub import load_tokenizer
-from common.logprobs import LOGPROB_CHUNK, token_logprobs
+from common.config import TrainArgs
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.tiny import build_tokenizer, tiny_model
 
-ARGS = RunArgs(dtype="float32")
+ARGS = TrainArgs(dtype="float32")
 WINDOW = 7
 LENGTHS = (18, 41, 41, 6, 64, 2)  # two alike: they go through attention as one batch; most longer than the window
 
@@ -128,7 +124,7 @@ def test_the_window_matters(tmp_path, device):
 def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
     """Packed in any way, with recomputation or without: the gradient of one masked loss by the plain model."""
     path, batch = tiny_model(), samples(vocabulary=300)
-    args = RunArgs(dtype="float32", activation_checkpointing=recompute)
+    args = TrainArgs(dtype="float32", activation_checkpointing=recompute)
     policy, plain = load_policy(path, args, device), hf_model(path)
     forwards = []
     policy.hf.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -155,53 +151,6 @@ def test_an_empty_pack_has_zero_gradient(device):
 
 
 # ---- token log-probs ----
-
-
-def naive(hidden_TD, head_VD, targets_T, temperature):
-    logp_TV = (hidden_TD @ head_VD.T / temperature).log_softmax(-1)
-    return logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
-
-
-@pytest.mark.parametrize("through", ["logprobs", "entropy", "both"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("tokens", [1, LOGPROB_CHUNK, 2 * LOGPROB_CHUNK + 3])
-def test_token_logprobs_value_and_gradient(tokens, temperature, through):
-    generator = torch.Generator().manual_seed(tokens)
-    hidden_TD = torch.randn(tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()
-    head_VD = torch.randn(37, 8, dtype=torch.float64, generator=generator).requires_grad_()
-    targets_T = torch.randint(37, (tokens,), generator=generator)
-    weights = torch.randn(2, tokens, dtype=torch.float64, generator=generator)  # another weight on every token
-    weights *= torch.tensor([[through != "entropy"], [through != "logprobs"]])
-    results = []
-    for function in (token_logprobs, naive):
-        values = function(hidden_TD, head_VD, targets_T, temperature)[:2]
-        used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if w.any()]
-        results.append([*values, *torch.autograd.grad(sum(used), (hidden_TD, head_VD))])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-10)
-
-
-def test_token_logprobs_are_float32_whatever_comes_in():
-    hidden_TD, head_VD, targets_T = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
-    low = hidden_TD.bfloat16().requires_grad_(), head_VD.bfloat16().requires_grad_()
-    logprobs_T, entropy_T, correct_T, _ = token_logprobs(*low, targets_T)
-    expected = naive(low[0].detach().double(), low[1].detach().double(), targets_T, 1.0)
-    assert logprobs_T.dtype == entropy_T.dtype == torch.float32 and correct_T.dtype == torch.bool
-    torch.testing.assert_close((logprobs_T.double(), entropy_T.double()), expected, atol=1e-5, rtol=0)
-    logprobs_T.sum().backward()
-    assert low[0].grad.dtype == torch.bfloat16
-
-
-def test_extreme_logits_do_not_overflow():
-    hidden_TD = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [0.0, 0.0]], requires_grad=True)
-    head_VD = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 0.0]], requires_grad=True)
-    logprobs_T, entropy_T, correct_T, collision_T = token_logprobs(hidden_TD, head_VD, torch.tensor([0, 0, 2]), 0.5)
-    torch.testing.assert_close(logprobs_T, torch.tensor([0.0, -4e4, -torch.tensor(3.0).log()]))
-    torch.testing.assert_close(entropy_T, torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]))
-    assert correct_T.tolist() == [True, False, True]
-    torch.testing.assert_close(collision_T, torch.tensor([0.0, 0.0, -torch.tensor(3.0).log()]))  # log sum_v p_v^2
-    (logprobs_T.sum() + entropy_T.sum()).backward()
-    assert hidden_TD.grad.isfinite().all() and head_VD.grad.isfinite().all()
 
 
 # ---- loading ----
@@ -303,42 +252,6 @@ def test_models_that_mix_packed_sequences_are_refused(what, tmp_path, device):
 # ---- export ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3"])
-def test_export_is_the_checkpoint(name, dtype, tmp_path, device):
-    """Straight after loading: the same names, weights and dtypes, and files that transformers opens."""
-    path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
-    export_hf(load_policy(path, ARGS, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf"))
-    assert before.keys() == after.keys()
-    assert all(after[n].dtype == dtype and torch.equal(after[n], before[n]) for n in before)
-    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (path, tmp_path / "hf")]
-    assert models[0].dtype == models[1].dtype == dtype
-    ids = torch.arange(3, 20)[None]
-    with torch.no_grad():
-        assert torch.equal(*(model(ids).logits for model in models))
-    text = "1+1=\u00e9"
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(path)(text)
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, device):
-    policy = load_policy(tiny_model(), ARGS, device)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.5)
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "stale").touch()
-    export_hf(policy, load_tokenizer(tiny_model()), tmp_path / "hf")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    for name, tensor in exported.state_dict().items():
-        assert torch.equal(tensor, whole(policy.hf.state_dict()[name])), name
-    assert not (tmp_path / "hf" / "stale").exists()
-    folders = Path(tiny_model()), tmp_path / "hf"
-    before, after = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
-    assert before == after
-
-
 # ---- memory ----
 
 
@@ -360,7 +273,7 @@ def test_nothing_stays_whole(device, kind):
     """Outside a forward and its backward every weight is sharded; a root that is trained needs `reshard` after a
     forward without backward, a frozen one does not."""
     load, trainable = load_scalar_model if kind == "value" else load_policy, kind != "reference"
-    model = load(tiny_model(), RunArgs(), device, trainable=trainable)
+    model = load(tiny_model(), TrainArgs(), device, trainable=trainable)
     assert whole_units(model) == []  # the check of packing has run a forward
     (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
     with torch.no_grad():

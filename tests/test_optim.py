@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.config import RunArgs
+from common.config import TrainArgs
 from common.distributed import RunError
 from common.models import load_policy
 from common.optim import adamw, learning_rate, optimizer_step
@@ -12,7 +12,7 @@ from common.tiny import tiny_model
 
 
 def rates(total: int, **flags) -> list[float]:
-    args = RunArgs(lr=1.0, **flags)
+    args = TrainArgs(lr=1.0, **flags)
     return [learning_rate(step, total, args) for step in range(total)]
 
 
@@ -29,9 +29,11 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_the_floor():
     decay = rates(100, lr_schedule="cosine", min_lr_ratio=0.2)
     assert decay[0] == 1 and decay[50] == pytest.approx(0.6) and 0.2 < decay[-1] < 0.201
     assert all(a > b for a, b in zip(decay, decay[1:], strict=False))
-    after = learning_rate(100, 100, RunArgs(lr=1.0, lr_schedule="cosine", min_lr_ratio=0.2))
+    after = learning_rate(100, 100, TrainArgs(lr=1.0, lr_schedule="cosine", min_lr_ratio=0.2))
     assert (
-        after == pytest.approx(0.2) == learning_rate(200, 100, RunArgs(lr_schedule="linear", lr=1.0, min_lr_ratio=0.2))
+        after
+        == pytest.approx(0.2)
+        == learning_rate(200, 100, TrainArgs(lr_schedule="linear", lr=1.0, min_lr_ratio=0.2))
     )
 
 
@@ -48,7 +50,7 @@ def whole(tensor):
 
 @pytest.fixture
 def model(device):
-    model = load_policy(tiny_model(), RunArgs(dtype="float32"), device)
+    model = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
     (mb,) = pack([Sample(ids=[5, 6, 7, 8], loss_mask=[True] * 4)], 10, device)
     (-model(mb)[0].sum()).backward()
     return model
@@ -75,7 +77,7 @@ def test_clipping_and_its_norm(model, scale):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_nothing_changes_when_loss_or_gradient_is_not_finite(model, bad, where):
-    args = RunArgs(dtype="float32", lr=0.1, weight_decay=0.1)
+    args = TrainArgs(dtype="float32", lr=0.1, weight_decay=0.1)
     optimizer, before, loss = adamw(model, args), snapshot(model), torch.tensor(1.0)
     if where == "loss":
         loss = torch.tensor(bad)
@@ -89,7 +91,7 @@ def test_nothing_changes_when_loss_or_gradient_is_not_finite(model, bad, where):
 
 
 def test_weight_decay_is_on_matrices_only(model):
-    args = RunArgs(dtype="float32", lr=0.1, weight_decay=0.5)
+    args = TrainArgs(dtype="float32", lr=0.1, weight_decay=0.5)
     optimizer, before = adamw(model, args), snapshot(model)
     for parameter in model.parameters():
         parameter.grad.zero_()
@@ -101,6 +103,6 @@ def test_weight_decay_is_on_matrices_only(model):
 
 
 def test_adamw_takes_its_flags(model):
-    optimizer = adamw(model, RunArgs(adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.1))
+    optimizer = adamw(model, TrainArgs(adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.1))
     assert all(group["betas"] == (0.5, 0.6) for group in optimizer.param_groups)
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.packing import Sample, pack, pack_groups
+from common.packing import Sample, of_samples, pack, pack_groups, pack_minibatches, to_samples
 
 CPU = torch.device("cpu")
 
@@ -110,15 +110,50 @@ def test_a_sequence_without_trained_tokens_has_mean_zero():
 
 
 @given(st.lists(st.integers(2, 15), min_size=1, max_size=12))
-def test_numbers_per_sequence_reach_its_tokens_in_the_order_of_the_pack(lengths):
+def test_numbers_of_samples_reach_their_tokens_in_the_order_of_the_pack(lengths):
     samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
+    for s in samples:
+        s.advantage, s.kl = float(s.ids[0]), s.ids[0] + 0.5
     for mb in pack(samples, 20, CPU):
-        of_token_T = mb.per_token(mb.per_sequence(s.ids[0] for s in mb.samples))
-        assert torch.equal(of_token_T, (mb.input_ids_T // 1000 * 1000).float())
+        first_T = (mb.input_ids_T // 1000 * 1000).float()
+        assert torch.equal(mb.advantages_T, first_T) and torch.equal(mb.on_tokens("kl"), first_T + 0.5)
+        assert mb.of_samples("kl").tolist() == [s.ids[0] + 0.5 for s in mb.samples]
         assert mb.targets_T[mb.ends_N].tolist() == [s.ids[-1] for s in mb.samples]
+        mb.to_samples(logp=mb.of_samples("kl") * 2, ref_logp=-mb.of_samples("advantage"))
+    assert all(s.logp == 2 * s.kl and s.ref_logp == -s.advantage for s in samples)
 
 
 def test_a_filler_has_no_sequences_but_a_token():
     (filler,) = pack([], 10, CPU)
-    assert filler.per_token(filler.per_sequence([])).tolist() == [0.0]
+    assert filler.on_tokens("advantage").tolist() == filler.advantages_T.tolist() == [0.0]
+    assert filler.of_samples("advantage").shape == filler.per_sequence([]).shape == (0,)
     assert filler.ends_N.tolist() == [] and filler.sequence_mean_T(torch.ones(1)).tolist() == [0.0]
+    assert filler.lengths_T.tolist() == [0.0]
+    filler.to_samples(kl=torch.zeros(0))
+
+
+def test_numbers_of_groups():
+    groups = [[sample(3), sample(4)], [sample(5), sample(6)]]
+    values_PG = torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)
+    to_samples(groups, advantage=values_PG, kl=-values_PG)
+    assert torch.equal(of_samples(groups, "advantage"), values_PG) and torch.equal(of_samples(groups, "kl"), -values_PG)
+    with pytest.raises(ValueError):
+        to_samples(groups, advantage=values_PG[:1])
+
+
+# ---- minibatches ----
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_minibatch_is_of_its_groups(together):
+    """Whatever their lengths; in one micro-batch with `together`."""
+    groups = [[sample(3 + n % 4, start=1000 * n), sample(9, start=1000 * n + 500)] for n in range(6)]
+    minibatches = pack_minibatches(groups, 3, 16, CPU, together)
+    for m, minibatch in enumerate(minibatches):
+        firsts = [s.ids[0] for mb in minibatch for s in mb.samples]
+        assert sorted(firsts) == sorted(s.ids[0] for group in groups[2 * m : 2 * m + 2] for s in group)
+        if together:
+            assert all(a // 1000 == b // 1000 for a, b in zip(firsts[0::2], firsts[1::2], strict=True))
+    groups[2] = groups[3] = []  # dropped: the second minibatch has nothing left
+    _, (filler,), _ = pack_minibatches(groups, 3, 16, CPU, together)
+    assert filler.samples == [] and not filler.loss_mask_T.any()

@@ -4,20 +4,22 @@ import json
 import math
 import random
 
-import helpers
+import inprocess
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from helpers import assert_close_metrics, metrics, run
 
 import rm
 from common.checkpoint import export_hf
-from common.config import RunArgs
+from common.config import TrainArgs
 from common.hub import load_tokenizer
 from common.models import load_scalar_model
 from common.packing import pack
 from common.rewards.scoring import at_end, score
+from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 
+main = inprocess.main
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
 FLAGS = (*STEPS, "--center_coefficient", 0.01)
 SAME = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
@@ -46,21 +48,19 @@ def two_ranks(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path):
+def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, main):
     flags = ("--pack_tokens", 1000, "--max_length", 400, "--dataset", data, "--output_dir", tmp_path)
-    run(1, "rm.py", *FLAGS, *flags)
+    main("rm", *FLAGS, *flags)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1.0)  # rewards are of size 1
     assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, data, tmp_path):
-    flags = (*FLAGS, "--dataset", data, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "rm.py", *flags, folder=tmp_path, after_step=4, delay=0)
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    assert "resuming from" in run(2, "rm.py", *flags).stdout
-    assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
+def test_it_resumes_exactly(data, tmp_path, main):
+    main("rm", *FLAGS, "--dataset", data, "--output_dir", tmp_path / "run")
+    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
+    flags = (*FLAGS, "--dataset", data)
+    inprocess.assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=6)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_transformers_scores_the_export_equally(two_ranks, data, device):
     assert hf.config.num_labels == 1 and hf.config.architectures == ["Qwen3ForSequenceClassification"]
     texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
     sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    model = load_scalar_model(str(two_ranks / "hf"), RunArgs(), device, trainable=False)
+    model = load_scalar_model(str(two_ranks / "hf"), TrainArgs(), device, trainable=False)
     ours = score(model, sequences, 100, device)
     assert len(set(ours)) == 3
     padded = tokenizer.pad(dict(input_ids=sequences), return_tensors="pt")
@@ -84,7 +84,7 @@ def test_transformers_scores_the_export_equally(two_ranks, data, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_what_the_model_disagrees_with(two_ranks, data, tmp_path):
+def test_relabelling_swaps_what_the_model_disagrees_with(two_ranks, data, tmp_path, main, capsys):
     """On two ranks; what comes out, the model agrees with completely, on one."""
     out = tmp_path / "relabelled.jsonl"
     flags = ("--model", two_ranks / "hf", "--output_dir", tmp_path)
@@ -98,9 +98,8 @@ def test_relabelling_swaps_what_the_model_disagrees_with(two_ranks, data, tmp_pa
     wrong = sum(s["chosen"] < s["rejected"] for s in scores)
     assert 0 < wrong < 40
     assert f"agrees with {1 - wrong / 40:.3f} of 40 pairs" in first and f"{wrong} pairs swapped" in first
-    assert "agrees with 1.000 of 40 pairs" in run(1, "rm.py", *flags, "--dataset", out, "--eval_only").stdout
-    message = run(1, "rm.py", "--dataset", out, "--eval_only", code=2).stderr  # tiny is a language model
-    assert message.startswith("error: --model ") and message.count("\n") == 1 and "without a reward head" in message
+    main("rm", *flags, "--dataset", out, "--eval_only")
+    assert "agrees with 1.000 of 40 pairs" in capsys.readouterr().out
 
 
 def test_bradley_terry_by_hand():
@@ -127,7 +126,7 @@ def test_bradley_terry_by_hand():
 
 
 def test_a_score_is_of_the_whole_sequence_whatever_stands_beside_it(device):
-    model = load_scalar_model(tiny_model(), RunArgs(), device)
+    model = load_scalar_model(tiny_model(), TrainArgs(), device)
     sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
     together, apart = score(model, sequences, 100, device), [score(model, [s], 100, device)[0] for s in sequences]
     assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
@@ -140,7 +139,7 @@ def test_an_end_of_text_that_also_pads_is_scored(device, tmp_path):
     """Transformers reads the last token that is not padding, so the export names no padding that ends texts."""
     from transformers import AutoModelForSequenceClassification
 
-    model, tokenizer = load_scalar_model(tiny_model(), RunArgs(), device), load_tokenizer(tiny_model())
+    model, tokenizer = load_scalar_model(tiny_model(), TrainArgs(), device), load_tokenizer(tiny_model())
     ids = [5, 6, 7, tokenizer.eos_token_id]
     for pad in (tokenizer.eos_token, "<|pad|>"):
         tokenizer.pad_token = pad
@@ -154,15 +153,22 @@ def test_an_end_of_text_that_also_pads_is_scored(device, tmp_path):
 
 def test_a_new_head_depends_on_the_seed_alone(device):
     def head(seed):
-        return load_scalar_model(tiny_model(), RunArgs(seed=seed), device).hf.score.weight.full_tensor()
+        return load_scalar_model(tiny_model(), TrainArgs(seed=seed), device).hf.score.weight.full_tensor()
 
     assert torch.equal(head(0), head(0)) and not torch.equal(head(0), head(1))
     assert head(0).std().item() == pytest.approx(1 / math.sqrt(129), rel=0.2)
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(tmp_path):
+def test_arithmetic_preferences_are_learned(tmp_path, main):
     """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/rm.md)."""
     flags = ("--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80)
-    run(2, "rm.py", *flags, "--output_dir", tmp_path)
+    main("rm", *flags, "--dataset", few_of_the_task(tmp_path), "--eval_dataset", "arithmetic", "--output_dir", tmp_path)
     assert metrics(tmp_path)[-1]["eval_rewards/accuracies"] > 0.7
+
+
+def few_of_the_task(folder):
+    """To encode all of it takes longer than to learn it."""
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:5120]))
+    return path

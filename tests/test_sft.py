@@ -2,17 +2,20 @@
 
 import json
 import random
+import shutil
 import socket
 import subprocess
 import sys
 
 import helpers
+import inprocess
 import pytest
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
-pytestmark = pytest.mark.slow
+main = inprocess.main
 # Mixed lengths (GSM8K-like rows of words), so that a wrong denominator shows.
-TEN_STEPS = ("--max_steps", 10, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--save_every", 5)
+TEN_STEPS = ("--max_steps", 10, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--save_every", 5,
+             "--lr_schedule", "constant")  # fmt: skip
 SAME = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "lr")
 
 
@@ -35,13 +38,14 @@ def two_ranks(data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "pack_tokens"), [(1, 8192), (2, 2048), (1, 2048)])
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, ranks, pack_tokens):
-    flags = ("--pack_tokens", pack_tokens, "--max_length", 2048, "--dataset", data, "--output_dir", tmp_path)
-    run(ranks, "sft.py", *TEN_STEPS, *flags)
+@pytest.mark.slow
+def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, main):
+    flags = ("--pack_tokens", 2048, "--max_length", 2048, "--dataset", data, "--output_dir", tmp_path)
+    main("sft", *TEN_STEPS, *flags)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_denominator_per_rank_would_be_noticed(two_ranks, data, tmp_path):
     """The negative control of the test above: the same script with a token count per rank."""
     source = (ROOT / "sft.py").read_text()
@@ -57,30 +61,50 @@ def test_a_denominator_per_rank_would_be_noticed(two_ranks, data, tmp_path):
         assert_close_metrics(two_ranks, tmp_path / "out", ("grad_norm",), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, data, tmp_path):
+    """`kill -9` of launcher and ranks somewhere behind the first checkpoint. With ten steps it might come too late on a
+    busy machine, so this run thinks that a thousand are to come, and what it has saved beyond the first is deleted."""
     flags = (*TEN_STEPS, "--dataset", data, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "sft.py", *flags, folder=tmp_path, after_step=6, delay=random.uniform(0, 0.3))
-    assert not (tmp_path / "hf").exists(), "killed too late"
-    done = run(2, "sft.py", *flags)
-    assert "resuming from" in done.stdout
+    longer = ("--max_steps", 1000, "--keep_last", 1000)
+    helpers.run_and_kill(2, "sft.py", *flags, *longer, folder=tmp_path, after_step=6, delay=random.Random(5).random())
+    for checkpoint in (tmp_path / "checkpoints").glob("step_*"):
+        if checkpoint.name > "step_000005" and checkpoint.suffix == "":
+            shutil.rmtree(checkpoint)
+    assert (tmp_path / "checkpoints" / "step_000005").is_dir() and not (tmp_path / "hf").exists()
+    assert "resuming from" in run(2, "sft.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
 
 
-def test_resumed_on_another_number_of_ranks(two_ranks, data, tmp_path):
-    flags = (*TEN_STEPS, "--dataset", data, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "sft.py", *flags, folder=tmp_path, after_step=6, delay=0)
-    run(1, "sft.py", *flags)
-    assert_close_metrics(two_ranks, tmp_path, ("epoch", "num_tokens"), rel=0)  # the same data in the same order
-    assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4)
+def without_the_end(run_folder, folder):
+    """A copy of a finished run as if it had got no further than its first checkpoint."""
+    return shutil.copytree(run_folder, folder, ignore=lambda *_: ["hf", "step_000010"])
 
 
-def test_a_finished_run_has_nothing_left_to_do(two_ranks, data):
-    before = (two_ranks / "metrics.jsonl").read_text()
-    run(2, "sft.py", *TEN_STEPS, "--dataset", data, "--output_dir", two_ranks)
-    assert (two_ranks / "metrics.jsonl").read_text() == before
+@pytest.mark.slow
+def test_resumed_on_another_number_of_ranks(two_ranks, data, tmp_path, main):
+    folder = without_the_end(two_ranks, tmp_path / "run")
+    main("sft", *TEN_STEPS, "--dataset", data, "--output_dir", folder)
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 11))
+    assert_close_metrics(two_ranks, folder, ("epoch", "num_tokens"), rel=0)  # the same data in the same order
+    assert_close_metrics(two_ranks, folder, ("loss",), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, data, tmp_path):
+    """Whichever rank has checked the file that is damaged, both go on from the one before."""
+    folder = shutil.copytree(two_ranks, tmp_path / "run")
+    shutil.rmtree(folder / "hf")
+    for shard in (folder / "checkpoints" / "step_000010").glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    done = run(2, "sft.py", *TEN_STEPS, "--dataset", data, "--output_dir", folder)
+    assert done.stdout.count("step_000010 is damaged (") == 1 and "is not what was written" in done.stdout
+    assert "step_000005 (step 5)" in done.stdout
+    assert_same_weights(two_ranks, folder)
+
+
+@pytest.mark.slow
 def test_two_nodes_give_the_metrics_of_one(two_ranks, data, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -94,34 +118,56 @@ def test_two_nodes_give_the_metrics_of_one(two_ranks, data, tmp_path):
         )
         for _ in range(2)
     ]  # fmt: skip
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    outputs = [agent.communicate(timeout=600)[0] for agent in agents]
     assert all(agent.returncode == 0 for agent in agents), outputs
     assert_same_weights(two_ranks, tmp_path)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
 
 
-def test_activation_checkpointing_and_bfloat16_run(data, tmp_path):
-    flags = ("--max_steps", 3, "--batch_size", 8, "--eval_every", 0, "--dataset", data, "--lr", 1e-3)
-    run(1, "sft.py", *flags, "--output_dir", tmp_path / "plain")
-    run(1, "sft.py", *flags, "--output_dir", tmp_path / "ac", "--activation_checkpointing")
-    assert_close_metrics(tmp_path / "plain", tmp_path / "ac", SAME, rel=1e-6)
-    run(1, "sft.py", *flags, "--output_dir", tmp_path / "bf16", "--dtype", "bfloat16")
-    assert_close_metrics(tmp_path / "plain", tmp_path / "bf16", ("loss",), rel=2e-2)
+def test_bfloat16_runs(data, tmp_path, main):
+    flags = ("--max_steps", 2, "--batch_size", 8, "--eval_every", 0, "--dataset", data, "--lr", 1e-3)
+    main("sft", *flags, "--output_dir", tmp_path / "float32")
+    main("sft", *flags, "--output_dir", tmp_path / "bfloat16", "--dtype", "bfloat16")
+    assert_close_metrics(tmp_path / "float32", tmp_path / "bfloat16", ("loss",), rel=2e-2)
 
 
-def test_overlong_rows_are_counted(data, tmp_path):
+@pytest.mark.slow
+def test_it_resumes_exactly_with_held_out_rows(data, tmp_path, main):
+    flags = (
+        "--max_steps",
+        4,
+        "--batch_size",
+        4,
+        "--eval_size",
+        4,
+        "--eval_every",
+        3,
+        "--save_every",
+        2,
+        "--dataset",
+        data,
+    )
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 4]
+    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+
+
+def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
     flags = ("--dataset", data, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0, "--max_length", 120)
-    dropped = run(1, "sft.py", *flags, "--output_dir", tmp_path / "drop").stdout
-    cut = run(1, "sft.py", *flags, "--output_dir", tmp_path / "cut", "--overlong", "truncate").stdout
+    main("sft", *flags, "--output_dir", tmp_path / "drop")
+    dropped = capsys.readouterr().out
+    main("sft", *flags, "--output_dir", tmp_path / "cut", "--overlong", "truncate")
+    cut = capsys.readouterr().out
     count = int(dropped.split(" training rows dropped as too long")[0].split()[-1])
     assert 0 < count < 60 and f"{60 - count} training rows, 0 held out" in dropped
     assert f"{count} training rows truncated" in cut and "60 training rows, 0 held out" in cut
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_gsm8k_is_learned(tmp_path):
-    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 40 are on the way, from ln 356 = 5.87."""
+    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 are on the way, from ln 356 = 5.87."""
     run(2, "sft.py", "--config", ROOT / "configs/gsm8k_sft.yaml", "--dataset", helpers.GSM8K, "--output_dir", tmp_path,
-        "--max_steps", 40, "--eval_every", 40, "--eval_size", 64)  # fmt: skip
+        "--max_steps", 20, "--eval_every", 20, "--eval_size", 32)  # fmt: skip
     last = metrics(tmp_path)[-1]
-    assert last["eval_loss"] < 2.7, last
+    assert last["eval_loss"] < 3.2, last

@@ -1,0 +1,170 @@
+"""kto.py as a whole: one gradient, the baseline and the loss by hand, exact resume; pairs and labelled rows alike."""
+
+import json
+import math
+import random
+
+import inprocess
+import pytest
+import torch
+from helpers import assert_close_metrics, metrics, run
+from test_dpo import disturbed, naive_logps
+
+import kto
+from common.config import with_flags
+from common.data import Encoder
+from common.hub import load_tokenizer
+from common.metrics import Meter
+from common.models import load_policy
+from common.packing import pack
+from common.rows import KTO_COLUMNS, PAIR_COLUMNS
+from common.tasks import arithmetic_rows
+from common.tiny import tiny_model
+
+main = inprocess.main
+STEPS = ("--max_steps", 4, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 2, "--save_every", 2, "--eval_size", 7,
+         "--wpo", "--desirable_weight", 1.5, "--beta", 0.5)  # fmt: skip
+SAME = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/rejected",
+        "entropy", "wpo/weight", "num_tokens")  # fmt: skip
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=count))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pairs of very different lengths."""
+    rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 20)), rejected=words(rng, rng.randint(1, 20)))
+            for _ in range(30)]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_one_gradient_whatever_the_ranks_and_packing(data, tmp_path, main):
+    flags = (*STEPS, "--dataset", data)
+    run(2, "kto.py", *flags, "--output_dir", tmp_path / "two", timeout=600)
+    main("kto", *flags, "--pack_tokens", 700, "--max_length", 300, "--output_dir", tmp_path / "one")
+    assert_close_metrics(tmp_path / "two", tmp_path / "one", SAME, rel=1e-5, floor=0.1)
+    assert metrics(tmp_path / "two")[-1]["kl"] > 0
+    for a, b in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        for name in [name for name in a if name.startswith("eval_")]:
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_it_resumes_exactly(data, tmp_path, main):
+    flags = (*STEPS, "--dataset", data)
+    main("kto", *flags, "--output_dir", tmp_path / "run")
+    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [2, 4]
+    inprocess.assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=4)
+
+
+@pytest.mark.slow
+def test_a_reference_in_memory_gives_the_run_of_a_stored_one(data, tmp_path, main):
+    flags = ("--max_steps", 2, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--dataset", data, "--beta", 0.5)
+    main("kto", *flags, "--output_dir", tmp_path / "stored")
+    main("kto", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
+    assert not (tmp_path / "online" / "reference_logps.json").exists()
+    assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "kl"), rel=1e-5, floor=0.1)
+
+
+# ---- in this process ----
+
+
+def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags):
+    args = kto.Args(eval_every=0, **flags)
+    rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
+    return args, kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)[0]
+
+
+def objective_of(model, reference, groups, args, device):
+    """The loss, a sum over these completions, and what is measured; as in main."""
+    meter, loss = Meter(), 0.0
+    baseline = kto.kl_baseline(model, reference, [mismatch for _, mismatch in groups], args, device)
+    for mb in pack([completion for completion, _ in groups], args.pack_tokens, device):
+        logprobs_T, _, _, collision_T = model(mb)
+        logps_N = mb.sequence_sums(logprobs_T)
+        log_ratio_N = logps_N - kto.reference_logps(mb, reference)
+        weights_N = kto.weights_of(mb, logprobs_T, collision_T, args.wpo)
+        loss_N = with_flags(kto.kto, args)(log_ratio_N, kto.labels(mb), baseline) * weights_N
+        kto.measure(meter, "", args, mb, loss_N, log_ratio_N, logps_N, baseline)
+        loss += loss_N.sum()
+    return loss, meter.reduce()
+
+
+def test_baseline_and_loss_by_hand(data, device):
+    from transformers import AutoModelForCausalLM
+
+    rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
+    args, groups = encode(rows, beta=0.5, desirable_weight=2.0)
+    model = load_policy(tiny_model(), args, device)
+    reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
+    hf = AutoModelForCausalLM.from_pretrained(tiny_model())
+    ref_hf = disturbed(AutoModelForCausalLM.from_pretrained(tiny_model()))
+    assert all(m.ids[: s.prompt_length] == s.ids[: s.prompt_length] for s, m in groups)
+    assert len(groups) == 12 and [s.row["label"] for s, _ in groups] == [True] * 6 + [False] * 6
+    ratio = {id(s): naive_logps(hf, s)[0] - naive_logps(ref_hf, s)[0] for group in groups for s in group}
+    z0 = max(0.0, sum(ratio[id(mismatch)] for _, mismatch in groups) / 12)
+    expected = right = 0.0
+    for sample, _ in groups:
+        sign = 1 if sample.row["label"] else -1
+        expected += (2.0 if sign > 0 else 1.0) * (1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0))))
+        right += (ratio[id(sample)] > z0) == sample.row["label"]
+    loss, got = objective_of(model, reference, groups, args, device)
+    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # of float32 sums of some 10 nats
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and got["loss"] == pytest.approx(expected / 12, rel=1e-5)
+    assert got["rewards/accuracies"] == pytest.approx(right / 12)
+    chosen = sum(ratio[id(s)] for s, _ in groups[:6]) / 6
+    assert got["rewards/chosen"] == pytest.approx(0.5 * chosen, rel=1e-4, abs=1e-5)
+
+
+def test_a_rank_without_completions_has_a_loss_of_zero_and_a_gradient_of_zero(device):
+    """Of a baseline that other ranks' completions give."""
+    args, groups = encode([dict(prompt="1", chosen="2", rejected="3"), dict(prompt="2", chosen="3", rejected="4")])
+    model = load_policy(tiny_model(), args, device)
+    (mb,) = pack([], args.pack_tokens, device)
+    logps_N = mb.sequence_sums(model(mb)[0])
+    loss = with_flags(kto.kto, args)(logps_N - kto.reference_logps(mb, None), kto.labels(mb), 0.5).sum()
+    loss.backward()
+    assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
+
+
+def test_pairs_are_one_desirable_and_one_undesirable_row():
+    pairs = [dict(prompt=f"{n}+1=", chosen=f"{n + 1}", rejected="0") for n in range(4)]
+    labelled = [dict(prompt=f"{n}+1=", completion=f"{n + 1}", label=True) for n in range(4)]
+    labelled += [dict(prompt=f"{n}+1=", completion="0", label=False) for n in range(4)]
+    (_, one), (_, other) = encode(pairs), encode(labelled, KTO_COLUMNS[0])
+
+    def seen(groups):
+        return [(s.ids, s.loss_mask, s.row["label"], m.ids, m.loss_mask) for s, m in groups]
+
+    assert seen(one) == seen(other) and len(one) == 8
+
+
+def test_a_mismatch_is_a_completion_of_the_next_row_with_another_prompt():
+    prompts = ("1+1=", "1+1=", "2+1=", "3+1=")
+    rows = [dict(prompt=p, completion=f"<{i}>", label=i % 2 == 0) for i, p in enumerate(prompts)]
+    _, groups = encode(rows, KTO_COLUMNS[0])
+    tokenizer = load_tokenizer(tiny_model())
+    told = [tokenizer.decode(mismatch.ids, skip_special_tokens=True) for _, mismatch in groups]
+    assert told == ["1+1=<2>", "1+1=<2>", "2+1=<3>", "3+1=<0>"]  # the last one's is that of the first
+    for sample, mismatch in groups:
+        assert mismatch.loss_mask == [i >= sample.prompt_length for i in range(len(mismatch.ids))]
+    _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")
+    assert all(len(sample.ids) <= 6 for group in short for sample in group)
+
+
+@pytest.mark.slow
+def test_arithmetic_preferences_are_learned(tmp_path, main):
+    """From the untrained model."""
+    rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]
+    (tmp_path / "train.jsonl").write_text("".join(rows))
+    flags = ("--max_steps", 60, "--batch_size", 64, "--lr", 2e-3, "--warmup_steps", 10, "--eval_every", 60, "--beta", 1,
+             "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic")  # fmt: skip
+    main("kto", *flags, "--output_dir", tmp_path / "out")
+    last = metrics(tmp_path / "out")[-1]
+    assert last["eval_rewards/chosen"] - last["eval_rewards/rejected"] > 0.1, last
+    assert torch.isfinite(torch.tensor(last["eval_loss"]))

@@ -1,0 +1,145 @@
+"""Token log-probs are those of the whole logits; what is added to a rollout, and what is stored of a data set."""
+
+import json
+
+import pytest
+import torch
+
+from common.config import TrainArgs
+from common.logprobs import LOGPROB_CHUNK, add_logprobs, add_values, store_reference_logps, token_logprobs
+from common.models import load_policy, load_scalar_model
+from common.packing import Sample, pack, pack_minibatches
+from common.tiny import tiny_model
+
+# ---- of tokens ----
+
+
+def naive(hidden_TD, head_VD, targets_T, temperature):
+    logp_TV = (hidden_TD @ head_VD.T / temperature).log_softmax(-1)
+    return logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+
+
+@pytest.mark.parametrize("through", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("tokens", [1, LOGPROB_CHUNK, 2 * LOGPROB_CHUNK + 3])
+def test_token_logprobs_value_and_gradient(tokens, temperature, through):
+    generator = torch.Generator().manual_seed(tokens)
+    hidden_TD = torch.randn(tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    head_VD = torch.randn(37, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    targets_T = torch.randint(37, (tokens,), generator=generator)
+    weights = torch.randn(2, tokens, dtype=torch.float64, generator=generator)  # another weight on every token
+    weights *= torch.tensor([[through != "entropy"], [through != "logprobs"]])
+    results = []
+    for function in (token_logprobs, naive):
+        values = function(hidden_TD, head_VD, targets_T, temperature)[:2]
+        used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if w.any()]
+        results.append([*values, *torch.autograd.grad(sum(used), (hidden_TD, head_VD))])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_token_logprobs_are_float32_whatever_comes_in():
+    hidden_TD, head_VD, targets_T = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
+    low = hidden_TD.bfloat16().requires_grad_(), head_VD.bfloat16().requires_grad_()
+    logprobs_T, entropy_T, correct_T, _ = token_logprobs(*low, targets_T)
+    expected = naive(low[0].detach().double(), low[1].detach().double(), targets_T, 1.0)
+    assert logprobs_T.dtype == entropy_T.dtype == torch.float32 and correct_T.dtype == torch.bool
+    torch.testing.assert_close((logprobs_T.double(), entropy_T.double()), expected, atol=1e-5, rtol=0)
+    logprobs_T.sum().backward()
+    assert low[0].grad.dtype == torch.bfloat16
+
+
+def test_extreme_logits_do_not_overflow():
+    hidden_TD = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [0.0, 0.0]], requires_grad=True)
+    head_VD = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.5, 0.0]], requires_grad=True)
+    logprobs_T, entropy_T, correct_T, collision_T = token_logprobs(hidden_TD, head_VD, torch.tensor([0, 0, 2]), 0.5)
+    torch.testing.assert_close(logprobs_T, torch.tensor([0.0, -4e4, -torch.tensor(3.0).log()]))
+    torch.testing.assert_close(entropy_T, torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]))
+    assert correct_T.tolist() == [True, False, True]
+    torch.testing.assert_close(collision_T, torch.tensor([0.0, 0.0, -torch.tensor(3.0).log()]))  # log sum_v p_v^2
+    (logprobs_T.sum() + entropy_T.sum()).backward()
+    assert hidden_TD.grad.isfinite().all() and head_VD.grad.isfinite().all()
+
+
+# ---- of a rollout ----
+
+ARGS = TrainArgs(dtype="float32")
+
+
+def samples(count: int = 6) -> list[Sample]:
+    """Of different lengths; the first two ids are the prompt."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 90, (3 + 2 * n,), generator=generator).tolist() for n in range(count)]
+    return [Sample(i, [t >= 2 for t in range(len(i))], prompt_length=2) for i in ids]
+
+
+def test_what_is_added_to_a_rollout(device):
+    """Log-probs at the temperature, entropies and values are those of a forward; nothing keeps a graph."""
+    policy, value = load_policy(tiny_model(), ARGS, device), load_scalar_model(tiny_model(), ARGS, device)
+    minibatches = pack_minibatches([[s] for s in samples()], 2, 20, device)
+    assert len(minibatches) == 2 and len(minibatches[1]) > 1
+    add_logprobs("old", policy, minibatches, 0.7)
+    add_logprobs("ref", policy, minibatches, 1.0)
+    add_values(value, minibatches)
+    for mb in (mb for minibatch in minibatches for mb in minibatch):
+        with torch.no_grad():
+            logprobs_T, entropy_T, *_ = policy(mb, temperature=0.7)
+            assert torch.equal(mb.old_logprobs_T, logprobs_T) and torch.equal(mb.old_entropy_T, entropy_T)
+            assert torch.equal(mb.ref_logprobs_T, policy(mb)[0]) and torch.equal(mb.values_T, value(mb))
+        assert not any(x.requires_grad for x in (mb.old_logprobs_T, mb.ref_logprobs_T, mb.values_T))
+    assert not torch.equal(mb.old_logprobs_T, mb.ref_logprobs_T)
+    policy.reshard(), value.reshard()
+
+
+# ---- of a data set ----
+
+
+def store(data, load, folder, dtype="auto", path=None) -> list[float]:
+    store_reference_logps(data, path or tiny_model(), load, folder, dtype, 40, torch.device("cpu"))
+    return [sample.ref_logp for sample in data]
+
+
+def never():
+    raise AssertionError("the file of the first time was not used")
+
+
+def test_stored_log_probs_are_sums_over_completions_and_are_computed_once(tmp_path, device):
+    data, policy = samples(), load_policy(tiny_model(), ARGS, device, trainable=False)
+    data[3].weights = [0.5] * len(data[3].ids)
+    for sample in data:
+        sample.weights = sample.weights or [1.0] * len(sample.ids)
+    first = store(data, lambda: policy, tmp_path)
+    for sample, logp in zip(data, first, strict=True):
+        (mb,) = pack([sample], 100, device)
+        with torch.no_grad():
+            assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0] * mb.weights_T).item(), abs=1e-4)
+    for sample in data:
+        sample.ref_logp = 0.0
+    assert store(data, never, tmp_path) == first and not list(tmp_path.glob("*.tmp"))
+    for change in (
+        lambda: store(data[:-1], never, tmp_path),
+        lambda: store(data, never, tmp_path, dtype="bfloat16"),
+        lambda: store(data, never, tmp_path, path=str(tmp_path)),
+    ):
+        with pytest.raises(AssertionError, match="was not used"):
+            change()
+    for name, value in (("ids", 7), ("loss_mask", False), ("weights", 0.25)):
+        kept = getattr(data[2], name)[:]
+        getattr(data[2], name)[-1] = value
+        with pytest.raises(AssertionError, match="was not used"):
+            store(data, never, tmp_path)
+        setattr(data[2], name, kept)
+    assert store(data, never, tmp_path) == first
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"logps": []}', "null", "short"])
+def test_a_file_of_log_probs_that_is_damaged(text, tmp_path, device):
+    data, file = samples(2), tmp_path / "reference_logps.json"
+    if text == "short":
+        policy = load_policy(tiny_model(), ARGS, device, trainable=False)
+        store(data, lambda: policy, tmp_path)
+        stored = json.loads(file.read_text())
+        text = json.dumps(stored | dict(logps=stored["logps"][:1]))
+    file.write_text(text)
+    with pytest.raises(ValueError, match="reference_logps.json is damaged, delete it: "):
+        store(data, never, tmp_path)

@@ -1,0 +1,56 @@
+"""Rows -> prompts: those that fit, with the row of each."""
+
+import json
+
+import pytest
+from conftest import Args
+
+from common.data import Encoder
+from common.prompts import encode_prompts, load_prompts
+from common.tiny import CONTEXT, build_tokenizer
+
+TOKENIZER = build_tokenizer()
+
+
+def encode(rows: list[dict], room: int, **flags):
+    args = Args(**flags)
+    return encode_prompts(rows, ("prompt",), Encoder(TOKENIZER, args), room, args)
+
+
+def test_overlong_prompts_are_refused_or_dropped():
+    rows = [dict(prompt="a" * n, _source=f"rows.jsonl:{n}") for n in (3, 9, 5)]
+    words = r"rows.jsonl:9: a prompt of 9 tokens, the context \(or --pack_tokens\) has 5 beside --max_new_tokens 256"
+    with pytest.raises(ValueError, match=words):
+        encode(rows, 5)
+    prompts = encode(rows, 5, overlong_prompts="drop")
+    assert [len(ids) for ids in prompts.ids] == [3, 5] and prompts.rows == [rows[0], rows[2]]
+    assert (len(prompts), prompts.dropped, str(prompts)) == (2, 1, "2 prompts (1 too long)")
+    with pytest.raises(ValueError, match="no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"):
+        encode(rows, 2, overlong_prompts="drop")
+    with pytest.raises(ValueError, match="--max_new_tokens 256 leaves the context no room for a prompt"):
+        encode(rows, 0, overlong_prompts="drop")
+    assert len(encode([], 2)) == 0  # nothing is held out
+
+
+@pytest.mark.parametrize("what", ["empty", "missing"])
+def test_prompts_without_text_are_named(what):
+    rows = [dict(prompt="1+1=", _source="a:1"), dict(prompt="" if what == "empty" else None, _source="a:2")]
+    with pytest.raises(ValueError, match=f"a:2: column prompt is {what}"):
+        encode(rows, 40)
+
+
+def test_prompts_of_a_script(tmp_path):
+    """Training and held-out rows, with room for the completion in the model's context."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(dict(prompt=f"{n}+1=", answer=str(n + 1))) + "\n" for n in range(10, 40)))
+    args = Args(dataset=str(path), eval_size=4, max_new_tokens=8)
+    prompts, held_out = load_prompts(args, TOKENIZER, CONTEXT)
+    assert (len(prompts), len(held_out)) == (26, 4)
+    for ids, row in zip(prompts.ids + held_out.ids, prompts.rows + held_out.rows, strict=True):
+        assert TOKENIZER.decode(ids) == row["prompt"] and eval(row["prompt"][:-1]) == int(row["answer"])
+    with pytest.raises(ValueError, match="a prompt of 5 tokens, .* has 4 beside --max_new_tokens 8"):
+        load_prompts(args, TOKENIZER, 12)
+    args.prompt_template = "Q: {prompt}"
+    assert {TOKENIZER.decode(ids[:6]) for ids in load_prompts(args, TOKENIZER, CONTEXT)[0].ids} <= {
+        f"Q: {n}+" for n in range(10, 40)
+    }

@@ -1,0 +1,176 @@
+"""What every script does around its steps: go on, save, stop when told to, log, and leave what a run leaves."""
+
+import json
+
+import pytest
+import torch
+from helpers import metrics
+from safetensors.torch import load_file
+from test_models import whole
+
+from common import distributed
+from common.checkpoint import prepare_output_dir
+from common.config import TrainArgs
+from common.data import RowOrder
+from common.hub import load_tokenizer
+from common.models import load_policy
+from common.optim import adamw
+from common.packing import Sample
+from common.run import Run
+from common.tiny import tiny_model
+
+TOTAL = 5
+
+
+@pytest.fixture(scope="module")
+def parts(device):
+    """Model and optimizer, shared: what a run restores is set back before each test."""
+    args = TrainArgs(dtype="float32")
+    model = load_policy(tiny_model(), args, device)
+    return model, adamw(model, args)
+
+
+@pytest.fixture(autouse=True)
+def nobody_has_told_us_to_stop(monkeypatch):
+    monkeypatch.setattr(distributed, "_stop_signal", None)
+
+
+class Steps:
+    """A run whose step n makes every weight n and draws two of ten rows."""
+
+    def __init__(self, parts, folder, total: int = TOTAL, **flags):
+        self.model, optimizer = parts
+        self.args = TrainArgs(output_dir=str(folder), **(dict(eval_every=0, save_every=2) | flags))
+        prepare_output_dir(self.args)
+        self.order, self.begun, self.saves = RowOrder(10, 0), [], []
+        self.run = Run(self.args, self.model, optimizer, total, show=("loss",), curves=("loss",), order=self.order)
+        save = self.run.checkpointer.save
+        self.run.checkpointer.save = lambda step: (self.saves.append(step), save(step))
+
+    def go(self, stop_in: int | None = None, break_off: int | None = None) -> list[int]:
+        """The steps that were finished. Step `stop_in` is told to stop, step `break_off` breaks the loop."""
+        for step in self.run.steps():
+            self.begun.append(step)
+            if step == stop_in:
+                distributed.tell_to_stop()
+            if step == break_off:
+                self.run.told_to_stop = True
+                break
+            with self.run.meter.time("step"), torch.no_grad():
+                self.order.draw(2)
+                for parameter in self.model.parameters():
+                    parameter.fill_(step + 1)
+            self.run.meter.mean("loss", step + 1.0)
+            self.run.log(step + 1, self.run.reduce([Sample([0] * 4, [True] * 4)], lr=0.5))
+        self.run.end(load_tokenizer(tiny_model()))
+        return [line["step"] for line in metrics(self.folder)]
+
+    @property
+    def folder(self):
+        return self.run.checkpointer.folder
+
+    def value(self) -> float:
+        return whole(next(self.model.parameters())).flatten()[0].item()
+
+
+def test_it_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, capsys):
+    steps = Steps(parts, tmp_path)
+    assert steps.go() == [1, 2, 3, 4, 5] and steps.begun == [0, 1, 2, 3, 4] and steps.saves == [2, 4, 5]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000004", "step_000005"]  # --keep_last
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all((tensor == TOTAL).all() for tensor in exported.values())
+    assert (tmp_path / "curves.png").is_file() and f"done: {tmp_path}/hf" in capsys.readouterr().out
+
+
+def test_the_state_is_step_data_and_totals(parts, tmp_path):
+    Steps(parts, tmp_path).go()
+    state = json.loads((tmp_path / "checkpoints" / "step_000005" / "state.json").read_text())
+    assert state == dict(step=5, totals=dict(num_tokens=15), order=dict(epoch=0, index=10, num_rows=10))
+
+
+@pytest.mark.parametrize("every", [1, 3, 5, 100])
+def test_no_step_is_saved_twice(every, parts, tmp_path):
+    steps = Steps(parts, tmp_path, save_every=every)
+    steps.go()
+    assert steps.saves == [step for step in range(1, 6) if step % every == 0 or step == 5]
+
+
+def test_told_to_stop_it_finishes_the_step_saves_once_and_goes_on_from_there(parts, tmp_path, capsys):
+    whole_run = Steps(parts, tmp_path / "whole")
+    whole_run.go()
+    stopped = Steps(parts, tmp_path / "stopped")
+    assert stopped.go(stop_in=2) == [1, 2, 3] and stopped.saves == [2, 3]
+    assert not (tmp_path / "stopped" / "hf").exists()
+    assert "told to stop after step 3; the same command goes on from there" in capsys.readouterr().out
+    distributed._stop_signal = None
+    again = Steps(parts, tmp_path / "stopped")
+    assert again.run.first_step == 3 and again.value() == 3 and again.run.num_tokens == 9
+    assert again.go() == [1, 2, 3, 4, 5] and again.begun == [3, 4] and again.saves == [4, 5]
+    assert (tmp_path / "stopped" / "hf").is_dir()
+    for a, b in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "stopped"), strict=True):
+        assert {k: a[k] for k in ("loss", "epoch", "num_tokens")} == {k: b[k] for k in ("loss", "epoch", "num_tokens")}
+
+
+@pytest.mark.parametrize("stop_in", [1, 4])
+def test_a_stop_where_a_save_is_due_saves_once(stop_in, parts, tmp_path):
+    """Also in the last step; then the run is done when it is started again."""
+    steps = Steps(parts, tmp_path)
+    steps.go(stop_in=stop_in)
+    assert steps.saves[-1] == stop_in + 1 and len(set(steps.saves)) == len(steps.saves)
+    assert not (tmp_path / "hf").exists()
+    distributed._stop_signal = None
+    assert Steps(parts, tmp_path).go() == [1, 2, 3, 4, 5] and (tmp_path / "hf").is_dir()
+
+
+def test_a_step_that_is_broken_off_counts_as_never_begun(parts, tmp_path):
+    steps = Steps(parts, tmp_path, save_every=100)
+    assert steps.go(break_off=3) == [1, 2, 3] and steps.saves == [3]
+    assert not (tmp_path / "hf").exists()
+    again = Steps(parts, tmp_path, save_every=100)
+    assert again.run.first_step == 3 and again.go() == [1, 2, 3, 4, 5] and again.begun == [3, 4]
+
+
+def test_a_first_step_that_is_broken_off_saves_nothing(parts, tmp_path):
+    steps = Steps(parts, tmp_path)
+    assert next(steps.run.steps()) == 0
+    steps.run.told_to_stop = True
+    steps.run.end(load_tokenizer(tiny_model()))
+    assert steps.saves == [] and not (tmp_path / "hf").exists()
+    assert Steps(parts, tmp_path).run.first_step == 0
+
+
+def test_a_finished_run_has_nothing_left_to_do(parts, tmp_path):
+    Steps(parts, tmp_path).go()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    again = Steps(parts, tmp_path)
+    again.go()
+    assert again.begun == again.saves == [] and (tmp_path / "metrics.jsonl").read_text() == before
+    longer = Steps(parts, tmp_path, total=7)
+    assert longer.go() == [1, 2, 3, 4, 5, 6, 7] and longer.begun == [5, 6] and longer.value() == 7
+
+
+def test_other_data_is_refused(parts, tmp_path):
+    Steps(parts, tmp_path).go()
+    args = TrainArgs(output_dir=str(tmp_path), eval_every=0, save_every=2)
+    with pytest.raises(ValueError, match="the checkpoint is of 10 training rows, now there are 11"):
+        Run(args, *parts, TOTAL, show=(), curves=(), order=RowOrder(11, 0))
+
+
+def test_when_it_evaluates(parts, tmp_path):
+    def schedule(every: int) -> list[int]:
+        run = Steps(parts, tmp_path, eval_every=every).run
+        return [finished for finished in range(TOTAL + 1) if run.evaluates(finished)]
+
+    assert schedule(0) == [] and schedule(2) == [0, 2, 4, 5] and schedule(5) == [0, 5] and schedule(100) == [0, 5]
+
+
+def test_what_a_step_tells(parts, tmp_path):
+    steps = Steps(parts, tmp_path, lr=0.5, warmup_steps=2)
+    assert [steps.run.learning_rate(step) for step in range(3)] == [0.25, 0.5, 0.5]
+    steps.go()
+    for n, line in enumerate(metrics(tmp_path), 1):
+        assert line.keys() >= {"step", "loss", "lr", "epoch", "num_tokens", "tokens_per_second", "time/step"}
+        assert (line["loss"], line["lr"], line["epoch"], line["num_tokens"]) == (n, 0.5, n / 5, 3 * n)
+        assert line["tokens_per_second"] == pytest.approx(3 / line["time/step"])
+    assert "time/save" in metrics(tmp_path)[2] and "time/save" not in metrics(tmp_path)[1]
+    assert steps.run.latest == {k: v for k, v in line.items() if k != "step"}

@@ -1,0 +1,58 @@
+"""A user's file: what is wrong with it is named, and it is imported once with the signals as they were."""
+
+import signal
+
+import pytest
+
+from common.user_code import load_callable
+
+FILES = {
+    "good.py": "made = []\nmade.append(1)\nclass Thing: ...\ndef f(x): return x + 1\nnumber = 3\n",
+    "missing.py": "import nonesuch",
+    "syntax.py": "def f(:",
+    "leaves.py": "raise SystemExit(0)",
+    "raises.py": "raise RuntimeError('first\\nsecond')",
+    "notes.txt": "def f(): ...",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("absent.py:f", "no file "),
+        ("good.py:absent", "has no function absent"),
+        ("good.py:number", "has no function number"),
+        ("notes.txt:f", "is not a Python file"),
+        ("missing.py:f", "fails to import: ModuleNotFoundError: No module named 'nonesuch'"),
+        ("syntax.py:f", "fails to import: SyntaxError"),
+        ("leaves.py:f", "fails to import: SystemExit"),
+        ("raises.py:f", "fails to import: RuntimeError: first"),
+    ],
+)
+def test_what_is_wrong_is_named(name, words, folder):
+    with pytest.raises(ValueError) as error:
+        load_callable("--reward", f"{folder}/{name}")
+    assert str(error.value).startswith(f"--reward {folder}/{name}: ") and words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_functions_and_classes_of_a_file(folder):
+    assert load_callable("--reward", f"{folder}/good.py:f")(1) == 2
+    assert isinstance(load_callable("--environment", f"{folder}/good.py:Thing"), type)
+
+
+def test_a_file_that_hangs_can_be_stopped_and_the_handlers_come_back(tmp_path):
+    (tmp_path / "asks.py").write_text("import signal\nseen = signal.getsignal(signal.SIGTERM)\ndef f(): return seen\n")
+    before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    try:
+        assert load_callable("--reward", f"{tmp_path}/asks.py:f")() == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
