@@ -269,7 +269,7 @@ def main(args: Args) -> None:
                     meter.mean("loss", minibatch_loss, 1 / world_size)
 
         # ---- 5. log and evaluate ----
-        metrics = run.reduce(chain(*groups), lr=lr)
+        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
         if held_out and run.evaluates(step + 1):
             metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

@@ -132,6 +132,7 @@ def main(args: Args) -> None:
                 "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
     )  # fmt: skip
     meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
+    first_pass = updates > 1 or (args.beta and args.kl_in == "reward")  # else the update's own forward will do
     how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
     run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
     if args.preset:
@@ -158,17 +159,16 @@ def main(args: Args) -> None:
             measure.measure_groups(meter, groups, scores_PG, parts)
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                add_logprobs("old", model, minibatches, args.temperature)
+                if first_pass or step == run.first_step:
+                    add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
             if step == run.first_step:
                 measure.check_agreement(minibatches, args, device)
 
             # ---- 3. advantage: the reward, less its KL, less what was to be expected ----
-            for mb in chain(*minibatches):
-                engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
-                mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                if reference is not None and args.kl_in == "reward":
+            if reference is not None and args.kl_in == "reward":
+                for mb in chain(*minibatches):
                     kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T)
                     mb.to_samples(kl=mb.sequence_sums(kl_T))
                     meter.masked_mean("kl", kl_T, mb.loss_mask_T)
@@ -177,6 +177,8 @@ def main(args: Args) -> None:
             counts_BG = measure.gather_groups(measure.trained_counts(groups), rollouts.positions)
             advantages_BG = ADVANTAGES[args.advantage](rewards_BG, counts_BG)
             to_samples(groups, advantage=advantages_BG[list(rollouts.positions)])
+            for mb in chain(*minibatches):
+                mb.advantages_T = mb.on_tokens("advantage")
 
             # ---- 4. update: one optimizer step per minibatch ----
             with meter.time("train"):
@@ -186,8 +188,12 @@ def main(args: Args) -> None:
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                        log_ratio_T, advantages_T = logprobs_T - mb.old_logprobs_T, mb.on_tokens("advantage")
-                        loss_T = policy_loss(log_ratio_T, advantages_T, logprobs_T) * mb.correction_T
+                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
+                            mb.old_logprobs_T = logprobs_T.detach()
+                        log_ratio_T = logprobs_T - mb.old_logprobs_T
+                        engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
+                        mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
+                        loss_T = policy_loss(log_ratio_T, mb.advantages_T, logprobs_T) * mb.correction_T
                         if reference is not None and args.kl_in == "loss":
                             kl_T = kl_estimate(logprobs_T, mb.ref_logprobs_T)
                             loss_T = loss_T + beta.value * kl_T
@@ -199,7 +205,7 @@ def main(args: Args) -> None:
                         minibatch_loss += loss.detach()
                         measure.measure_update(meter, mb, entropy_T)
                         if args.loss == "clip":
-                            clipped_T = outside_clip(log_ratio_T.detach(), advantages_T)
+                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
                             meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
                     lr = run.learning_rate(step)
                     meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))

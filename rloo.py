@@ -36,7 +36,7 @@ from common.optim import adamw, optimizer_step
 from common.packing import of_samples, pack_minibatches, to_samples
 from common.prompts import load_prompts
 from common.rewards.scoring import Rewards
-from common.rollout.measure import check_agreement, evaluate, measure_groups, measure_sampling, truncated
+from common.rollout.measure import check_agreement, evaluate, measure_groups, measure_update, truncated
 from common.rollout.remote import make_rollouts, serve
 from common.run import Run
 from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
@@ -94,6 +94,7 @@ def main(args: Args) -> None:
                 "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
     )  # fmt: skip
     meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
+    first_pass = updates > 1 or reference is not None  # else the update's own forward will do
     how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
     run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
     if held_out and run.first_step == 0:
@@ -113,18 +114,16 @@ def main(args: Args) -> None:
             measure_groups(meter, groups, scores_PG, parts)
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                add_logprobs("old", model, minibatches, args.temperature)
+                if first_pass or step == run.first_step:
+                    add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
             if step == run.first_step:
                 check_agreement(minibatches, args, device)
 
             # ---- 3. KL and advantage: a completion is one action with one reward ----
-            for mb in chain(*minibatches):
-                log_ratio_T = mb.old_logprobs_T - mb.rollout_logprobs_T  # of trainer and engine
-                mb.correction_T = correction(log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T)
-                measure_sampling(meter, mb)
-                if reference is not None:
+            if reference is not None:
+                for mb in chain(*minibatches):
                     kl_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
                     mb.to_samples(kl=kl_N)
                     meter.mean("kl", kl_N.sum(), len(kl_N))
@@ -138,6 +137,10 @@ def main(args: Args) -> None:
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
+                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
+                            mb.old_logprobs_T = logprobs_T.detach()
+                        engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
+                        mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
                         log_ratio_N = mb.sequence_sums(logprobs_T) - mb.sequence_sums(mb.old_logprobs_T)
                         advantages_N, weights_N = mb.of_samples("advantage"), mb.correction_T[mb.ends_N]
                         loss_N = policy_loss(log_ratio_N, advantages_N) * weights_N
@@ -148,7 +151,7 @@ def main(args: Args) -> None:
                         clipped_N = outside_clip(log_ratio_N.detach(), advantages_N)
                         meter.mean("loss", loss_N.detach().sum(), len(loss_N))
                         meter.mean("clip_ratio/region_mean", clipped_N.sum(), len(clipped_N))
-                        meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
+                        measure_update(meter, mb, entropy_T)
                     lr = run.learning_rate(step)
                     meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
 

@@ -92,7 +92,7 @@ class PackedBatch:
     samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     weights_T: Tensor | None = None
-    advantages_T: Tensor | None = None  # the sample's, on each of its tokens
+    advantages_T: Tensor | None = None  # on each token its sample's when it was packed, or what a script puts there
     # What scripts put beside the samples' own streams:
     old_logprobs_T: Tensor | None = None  # of the trainer at rollout time
     old_entropy_T: Tensor | None = None  # likewise
