@@ -14,7 +14,6 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,68 +21,60 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import distributed
+from common import completions, distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.completions import as_sample, read_completions, rewarded, share_of
-from common.config import EnvironmentArgs
+from common.config import MayChange, NotNegative, Positive, SamplingArgs, with_flags
 from common.data import Encoder
-from common.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
+from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.models import Policy, load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.functions import final_answers, last_boxed, to_number
 from common.rewards.scoring import Rewards, require_context, score
-from common.rollout.base import Engine
-from common.rollout.engine import make_engine, whole_weights
 from common.rollout.episodes import Episodes
 from common.rows import load_rows
 
 PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged
+OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 
 
 @dataclass
-class Args(EnvironmentArgs):
+class Args(SamplingArgs):
     model: str = "tiny"
     """Hugging Face id or folder of the model to measure; `tiny` is a built-in untrained one"""
     dataset_split: str = "test"
     """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = "runs/eval"
     """where everything goes: args.yaml, completions.jsonl, results.json"""
-    max_prompts: int | None = None
+    max_prompts: Positive[int] | None = None
     """only the first so many rows of the data"""
-    samples_per_prompt: int = 4
+    samples_per_prompt: NotNegative[int] = 4
     """completions sampled for each prompt beside the greedy one, S; 0: none"""
     greedy: bool = True
     """one greedy completion of each prompt"""
-    ks: tuple[int, ...] = ()
+    ks: MayChange[tuple[int, ...]] = ()
     """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
-    prompts_per_batch: int = 256
+    prompts_per_batch: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
     gpu_memory_utilization: float = 0.8
     """fraction of each GPU's memory for vLLM's weights and KV cache"""
-    domain_column: str = "domain"
+    domain_column: MayChange[str] = "domain"
     """column by which the table is divided, where the data has it"""
     completions: str | None = None
     """measure what is in this file instead of sampling: JSONL, a line per row of the data, with `completions` (a list
     of texts, or of objects as eval.py writes them) or `completion` (one text)"""
-    against: str | None = None
+    against: MayChange[str | None] = None
     """win rate against another model, or against the completions in a .jsonl file"""
-    reward_model: str | None = None
+    reward_model: MayChange[str | None] = None
     """reward model whose mean score is reported, and which judges the win rate; default judge: `--reward`"""
-    perplexity_model: str | None = None
+    perplexity_model: MayChange[str | None] = None
     """language model under which the perplexity of the completions is reported"""
-    bootstrap_samples: int = 1000
+    bootstrap_samples: MayChange[Positive[int]] = 1000
     """bootstrap draws of the prompts, B"""
 
     def __post_init__(self) -> None:
-        self.require_not_negative("samples_per_prompt")
-        samples, self.samples_per_prompt = self.samples_per_prompt, max(1, self.samples_per_prompt)
-        super().__post_init__()  # for training a prompt needs a sample
-        self.samples_per_prompt = samples
-        self.require_positive("prompts_per_batch", "bootstrap_samples")
-        if self.max_prompts is not None:
-            self.require_positive("max_prompts")
+        super().__post_init__()
         if self.completions is None:
             if not (self.greedy or self.samples_per_prompt):
                 raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
@@ -145,102 +136,11 @@ def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, 
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
-# ---- completions ----
-
-
-class Completions:
-    """The completions of the data's prompts, a line for each as in completions.jsonl: sampled or read, and rewarded.
-    Every rank gets all of them and computes its share. All methods are collective."""
-
-    def __init__(self, args: Args, prompts: list[list[int]], rows: list[dict], tokenizer, rewards: Rewards, device):
-        self.args, self.prompts, self.rows, self.tokenizer = args, prompts, rows, tokenizer
-        self.rewards, self.device = rewards, device
-        self.engine: Engine | None = None
-
-    def read(self, flag: str, file: str) -> list[dict]:
-        """What is in a file, not rewarded yet."""
-        episodes = self.args.environment is not None
-        return read_completions(flag, Path(file), self.rows, self.tokenizer, episodes=episodes)
-
-    def reward(self, lines: list[dict]) -> list[dict]:
-        """The same with the rewards of now."""
-        mine, greedy = share_of(len(lines)), bool(lines[0]["completions"][0].get("greedy"))
-        groups = [[as_sample(c, self.prompts[i], self.tokenizer) for c in lines[i]["completions"]] for i in mine]
-        of_prompt = rewarded(groups, mine, [self.rows[i] for i in mine], self.rewards, greedy)
-        return [of_prompt[i] for i in range(len(lines))]
-
-    def sample(self, path: str, file: Path) -> list[dict]:
-        """What `file` has already, and the rest from the model in folder `path`, appended a batch at a time; fewer than
-        there are prompts if the run was told to stop."""
-        args, lines = self.args, read_completions("--output_dir", file, self.rows, self.tokenizer, own=True)
-        if distributed.is_main():  # without what a kill cut
-            file.with_suffix(".tmp").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-            file.with_suffix(".tmp").rename(file)
-        if len(lines) == len(self.prompts):
-            return lines
-        self._load(path)
-        episodes = Episodes(self.engine, args, self.tokenizer)
-        while len(lines) < len(self.prompts) and not distributed.stop_requested():
-            batch = range(len(lines), min(len(lines) + args.prompts_per_batch, len(self.prompts)))
-            mine = [batch[j] for j in share_of(len(batch))]
-            prompts, rows = [self.prompts[i] for i in mine], [self.rows[i] for i in mine]
-            seeds = [distributed.fold_seed(args.seed, i) for i in mine]
-            groups: list[list[Sample]] = [[] for _ in mine]
-            for n, temperature in ((int(args.greedy), 0.0), (args.samples_per_prompt, args.temperature)):
-                if n:
-                    more = episodes.generate(prompts, rows, seeds, n, temperature)
-                    groups = [[*group, *new] for group, new in zip(groups, more, strict=True)]
-            of_prompt = rewarded(groups, mine, rows, self.rewards, args.greedy)
-            lines += [of_prompt[i] for i in batch]
-            if distributed.is_main():
-                with file.open("a", encoding="utf-8") as out:
-                    out.writelines(json.dumps(of_prompt[i]) + "\n" for i in batch)
-                print(f"{len(lines)} of {len(self.prompts)} prompts sampled", flush=True)
-        self.engine.sleep()  # what comes next may need the memory
-        return lines
-
-    def _load(self, path: str) -> None:
-        """The engine with the model in folder `path`. There can be one engine in a process, so a second model goes into
-        the first one's."""
-        eos_ids = eos_token_ids(path, self.tokenizer)
-        if self.engine is None:
-            self.engine = make_engine(path, self.args, eos_ids, self.tokenizer, self.device, trained=False)
-            return
-        self.engine.eos_ids = eos_ids
-        model = load_policy(path, self.args, self.device, trainable=False, flag="--against")
-        self.engine.wake()
-        self.engine.load_weights(whole_weights(model, self.engine.dtype))
-
-    def numbers(self, lines: list[dict], numbers_of: Callable[[list[Sample]], list]) -> list[list]:
-        """`numbers_of(samples)` of every completion of every prompt. Raises `ValueError` for one that fits in no
-        pack."""
-        mine = share_of(len(lines))
-        groups = [[as_sample(c, self.prompts[i], self.tokenizer) for c in lines[i]["completions"]] for i in mine]
-        for i, group in zip(mine, groups, strict=True):
-            if (size := max(sample.num_targets for sample in group)) > self.args.pack_tokens:
-                where = self.rows[i]["_source"]
-                raise ValueError(f"{where}: a completion of {size} tokens with its prompt, more than --pack_tokens")
-        found = iter(numbers_of([sample for group in groups for sample in group]))
-        of_prompt = {i: [next(found) for _ in group] for i, group in zip(mine, groups, strict=True)}
-        of_prompt = distributed.gather_dict(of_prompt)
-        return [of_prompt[i] for i in range(len(lines))]
-
-
-def require_same_architecture(path: str, other: str) -> None:
-    """Raises `ValueError` unless the model in folder `other` fits into an engine made for that in `path`."""
-    ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (path, other))
-    if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {"dtype", "torch_dtype", "transformers_version"}:
-        raise ValueError(
-            f"--against {other}: another architecture than --model; measure it alone, and name its completions.jsonl"
-        )
-
-
 # ---- measurements ----
 
 
 def measure(args: Args, lines: list[dict]) -> dict:
     """What results.json says of these prompts."""
-
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
 
     def mean_of(value_of, groups: list[list[dict]]) -> dict[str, float]:
@@ -278,11 +178,10 @@ def log_likelihoods(
 
     Raises `ValueError` for a sequence that is longer than the model's context."""
     require_context(model, max((len(sample.ids) for sample in samples), default=0))
-    of_sample = {}
     for mb in pack(samples, pack_tokens, device):
         logprobs_T, *_ = model(mb, temperature=1.0)
-        of_sample |= zip(map(id, mb.samples), mb.sequence_sums(logprobs_T).tolist(), strict=True)
-    return [(of_sample[id(sample)], sum(sample.loss_mask)) for sample in samples]
+        mb.to_samples(logp=mb.sequence_sums(logprobs_T))
+    return [(sample.logp, sum(sample.loss_mask)) for sample in samples]
 
 
 def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
@@ -329,7 +228,7 @@ def print_results(args: Args, results: dict) -> None:
 def main(args: Args) -> None:
     # ---- setup ----
     device, _, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args)
+    prepare_output_dir(args, owned=(THEIR_FILES, "results.json"))
     folder = Path(args.output_dir)
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
@@ -344,31 +243,43 @@ def main(args: Args) -> None:
     columns = prompt_columns(args, rows)
     rewards = Rewards(args, rows, tokenizer, device)
     room = context_length(path, args) - args.max_new_tokens
-    prompts, rows, dropped = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
+    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
     if distributed.is_main():
-        print(f"{len(prompts)} prompts ({dropped} too long) on {world_size} ranks")
+        print(f"{prompts} on {world_size} ranks")
 
     # ---- what else is named, before anything slow ----
-    completions = Completions(args, prompts, rows, tokenizer, rewards, device)
-    others = {}
-    named = dict(against=args.against, reward_model=args.reward_model, perplexity_model=args.perplexity_model)
-    for flag, name in named.items():
-        if name is not None and not name.endswith(".jsonl"):
+    others, files, episodes = {}, {}, args.environment is not None
+    for flag in ("against", "completions", "reward_model", "perplexity_model"):
+        name = getattr(args, flag)
+        if name is None:
+            continue
+        if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
+            files[flag] = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
+        else:
             others[flag] = resolve_model(name, f"--{flag}")
             require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
     if "against" in others:
-        require_same_architecture(path, others["against"])
-    theirs = completions.read("--against", args.against) if args.against and "against" not in others else None
-    ours = completions.read("--completions", args.completions) if args.completions is not None else None
+        completions.require_same_architecture(path, others["against"])
 
-    # ---- completions: sampled, or from a file ----
-    ours = completions.sample(path, folder / "completions.jsonl") if ours is None else completions.reward(ours)
-    if theirs is not None:
-        theirs = completions.reward(theirs)
-    elif "against" in others and len(ours) == len(prompts):
-        name = re.sub(r"\W+", "_", args.against)
-        theirs = completions.sample(others["against"], folder / f"against_{name}.jsonl")
-    counts = [len(lines[0]["completions"]) for lines in (ours, theirs) if lines]
+    # ---- completions, ours and then theirs: from a file, or sampled ----
+    both: list[list[dict]] = []
+    engine = None
+    theirs = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
+    for flag, model, file in (("completions", path, folder / OWN_FILE), ("against", others.get("against"), theirs)):
+        if flag in files:
+            both.append(completions.reward_again(files[flag], prompts, tokenizer, rewards))
+        elif model is not None and all(len(lines) == len(prompts) for lines in both):  # not told to stop
+            lines = completions.read_completions("--output_dir", file, prompts, tokenizer, own=True)
+            if len(lines) < len(prompts):
+                engine = completions.load_engine(engine, model, args, tokenizer, device)
+                generate = partial(with_flags(completions.greedy_and_sampled, args), Episodes(engine, args, tokenizer))
+                lines = completions.sample_completions(
+                    file, lines, prompts, generate, rewards,
+                    batch_size=args.prompts_per_batch, seed=args.seed, greedy=args.greedy,
+                )  # fmt: skip
+                engine.sleep()  # what comes next may need the memory
+            both.append(lines)
+    counts = [len(lines[0]["completions"]) for lines in both if lines]
     if len(set(counts)) > 1:
         raise ValueError(
             f"--against {args.against} has {counts[1]} completions of a prompt, there are {counts[0]} here"
@@ -377,31 +288,32 @@ def main(args: Args) -> None:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
 
     # ---- measure ----
-    if all(len(lines) == len(prompts) for lines in (ours, theirs) if lines is not None):
+    if all(len(lines) == len(prompts) for lines in both):
         interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
+        of_completions = partial(
+            completions.numbers_of, prompts=prompts, tokenizer=tokenizer, pack_tokens=args.pack_tokens
+        )
         of_domain: dict[str, list[dict]] = {}
-        for line, row in zip(ours, rows, strict=True):
+        for line, row in zip(both[0], prompts.rows, strict=True):
             of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
         domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)} if len(of_domain) > 1 else {}
-        results = dict(model=args.model, dataset=args.dataset, overall=measure(args, ours), domains=domains)
-        both = [lines for lines in (ours, theirs) if lines is not None]
+        results = dict(model=args.model, dataset=args.dataset, overall=measure(args, both[0]), domains=domains)
         judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
         if "reward_model" in others:
             judge = load_scalar_model(others["reward_model"], args, device, trainable=False, flag="--reward_model")
             judged = [
-                completions.numbers(lines, lambda s: score(judge, [x.ids for x in s], args.pack_tokens, device))
+                of_completions(lines, lambda samples: score(judge, [x.ids for x in samples], args.pack_tokens, device))
                 for lines in both
             ]
             for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
                 results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
-        if theirs is not None:
+        if len(both) == 2:
             results["win_rate"] = interval(*wins(*judged))
         if "perplexity_model" in others:
             likely = load_policy(others["perplexity_model"], args, device, trainable=False, flag="--perplexity_model")
-            found = completions.numbers(ours, lambda s: log_likelihoods(likely, s, args.pack_tokens, device))
-            nats = interval(
-                [-sum(x for x, _ in group) for group in found], [sum(n for _, n in group) for group in found]
-            )
+            found = of_completions(both[0], lambda samples: log_likelihoods(likely, samples, args.pack_tokens, device))
+            totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in found]
+            nats = interval(*zip(*totals, strict=True))
             results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}
         if distributed.is_main():
             (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -409,8 +321,8 @@ def main(args: Args) -> None:
     elif distributed.is_main():
         print("told to stop; the same command goes on from there")
 
-    if completions.engine is not None:
-        completions.engine.close()
+    if engine is not None:
+        engine.close()
     distributed.cleanup()
 
 

@@ -1,4 +1,5 @@
-"""bok.py: which completions are kept, one gradient whatever the ranks, exact resume, the offline set written once."""
+"""bok.py: which completions are kept, one gradient whatever the ranks, exact resume, the offline set written once, in
+eval.py's format, and trained on as it was sampled."""
 
 import json
 import math
@@ -6,29 +7,34 @@ import math
 import helpers
 import pytest
 import torch
+from conftest import talkative
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
-from bok import Args, choose, sample_offline
-from common.hub import load_tokenizer, resolve_model
+from bok import Args, best, sample_offline
+from common.completions import read_completions, rewarded, samples_to_train_on
+from common.config import with_flags
+from common.hub import load_tokenizer
 from common.packing import Sample
+from common.prompts import Prompts
+from common.tiny import tiny_model
 
 NAN = math.nan
 SAME = ("grad_norm", "reward", "kept/reward", "kept/fraction", "entropy", "num_tokens", "epoch")
 
 
 def kept(args: Args, *ranking: float) -> list[int]:
-    group = [Sample(ids=[i], loss_mask=[True]) for i in range(len(ranking))]
-    (best,) = choose(args, [group], torch.tensor([ranking], dtype=torch.float64))
-    return [sample.ids[0] for sample in best]
+    (kept_G,) = with_flags(best, args)(torch.tensor([ranking], dtype=torch.float64))
+    return kept_G.nonzero().flatten().tolist()
 
 
 def test_the_best_are_kept_the_first_of_equals_and_never_one_without_a_reward():
     assert kept(Args(), 0.1, 0.9, 0.9, -1.0) == [1]
-    assert kept(Args(keep=3), 0.1, 0.9, NAN, 0.9) == [1, 3, 0]
+    assert kept(Args(keep=3), 0.1, 0.9, NAN, 0.9) == [0, 1, 3]
+    assert kept(Args(keep=2), 0.5, 0.9, 0.5, 0.5) == [0, 1]
     assert kept(Args(keep=3), NAN, NAN, NAN, 0.2) == [3]
     assert kept(Args(keep=2), NAN, NAN, NAN, NAN) == []
-    assert kept(Args(keep_above=0.5), 0.5, 0.6, NAN, 2.0) == [3, 1]
+    assert kept(Args(keep_above=0.5), 0.5, 0.6, NAN, 2.0) == [1, 3]
     assert kept(Args(keep_above=3), 0.5, 0.6, NAN, 2.0) == []
 
 
@@ -70,49 +76,167 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, t
     assert_close_metrics(two_ranks, tmp_path, (*SAME, "loss", "kl"), rel=0)
 
 
+# ---- offline ----
+
+
+ROWS = [dict(prompt=f"{100 + i}+7=", answer=str(107 + i)) for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def offline_flags(flags, tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return (*flags, "--dataset", file, "--offline", "--keep_above", 0.1)
+
+
+@pytest.fixture(scope="module")
+def offline(offline_flags, tmp_path_factory):
+    """20 prompts in rounds of 8, by two ranks."""
+    folder = tmp_path_factory.mktemp("offline")
+    run(2, "bok.py", *offline_flags, "--output_dir", folder)
+    return folder
+
+
+def lines_of(folder) -> list[str]:
+    return (folder / "completions.jsonl").read_text().splitlines(True)
+
+
 @pytest.mark.slow
-def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(flags, tmp_path):
-    """20 prompts in rounds of 8: the same file and weights on one rank as on two, and when the file was cut short."""
-    rows = [dict(prompt=f"{100 + i}+7=", answer=str(107 + i)) for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = (*flags, "--dataset", tmp_path / "rows.jsonl", "--offline", "--keep_above", 0.1)
-    run(2, "bok.py", *flags, "--output_dir", tmp_path / "two")
-    written = tmp_path / "two" / "completions.jsonl"
-    lines = written.read_text().splitlines(True)
-    assert len(lines) == 20 and len({tuple(json.loads(line)["prompt"]) for line in lines}) == 20
+def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(offline, offline_flags, tmp_path):
+    """The same file and weights on one rank as on two, and when the file was cut short."""
+    lines = lines_of(offline)
+    tokenizer = load_tokenizer(tiny_model())
+    prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
+    assert [json.loads(line)["source"] for line in lines] == [f"rows.jsonl:{i}" for i in range(1, 21)]
+    assert [json.loads(line)["prompt_ids"] for line in lines] == prompt_ids
     texts = {c["text"] for line in lines for c in json.loads(line)["completions"] if c["reward"] > 0.1}
-    trained = [s["completion"] for step in range(1, 7) for s in samples(tmp_path / "two", step) if s["advantage"]]
+    trained = [s["completion"] for step in range(1, 7) for s in samples(offline, step) if s["advantage"]]
     assert trained and set(trained) <= texts
-    cut = tmp_path / "one" / "completions.jsonl"
-    cut.parent.mkdir()
+    cut = tmp_path / "completions.jsonl"
     cut.write_text("".join(lines[:11]) + lines[11][:40])  # as a kill leaves it
-    run(1, "bok.py", *flags, "--output_dir", cut.parent)
-    for one, other in zip(map(json.loads, lines), map(json.loads, cut.read_text().splitlines()), strict=True):
+    assert "20 of 20 prompts sampled" in run(1, "bok.py", *offline_flags, "--output_dir", tmp_path).stdout
+    for one, other in zip(map(json.loads, lines), map(json.loads, lines_of(tmp_path)), strict=True):
         for c, d in zip(one["completions"], other["completions"], strict=True):
             assert c.pop("logprobs") == pytest.approx(d.pop("logprobs"), abs=1e-4)
         assert one == other
-    assert_close_metrics(tmp_path / "two", cut.parent, ("loss", "grad_norm", "reward", "epoch"), rel=1e-5)
-    good = "".join(lines)
-    tokenizer = load_tokenizer(resolve_model("tiny"))
-    rows = [row | dict(_source="row") for row in rows]
-    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    args = Args(output_dir=str(cut.parent), samples_per_prompt=3, prompts_per_step=8)
-    assert [json.loads(line)["prompt"] for line in lines] == prompts
-    groups, scores = sample_offline(args, prompts, rows, None, None)
-    assert scores.shape == (20, 3) and groups[7][2].ids[: len(prompts[7])] == prompts[7]
-    for damaged in (
-        good.replace('"reward"', '"rewarded"', 1), good.replace('"reward": 0', '"reward": null, "x": 0', 1),
-        good.replace('"ids": [', '"ids": ["a", ', 1), good.replace('"logprobs": [', '"logprobs": [0.1, ', 1),
-        "[]\n" + good, "\udcff\n" + good,
+    assert_close_metrics(offline, tmp_path, ("loss", "grad_norm", "reward", "epoch"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_trained_on_is_refused(offline, tmp_path):
+    """Also what eval.py wrote, which has no log-probs."""
+    lines, tokenizer, file = lines_of(offline), load_tokenizer(tiny_model()), tmp_path / "completions.jsonl"
+    records, good = [json.loads(line) for line in lines], "".join(lines)
+    prompts = Prompts([r["prompt_ids"] for r in records], [dict(_source=r["source"]) for r in records])
+
+    def read(text: str, prompts: Prompts = prompts, samples_per_prompt: int = 3) -> list[list[Sample]]:
+        file.write_text(text)
+        args = Args(output_dir=str(tmp_path), samples_per_prompt=samples_per_prompt)
+        return sample_offline(args, prompts, None, None, tokenizer)
+
+    groups = read(good)
+    assert len(groups) == 20 and groups[7][2].ids[: groups[7][2].prompt_length] == prompts.ids[7]
+    by_eval = records[0] | dict(completions=[dict(c) for c in records[0]["completions"]])
+    for completion in by_eval["completions"]:
+        del completion["logprobs"]
+    damaged = "line 1: not as it was written; mend or delete it"
+    for text, words in (
+        (json.dumps(by_eval) + "\n", "line 1: no logprobs: only what bok.py --offline wrote can be trained on"),
+        (good.replace('"reward"', '"rewarded"', 1), damaged),
+        (good.replace('"reward": 0', '"reward": [], "x": 0', 1), damaged),
+        (good.replace('"logprobs": [', '"logprobs": [0.1, ', 1), damaged),
+        (good.replace('"logprobs": [', '"logprobs": ["a", ', 1), damaged),
+        (good.replace('"ids": [', '"ids": ["a", ', 1), "line 1: a completion is a text, or an object"),
+        ("[]\n" + good, "line 1: not an object"), ("x\n" + good, "line 1: Expecting value"),
+        (good.replace("rows.jsonl:1\"", "rows.jsonl:3\"", 1), "line 1: of another row than the data has there"),
     ):  # fmt: skip
-        cut.write_text(damaged, errors="surrogateescape")
-        with pytest.raises(ValueError, match=r"completions.jsonl, line 1 is damaged; mend or delete the file"):
-            sample_offline(args, prompts, rows, None, None)
-    cut.write_text(good)
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        sample_offline(Args(output_dir=str(cut.parent), samples_per_prompt=2), prompts, rows, None, None)
-    with pytest.raises(ValueError, match="line 20 is of another prompt"):
-        sample_offline(args, prompts[:19], rows[:19], None, None)
+        with pytest.raises(ValueError) as error:
+            read(text)
+        assert str(error.value).startswith(f"--output_dir {file}, {words}") and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="3 completions of a prompt, --samples_per_prompt is 2"):
+        read(good, samples_per_prompt=2)
+    with pytest.raises(ValueError, match="line 20: of another row"):
+        read(good, Prompts(prompts.ids[:19], prompts.rows[:19]))
+    with pytest.raises(ValueError, match="line 1: of another prompt than the data has there"):
+        read(good, Prompts([[1], *prompts.ids[1:]], prompts.rows))
+
+
+@pytest.mark.slow
+def test_eval_measures_what_bok_wrote(offline, offline_flags, tmp_path):
+    """One format: the rewards of now are those that were stored."""
+    flags = offline_flags[: offline_flags.index("--max_steps")]
+    dataset = offline_flags[offline_flags.index("--dataset") + 1]
+    run(1, "eval.py", *flags, "--dataset", dataset, "--max_new_tokens", 12, "--engine", "transformers",
+        "--completions", offline / "completions.jsonl", "--output_dir", tmp_path)  # fmt: skip
+    found = json.loads((tmp_path / "results.json").read_text())["overall"]
+    stored = [c["reward"] for line in map(json.loads, lines_of(offline)) for c in line["completions"]]
+    assert found["rewards"]["digits"]["mean"] == pytest.approx(sum(stored) / 60) and len(found["pass_at_k"]) == 3
+
+
+# ---- environments ----
+
+
+def test_episodes_are_stored_as_they_were_sampled(device, tmp_path):
+    """A sample after the file is the sample before it, a missing reward too."""
+    tokenizer, ids = load_tokenizer(tiny_model()), [7, 8, 9]
+    prompts = Prompts([ids], [dict(_source="rows:1")])
+
+    def episode(completion: list[int], mask: list[int], **fields) -> Sample:
+        return Sample(
+            ids + completion, [False] * 3 + [bool(m) for m in mask], [0.0] * 3 + [-0.1 * m for m in mask],
+            prompt_length=3, text="9", row=prompts.rows[0], transcript=tokenizer.decode(completion), **fields,
+        )  # fmt: skip
+
+    group = [
+        episode([4, 5, 6, 7], [1, 0, 0, 1], finish_reason="stop", turns=2, turn_rewards=[(3, 0.5), (6, 1.0)]),
+        episode([4, 5], [1, 1], finish_reason="length"),
+        episode([6], [1], finish_reason="stop", error="step 1: ValueError: no"),
+    ]
+
+    class Rewarded:
+        def __call__(self, groups, meter):
+            rewards_PG = torch.tensor([[1.5, 0.0, NAN]], dtype=torch.float64)
+            return rewards_PG, dict(environment=rewards_PG)
+
+        def first(self, parts):
+            return parts["environment"]
+
+    (line,) = rewarded([group], prompts, Rewarded(), to_train_on=True)
+    (tmp_path / "c.jsonl").write_text(json.dumps(line) + "\n")
+    lines = read_completions("--output_dir", tmp_path / "c.jsonl", prompts, tokenizer, own=True, to_train_on=True)
+    ((one, two, three),) = samples_to_train_on(lines, prompts, tokenizer, episodes=True)
+    group[0].reward = 1.5
+    assert [one, two] == group[:2] and math.isnan(three.reward)
+    three.reward = 0.0
+    assert three == group[2]
+
+
+@pytest.mark.slow
+def test_episodes_online_and_offline(tmp_path):
+    """Of several turns. Offline the first loss is that of the stored log-probs of the sampled tokens, and of no other;
+    online engine and trainer agree on them."""
+    rows = [dict(prompt="?", number=n) for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = (
+        "--model", talkative(tmp_path), "--dataset", tmp_path / "rows.jsonl", "--environment", "guess_number",
+        "--reward", "environment", "--max_turns", 3, "--max_new_tokens", 120, "--keep_above", -1, "--max_steps", 2,
+        "--prompts_per_step", 8, "--samples_per_prompt", 2, "--log_every", 1, "--eval_every", 0, "--lr", 1e-4,
+        "--max_logprob_difference", 1e-4, "--engine", "transformers",
+    )  # fmt: skip
+    run(2, "bok.py", *flags, "--offline", "--output_dir", tmp_path / "offline")
+    run(1, "bok.py", *flags, "--output_dir", tmp_path / "online")
+    stored = [c for line in map(json.loads, lines_of(tmp_path / "offline")) for c in line["completions"]]
+    assert any(0 in c["sampled"] for c in stored)
+    logprobs = [x for c in stored for x, sampled in zip(c["logprobs"], c["sampled"], strict=True) if sampled]
+    first = metrics(tmp_path / "offline")[0]
+    assert first["loss"] == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-5)
+    assert first["completions/mean_turns"] == sum(c["turns"] for c in stored) / 16 > 1
+    for folder in (tmp_path / "offline", tmp_path / "online"):
+        assert metrics(folder)[0]["completions/mean_turns"] > 1
+        assert any("a number!" in s["completion"] for s in samples(folder, 1))
+
+
+# ---- nothing kept ----
 
 
 @pytest.mark.slow

@@ -7,22 +7,25 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import time
 from collections import Counter
 
 import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import talkative
 from helpers import run
 from test_bad_input import one_error
-from test_environments import talkative
 
 from common.checkpoint import export_hf
 from common.completions import read_completions
-from common.config import RolloutArgs
+from common.config import TrainArgs
 from common.hub import load_tokenizer
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample
+from common.prompts import Prompts
 from common.rewards.scoring import score
 from common.tiny import tiny_model
 
@@ -111,7 +114,7 @@ def test_wins_count_ties_as_halves_and_leave_missing_ones_out():
 def models(device, tmp_path_factory):
     """A language model that answers with digits (the untrained one, less random), and a reward model."""
     folder = tmp_path_factory.mktemp("models")
-    tokenizer, args = load_tokenizer(tiny_model()), RolloutArgs(dtype="float32")
+    tokenizer, args = load_tokenizer(tiny_model()), TrainArgs(dtype="float32")
     policy = load_policy(tiny_model(), args, device)
     with torch.no_grad():
         dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(2.0)
@@ -125,7 +128,12 @@ def flags(models):
     rows = [dict(prompt=f"{i}+1=", answer=str(i + 1), domain="ab"[i % 2]) for i in range(11)]
     (models / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (models / "reward.py").write_text(
-        "def some(completion, row):\n    return float(sum(i * ord(c) for i, c in enumerate(completion, 1)) % 3 == 0)\n"
+        "import pathlib, time\n\n\n"
+        "def some(completion, row):\n"
+        "    hold = pathlib.Path(__file__).with_name('hold')\n"
+        "    while hold.exists() and hold.read_text() == row['answer']:\n"
+        "        time.sleep(0.01)\n"
+        "    return float(sum(i * ord(c) for i, c in enumerate(completion, 1)) % 3 == 0)\n"
     )
     return (
         "--model", models / "policy", "--dataset", models / "rows.jsonl", "--reward", f"{models / 'reward.py'}:some",
@@ -198,7 +206,7 @@ def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, devi
     assert ours == theirs
     found = results(tmp_path)
     assert found["win_rate"] == dict(mean=0.5, low=0.5, high=0.5)
-    tokenizer, args = load_tokenizer(models / "policy"), RolloutArgs(dtype="float32")
+    tokenizer, args = load_tokenizer(models / "policy"), TrainArgs(dtype="float32")
     reward_model = load_scalar_model(str(models / "rm"), args, device, trainable=False)
     prompts = [tokenizer(f"{i}+1=")["input_ids"] for i in range(11)]
     sequences = [p + c["ids"] for p, line in zip(prompts, ours, strict=True) for c in line["completions"]]
@@ -235,20 +243,18 @@ def test_files_of_completions(one_rank, flags, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.05])
-def test_killed_and_resumed(delay, one_rank, flags, tmp_path):
-    import subprocess
-    import time
-
+def test_killed_and_resumed(one_rank, flags, models, tmp_path):
+    """Within the fourth of eleven batches: the reward holds the run there."""
+    (models / "hold").write_text("4")
     command = helpers.command(1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path)
-    process = subprocess.Popen(command, cwd=helpers.ROOT, env=helpers.environment(), stdout=subprocess.DEVNULL)
-    file, deadline = tmp_path / "completions.jsonl", time.monotonic() + 60
-    while not (file.is_file() and file.read_text().count("\n") >= 2) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    time.sleep(delay)
-    process.kill()
-    process.wait()
-    assert 2 <= file.read_text().count("\n") < 11, "killed too late"
+    file, deadline = tmp_path / "completions.jsonl", time.monotonic() + 300
+    with subprocess.Popen(command, cwd=helpers.ROOT, env=helpers.environment(), stdout=subprocess.DEVNULL) as process:
+        while not (file.is_file() and file.read_text().count("\n") == 3):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+        process.kill()
+    (models / "hold").unlink()
+    assert file.read_text().count("\n") == 3
     run(1, "eval.py", *flags, "--output_dir", tmp_path)
     assert results(tmp_path) == results(one_rank)
     assert completions(tmp_path) == completions(one_rank)
@@ -276,15 +282,17 @@ GOOD = '{"completion": "2"}\n'
         (GOOD * 10 + '{"completion": {"text": "a", "turn_rewards": [1]}}\n', "line 11: "),
         (GOOD * 10 + '{"completion": "\\ud800"}\n', "line 11: a completion is a text"),
         (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: of another row"),
+        (GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n', "line 11: of another prompt"),
+        (GOOD * 10 + '["1"]\n', "line 11: not an object"),
         (None, "No such file"),
     ],
 )  # fmt: skip
 def test_bad_files_of_completions(text, words, device, tmp_path):
     if text is not None:
         (tmp_path / "c.jsonl").write_text(text)
-    rows = [dict(_source=f"rows.jsonl:{i}") for i in range(1, 12)]
+    prompts = Prompts([[7]] * 11, [dict(_source=f"rows.jsonl:{i}") for i in range(1, 12)])
     with pytest.raises(ValueError, match=words) as error:
-        read_completions("--completions", tmp_path / "c.jsonl", rows, load_tokenizer(tiny_model()))
+        read_completions("--completions", tmp_path / "c.jsonl", prompts, load_tokenizer(tiny_model()))
     assert str(error.value).startswith(f"--completions {tmp_path / 'c.jsonl'}") and "\n" not in str(error.value)
 
 

@@ -22,8 +22,8 @@ from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 
 main = inprocess.main
-STEPS = ("--max_steps", 4, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 2, "--save_every", 2, "--eval_size", 7,
-         "--wpo", "--desirable_weight", 1.5, "--beta", 0.5)  # fmt: skip
+STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7,
+         "--wpo", "--desirable_weight", 1.5)  # fmt: skip
 SAME = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/rejected",
         "entropy", "wpo/weight", "num_tokens")  # fmt: skip
 
@@ -36,8 +36,8 @@ def words(rng: random.Random, count: int) -> str:
 def data(tmp_path_factory):
     """Pairs of very different lengths."""
     rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rows = [dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 20)), rejected=words(rng, rng.randint(1, 20)))
-            for _ in range(30)]  # fmt: skip
+    rows = [dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)), rejected=words(rng, rng.randint(1, 30)))
+            for _ in range(40)]  # fmt: skip
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -48,7 +48,7 @@ def test_one_gradient_whatever_the_ranks_and_packing(data, tmp_path, main):
     run(2, "kto.py", *flags, "--output_dir", tmp_path / "two", timeout=600)
     main("kto", *flags, "--pack_tokens", 700, "--max_length", 300, "--output_dir", tmp_path / "one")
     assert_close_metrics(tmp_path / "two", tmp_path / "one", SAME, rel=1e-5, floor=0.1)
-    assert metrics(tmp_path / "two")[-1]["kl"] > 0
+    assert any(line["kl"] > 0 for line in metrics(tmp_path / "two"))
     for a, b in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
         for name in [name for name in a if name.startswith("eval_")]:
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-5), name
@@ -58,8 +58,8 @@ def test_one_gradient_whatever_the_ranks_and_packing(data, tmp_path, main):
 def test_it_resumes_exactly(data, tmp_path, main):
     flags = (*STEPS, "--dataset", data)
     main("kto", *flags, "--output_dir", tmp_path / "run")
-    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [2, 4]
-    inprocess.assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=4)
+    assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
+    inprocess.assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=6)
 
 
 @pytest.mark.slow
