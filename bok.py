@@ -27,7 +27,8 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.completions import read_completions, sample_completions, samples_to_train_on
-from common.config import AtLeast2, NotNegative, OnlineArgs, Positive, SamplingArgs, TrainArgs, with_flags
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.flags import AtLeast2, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
 from common.models import load_policy

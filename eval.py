@@ -24,8 +24,9 @@ import torch
 from common import completions, distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import MayChange, NotNegative, Positive, SamplingArgs, with_flags
+from common.config import SamplingArgs
 from common.data import Encoder
+from common.flags import MayChange, NotNegative, OpenFraction, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.models import Policy, load_policy, load_scalar_model
 from common.packing import Sample, pack
@@ -57,7 +58,7 @@ class Args(SamplingArgs):
     """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
     prompts_per_batch: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
-    gpu_memory_utilization: float = 0.8
+    gpu_memory_utilization: OpenFraction = 0.8
     """fraction of each GPU's memory for vLLM's weights and KV cache"""
     domain_column: MayChange[str] = "domain"
     """column by which the table is divided, where the data has it"""
@@ -249,10 +250,9 @@ def main(args: Args) -> None:
 
     # ---- what else is named, before anything slow ----
     others, files, episodes = {}, {}, args.environment is not None
-    for flag in ("against", "completions", "reward_model", "perplexity_model"):
-        name = getattr(args, flag)
-        if name is None:
-            continue
+    named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model,
+                 perplexity_model=args.perplexity_model)  # fmt: skip
+    for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
         if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
             files[flag] = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
         else:

@@ -38,8 +38,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.logprobs import peak, reset_peak
 from common import distributed
-from common.config import with_flags
 from common.data import Encoder
+from common.flags import with_flags
 from common.hub import load_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
 from common.metrics import Meter

@@ -10,19 +10,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from common.flags import (  # noqa: F401, scripts take all of it from here
-    AtLeast2,
+from common.flags import (
     BaseArgs,
     BelowOne,
     Fraction,
     MayChange,
     NotNegative,
+    OpenFraction,
     Positive,
     PositiveFraction,
-    check_bounds,
-    may_change,
     require_flags_read,
-    with_flags,
 )
 
 
@@ -105,7 +102,7 @@ class SamplingArgs(BaseArgs):
     """what generates: auto is vllm where it is installed, else the slower transformers engine"""
     tensor_parallel_size: Positive[int] = 1
     """ranks that share one vLLM engine; must divide the number of ranks"""
-    gpu_memory_utilization: Annotated[float, Interval(gt=0, lt=1)] = 0.4
+    gpu_memory_utilization: OpenFraction = 0.4
     """fraction of each GPU's memory for vLLM's weights and KV cache, given back while training (not on ranks that only
     generate: 0.9 is right there)"""
 

@@ -252,9 +252,11 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     NCCL's exit hooks, which wait for ranks that may be gone. The peers' collectives then fail, or the launcher
     terminates them; they land here too, find that another rank has spoken, and stay silent.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
+    in_main_thread, stop_signal = threading.current_thread() is threading.main_thread(), _stop_signal
     if in_main_thread:
-        default_signals()
+        # A rank that was killed says nothing, and the launcher ends the others as soon as it sees it: its signal must
+        # not end this one unheard. A second one ends it, should it hang here.
+        install_signal_handlers()
     first = True
     if _store is not None:
         try:
@@ -263,6 +265,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
             first = False
     if not first:
         # Wait for the launcher's SIGTERM; if our handler has had it already, no other will come for 30 seconds.
+        if in_main_thread:
+            default_signals()
         time.sleep(60 if _stop_signal is None and in_main_thread else 1)
         os._exit(1)
     for put_in_order in before_failing:
@@ -277,8 +281,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
         print(f"error: rank {_launch_rank} lost another rank: {what_gloo_says(error)}", file=sys.stderr)
         code = 1
-    elif _stop_signal is not None:
-        print(f"error: stopped by signal {_stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
+    elif stop_signal is not None:
+        print(f"error: stopped by signal {stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
         code = 1
     else:
         code = 1

@@ -23,6 +23,7 @@ AtLeast2 = Annotated[int, Ge(2)]
 Fraction = Annotated[float, Interval(ge=0, le=1)]
 PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
 BelowOne = Annotated[float, Interval(ge=0, lt=1)]
+OpenFraction = Annotated[float, Interval(gt=0, lt=1)]
 
 # Of a flag that may differ between the run that made a checkpoint and the one that resumes it: it changes how long,
 # where or how often, never what is computed at a step. (`max_steps` also stretches a decaying learning rate, and

@@ -13,7 +13,7 @@ from test_grpo import REWARD, samples
 
 from bok import Args, best, sample_offline
 from common.completions import read_completions, rewarded, samples_to_train_on
-from common.config import with_flags
+from common.flags import with_flags
 from common.hub import load_tokenizer
 from common.packing import Sample
 from common.prompts import Prompts

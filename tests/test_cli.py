@@ -14,17 +14,8 @@ from helpers import ROOT
 from test_config import ALGORITHMS
 
 from common.cli import GROUPS, parse
-from common.config import (
-    AtLeast2,
-    CorrectionArgs,
-    MayChange,
-    OnlineArgs,
-    Positive,
-    PreferenceArgs,
-    RewardArgs,
-    SamplingArgs,
-    TrainArgs,
-)
+from common.config import CorrectionArgs, OnlineArgs, PreferenceArgs, RewardArgs, SamplingArgs, TrainArgs
+from common.flags import AtLeast2, MayChange, Positive
 
 
 @dataclass

@@ -12,17 +12,8 @@ from helpers import ROOT
 
 from common import config, flags
 from common.cli import GROUPS
-from common.config import (
-    BaseArgs,
-    CorrectionArgs,
-    OnlineArgs,
-    PreferenceArgs,
-    RewardArgs,
-    SamplingArgs,
-    TrainArgs,
-    may_change,
-)
-from common.flags import Bound
+from common.config import CorrectionArgs, OnlineArgs, PreferenceArgs, RewardArgs, SamplingArgs, TrainArgs
+from common.flags import BaseArgs, Bound, may_change
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/**/*.py"))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import BaseArgs
 from common.data import Encoder, RowOrder, cut, encode_pairs
+from common.flags import BaseArgs
 from common.packing import Sample
 from common.rows import PAIR_COLUMNS, SFT_COLUMNS
 from common.tiny import build_tokenizer

@@ -10,8 +10,8 @@ import torch
 from helpers import assert_close_metrics, metrics, run
 
 import dpo
-from common.config import with_flags
 from common.data import Encoder
+from common.flags import with_flags
 from common.hub import load_tokenizer
 from common.logprobs import store_reference_logps
 from common.metrics import Meter

@@ -14,7 +14,7 @@ from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metr
 import grpo
 from common import losses
 from common.cli import parse
-from common.config import with_flags
+from common.flags import with_flags
 from common.metrics import Meter
 from common.packing import PackedBatch, Sample, pack
 

@@ -11,8 +11,8 @@ from helpers import assert_close_metrics, metrics, run
 from test_dpo import disturbed, naive_logps
 
 import kto
-from common.config import with_flags
 from common.data import Encoder
+from common.flags import with_flags
 from common.hub import load_tokenizer
 from common.metrics import Meter
 from common.models import load_policy

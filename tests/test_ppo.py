@@ -14,7 +14,7 @@ import ppo
 from common import losses
 from common.advantages import gae
 from common.checkpoint import export_hf
-from common.config import with_flags
+from common.flags import with_flags
 from common.hub import load_tokenizer, resolve_model
 from common.metrics import Meter
 from common.models import load_scalar_model

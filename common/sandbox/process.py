@@ -57,6 +57,7 @@ class Child:
 
     def __init__(self, mode: str, source: str, limits: Limits, unsafe: bool, stdin: str = ""):
         self.limits, self.open, self.next_look = limits, set(), float("inf")  # not while it starts
+        self.folder: str | None = None
         self.beside: Child | None = None  # watched while this one is waited for
         self.deadline = time.monotonic() + START_SECONDS
         self.stack = contextlib.ExitStack()
@@ -76,9 +77,10 @@ class Child:
 
     def _start(self, mode: str, source: str, unsafe: bool, stdin: str) -> None:
         # undone in the reverse order: kill, close, remove
-        self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
-        self.stack.callback(shutil.rmtree, self.folder, ignore_errors=unsafe)
+        self.stack.callback(self._remove, unsafe)
         ends = {name: self._pipe() for name in ("requests", "answers", "stdout")}
+        # After the pipes: to remove it takes descriptors, which there are once they are closed.
+        self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
         files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
         for file, text in zip(files, (source, stdin), strict=True):
             file.write(text.encode("utf-8", "surrogatepass"))
@@ -97,6 +99,10 @@ class Child:
             self._close(fd)
         self.requests, self.answers, self.stdout = ends["requests"][1], ends["answers"][0], ends["stdout"][0]
         os.set_blocking(self.requests, False)
+
+    def _remove(self, unsafe: bool) -> None:
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=unsafe)
 
     def _pipe(self) -> tuple[int, int]:
         ends = os.pipe()

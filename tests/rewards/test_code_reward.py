@@ -1,16 +1,18 @@
-"""The code reward: every form of tests, malformed rows, and programs that forge what they cannot compute."""
+"""The code reward: every form of tests, and programs that forge what they cannot compute."""
 
 import json
 
 import pytest
+from helpers import PATIENCE, Clock
 
-from common.rewards.code_reward import extract_program, fraction, parse_tests, passes, same
+from common.rewards import code_reward
+from common.rewards.code_reward import extract_program, fraction, passes, same
 from common.sandbox import process, program
-from common.sandbox.program import Limits
+from common.sandbox.program import Limits, Outcome
 
 pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
-LIMITS = Limits(seconds=5)
-SHORT = Limits(seconds=1)
+LIMITS = Limits(seconds=PATIENCE)
+SHORT = Limits(seconds=0.2)  # for what never ends
 
 
 def fenced(code: str) -> str:
@@ -194,7 +196,12 @@ def test_form(form):
     columns, right, wrong = FORMS[form]
     assert passes(right, columns, LIMITS) == 1, "the right program fails"
     assert passes(wrong, columns, LIMITS) == 0, "the wrong program passes"
-    assert passes("", columns, LIMITS) == 0 and passes("no ( program", columns, LIMITS) == 0
+
+
+@pytest.mark.parametrize("form", ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"])
+@pytest.mark.parametrize("program", ["", "no ( program"])
+def test_no_program_passes_nothing(form, program):
+    assert passes(program, FORMS[form][0], LIMITS) == 0
 
 
 def test_fraction():
@@ -213,21 +220,38 @@ def test_a_program_that_died_gets_nothing_more():
     assert fraction(program, row(tests=tests[1:] + tests), LIMITS) == pytest.approx(1 / 3)
 
 
-def test_all_tests_share_the_time():
-    program = "import time\ntime.sleep(0.5)\nprint(input())\ndef f(x): return x"
+def test_all_tests_share_the_time(monkeypatch):
+    given = []
+
+    def run(source, stdin, limits, unsafe):
+        """Half a second for every input."""
+        given.append(limits.seconds)
+        return Outcome("ok", stdin, 0.5) if limits.seconds > 0.5 else Outcome("time limit", "", limits.seconds)
+
+    monkeypatch.setattr(code_reward, "run_program", run)
     tests = [dict(input=str(i), output=str(i)) for i in range(6)]
-    limits = Limits(seconds=1.4)
-    assert passes(program, row(tests=tests[:2]), limits) == 1
-    assert fraction(program, row(tests=tests), limits) == pytest.approx(2 / 6)
-    assert fraction(program.replace("print(input())", ""), row(tests=[*tests[:5], "assert f(1) == 1"]), limits) == 0
+    assert fraction("", row(tests=tests), Limits(seconds=1.4)) == pytest.approx(2 / 6)
+    assert given == pytest.approx([1.4, 0.9, 0.4])
+    assert passes("", row(tests=tests[:2]), Limits(seconds=1.4)) == 1
+    mixed = [*tests[:3], "assert f(1) == 1", dict(function="f", args=[1], result=1)]
+    monkeypatch.setattr(code_reward, "Program", None)  # which is not started: there is no time left
+    assert fraction("def f(x): return x", row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(2 / 5)
 
 
 def test_the_start_of_the_judge_is_not_the_programs_time(monkeypatch):
-    monkeypatch.setattr(process, "START", "import time; time.sleep(1); " + process.START)
-    assert passes("def f(x): return x", row(tests=["assert f(1) == 1"]), Limits(seconds=0.9)) == 1
+    clock, start = Clock(monkeypatch, process, program), code_reward.start_judge
+
+    def slowly(*arguments):
+        judge = start(*arguments)
+        clock.ahead += 10 * PATIENCE
+        return judge
+
+    monkeypatch.setattr(code_reward, "start_judge", slowly)
+    assert passes("def f(x): return x", row(tests=["assert f(1) == 1"] * 2), LIMITS) == 1 and clock.ahead > 0
 
 
-def test_the_program_is_watched_while_the_judge_computes():
+def test_the_program_is_watched_while_the_judge_computes(monkeypatch):
+    """Seen is what ends it: the limit of files, in the middle of a test that goes on for long."""
     source = """
 import threading
 def work():
@@ -236,9 +260,16 @@ def f(x):
     threading.Thread(target=work).start()
     return x
 """
-    tests = ["import time\nassert f(1) == 1\ntime.sleep(1)"]
-    assert passes(source, row(tests=tests), LIMITS) == 0
-    assert passes(source.replace("1000", "10"), row(tests=tests), LIMITS) == 1
+    kinds, init = [], process.ProgramError.__init__
+
+    def watch(error, kind, *arguments):
+        kinds.append(kind)
+        init(error, kind, *arguments)
+
+    monkeypatch.setattr(process.ProgramError, "__init__", watch)
+    test = "import time\nassert f(1) == 1\ntime.sleep({})"
+    assert passes(source, row(tests=[test.format(9999)]), LIMITS) == 0 and kinds == ["disk limit"]
+    assert passes(source.replace("1000", "10"), row(tests=[test.format(0.1)]), LIMITS) == 1 and kinds == ["disk limit"]
 
 
 @pytest.mark.parametrize("program", ["__ask__(1)", "def f(x): return __ask__(1)", "__ask__({'call': 'f'})"])
@@ -330,65 +361,10 @@ def test_stdout_is_compared_line_by_line(printed, expected, reward):
 
 def test_a_long_expected_output_is_within_the_limit():
     tests = [dict(input="", output="x" * 5000)]
-    assert passes("print('x' * 5000)", row(tests=tests), Limits(output_bytes=1000)) == 1
+    assert passes("print('x' * 5000)", row(tests=tests), Limits(seconds=PATIENCE, output_bytes=1000)) == 1
 
 
-# ---- malformed rows ----
-
-
-@pytest.mark.parametrize(
-    "columns, message",
-    [
-        ({}, "no tests: expected one of the columns input_output, tests, test_list, test"),
-        (dict(tests=None), "no tests"),
-        (dict(tests=[]), "tests is empty"),
-        (dict(tests="[]"), "tests is empty"),
-        (dict(tests="[{"), "tests is not JSON"),
-        (dict(tests="[" * 100_000), "tests is not JSON"),
-        (dict(tests="{}"), "tests is a dict, not a list"),
-        (dict(tests=3), "tests is a int, not a list"),
-        (dict(tests=["assert f(1) == 1", 3]), r"tests\[1\] is a int"),
-        (dict(tests=["assert f(1) == "]), r"tests\[0\] does not parse as Python"),
-        (dict(tests=["f(1)"]), r"tests\[0\] has no assert"),
-        (dict(tests=[""]), r"tests\[0\] has no assert"),
-        (dict(tests=[dict(input="1", output="1", stdin="")]), r"tests\[0\] has unknown keys stdin"),
-        (dict(tests=[dict(input="1")]), r"tests\[0\] lacks output"),
-        (dict(tests=[{}]), r"tests\[0\] lacks input, output"),
-        (dict(tests=[dict(input="1", output=1)]), r"tests\[0\]: output is not a str"),
-        (dict(tests=[dict(function="f", args=[1])]), r"tests\[0\] lacks result"),
-        (dict(tests=[dict(function="f", args="1", result=1)]), r"tests\[0\]: args is not a list"),
-        (dict(tests=[dict(function="f", kwargs=[], result=1)]), r"tests\[0\]: kwargs is not a dict"),
-        (dict(tests=[dict(function="f(", args=[], result=1)]), r"tests\[0\]: function does not parse"),
-        (dict(tests=[dict(function="f", args=[], result=1, output="1")]), "unknown keys output"),
-        (dict(input_output="x"), "input_output is not JSON"),
-        (dict(input_output=[]), "input_output is a list, not an object"),
-        (dict(input_output=dict(inputs=["1"])), "needs lists inputs and outputs"),
-        (dict(input_output=dict(inputs=["1"], outputs=[])), "has 1 inputs and 0 outputs"),
-        (dict(input_output=dict(inputs=[], outputs=[])), "input_output is empty"),
-        (dict(input_output=dict(inputs=[1], outputs=["1"])), r"inputs\[0\] is neither text nor a list of lines"),
-        (dict(input_output=dict(inputs=[1], outputs=[1], fn_name="f")), "inputs are lists of arguments"),
-        (dict(input_output=dict(inputs=[[1]], outputs=[1], fn_name="f()")), "fn_name is not a name"),
-        (dict(test_list=[]), "test_list is empty"),
-        (dict(test_list="assert f(1)"), "test_list is not a list of strings"),
-        (dict(test_list=["assert f(1"]), r"test_list\[0\] does not parse"),
-        (dict(test_list=["assert f(1)"], test_setup_code="x ="), "test_setup_code does not parse"),
-        (dict(test_list=["assert f(1)"], test_imports="import math"), "test_imports is not a list of strings"),
-        (dict(test="def check(candidate): pass"), "entry_point is not a name"),
-        (dict(test="def check(candidate): pass", entry_point="f()"), "entry_point is not a name"),
-        (dict(test="assert f(1)", entry_point="f"), r"test does not define check\(candidate\)"),
-        (dict(test="def check(", entry_point="f"), "test does not parse"),
-    ],
-)
-def test_malformed_rows_are_named(columns, message):
-    with pytest.raises(ValueError, match=f"^train.jsonl:7: .*{message}"):
-        parse_tests(row(**columns))
-
-
-def test_a_table_gives_every_test_all_keys():
-    empty = dict(function=None, args=None, kwargs=None, result=None, input=None, output=None)
-    tests = [empty | dict(input="1", output="2"), empty | dict(function="f", args=[1])]
-    columns = row(tests=tests, test_list=None, input_output=None)
-    assert passes("def f(x): pass\nif __name__ == '__main__': print(2)", columns, LIMITS) == 1
+# ---- tests that cannot run ----
 
 
 @pytest.mark.parametrize(
@@ -398,12 +374,6 @@ def test_a_table_gives_every_test_all_keys():
         (dict(tests=["import nothing_like_this\nassert f(1)"]), "ModuleNotFoundError"),
         (dict(tests=["assert f(1) == y"]), "it needs the value of y, which nothing in it defines"),
         (dict(tests=["assert f(lambda x: x) == 1"]), "a function cannot be passed to the program"),
-        (dict(tests=["try:\n    f(open)\nexcept Exception: pass\nassert True"]), "cannot be passed to the program"),
-        (
-            dict(tests=["try:\n    f(1)\nexcept OwnError: pass\nassert True"]),
-            "needs the value of OwnError",
-        ),
-        (dict(tests=["assert isinstance(f(1), Thing)"]), "needs the value of Thing"),
         (dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"), "ModuleNotFoundError"),
     ],
 )
@@ -532,8 +502,8 @@ def work():
 threading.Thread(target=work, daemon=True).start()
 def f(x): return 0
 """,
-    "sleeps": "import time\ntime.sleep(60)",
-    "sleeps when called": "import time\ndef f(x): time.sleep(60)",
+    "sleeps": "import time\ntime.sleep(9999)",
+    "sleeps when called": "import time\ndef f(x): time.sleep(9999)",
     "takes no call": "f = 7",
     "has f as an instance": "class F:\n    def __call__(self, x): return self\n"
     "    def __eq__(self, o): return True\nf = F()",
@@ -551,10 +521,15 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["asserts", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "asserts")]
+)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_do_not_pass(name, kind):
-    assert passes(HOSTILE[name], KINDS[kind], SHORT) == 0
+    assert passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

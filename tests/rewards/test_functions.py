@@ -1,5 +1,6 @@
-"""The built-in rewards beyond matching an answer (those are in test_rewards.py), and all of them on wild text."""
+"""The built-in rewards, and all of them on wild text."""
 
+import json
 import math
 import random
 import re
@@ -8,6 +9,7 @@ import warnings
 from fractions import Fraction
 
 import pytest
+from helpers import GSM8K, needs_gsm8k
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +18,127 @@ from common.rewards.functions import (
     NUMBER,
     REWARDS,
     arithmetic,
+    boxed,
     countdown,
+    exact_match,
+    format,
+    gsm8k,
+    last_boxed,
     length,
     repetition,
     tag_format,
+    to_number,
 )
+
+# ---- the same answer ----
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        ("so 6 * 3 = 18\n#### 18", "9 + 9 = 18\n#### 18", 1),
+        ("#### 18", "18", 1),
+        ("####18", "18", 1),
+        ("#### 18.00", "18", 1),
+        ("#### 18.", "18", 1),
+        ("#### 18 apples", "18", 1),
+        ("#### 0.5", ".50", 1),
+        ("#### $1,234.50", "1234.5", 1),
+        ("#### 1,000,000", "1000000", 1),
+        ("#### 70,000", "... 7 <<7*1=7>>7\n#### 70000", 1),
+        ("#### -5", "-5", 1),
+        ("#### +5", "5", 1),
+        ("#### 50%", "50", 1),
+        ("A: 18", "18", 1),
+        ("Q: what?\nA: 18", "A: 18", 1),
+        ("#### 7\nno:\n#### 18", "18", 1),
+        ("#### 18\nno:\n#### 7", "18", 0),
+        ("#### 18", "180", 0),
+        ("#### 180", "18", 0),
+        ("#### 18.5", "18", 0),
+        ("#### -18", "18", 0),
+        ("#### 5", "-5", 0),
+        ("18", "18", 0),
+        ("the answer is 18", "#### 18", 0),
+        ("DNA: 18", "18", 0),
+        ("####", "18", 0),
+        ("", "18", 0),
+        ("#### none", "none", 0),
+        ("#### 18", "eighteen", 0),
+    ],
+)
+def test_gsm8k(completion, answer, reward):
+    assert gsm8k(completion, dict(answer=answer)) == reward
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_gsm8k_compares_numbers(a, b):
+    for written in (f"#### {a}", f"#### {a:,}", f"#### {a}.0", f"step\n#### {a} \n"):
+        assert gsm8k(written, dict(answer=f"#### {a}")) == 1
+        assert gsm8k(written, dict(answer=f"#### {b:,}")) == (a == b)
+
+
+def test_to_number_is_exact():
+    assert to_number("0.1") + to_number("0.2") == to_number("0.3")
+    assert to_number("-1,234.50") == to_number("-1234.5")
+    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [None] * 8
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        (r"so \boxed{18}", "18", 1),
+        (r"so \boxed{1,000.0}", "1000", 1),
+        (r"\boxed{18}.", r"thus \boxed{18}", 1),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{ x + 1 }", "x+1", 1),
+        (r"\boxed{7} no, \boxed{18}", "18", 1),
+        (r"\boxed{18} no, \boxed{7}", "18", 0),
+        (r"\boxed{18} and then \boxed{1", "18", 0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
+        (r"\boxed{18}", "x", 0),
+        (r"\boxed{}", "18", 0),
+        ("18", "18", 0),
+    ],
+)
+def test_boxed(completion, answer, reward):
+    assert boxed(completion, dict(answer=answer)) == reward
+
+
+def test_last_boxed_balances_braces():
+    assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2} + {3}} c}") == r"\frac{1}{2} + {3}"
+    assert last_boxed("none") is None and last_boxed(r"\boxed{1") is None
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0), ("#### 5 x", 0),
+     ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0)],
+)  # fmt: skip
+def test_format(completion, reward):
+    assert format(completion, {}) == reward
+
+
+def test_exact_match():
+    assert exact_match(" 18\n", dict(answer="18")) == 1 and exact_match("18", dict(answer=18)) == 1
+    assert exact_match("18.0", dict(answer="18")) == 0 and exact_match("", dict(answer="18")) == 0
+
+
+@needs_gsm8k
+def test_gsm8k_on_the_real_file():
+    """Every gold answer is right for itself, and wrong for the next row with another answer."""
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line]
+    gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
+    assert len(answers) > 7000
+    different = 0
+    for i, answer in enumerate(answers):
+        assert gsm8k(answer, dict(answer=answer)) == 1, answer
+        assert gsm8k(f"#### {gold[i]}.00", dict(answer=answer)) == 1, answer
+        if gold[i] != gold[i - 1]:
+            assert gsm8k(answer, dict(answer=answers[i - 1])) == 0, (answer, answers[i - 1])
+            different += 1
+    assert different > 7000
+
 
 # ---- countdown ----
 
@@ -304,7 +422,7 @@ WILD = {
 def test_long_wild_text_takes_linear_time(name, kind):
     started = time.process_time()
     value = REWARDS[name](WILD[kind], FULL_ROW)
-    assert time.process_time() - started < 1  # measured: under 0.05 s; quadratic would be minutes
+    assert time.process_time() - started < 10  # CPU time, measured: under 0.05 s; quadratic would be minutes
     assert math.isfinite(value)
 
 

@@ -206,4 +206,4 @@ WILD = {repr(piece): piece * (SIZE // len(piece)) for piece in PIECES} | {
 def test_long_wild_text_takes_linear_time(kind):
     started = time.process_time()
     assert 0 <= ifeval(WILD[kind], ALL) <= 1
-    assert time.process_time() - started < 2  # measured: under 0.2 s for all 24; quadratic would be minutes
+    assert time.process_time() - started < 20  # CPU time, measured: under 0.2 s for all 24; quadratic would be minutes

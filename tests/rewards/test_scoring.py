@@ -1,135 +1,22 @@
-"""Rewards: what counts as the same answer, several at once, and functions that fail."""
+"""Several rewards at once, and functions that fail."""
 
-import json
 import math
 import signal
 
 import pytest
 import torch
-from helpers import GSM8K, needs_gsm8k
-from hypothesis import given
-from hypothesis import strategies as st
+from conftest import Args
+from helpers import PATIENCE
 
 from common.checkpoint import export_hf
-from common.config import RolloutArgs
 from common.distributed import RunError
 from common.hub import load_tokenizer, resolve_model
 from common.metrics import Meter
 from common.models import load_scalar_model
-from common.online import PolicyGradientArgs
 from common.packing import Sample
-from common.rewards.functions import REWARDS, boxed, exact_match, format, gsm8k, last_boxed, to_number
+from common.rewards.functions import REWARDS
 from common.rewards.scoring import Rewards, load_reward, score
-
-# ---- the built-in functions ----
-
-
-@pytest.mark.parametrize(
-    "completion, answer, reward",
-    [
-        ("so 6 * 3 = 18\n#### 18", "9 + 9 = 18\n#### 18", 1),
-        ("#### 18", "18", 1),
-        ("####18", "18", 1),
-        ("#### 18.00", "18", 1),
-        ("#### 18.", "18", 1),
-        ("#### 18 apples", "18", 1),
-        ("#### 0.5", ".50", 1),
-        ("#### $1,234.50", "1234.5", 1),
-        ("#### 1,000,000", "1000000", 1),
-        ("#### 70,000", "... 7 <<7*1=7>>7\n#### 70000", 1),
-        ("#### -5", "-5", 1),
-        ("#### +5", "5", 1),
-        ("#### 50%", "50", 1),
-        ("A: 18", "18", 1),
-        ("Q: what?\nA: 18", "A: 18", 1),
-        ("#### 7\nno:\n#### 18", "18", 1),
-        ("#### 18\nno:\n#### 7", "18", 0),
-        ("#### 18", "180", 0),
-        ("#### 180", "18", 0),
-        ("#### 18.5", "18", 0),
-        ("#### -18", "18", 0),
-        ("#### 5", "-5", 0),
-        ("18", "18", 0),
-        ("the answer is 18", "#### 18", 0),
-        ("DNA: 18", "18", 0),
-        ("####", "18", 0),
-        ("", "18", 0),
-        ("#### none", "none", 0),
-        ("#### 18", "eighteen", 0),
-    ],
-)
-def test_gsm8k(completion, answer, reward):
-    assert gsm8k(completion, dict(answer=answer)) == reward
-
-
-@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
-def test_gsm8k_compares_numbers(a, b):
-    for written in (f"#### {a}", f"#### {a:,}", f"#### {a}.0", f"step\n#### {a} \n"):
-        assert gsm8k(written, dict(answer=f"#### {a}")) == 1
-        assert gsm8k(written, dict(answer=f"#### {b:,}")) == (a == b)
-
-
-def test_to_number_is_exact():
-    assert to_number("0.1") + to_number("0.2") == to_number("0.3")
-    assert to_number("-1,234.50") == to_number("-1234.5")
-    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [None] * 8
-
-
-@pytest.mark.parametrize(
-    "completion, answer, reward",
-    [
-        (r"so \boxed{18}", "18", 1),
-        (r"so \boxed{1,000.0}", "1000", 1),
-        (r"\boxed{18}.", r"thus \boxed{18}", 1),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{ x + 1 }", "x+1", 1),
-        (r"\boxed{7} no, \boxed{18}", "18", 1),
-        (r"\boxed{18} no, \boxed{7}", "18", 0),
-        (r"\boxed{18} and then \boxed{1", "18", 0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0),
-        (r"\boxed{18}", "x", 0),
-        (r"\boxed{}", "18", 0),
-        ("18", "18", 0),
-    ],
-)
-def test_boxed(completion, answer, reward):
-    assert boxed(completion, dict(answer=answer)) == reward
-
-
-def test_last_boxed_balances_braces():
-    assert last_boxed(r"a \boxed{1} b \boxed{\frac{1}{2} + {3}} c}") == r"\frac{1}{2} + {3}"
-    assert last_boxed("none") is None and last_boxed(r"\boxed{1") is None
-
-
-@pytest.mark.parametrize(
-    "completion, reward",
-    [("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0), ("#### 5 x", 0),
-     ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0)],
-)  # fmt: skip
-def test_format(completion, reward):
-    assert format(completion, {}) == reward
-
-
-def test_exact_match():
-    assert exact_match(" 18\n", dict(answer="18")) == 1 and exact_match("18", dict(answer=18)) == 1
-    assert exact_match("18.0", dict(answer="18")) == 0 and exact_match("", dict(answer="18")) == 0
-
-
-@needs_gsm8k
-def test_gsm8k_on_the_real_file():
-    """Every gold answer is right for itself, and wrong for the next row with another answer."""
-    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line]
-    gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
-    assert len(answers) > 7000
-    different = 0
-    for i, answer in enumerate(answers):
-        assert gsm8k(answer, dict(answer=answer)) == 1, answer
-        assert gsm8k(f"#### {gold[i]}.00", dict(answer=answer)) == 1, answer
-        if gold[i] != gold[i - 1]:
-            assert gsm8k(answer, dict(answer=answers[i - 1])) == 0, (answer, answers[i - 1])
-            different += 1
-    assert different > 7000
-
+from tests.rewards.pools import StillClock
 
 # ---- several at once ----
 
@@ -137,7 +24,8 @@ ROW = dict(answer="18", _source="rows.jsonl:1")
 
 
 def make(names, weights=(), max_errors=0.0, rows=(ROW,)):
-    args = RolloutArgs(reward=names, reward_weights=weights, max_reward_errors=max_errors)
+    limits = dict(max_reward_errors=max_errors, reward_timeout=PATIENCE, reward_workers=2)
+    args = Args(reward=names, reward_weights=weights, **limits)
     return Rewards(args, list(rows), tokenizer=None, device=torch.device("cpu"))
 
 
@@ -218,10 +106,10 @@ async def meet(completion, row):
     here += 1
     if here == 3: together.set()
     await together.wait()
-    if completion == "late": await asyncio.sleep(60)
+    if completion == "late": await asyncio.sleep(9999)
     return 1.0
 """
-    args = RolloutArgs(reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=1)
+    args = Args(reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=2)
     meter = Meter()
     total, _ = Rewards(args, [ROW], None, torch.device("cpu"))(groups(["a", "late", "b"]), meter)
     assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
@@ -261,17 +149,18 @@ def test_the_row_chooses_its_reward():
         make(("by_row",), rows=[dict(reward="code", tests=[], _source="a:6")])
 
 
-def test_math_that_takes_too_long_is_wrong_and_a_gold_answer_that_is_none_an_error():
+def test_math_that_takes_too_long_is_wrong_and_a_gold_answer_that_is_none_an_error(monkeypatch):
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
     batch = [[Sample([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")] for row in rows]
-    args, meter = RolloutArgs(reward=("math",), max_reward_errors=0.5, reward_timeout=1), Meter()
-    total, _ = Rewards(args, rows, None, torch.device("cpu"))(batch, meter)
+    rewards, meter = make(("math",), max_errors=0.5, rows=rows), Meter()
+    StillClock(monkeypatch, rewards.pool, {1})
+    total, _ = rewards(batch, meter)
     assert total[0].tolist() == [1, 0] and total[1].isnan().all()
     assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 0.25}
 
 
 def test_what_an_environment_gave_and_raised():
-    args = PolicyGradientArgs(environment="calculator", reward=("environment", "format"), max_reward_errors=0.5)
+    args = Args(environment="calculator", reward=("environment", "format"), max_reward_errors=0.5)
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
     ((one, two, three),) = batch = groups(["#### 1", "", ""])
     one.turn_rewards, two.turn_rewards, three.error = [(3, 0.5), (9, 1.0)], [(3, math.inf)], "step 2: KeyError: 'x'"
@@ -285,7 +174,7 @@ def test_code_needs_a_machine_that_confines_it_or_a_flag(monkeypatch):
     monkeypatch.setattr("common.sandbox.program.problem", lambda: "the kernel has no Landlock")
     with pytest.raises(ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"):
         make(("code",), rows=[row])
-    args = RolloutArgs(reward=("code",), unsafe_code_execution=True)
+    args = Args(reward=("code",), unsafe_code_execution=True, reward_timeout=PATIENCE)
     rewards = Rewards(args, [row], None, torch.device("cpu"))
     batch = [[Sample([0], [True], text=text, row=row) for text in ("def f(): return 1", "def f(): return 2")]]
     assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
@@ -315,9 +204,9 @@ def test_bad_names_are_refused(tmp_path):
 
 def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     tiny = resolve_model("tiny")
-    tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, RolloutArgs(), device)
+    tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, Args(), device)
     export_hf(model, tokenizer, tmp_path / "rm")
-    args = RolloutArgs(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
+    args = Args(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
     ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
     samples = [Sample(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
     total_PG, parts = Rewards(args, [ROW], tokenizer, device)([samples[:2], samples[2:]], Meter())
@@ -327,4 +216,4 @@ def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     with pytest.raises(ValueError, match="a sequence of 3000 tokens is longer than its context of 2048"):
         score(model, [[5] * 3000], 4000, device)
     with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
-        Rewards(RolloutArgs(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)
+        Rewards(Args(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)

@@ -1,0 +1,191 @@
+"""A user's file, for the tests of the pool and of its processes: functions that compute, hang, crash, print, fork."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+class Refuses(BaseException):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Mine:
+    """Known to no other process."""
+
+
+def do(what, *arguments):
+    """Python, with `what` to say how."""
+    return globals()[what](*arguments)
+
+
+# ---- what returns ----
+
+
+def value(x):
+    return x
+
+
+def size(row):
+    return len(row["text"])
+
+
+def pid():
+    return os.getpid()
+
+
+def function():
+    return lambda: 0
+
+
+def mine():
+    return Mine()
+
+
+def fork():
+    os.fork()
+    return 1
+
+
+def say(text):
+    print(text)
+    sys.stdout.buffer.write(b"bytes" * 1000)
+    os.write(1, b"directly")
+    return sys.stdin.read()
+
+
+def meet(folder, number):
+    """The process, once as many processes are here."""
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    while len(os.listdir(folder)) < number:
+        time.sleep(0.005)
+    return os.getpid()
+
+
+def where():
+    return "torch" in sys.modules, sys.path, os.getcwd(), os.getsid(0), sorted(m for m in sys.modules if "common" in m)
+
+
+# ---- what raises ----
+
+
+def recurse():
+    return recurse()
+
+
+def leave_politely():
+    sys.exit(5)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def refuse():
+    raise Refuses
+
+
+def lines():
+    raise ValueError("one\ntwo")
+
+
+def hoard():
+    return len([bytearray(2**20) for _ in range(2000)])
+
+
+# ---- what dies ----
+
+
+def leave(code):
+    os._exit(code)
+
+
+def segfault():
+    ctypes.string_at(0)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def close_all():
+    os.closerange(0, 1000)
+    return 1
+
+
+def alarm():
+    """To the parent."""
+    os.kill(os.getppid(), signal.SIGALRM)
+    time.sleep(9999)
+
+
+# ---- what hangs, and says so first ----
+
+
+def began(path):
+    if path:
+        open(path, "w").close()
+
+
+def spin(path=None):
+    began(path)
+    while True:
+        pass
+
+
+def power(path=None):
+    began(path)
+    return 3 ** (10**9) % 7  # C code that keeps the GIL and looks at no signal
+
+
+def deaf(path=None):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    began(path)
+    time.sleep(9999)
+
+
+def spawn(path):
+    child = subprocess.Popen(["sleep", "9999"])
+    with open(path, "w") as file:
+        file.write(f"{child.pid} ")
+    time.sleep(9999)
+
+
+# ---- async ----
+
+running, most, loops = 0, 0, set()
+
+
+async def wait(seconds=0.0, how="sleep", what=None):
+    """The seconds, how many have run at a time so far, in how many event loops, and the process."""
+    global running, most
+    running, most = running + 1, max(most, running + 1)
+    try:
+        loops.add(asyncio.get_running_loop())
+        if how == "block":
+            began(what)
+            time.sleep(9999)
+        if how == "own":
+            raise TimeoutError("from a server")
+        if how == "exit":
+            raise SystemExit("mine")
+        while how == "meet" and most < what:
+            await asyncio.sleep(0.005)
+        while how == "stubborn":
+            try:
+                await asyncio.sleep(9999)
+            except asyncio.CancelledError:
+                pass
+        await asyncio.sleep(seconds)
+        return seconds, most, len(loops), os.getpid()
+    finally:
+        running -= 1
+
+
+async def refuse_async():
+    raise Refuses
