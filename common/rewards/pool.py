@@ -172,7 +172,7 @@ class _Worker:
     def __init__(self, setup: tuple):
         self.socket, theirs = socket.socketpair()
         # -P: without the script's folder on sys.path. A session of its own: Ctrl-C at the terminal is for the parent.
-        command = [sys.executable, "-P", "-u", process.__file__, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-u", process.__file__, str(theirs.fileno()), str(os.getpid())]
         pipes = dict(stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])  # what is printed goes to stderr
         with theirs:
             self.process = subprocess.Popen(command, start_new_session=True, **pipes)

@@ -21,11 +21,13 @@ LOAD = -1  # in place of the number of a call: load a function
 class Server:
     """Answers one connection until the parent closes it."""
 
-    def __init__(self, descriptor: int):
+    def __init__(self, descriptor: int, parent: int):
         if sys.platform == "linux":  # the end of the connection does not end an endless loop
             import ctypes
 
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the parent
+        if os.getppid() != parent:  # it died before; if it had forked, the connection does not end either
+            os._exit(0)
         self.connection = socket.socket(fileno=descriptor)
         self.connection.set_inheritable(False)
         self.stream, self.pid = self.connection.makefile("rb"), os.getpid()
@@ -137,6 +139,6 @@ def one_line(error: BaseException) -> str:
 
 if __name__ == "__main__":
     try:
-        Server(int(sys.argv[1])).run()
+        Server(*map(int, sys.argv[1:])).run()
     except ConnectionError:  # the parent has gone without reading everything
         os._exit(0)

@@ -189,16 +189,17 @@ FORMS = {
         "def f(x): return 2",
     ),
 }  # fmt: skip
+EACH = ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS])
 def test_form(form):
     columns, right, wrong = FORMS[form]
     assert passes(right, columns, LIMITS) == 1, "the right program fails"
     assert passes(wrong, columns, LIMITS) == 0, "the wrong program passes"
 
 
-@pytest.mark.parametrize("form", ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"])
+@pytest.mark.parametrize("form", EACH)
 @pytest.mark.parametrize("program", ["", "no ( program"])
 def test_no_program_passes_nothing(form, program):
     assert passes(program, FORMS[form][0], LIMITS) == 0
@@ -524,9 +525,8 @@ KINDS = {
 ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["asserts", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "asserts")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_programs_do_not_pass(name, kind):
     assert passes(HOSTILE[name], KINDS[kind], SHORT if name in ENDLESS else LIMITS) == 0

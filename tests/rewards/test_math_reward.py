@@ -102,6 +102,7 @@ def test_agrees_with_gsm8k_on_the_real_file():
 HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}"]
 
 
+@pytest.mark.slow
 def test_answers_on_which_sympy_hangs_are_lost_alone(monkeypatch):
     """math-verify's own time-outs are signals, which two of the three do not look at."""
     rng, calls, rewards = random.Random(0), [], []

@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from helpers import PATIENCE, PIPE, ROOT, alive, descendants, until
+from helpers import PATIENCE, PIPE, ROOT, alive, descendants, kill, until
 
 from common.rewards import pool as module
 from common.rewards.pool import LOAD, Pool
@@ -219,12 +219,12 @@ def test_processes_killed_from_outside(tmp_path):
         until(lambda: not any(alive(worker.process.pid) for worker in pool.workers))
         assert errors(pool.map(DO, [("value", 1)] * 20)) == [None] * 20
 
-        def kill():
+        def shoot():
             until(lambda: (tmp_path / "began").is_file())
             [pid] = [worker.process.pid for worker in pool.workers if 7 in worker.calls]
             os.kill(pid, signal.SIGKILL)
 
-        (thread := threading.Thread(target=kill)).start()
+        (thread := threading.Thread(target=shoot)).start()
         calls = [("value", 1)] * 20
         calls[7] = ("deaf", str(tmp_path / "began"))
         results = pool.map(DO, calls)
@@ -266,6 +266,8 @@ pool.map({DO!r}, [("value", 1), ("power", {str(files[0])!r}), ("deaf", {str(file
         workers = [p for p in children if "rewards/process.py" in open(f"/proc/{p}/cmdline").read()]
         [other] = set(children) - set(workers)
         parent.kill()
-        until(lambda: not any(map(alive, workers)))
-        os.kill(other, signal.SIGKILL)  # which has the pipe too
+        try:
+            until(lambda: not any(map(alive, workers)))
+        finally:
+            kill(other, *workers)
     assert len(workers) == 3

@@ -3,11 +3,15 @@
 import mmap
 import os
 import resource
+import socket
+import subprocess
 import sys
 import threading
 
 import pytest
+from helpers import PATIENCE
 
+from common.rewards import process
 from common.rewards.pool import Pool
 from common.rewards.process import limit_memory, load_function, one_line
 from tests.rewards.pools import DO, USER_FILE, WAIT, errors, watched
@@ -56,6 +60,14 @@ def test_the_limit_of_memory_is_beyond_what_is_in_use():
         assert resource.getrlimit(resource.RLIMIT_AS)[0] == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_it_ends_if_its_parent_has_before_it_could_ask_to_be_told():
+    """Somebody, a fork of the parent, may hold the connection open."""
+    ours, theirs = socket.socketpair()
+    line = [sys.executable, process.__file__, str(theirs.fileno()), str(os.getppid())]  # not the process that starts it
+    with ours, theirs:
+        assert subprocess.run(line, pass_fds=[theirs.fileno()], timeout=PATIENCE).returncode == 0
 
 
 # ---- calls ----
@@ -114,6 +126,7 @@ def test_async_calls_run_together_in_one_process():
         assert pool.map(WAIT, [(0.0,)])[0].value[1:3] == (64, 1)  # the file is not loaded anew, nor the loop
 
 
+@pytest.mark.slow
 def test_async_calls_fail_alone():
     with Pool(2, 1.5) as pool:
         results = pool.map(WAIT, [(0.0,), (9999.0,), (0.0, "own"), (0.0, "exit"), (0.0,), (0.0, "stubborn"), (0.0,)])

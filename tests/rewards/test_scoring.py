@@ -97,6 +97,7 @@ def test_a_users_check_is_bad_input_whatever_it_raises(tmp_path):
         make((f"{user_file(tmp_path, code)}:f",))
 
 
+@pytest.mark.slow
 def test_async_functions_run_at_the_same_time_and_time_out_alone(tmp_path):
     code = """
 import asyncio
@@ -149,6 +150,7 @@ def test_the_row_chooses_its_reward():
         make(("by_row",), rows=[dict(reward="code", tests=[], _source="a:6")])
 
 
+@pytest.mark.slow
 def test_math_that_takes_too_long_is_wrong_and_a_gold_answer_that_is_none_an_error(monkeypatch):
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
     batch = [[Sample([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")] for row in rows]
@@ -202,6 +204,7 @@ def test_bad_names_are_refused(tmp_path):
         make(("gsm8k", "gsm8k"))
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     tiny = resolve_model("tiny")
     tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, Args(), device)
