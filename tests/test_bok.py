@@ -218,7 +218,7 @@ def test_episodes_online_and_offline(tmp_path):
     rows = [dict(prompt="?", number=n) for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = (
-        "--model", talkative(tmp_path), "--dataset", tmp_path / "rows.jsonl", "--environment", "guess_number",
+        "--model", talkative(tmp_path / "model"), "--dataset", tmp_path / "rows.jsonl", "--environment", "guess_number",
         "--reward", "environment", "--max_turns", 3, "--max_new_tokens", 120, "--keep_above", -1, "--max_steps", 2,
         "--prompts_per_step", 8, "--samples_per_prompt", 2, "--log_every", 1, "--eval_every", 0, "--lr", 1e-4,
         "--max_logprob_difference", 1e-4, "--engine", "transformers",

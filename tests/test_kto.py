@@ -166,5 +166,5 @@ def test_arithmetic_preferences_are_learned(tmp_path, main):
              "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic")  # fmt: skip
     main("kto", *flags, "--output_dir", tmp_path / "out")
     last = metrics(tmp_path / "out")[-1]
-    assert last["eval_rewards/chosen"] - last["eval_rewards/rejected"] > 0.1, last
+    assert last["eval_rewards/chosen"] - last["eval_rewards/rejected"] > 0.05, last  # 0 at the start
     assert torch.isfinite(torch.tensor(last["eval_loss"]))

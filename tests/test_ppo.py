@@ -222,3 +222,14 @@ def test_reward_model_value_model_warm_up_and_early_stop(flags, device, tmp_path
     assert "grad_norm" not in warm_up and warm_up["value_grad_norm"] > 0 and warm_up["updates"] == 2
     assert first["updates"] == 1, "the first update moves the policy off its samples, the second would be too far"
     assert warm_up["rewards/model/mean"] == warm_up["reward"]
+
+
+@pytest.mark.slow
+def test_learns(flags, tmp_path):
+    """From scratch, to write digits."""
+    extra = ("--max_steps", 18, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
+    extra += ("--value_lr", 5e-3, "--value_warmup_steps", 0, "--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000)
+    extra += ("--missing_eos_penalty", 0, "--max_new_tokens", 4, "--output_dir", tmp_path)
+    run(1, "ppo.py", *flags, *extra)
+    rewards = [line["reward"] for line in metrics(tmp_path)]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.4, rewards  # 0.8 is to be had

@@ -62,3 +62,13 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
     lines = metrics(two_ranks)
     assert lines[0]["kl"] == 0 and lines[-1]["kl"] != 0
     assert lines[0]["beta"] == 0.05 and len({line["beta"] for line in lines}) > 2, "beta adapts"
+
+
+@pytest.mark.slow
+def test_learns(flags, tmp_path):
+    """From scratch, to write digits."""
+    extra = ("--max_steps", 18, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
+    extra += ("--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000, "--max_new_tokens", 4, "--output_dir", tmp_path)
+    run(1, "rloo.py", *flags, *extra)
+    rewards = [line["reward"] for line in metrics(tmp_path)]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.6, rewards  # 0.8 is to be had

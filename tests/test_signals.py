@@ -49,7 +49,7 @@ def test_one_rank_told_to_stop_stops_all_and_the_same_command_resumes(tmp_path):
         done = ranks.end()
     step = stopped_at(stopped)
     assert 2 <= step < 8 and done.returncode == 0, done.stderr
-    assert f"told to stop: saved step {step}" in done.stdout
+    assert f"told to stop after step {step}" in done.stdout
     resumed = run(2, "sft.py", *flags, "--output_dir", stopped).stdout
     assert f"step_{step:06d} (step {step})" in resumed
     assert [line["step"] for line in metrics(stopped)] == list(range(1, 9))
@@ -116,7 +116,7 @@ def test_the_launcher_passes_the_signal_on(tmp_path):
     job = Running(2, "sft.py", *SFT, "--max_steps", 100_000, folder=tmp_path, after_step=2)
     job.process.send_signal(signal.SIGINT)
     done = job.end()
-    assert f"told to stop: saved step {stopped_at(tmp_path)}" in done.stdout, done.stderr
+    assert f"told to stop after step {stopped_at(tmp_path)}" in done.stdout, done.stderr
 
 
 def test_a_killed_rank_ends_the_run(tmp_path):
