@@ -26,7 +26,6 @@ from torch import Tensor
 from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.completions import read_completions, sample_completions, samples_to_train_on
 from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.flags import AtLeast2, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
@@ -37,6 +36,7 @@ from common.packing import Sample, of_samples, pack_minibatches, to_samples
 from common.prompts import Prompts, load_prompts
 from common.rewards.scoring import Rewards
 from common.rollout.colocated import Rollouts
+from common.rollout.completions import read_completions, sample_completions, samples_to_train_on
 from common.rollout.measure import check_rollout, evaluate, measure_groups, measure_sampling, truncated
 from common.rollout.remote import make_rollouts, serve
 from common.run import Run

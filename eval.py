@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import completions, distributed
+from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import SamplingArgs
@@ -33,6 +33,7 @@ from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.functions import final_answers, last_boxed, to_number
 from common.rewards.scoring import Rewards, require_context, score
+from common.rollout import completions
 from common.rollout.episodes import Episodes
 from common.rows import load_rows
 

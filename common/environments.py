@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from common.rewards.functions import arithmetic, to_number
-from common.user_code import load_callable
+from common.rewards.user_code import load_callable
 
 Message = dict[str, str]
 

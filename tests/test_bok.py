@@ -12,11 +12,11 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
 from bok import Args, best, sample_offline
-from common.completions import read_completions, rewarded, samples_to_train_on
 from common.flags import with_flags
 from common.hub import load_tokenizer
 from common.packing import Sample
 from common.prompts import Prompts
+from common.rollout.completions import read_completions, rewarded, samples_to_train_on
 from common.tiny import tiny_model
 
 NAN = math.nan

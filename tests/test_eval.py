@@ -20,13 +20,13 @@ from helpers import run
 from test_bad_input import one_error
 
 from common.checkpoint import export_hf
-from common.completions import read_completions
 from common.config import TrainArgs
 from common.hub import load_tokenizer
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample
 from common.prompts import Prompts
 from common.rewards.scoring import score
+from common.rollout.completions import read_completions
 from common.tiny import tiny_model
 
 evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin

@@ -24,8 +24,8 @@ from common.packing import Sample, pack
 from common.rewards import code_reward, math_reward
 from common.rewards.functions import REWARDS, Reward
 from common.rewards.pool import Pool
+from common.rewards.user_code import load_callable
 from common.sandbox import program
-from common.user_code import load_callable
 
 BUILT_IN = REWARDS | dict(math=math_reward.math, code=code_reward.passes, code_fraction=code_reward.fraction)
 

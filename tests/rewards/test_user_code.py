@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from common.user_code import load_callable
+from common.rewards.user_code import load_callable
 
 FILES = {
     "good.py": "made = []\nmade.append(1)\nclass Thing: ...\ndef f(x): return x + 1\nnumber = 3\n",
