@@ -38,10 +38,16 @@ def test_a_slow_start_is_not_the_programs_time(monkeypatch):
         run_program("print(1)", "", LIMITS)
 
 
-def test_what_a_run_says_of_its_time():
-    started = time.monotonic()
-    outcome = run_program("import time; time.sleep(0.1)", "", LIMITS)
-    assert 0.1 < outcome.seconds < time.monotonic() - started
+def test_what_a_run_says_of_its_time(monkeypatch):
+    clock, wait, started = Clock(monkeypatch, process, program), process.Child.wait, time.monotonic()
+
+    def slowly(child):
+        clock.ahead += 7
+        return wait(child)
+
+    monkeypatch.setattr(process.Child, "wait", slowly)
+    outcome = run_program("print(1)", "", LIMITS)
+    assert 7 <= outcome.seconds < 7 + time.monotonic() - started
 
 
 def test_a_machine_without_room_is_an_error_of_the_machine(monkeypatch):
