@@ -12,7 +12,7 @@ test: .venv/installed  # two files at a time, long test_demo.py not last
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: .venv/installed
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
