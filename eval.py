@@ -242,17 +242,16 @@ def main(args: Args) -> None:
     if rows is None:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     rows = rows[: args.max_prompts]
-    columns = prompt_columns(args, rows)
+    columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
     rewards = Rewards(args, rows, tokenizer, device)
-    room = context_length(path, args) - args.max_new_tokens
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
     if distributed.is_main():
         print(f"{prompts} on {world_size} ranks")
 
     # ---- what else is named, before anything slow ----
     others, files, episodes = {}, {}, args.environment is not None
-    named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model,
-                 perplexity_model=args.perplexity_model)  # fmt: skip
+    named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)
+    named["perplexity_model"] = args.perplexity_model
     for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
         if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
             files[flag] = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
