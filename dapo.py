@@ -153,9 +153,10 @@ def main(args: Args) -> None:
                 raise distributed.RunError(f"step {step + 1}: {what}")
 
             # ---- 2. pack what is kept; log-probs of the policy that sampled ----
-            for i, sample in ((i, sample) for i, group in groups.items() for sample in group):
-                sample.advantage *= i in kept  # samples.jsonl has all that was drawn
-                if args.mask_truncated and sample.finish_reason == "length":
+            for sample in chain(*(groups[i] for i in groups.keys() - kept)):
+                sample.advantage = 0.0  # samples.jsonl has all that was drawn
+            for sample in chain(*groups.values()) if args.mask_truncated else ():
+                if sample.finish_reason == "length":
                     sample.loss_mask = [False] * len(sample.ids)
             minibatches = pack_kept(groups, kept, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
