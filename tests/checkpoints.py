@@ -28,5 +28,6 @@ def demo_sft(tmp_path_factory) -> Path:
     folder = shared / "demo_sft"
     with alone(shared / "demo_sft.lock"):
         if not (folder / "hf").is_dir():
-            run(2, "sft.py", "--config", ROOT / "configs/demo_sft.yaml", "--output_dir", folder, timeout=600)
+            flags = ("--config", ROOT / "configs/demo_sft.yaml", "--eval_every", 320, "--output_dir", folder)
+            run(1, "sft.py", *flags)
     return folder

@@ -46,9 +46,8 @@ def environment(**extra: str) -> dict[str, str]:
 def run(
     ranks: int, script: str, *flags: object, code: int = 0, timeout: float = PATIENCE, torchrun: bool = False
 ) -> subprocess.CompletedProcess:
-    """Run to the end and check the exit code (torchrun turns every failure into 1). What is to fail runs under
-    torchrun, what is to succeed in `forked` ranks unless `torchrun` says otherwise."""
-    if code == 0 and not torchrun:
+    """Run to the end, in `forked` ranks or under `torchrun`, and check the exit code: 1 if one of several failed."""
+    if not torchrun:
         done = forked(ranks, script, *flags, timeout=timeout)
     else:
         with subprocess.Popen(

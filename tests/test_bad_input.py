@@ -376,7 +376,6 @@ def test_two_ranks_name_a_bad_row_once(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_refuse_a_flag_once():
-    """Forked: torchrun would only add its start-up."""
     done = forked(2, "sft.py", "--bach_size", 4, timeout=600)
     assert done.returncode == 1 and "unknown flag --bach_size" in the_error(done.stderr)
 

@@ -124,6 +124,7 @@ def test_two_nodes_give_the_metrics_of_one(two_ranks, data, tmp_path):
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
 
 
+@pytest.mark.slow
 def test_bfloat16_runs(data, tmp_path, main):
     flags = ("--max_steps", 2, "--batch_size", 8, "--eval_every", 0, "--dataset", data, "--lr", 1e-3)
     main("sft", *flags, "--output_dir", tmp_path / "float32")
@@ -152,6 +153,7 @@ def test_it_resumes_exactly_with_held_out_rows(data, tmp_path, main):
     inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
 
 
+@pytest.mark.slow
 def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
     flags = ("--dataset", data, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0, "--max_length", 120)
     main("sft", *flags, "--output_dir", tmp_path / "drop")
@@ -166,8 +168,8 @@ def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
 @pytest.mark.slow
 @needs_gsm8k
 def test_gsm8k_is_learned(tmp_path):
-    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 are on the way, from ln 356 = 5.87."""
+    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 small ones get below 3.5, from ln 356."""
     run(2, "sft.py", "--config", ROOT / "configs/gsm8k_sft.yaml", "--dataset", helpers.GSM8K, "--output_dir", tmp_path,
-        "--max_steps", 20, "--eval_every", 20, "--eval_size", 32)  # fmt: skip
+        "--max_steps", 20, "--batch_size", 4, "--eval_every", 20, "--eval_size", 16)  # fmt: skip
     last = metrics(tmp_path)[-1]
-    assert last["eval_loss"] < 3.2, last
+    assert last["eval_loss"] < 3.5, last

@@ -9,9 +9,8 @@ from collections import Counter
 import helpers
 import pytest
 import yaml
-from helpers import assert_close_metrics, assert_same_weights, metrics, run, weights
+from helpers import Moment, Ranks, assert_close_metrics, assert_same_weights, metrics, run, until, weights
 from test_grpo import REWARD
-from test_signals import Running
 
 import rloo
 from common.checkpoint import prepare_output_dir
@@ -53,9 +52,10 @@ def lines(folder) -> list[dict]:
 def test_without_staleness_it_is_the_colocated_run_also_when_a_rollout_rank_is_told_to_stop(colocated, flags, tmp_path):
     """It stops all, and the same command resumes."""
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
-    job = Running(2, "rloo.py", *flags, folder=tmp_path, after_step=2)
-    os.kill(job.ranks[1], signal.SIGTERM)
-    done = job.end()
+    with Ranks(2, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
+        until(Moment(tmp_path, step=2).logged)
+        os.kill(ranks.pids[1], signal.SIGTERM)
+        done = ranks.end()
     assert done.returncode == 0 and "told to stop after step" in done.stdout, done.stderr
     assert "resuming from" in run(2, "rloo.py", *flags, "--output_dir", tmp_path).stdout
     assert_same_weights(colocated, tmp_path)
@@ -109,10 +109,11 @@ def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, e
 )
 def test_a_dead_rank_of_either_kind_ends_the_job(victim, message, flags, tmp_path):
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_steps", 5000, "--epochs", 1000, "--eval_every", 0)
-    job = Running(3, "rloo.py", *flags, folder=tmp_path, after_step=2)
-    os.kill(job.ranks[victim], signal.SIGKILL)
-    done = job.end()
-    assert done.returncode == 1 and "Traceback" not in done.stderr.split("torch/distributed/elastic")[0], done.stderr
+    with Ranks(3, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
+        until(Moment(tmp_path, step=2).logged)
+        os.kill(ranks.pids[victim], signal.SIGKILL)
+        done = ranks.end()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and (message in said[0] or "lost another rank" in said[0]), done.stderr
 
@@ -133,7 +134,7 @@ def test_a_resumed_run_may_change_its_rollout_ranks_but_not_how_old_samples_may_
 
 def test_trainers_that_fail_at_start_leave_no_rollout_rank_behind(flags, tmp_path):
     bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
-    stderr = run(2, "rloo.py", *flags, *FAST, *bad, code=1).stderr
+    stderr = run(2, "rloo.py", *flags, *FAST, *bad, code=1, torchrun=True).stderr
     assert [line for line in stderr.splitlines() if line.startswith("error: ")][0].startswith(
         "error: --reward nonsense"
     )
