@@ -29,7 +29,7 @@ from common.cli import parse
 from common.config import TrainArgs
 from common.data import Encoder, RowOrder, cut, encode_pairs
 from common.flags import Positive, with_flags
-from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
 from common.metrics import Meter, wilson_interval
 from common.models import Policy, load_policy
@@ -46,8 +46,8 @@ class Args(TrainArgs):
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
-    max_length: Positive[int] = 2048
-    """longest prompt and completion together, in tokens"""
+    max_length: Positive[int] | None = None
+    """longest prompt and completion together, in tokens; default: 2048, or what context and pack_tokens allow"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """what to do with longer rows: leave them out, cut their end off (both are counted), or refuse"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
@@ -71,7 +71,7 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length - 1 > self.pack_tokens:
+        if self.max_length and self.max_length - 1 > self.pack_tokens:
             raise ValueError(f"a sequence of --max_length {self.max_length} exceeds --pack_tokens {self.pack_tokens}")
 
     def check_ranks(self, ranks: int) -> None:
@@ -211,8 +211,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    if args.max_length > (context := context_length(path, args)):
-        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
+    fit_max_length(args, path, room=args.pack_tokens + 1)
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

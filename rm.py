@@ -32,7 +32,7 @@ from common.cli import parse
 from common.config import TrainArgs
 from common.data import Encoder, RowOrder, encode_pairs
 from common.flags import NotNegative, Positive
-from common.hub import context_length, load_tokenizer, resolve_model
+from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.metrics import Meter, wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
@@ -48,8 +48,8 @@ class Args(TrainArgs):
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; scores.jsonl of --eval_only"""
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
-    max_length: Positive[int] = 2048
-    """longest prompt and completion together, in tokens"""
+    max_length: Positive[int] | None = None
+    """longest prompt and completion together, in tokens; default: 2048, or what context and pack_tokens allow"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """what to do with pairs of which one is longer: leave them out, cut its end off (both are counted), or refuse"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
@@ -67,7 +67,7 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if 2 * self.max_length > self.pack_tokens:
+        if self.max_length and 2 * self.max_length > self.pack_tokens:
             raise ValueError(f"two sequences of --max_length {self.max_length} exceed --pack_tokens {self.pack_tokens}")
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
@@ -212,8 +212,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    if args.max_length > (context := context_length(path, args)):
-        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
+    fit_max_length(args, path, room=args.pack_tokens // 2)
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     if not training:

@@ -23,7 +23,7 @@ from common.cli import parse
 from common.config import TrainArgs
 from common.data import Encoder, RowOrder
 from common.flags import Positive
-from common.hub import context_length, load_tokenizer, resolve_model
+from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.metrics import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
@@ -38,8 +38,8 @@ class Args(TrainArgs):
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
-    max_length: Positive[int] = 2048
-    """longest sequence, in tokens"""
+    max_length: Positive[int] | None = None
+    """longest sequence, in tokens; default: 2048, or what context and pack_tokens allow"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
     """what to do with longer rows: leave them out, cut their end off (both are counted and reported), or refuse"""
     train_on: Literal["completion", "all"] = "completion"
@@ -51,7 +51,7 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length > self.pack_tokens + 1:
+        if self.max_length and self.max_length > self.pack_tokens + 1:
             raise ValueError(f"--max_length {self.max_length} does not fit in --pack_tokens {self.pack_tokens}")
 
     def check_ranks(self, ranks: int) -> None:
@@ -110,8 +110,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    if args.max_length > (context := context_length(path, args)):
-        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
+    fit_max_length(args, path, room=args.pack_tokens + 1)
     tokenizer = load_tokenizer(path)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

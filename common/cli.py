@@ -1,6 +1,6 @@
 """The command line: flat dataclasses as flags, `--config FILE.yaml`, `--preset NAME`, `--help`, errors in one line.
 
-Precedence: default < preset < file < flag.
+Precedence: default < for the built-in model < preset < file < flag.
 """
 
 import ast
@@ -61,6 +61,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
             argv = _yaml_to_argv(args_class, config_path) + argv  # the last occurrence of a flag wins
         presets = getattr(args_class, "PRESETS", {})
         argv = _preset_to_argv(presets, getattr(args_class, "MOVED", {}), argv) + argv
+        argv = (for_tiny := _tiny_to_argv(args_class, argv)) + argv
         console = io.StringIO()
         with contextlib.redirect_stderr(console):
             # tyro's own validation stops at types; __post_init__ raises ValueError for flags that conflict
@@ -70,6 +71,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
                 got = getattr(args, flag)
                 raise ValueError(f"--{flag} {got} contradicts --preset {args.preset}: {flag} is {value}")
         args.check_ranks(distributed.world_size())
+        if for_tiny and distributed.is_main():
+            print(f"for the built-in model and task, unless given: {' '.join(for_tiny)}", flush=True)
         return args
     except ValueError as error:
         distributed.fail(str(error), code=2)
@@ -136,6 +139,16 @@ def _preset_to_argv(presets: dict[str, dict], moved: dict[str, str], argv: list[
     if name not in presets:
         raise ValueError(f"--preset {name}: unknown; there are {', '.join(presets)}")
     return [f"--{flag}={value}" for flag, value in presets[name].items()]
+
+
+def _tiny_to_argv(args_class: type, argv: list[str]) -> list[str]:
+    """What `TINY` sets and is not given, where the model and the task are the built-in ones."""
+    given = {flag.removeprefix("--"): value for flag, value in pairwise([*argv, ""]) if flag.startswith("--")}
+    given |= dict(flag.removeprefix("--").split("=", 1) for flag in argv if flag.startswith("--") and "=" in flag)
+    if (given.get("model", "tiny"), given.get("dataset", "arithmetic")) != ("tiny", "arithmetic"):
+        return []
+    flags = {name: value for cls in reversed(args_class.__mro__) for name, value in vars(cls).get("TINY", {}).items()}
+    return [f"--{name}={value}" for name, value in flags.items() if name not in given]
 
 
 def _yaml_to_argv(args_class: type, path: str) -> list[str]:

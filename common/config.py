@@ -6,7 +6,7 @@ number of ranks does not allow.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Interval
 
@@ -27,6 +27,8 @@ from common.flags import (
 class TrainArgs(BaseArgs):
     """Flags of every script that trains."""
 
+    TINY: ClassVar[dict] = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20)
+    """defaults for the built-in model and task, which take other rates than real ones; groups and scripts add to it"""
     eval_dataset: str | None = None
     """held-out data; default: the split `eval_split` of `dataset`, or rows set aside where it has no such split"""
     eval_split: str = "test"
@@ -134,6 +136,9 @@ class OnlineArgs(BaseArgs):
     """Flags of every script that trains on what it samples. Stands before `SamplingArgs` among a script's bases: of its
     ranks only those that generate concern that."""
 
+    TINY: ClassVar[dict] = dict(
+        reward="characters", prompts_per_step=16, samples_per_prompt=16, max_new_tokens=5, max_steps=60
+    )
     prompts_per_step: Positive[int] = 64
     """prompts per rollout, over all ranks"""
     minibatches: Positive[int] = 1
@@ -230,6 +235,7 @@ class RewardArgs(BaseArgs):
 class PreferenceArgs(BaseArgs):
     """Flags of the scripts that learn from pairs."""
 
+    TINY: ClassVar[dict] = dict(beta=1.0, sft_weight=1.0)
     loss: tuple[str, ...] = ("sigmoid",)
     """objectives (docs/dpo.md has the table); several are added up"""
     loss_weights: tuple[NotNegative[float], ...] = ()

@@ -119,3 +119,15 @@ def context_length(path: str, args: BaseArgs) -> int:
 
     config = AutoConfig.from_pretrained(path).get_text_config()
     return min(getattr(config, "max_position_embeddings", args.pack_tokens + 1), args.pack_tokens + 1)
+
+
+def fit_max_length(args: BaseArgs, path: str, room: int) -> None:
+    """`--max_length`, where it was not given, becomes 2048, or as much as the model's context and the `room` that
+    `--pack_tokens` leaves a sequence allow, in one line. Raises `ValueError` for one that is beyond the context."""
+    context = context_length(path, args)
+    if args.max_length is None:
+        args.max_length = min(2048, context, room)
+        if args.max_length < 2048 and distributed.is_main():
+            print(f"--max_length {args.max_length}: all that the model's context and --pack_tokens have room for")
+    if args.max_length > context:
+        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")

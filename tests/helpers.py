@@ -191,7 +191,8 @@ class Ranks:
 
     def wait(self, timeout: float) -> None:
         """Until one ends."""
-        multiprocessing.connection.wait([p.sentinel for p in self.processes if p.exitcode is None], timeout)
+        if running := [p.sentinel for p in self.processes if p.exitcode is None]:  # the last may end just now
+            multiprocessing.connection.wait(running, timeout)
 
     def until_frozen(self) -> None:
         """Wait until rank 0 has sent itself SIGSTOP, as its `moment` says. It takes other signals then, and acts upon

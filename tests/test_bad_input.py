@@ -107,7 +107,7 @@ FLAG_ERRORS = [
     ("rm", "--relabel out.csv", "--relabel out.csv must end in .jsonl"),
     ("rm", "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
     ("bok", "--samples_per_prompt 1", "--samples_per_prompt 1 must be at least 2"),
-    ("bok", "--keep 4", "--keep 4: 1 to 3 of --samples_per_prompt"),
+    ("bok", "--samples_per_prompt 4 --keep 4", "--keep 4: 1 to 3 of --samples_per_prompt"),
     ("bok", "--keep 2 --keep_above 0.5", "--keep 2 would not be read: --keep_above replaces it"),
     ("bok", "--keep_above nan", "--keep_above nan must be a finite number"),
     ("bok", "--offline --beta 0.1", "--beta 0.1 would not be read: "),
@@ -181,7 +181,7 @@ def test_a_bad_row_is_named(bad, words, tokenizer, tmp_path):
     good = dict(messages=[USER, ANSWER]) if "messages" in bad else GOOD
     path = tmp_path / "deep.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*[good] * 298, bad, good]))
-    rows, args = load_rows("--dataset", str(path), "train"), sft.Args()
+    rows, args = load_rows("--dataset", str(path), "train"), sft.Args(max_length=2048)
     columns = require_columns("--dataset", rows, SFT_COLUMNS)
     with pytest.raises(ValueError) as error:
         sft.encode_rows(rows, columns, Encoder(tokenizer, args), args)
@@ -213,7 +213,7 @@ PAIR, Q, A, B = dict(prompt="1+1=", chosen="2", rejected="3"), "1+1=", [ANSWER],
 )
 @pytest.mark.parametrize("script", [dpo, kto, rm])
 def test_a_bad_pair_is_named(bad, words, script, tokenizer):
-    args = script.Args()
+    args = script.Args(max_length=2048)
     rows = [row | dict(_source=f"pairs.jsonl:{i}") for i, row in enumerate([PAIR, bad], 1)]
     columns = ("prompt", "chosen", "rejected") if "prompt" in bad else ("chosen", "rejected")
     rows[0] = rows[0] if "prompt" in bad else dict(chosen="1+1= 2", rejected="1+1= 3", _source="pairs.jsonl:1")
@@ -228,7 +228,7 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
             dict(PAIR, prompt="3+1=", _source="x:3")]  # fmt: skip
 
     def encode(**flags):
-        args = script.Args(**flags)
+        args = script.Args(max_length=2048, **flags)
         return script.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args), args)
 
     found, counts = encode()
@@ -250,7 +250,7 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
     ],
 )
 def test_bad_kto_rows(rows, words, tokenizer):
-    args = kto.Args()
+    args = kto.Args(max_length=2048)
     rows = [
         dict(prompt=f"{i}+1=", completion=completion, label=label, _source=f"x:{i}")
         for i, (completion, label) in enumerate(rows)
@@ -264,7 +264,7 @@ def test_bad_kto_rows(rows, words, tokenizer):
 
 
 def test_kto_of_pairs_that_all_have_one_prompt(tokenizer):
-    args = kto.Args()
+    args = kto.Args(max_length=2048)
     with pytest.raises(ValueError, match="kto.py needs rows with different prompts"):
         kto.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
 
@@ -275,7 +275,7 @@ def test_bad_margins(margin, first, tokenizer):
     rows = [dict(PAIR, margin=1), dict(PAIR, margin=margin)] if first else [dict(PAIR), dict(PAIR, margin=1)]
     rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
     with pytest.raises(ValueError, match=f"x:{first}: column margin is .*, expected a finite number"):
-        rm.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args := rm.Args()), args)
+        rm.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args := rm.Args(max_length=2048)), args)
 
 
 @pytest.mark.parametrize("relabel", ["/proc/out.jsonl", "folder.jsonl", "pairs.jsonl"])
@@ -284,7 +284,7 @@ def test_relabelling_to_where_nothing_can_be_written(relabel, tokenizer, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
-    args = rm.Args(relabel=relabel, dataset="pairs.jsonl", output_dir=str(tmp_path))
+    args = rm.Args(max_length=2048, relabel=relabel, dataset="pairs.jsonl", output_dir=str(tmp_path))
     with pytest.raises(ValueError, match=f"--relabel {relabel}"):
         rm.score_dataset(args, "/absent", Encoder(tokenizer, args), device, 0, 1)
 

@@ -13,6 +13,7 @@ import yaml
 from helpers import ROOT
 from test_config import ALGORITHMS
 
+import grpo
 from common.cli import GROUPS, parse
 from common.config import CorrectionArgs, OnlineArgs, PreferenceArgs, RewardArgs, SamplingArgs, TrainArgs
 from common.flags import AtLeast2, MayChange, Positive
@@ -162,7 +163,7 @@ def test_dashes_lists_none_and_equals_signs():
         (["--config"], "--config needs a file name"),
         (["stray"], "stray"),
         (["--samples_per_prompt", "1"], "--samples_per_prompt 1 must be at least 2"),
-        (["--minibatches", "3"], "--prompts_per_step 64 is not a multiple of --minibatches (3)"),
+        (["--minibatches", "3"], "--prompts_per_step 16 is not a multiple of --minibatches (3)"),
         (["--reward", "gsm8k", "--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 rewards"),
         (["--max_new_tokens", "100", "--pack_tokens", "100"], "--max_new_tokens 100"),
         (["--correction_filter", "1"], "--correction-filter"),
@@ -175,7 +176,7 @@ def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
 
 def test_flags_that_the_ranks_do_not_allow_are_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "--prompts_per_step 64 is not a multiple of the number of ranks that train (3)" in refused(capsys)
+    assert "--prompts_per_step 16 is not a multiple of the number of ranks that train (3)" in refused(capsys)
     assert parse(Args, ["--prompts_per_step", "6"]).prompts_per_step == 6
 
 
@@ -297,3 +298,33 @@ def test_the_command_line_imports_nothing_slow():
     code = f"import sys, common.cli, common.config; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "[]\n"
+
+
+# ---- the built-in model and task ----
+
+
+def test_the_bare_command_takes_values_that_teach_the_built_in_model_and_says_so(capsys):
+    bare = parse(grpo.Args, [])
+    assert (bare.lr, bare.reward, bare.max_steps) == (3e-3, ("characters",), 60)
+    said = capsys.readouterr().out
+    assert said.startswith("for the built-in model and task, unless given: --lr=0.003 ") and said.count("\n") == 1
+    given = parse(grpo.Args, ["--lr", "0.1", "--max_steps=7", "--model", "tiny"])
+    assert (given.lr, given.max_steps, given.prompts_per_step) == (0.1, 7, bare.prompts_per_step)
+    assert "--lr" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--model", "other"], ["--model=other"], ["--dataset", "rows.jsonl"]])
+def test_other_models_and_data_keep_the_defaults(argv, capsys, tmp_path):
+    args, defaults = parse(grpo.Args, argv), grpo.Args()
+    assert (args.lr, args.reward, args.max_steps) == (defaults.lr, defaults.reward, None)
+    (tmp_path / "recipe.yaml").write_text("model: other\n")
+    assert parse(grpo.Args, ["--config", str(tmp_path / "recipe.yaml")]).lr == defaults.lr
+    assert capsys.readouterr().out == ""
+
+
+def test_a_preset_wins_over_what_is_for_the_built_in_model():
+    class Presets(Args):
+        PRESETS = dict(fast=dict(lr=1.0))
+        preset: str | None = None
+
+    assert parse(dataclasses.dataclass(Presets), ["--preset", "fast"]).lr == 1.0

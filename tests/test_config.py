@@ -41,7 +41,8 @@ class Args(CorrectionArgs, RewardArgs, OnlineArgs, SamplingArgs, TrainArgs):
 
 
 def own(cls: type) -> list[str]:
-    return list(cls.__annotations__)
+    flags = {field.name for field in dataclasses.fields(cls)}  # not TINY, and what else belongs to the class
+    return [name for name in cls.__annotations__ if name in flags]
 
 
 def test_groups_inherit_the_base_alone_and_share_no_flag():

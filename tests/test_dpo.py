@@ -95,7 +95,7 @@ def test_it_resumes_exactly(data, tmp_path, main):
 
 
 def setup(data, device, **flags):
-    args = dpo.Args(dataset=str(data), eval_every=0, **flags)
+    args = dpo.Args(dataset=str(data), **(dict(eval_every=0, max_length=2048) | flags))
     tokenizer = load_tokenizer(tiny_model())
     rows = dpo.train_and_eval_rows(args)[0][:6]
     groups, _ = dpo.encode_rows(rows, PAIR_COLUMNS[0], Encoder(tokenizer, args), args)

@@ -12,6 +12,8 @@ import inprocess
 import pytest
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
+from common.tiny import tiny_model
+
 main = inprocess.main
 # Mixed lengths (GSM8K-like rows of words), so that a wrong denominator shows.
 TEN_STEPS = ("--max_steps", 10, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--save_every", 5,
@@ -163,6 +165,17 @@ def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
     count = int(dropped.split(" training rows dropped as too long")[0].split()[-1])
     assert 0 < count < 60 and f"{60 - count} training rows, 0 held out" in dropped
     assert f"{count} training rows truncated" in cut and "60 training rows, 0 held out" in cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("context", "extra", "length"), [(512, (), 512), (2048, ("--pack_tokens", 300), 301)])
+def test_a_length_that_was_not_given_adapts(context, extra, length, data, tmp_path, main, capsys):
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | dict(max_position_embeddings=context)
+    (model / "config.json").write_text(json.dumps(config))
+    flags = ("--model", model, "--dataset", data, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0)
+    main("sft", *flags, *extra, "--output_dir", tmp_path / "run")
+    assert f"--max_length {length}: all that the model's context and --pack_tokens" in capsys.readouterr().out
 
 
 @pytest.mark.slow

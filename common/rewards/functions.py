@@ -38,6 +38,13 @@ def exact_match(completion: str, row: dict) -> float:
     return float(completion.strip() == str(row["answer"]).strip())
 
 
+def characters(completion: str, row: dict) -> float:
+    """The fraction of the `answer` column's characters that stand in their place, 1 for all and no more: something to
+    climb from scratch."""
+    answer = str(row["answer"])
+    return sum(a == b for a, b in zip(completion, answer, strict=False)) / max(len(answer), len(completion), 1)
+
+
 def gsm8k(completion: str, row: dict) -> float:
     """1 if the last `#### n` or `A: n` of the completion equals that of the `answer` column (or the column itself) as a
     number: commas, signs, a dollar sign and trailing zeros do not matter."""
@@ -179,10 +186,10 @@ def tag_format(completion: str, row: dict) -> float:
     return float(match is not None and match[1].strip() != "")
 
 
-exact_match.columns = gsm8k.columns = boxed.columns = ("answer",)
+exact_match.columns = characters.columns = gsm8k.columns = boxed.columns = ("answer",)
 countdown.columns = ("target",)  # its numbers come by either of two names: check_countdown
 countdown.check, length.check = check_countdown, check_length
 REWARDS: dict[str, Reward] = {
     function.__name__: function
-    for function in (exact_match, gsm8k, boxed, format, countdown, length, repetition, tag_format, ifeval)
+    for function in (exact_match, characters, gsm8k, boxed, format, countdown, length, repetition, tag_format, ifeval)
 }
