@@ -32,7 +32,8 @@ from common.models import Policy, load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.functions import final_answers, last_boxed, to_number
-from common.rewards.scoring import Rewards, require_context, score
+from common.rewards.models import require_context, score
+from common.rewards.scoring import Rewards
 from common.rollout import completions
 from common.rollout.episodes import Episodes
 from common.rows import load_rows
@@ -164,8 +165,8 @@ def measure(args: Args, lines: list[dict]) -> dict:
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
         out["pass_at_k"][k] = interval(passes, [1] * len(enough))
         out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))
-    names = everything[0][0]["rewards"]
-    out["rewards"] = {name: mean_of(lambda c, name=name: c["rewards"][name], everything) for name in names}
+    names = dict.fromkeys(name for group in everything for c in group for name in c["rewards"])
+    out["rewards"] = {name: mean_of(lambda c, name=name: c["rewards"].get(name), everything) for name in names}
     out["truncated"] = mean_of(lambda c: c["finish_reason"] == "length", everything)
     out["mean_length"] = mean_of(lambda c: sum(c["sampled"]), everything)
     out["mean_turns"] = mean_of(lambda c: c["turns"], everything)

@@ -57,7 +57,7 @@ def rewarded(
         lines[i] = dict(source=prompts.rows[i]["_source"]) | (dict(prompt_ids=prompts.ids[i]) if to_train_on else {})
         lines[i]["completions"] = [
             dict(text=s.text, greedy=greedy and k == 0, score=_null(firsts_PS[j, k]), reward=_null(rewards_PS[j, k]),
-                 rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()},
+                 rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()} | s.numbers,
                  finish_reason=s.finish_reason, ids=s.completion_ids,
                  sampled=[int(m) for m in s.loss_mask[s.prompt_length :]],
                  turns=s.turns, turn_rewards=s.turn_rewards, error=s.error)

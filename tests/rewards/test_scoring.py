@@ -15,7 +15,8 @@ from common.metrics import Meter
 from common.models import load_scalar_model
 from common.packing import Sample
 from common.rewards.functions import REWARDS
-from common.rewards.scoring import Rewards, load_reward, score
+from common.rewards.models import score
+from common.rewards.scoring import Rewards, load_reward
 from tests.rewards.pools import StillClock
 
 # ---- several at once ----
