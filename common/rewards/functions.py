@@ -37,7 +37,10 @@ Value = float | None | Failure
 NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # without sign
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes cubic time.
 FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*+([-+]?)\s*+\$?\s*+({NUMBER})(?!\d|\s*/\s*\d)")
-ANY_NUMBER = re.compile(r"(?:(?<!\w)([-+]))?\\?\$?(?<!\w)((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+# Neither part of a word nor of a fraction.
+ANY_NUMBER = re.compile(
+    r"(?:(?<!\w)([-+]))?\\?\$?(?<![\w/])((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?!\.?\d|\s*/\s*\d)"
+)
 FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?\$?{NUMBER}\s*$")
 
 
@@ -99,14 +102,16 @@ def gsm8k_flexible(completion: str, row: dict) -> float:
 def flexible_answer(text: str) -> Fraction | None:
     text = text.rpartition("</think>")[2].partition("<think>")[0].replace("−", "-")
     if (box := last_boxed(text)) is not None:
-        found = numbers_in(box.replace("{,}", ",").replace("\\!", ""))[:1]  # LaTeX's ways to write 1,234
+        plain = box.replace("{,}", ",").replace("\\!", "")  # LaTeX's ways to write 1,234
+        found = [] if "frac{" in plain else numbers_in(plain)[:1]
     else:
         found = (final_answers(text) or numbers_in(text))[-1:]
     return to_number(found[0]) if found else None
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every number, sign and digits only. A minus behind a letter or digit is none: `10-5` has 10 and 5."""
+    """Every number, sign and digits only. A minus behind a letter or digit is none: `10-5` has 10 and 5.
+    Those of a fraction, `1/2`, are left out."""
     return [sign + number for sign, number in ANY_NUMBER.findall(text)]
 
 

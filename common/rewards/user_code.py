@@ -39,10 +39,10 @@ def reward_form(name: str, function: Callable) -> tuple[bool, bool]:
     try:
         signature = inspect.signature(function)
         names = list(signature.parameters)
-        with_ids = names[2:3] == ["ids"]
-        signature.bind("", {}, *[[]] * with_ids)
         if misplaced := [p for i, p in enumerate(names) if PLACES.get(p, i) != i]:
             raise TypeError(f"{misplaced[0]!r} stands elsewhere")
+        with_ids = names[2:3] == ["ids"]
+        signature.bind("", {}, *[[]] * with_ids)
     except (TypeError, ValueError) as error:
         what = "takes (completion, row) or (completions, row), and may take ids as a third parameter"
         raise ValueError(f"--reward {name}: a reward {what}: {error}") from error
