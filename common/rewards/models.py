@@ -31,19 +31,19 @@ class RewardModel:
         and no way to be asked."""
         from transformers import AutoConfig
 
-        flag, self.path = f"--reward {name}", resolve_model(name.removeprefix("model:"), "--reward")
-        self.args, self.device, self.tokenizer = args, device, load_tokenizer(self.path, "--reward")
-        self.at_end_of_turn = AutoConfig.from_pretrained(self.path).to_dict().get("scored_at") == "end_of_turn"
+        self.flag, path = f"--reward {name}", resolve_model(name.removeprefix("model:"), "--reward")
+        self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, "--reward")
+        self.at_end_of_turn = AutoConfig.from_pretrained(path).to_dict().get("scored_at") == "end_of_turn"
         self.same = _reads_alike(self.tokenizer, tokenizer)
         if not self.same:
             if args.environment is not None:
-                raise ValueError(f"{flag}: another tokenizer than --model's, which --environment has no text for")
+                raise ValueError(f"{self.flag}: another tokenizer than --model's, which --environment has no text for")
             self.column = "_prompt" if "_prompt" in rows[0] else require_columns("--dataset", rows, PROMPT_COLUMNS)[0]
             self.encoder = Encoder(tokenizer, args)
             if self.tokenizer.chat_template is None and isinstance(self.encoder.as_asked(rows[0], self.column), list):
-                raise ValueError(f"{flag}: prompts are messages, and its tokenizer has no chat template")
+                raise ValueError(f"{self.flag}: prompts are messages, and its tokenizer has no chat template")
             self._ids(Sample([], [], text="?", row=rows[0]))  # its template may refuse a system prompt, say
-        self.model = load_scalar_model(self.path, args, device, trainable=False, flag="--reward")
+        self.model = load_scalar_model(path, args, device, trainable=False, flag="--reward")
 
     def __call__(self, groups: list[list[Sample]]) -> list[Value]:
         """A number for each sample, or why there is none: it is too long, or the template refuses it."""
@@ -57,7 +57,7 @@ class RewardModel:
             ids = sample.ids if self.same else self._ids(sample)
             require_context(self.model, len(ids))
             if len(ids) > self.args.pack_tokens:
-                raise ValueError(f"{self.model.path}: a sequence of {len(ids)} tokens is longer than --pack_tokens")
+                raise ValueError(f"{self.flag}: a sequence of {len(ids)} tokens is longer than --pack_tokens")
         except ValueError as error:
             return Failure(first_line(error))
         return ids
@@ -75,7 +75,7 @@ class RewardModel:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False)
         except TemplateError as error:
-            raise ValueError(f"{self.path}: the chat template refuses the messages: {first_line(error)}") from error
+            raise ValueError(f"{self.flag}: its chat template refuses the messages: {first_line(error)}") from error
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         while self.at_end_of_turn and ids[-1] not in self.tokenizer.added_tokens_decoder:
             ids.pop()
