@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from common.config import SamplingArgs
 from common.data import Encoder
 from common.distributed import first_line
-from common.hub import load_tokenizer, resolve_model
+from common.hub import load_tokenizer
 from common.models import PackedModel, ScalarModel, load_scalar_model
 from common.packing import Sample, pack
 from common.rewards.functions import Failure, Value
@@ -26,13 +26,13 @@ class RewardModel:
     rm.py trained it, at the token that ends the turn.
     """
 
-    def __init__(self, name: str, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
-        """`name` is `model:PATH`. Raises `ValueError` naming it for what is no reward model, or has another tokenizer
-        and no way to be asked."""
+    def __init__(self, flag: str, path: str, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
+        """Raises `ValueError` naming `flag` for what is no reward model, or has another tokenizer than the policy's and
+        no way to be asked about these rows."""
         from transformers import AutoConfig
 
-        self.flag, path = f"--reward {name}", resolve_model(name.removeprefix("model:"), "--reward")
-        self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, "--reward")
+        self.flag = f"{flag} {path}"
+        self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, flag)
         self.at_end_of_turn = AutoConfig.from_pretrained(path).to_dict().get("scored_at") == "end_of_turn"
         self.same = _reads_alike(self.tokenizer, tokenizer)
         if not self.same:
@@ -43,7 +43,7 @@ class RewardModel:
             if self.tokenizer.chat_template is None and isinstance(self.encoder.as_asked(rows[0], self.column), list):
                 raise ValueError(f"{self.flag}: prompts are messages, and its tokenizer has no chat template")
             self._ids(Sample([], [], text="?", row=rows[0]))  # its template may refuse a system prompt, say
-        self.model = load_scalar_model(path, args, device, trainable=False, flag="--reward")
+        self.model = load_scalar_model(path, args, device, trainable=False, flag=flag)
 
     def __call__(self, groups: list[list[Sample]]) -> list[Value]:
         """A number for each sample, or why there is none: it is too long, or the template refuses it."""
@@ -51,6 +51,14 @@ class RewardModel:
         sequences = [ids for ids in asked if not isinstance(ids, Failure)]
         numbers = iter(score(self.model, sequences, self.args.pack_tokens, self.device))
         return [ids if isinstance(ids, Failure) else next(numbers) for ids in asked]
+
+    def scores(self, samples: list[Sample]) -> list[float]:
+        """Its numbers of all of them. Collective. Raises `ValueError` naming the row if there is none of one."""
+        values = self([samples])
+        for sample, value in zip(samples, values, strict=True):
+            if isinstance(value, Failure):
+                raise ValueError(f"{sample.row['_source']}: {value.what}")
+        return values
 
     def _ids_or_failure(self, sample: Sample) -> list[int] | Failure:
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common import distributed
 from common.config import SamplingArgs
+from common.hub import resolve_model
 from common.metrics import Meter
 from common.packing import Sample
 from common.rewards import code_reward, math_reward
@@ -145,7 +146,8 @@ class Rewards:
         if name == "environment":
             return _each(lambda s: Failure(s.error) if s.error else float(sum(reward for _, reward in s.turn_rewards)))
         if name.startswith("model:"):
-            return RewardModel(name, self.args, rows, self.tokenizer, self.device)
+            path = resolve_model(name.removeprefix("model:"), "--reward")
+            return RewardModel("--reward", path, self.args, rows, self.tokenizer, self.device)
         require_usable_rows(name, function := load_reward(name), rows)
         if name in ("code", "code_fraction"):
             return self._code(name, function)
