@@ -224,7 +224,7 @@ def _spread(result: Result, size: int) -> list:
     if isinstance(values, list | tuple) and len(values) == size:
         return list(values)
     if not isinstance(values, Failure):
-        what = f"{len(values)} values" if isinstance(values, list | tuple) else f"{type(values).__name__}, no list,"
+        what = f"{len(values)} values" if isinstance(values, list | tuple) else f"{type(values).__name__}, not a list,"
         values = Failure(f"returned {what} for {size} completions")
     return [values] * size
 

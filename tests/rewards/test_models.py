@@ -1,8 +1,12 @@
 """Reward models: whose numbers are those of transformers on the conversation in their own words."""
 
+import json
+
 import pytest
 import torch
 from conftest import Args
+from helpers import run
+from inprocess import main  # noqa: F401
 
 from common.checkpoint import export_hf
 from common.distributed import RunError
@@ -109,6 +113,36 @@ def test_each_of_two_models_is_asked_in_its_own_words(asked, device, tmp_path):
             # what rm.py trained is read where it was trained
             assert parts["model/trained/hf"][i, j] == pytest.approx(by_transformers(trained, whole[:-1]), abs=1e-4)
             assert parts["model/ours/hf"][i, j] == pytest.approx(by_transformers(ours, sample.ids), abs=1e-4)
+
+
+GROUP = """
+def f(completions, row, ids):
+    return [(float(len(i)), {"long": 1.0, "rare": 2.0} if "long" in c else {}) for c, i in zip(completions, ids)]
+"""
+
+
+@pytest.mark.slow
+def test_on_two_ranks_as_on_one(asked, main, device, tmp_path):  # noqa: F811
+    """Models and a function of the group; only one rank has its numbers."""
+    tokenizer, rows, groups = asked
+    other, ours = save_classifier(tmp_path / "other"), tmp_path / "ours"
+    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    for name, lines in (
+        ("rows", [dict(prompt=row["prompt"], answer="") for row in rows]),
+        ("texts", [dict(completions=[sample.text for sample in group]) for group in groups]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "mine.py").write_text(GROUP)
+    flags = ("--dataset", tmp_path / "rows.jsonl", "--completions", tmp_path / "texts.jsonl", "--reward",
+             f"{tmp_path}/mine.py:f", f"model:{other}", f"model:{ours}", "--reward_model", other)  # fmt: skip
+    main("eval", *flags, "--output_dir", tmp_path / "1")
+    run(2, "eval.py", *flags, "--output_dir", tmp_path / "2")
+    one, two = (json.loads((tmp_path / ranks / "results.json").read_text()) for ranks in "12")
+    assert list(one["overall"]["rewards"]) == ["f", "model/other", "model/ours", "f/long", "f/rare"]
+    assert one["overall"]["rewards"]["f/rare"]["mean"] == 2
+    assert one["reward_model"] == one["overall"]["rewards"]["model/other"]
+    for name, found in one["overall"]["rewards"].items():
+        assert two["overall"]["rewards"][name] == pytest.approx(found, rel=1e-5)
 
 
 def test_plain_prompts_are_text_and_what_was_cut_off_has_no_end(device, tmp_path):

@@ -117,9 +117,9 @@ def f(completions, row):
     assert meter.reduce()["reward/error_fraction"] == 9 / 11  # None is no error
     for text, what in (
         ("short", "returned 1 values for 2 completions"),
-        ("number", "returned float, no list, for 2 completions"),
+        ("number", "returned float, not a list, for 2 completions"),
         ("odd", "ValueError: could not convert string to float: 'x'"),
-        ("dict", "returned dict, no list, for 2 completions"),
+        ("dict", "returned dict, not a list, for 2 completions"),
         ("raise", "KeyError: 'oops'"),
     ):
         with pytest.raises(RunError, match=f"the first: f on rows.jsonl:1: {what}"):
