@@ -2,11 +2,11 @@
 
 import json
 
+import inprocess
 import pytest
 import torch
 from conftest import Args
 from helpers import run
-from inprocess import main  # noqa: F401
 
 from common.checkpoint import export_hf
 from common.distributed import RunError
@@ -17,6 +17,7 @@ from common.packing import Sample
 from common.rewards.models import short_names
 from common.rewards.scoring import Rewards
 
+main = inprocess.main
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -122,7 +123,7 @@ def f(completions, row, ids):
 
 
 @pytest.mark.slow
-def test_on_two_ranks_as_on_one(asked, main, device, tmp_path):  # noqa: F811
+def test_on_two_ranks_as_on_one(asked, main, device, tmp_path):
     """Models and a function of the group; only one rank has its numbers."""
     tokenizer, rows, groups = asked
     other, ours = save_classifier(tmp_path / "other"), tmp_path / "ours"
