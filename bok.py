@@ -167,7 +167,7 @@ def main(args: Args) -> None:
                     break
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(groups, meter)
-            measure_groups(meter, groups, rewards_PG, parts)
+            measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
             if step == run.first_step and (step == 0 or not args.offline):  # what is stored is of the starting model
                 check_rollout(model, groups, args, device)
 

@@ -138,7 +138,7 @@ def main(args: Args) -> None:
                     break
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(fresh, meter)
-                measure.measure_groups(meter, fresh, rewards_PG, parts)
+                measure.measure_groups(meter, fresh, rewards_PG, parts, first=step == draws == 0)
                 penalties_PG = cut_off(measure.truncated(fresh)) + overlong(measure.lengths(fresh))
                 to_samples(fresh, advantage=group_advantages(rewards_PG + penalties_PG))
                 groups |= zip((draws * args.prompts_per_step + i for i in rollouts.positions), fresh, strict=True)

@@ -28,11 +28,12 @@ from common.config import SamplingArgs
 from common.data import Encoder
 from common.flags import MayChange, NotNegative, OpenFraction, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.models import Policy, load_policy, load_scalar_model
+from common.models import Policy, load_policy
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.functions import final_answers, last_boxed, to_number
-from common.rewards.scoring import Rewards, require_context, score
+from common.rewards.models import RewardModel, require_context
+from common.rewards.scoring import Rewards
 from common.rollout import completions
 from common.rollout.episodes import Episodes
 from common.rows import load_rows
@@ -164,8 +165,8 @@ def measure(args: Args, lines: list[dict]) -> dict:
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
         out["pass_at_k"][k] = interval(passes, [1] * len(enough))
         out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))
-    names = everything[0][0]["rewards"]
-    out["rewards"] = {name: mean_of(lambda c, name=name: c["rewards"][name], everything) for name in names}
+    names = dict.fromkeys(name for group in everything for c in group for name in c["rewards"])
+    out["rewards"] = {name: mean_of(lambda c, name=name: c["rewards"].get(name), everything) for name in names}
     out["truncated"] = mean_of(lambda c: c["finish_reason"] == "length", everything)
     out["mean_length"] = mean_of(lambda c: sum(c["sampled"]), everything)
     out["mean_turns"] = mean_of(lambda c: c["turns"], everything)
@@ -257,7 +258,8 @@ def main(args: Args) -> None:
             files[flag] = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
         else:
             others[flag] = resolve_model(name, f"--{flag}")
-            require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
+            if flag != "reward_model":
+                require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
     if "against" in others:
         completions.require_same_architecture(path, others["against"])
 
@@ -300,11 +302,8 @@ def main(args: Args) -> None:
         results = dict(model=args.model, dataset=args.dataset, overall=measure(args, both[0]), domains=domains)
         judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
         if "reward_model" in others:
-            judge = load_scalar_model(others["reward_model"], args, device, trainable=False, flag="--reward_model")
-            judged = [
-                of_completions(lines, lambda samples: score(judge, [x.ids for x in samples], args.pack_tokens, device))
-                for lines in both
-            ]
+            judge = RewardModel("--reward_model", others["reward_model"], args, prompts.rows, tokenizer, device)
+            judged = [of_completions(lines, judge.scores) for lines in both]
             for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
                 results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
         if len(both) == 2:

@@ -216,7 +216,7 @@ def main(args: Args) -> None:
             # ---- 2. reward, and advantage: how much better than the rest of its group ----
             with meter.time("reward"):
                 rewards_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, rewards_PG, parts)
+            measure.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
             penalties_PG = cut_off(measure.truncated(groups))
             parts_KPG = torch.stack([*parts.values(), penalties_PG])
             advantages_PG = completion_advantages(

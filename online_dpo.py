@@ -162,7 +162,7 @@ def main(args: Args) -> None:
             # ---- 2. score and choose ----
             with meter.time("reward"):
                 scores_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, scores_PG, parts)
+            measure.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
             rewards_PG = scores_PG + cut_off(measure.truncated(groups))
             measure_pairs(meter, rewards_PG)
             if step == run.first_step:

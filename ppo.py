@@ -231,7 +231,7 @@ def main(args: Args) -> None:
             # ---- 2. score; log-probs and values of the rollout, log-probs of the starting model ----
             with meter.time("reward"):
                 rewards_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, rewards_PG, parts)
+            measure.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
             to_samples(groups, score=shape(rewards_PG) + cut_off(measure.truncated(groups)))
             for sample in chain(*groups):
                 if math.isnan(sample.score):  # no reward, nothing to learn

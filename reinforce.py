@@ -156,7 +156,7 @@ def main(args: Args) -> None:
             # ---- 2. score; pack; log-probs of the policy that sampled and of the starting model ----
             with meter.time("reward"):
                 scores_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, scores_PG, parts)
+            measure.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
                 if first_pass or step == run.first_step:

@@ -37,7 +37,7 @@ from common.metrics import Meter, wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack_groups
-from common.rewards.scoring import at_end, score
+from common.rewards.models import at_end, score
 from common.rows import PAIR_COLUMNS, load_rows, reasons, require_columns, train_and_eval_rows
 from common.run import Run
 

@@ -200,6 +200,7 @@ def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
     config.architectures = [type(model.hf).__name__]
     if isinstance(model, ScalarModel):
         config.num_labels = 1
+        config.scored_at = "end_of_turn"  # rewards/models.py: where its numbers mean something
         # Transformers scores the last token that is not padding; an EOS that also pads would never be the one.
         ends = eos_token_ids(model.path, tokenizer)
         config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id

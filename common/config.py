@@ -88,14 +88,14 @@ class SamplingArgs(BaseArgs):
     max_turns: Positive[int] = 8
     """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
     reward: tuple[str, ...] = ("exact_match",)
-    """exact_match, gsm8k, math, ... (docs/rewards.md has them all); your own as `path/to/file.py:function`; a reward
-    model as `model:PATH`; by_row: what the column `reward` names; several are added up"""
+    """exact_match, gsm8k, math, ... (docs/rewards.md has them all); your own as `path/to/file.py:function`; reward
+    models as `model:PATH`; by_row: what the column `reward` names; several are added up"""
     reward_weights: tuple[float, ...] = ()
     """weight of each reward; default: all 1"""
     max_reward_errors: MayChange[Fraction] = 0.1
     """stop when more than this fraction of a step's rewards could not be computed"""
     reward_timeout: MayChange[Positive[float]] = 10.0
-    """seconds that math, code and your own rewards may take for one completion"""
+    """seconds that math, code and your own rewards may take for one completion; those of a group for as many"""
     reward_workers: MayChange[Positive[int]] = 4
     """processes of each rank that compute them"""
     unsafe_code_execution: bool = False

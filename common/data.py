@@ -90,6 +90,11 @@ class Encoder:
             return self._plain_prompt(row, columns[0])
         return self._ids(self._render(row, messages, add_generation_prompt=True))
 
+    def as_asked(self, row: dict, column: str) -> list[dict] | str:
+        """The prompt as the messages or, without a chat template, the text that it is: for another tokenizer."""
+        messages = self._prompt_messages(row, column)
+        return text_field(row, column) + ("\n" if column == "question" else "") if messages is None else messages
+
     def reply(self, messages: list[dict]) -> list[int]:
         """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the
         chat template, from behind that EOS up to where the model is to speak again."""

@@ -61,6 +61,8 @@ class Sample:
     """what the environment raised, if it did"""
     transcript: str = ""
     """all turns, for people; empty without an environment"""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """what rewards measured beside the reward, as `reward/number`"""
     row: dict = field(default_factory=dict)
     """the data row it came from, for the reward"""
 

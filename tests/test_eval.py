@@ -25,7 +25,7 @@ from common.hub import load_tokenizer
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample
 from common.prompts import Prompts
-from common.rewards.scoring import score
+from common.rewards.models import score
 from common.rollout.completions import read_completions
 from common.tiny import tiny_model
 

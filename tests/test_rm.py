@@ -15,7 +15,7 @@ from common.config import TrainArgs
 from common.hub import load_tokenizer
 from common.models import load_scalar_model
 from common.packing import pack
-from common.rewards.scoring import at_end, score
+from common.rewards.models import at_end, score
 from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 

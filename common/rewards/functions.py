@@ -13,15 +13,34 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 
 from common.rewards.ifeval import ifeval
 
 Reward = Callable[[str, dict], float | None]
 
+
+@dataclass
+class Failure:
+    """Why a reward could not be computed, or what is taken for it."""
+
+    what: str
+    timed_out: bool = False
+    instead: float | None = None
+
+
+Value = float | None | Failure
+
+# ---- answers ----
+
 NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # without sign
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes cubic time.
 FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*+([-+]?)\s*+\$?\s*+({NUMBER})(?!\d|\s*/\s*\d)")
+# Neither part of a word nor of a fraction.
+ANY_NUMBER = re.compile(
+    r"(?:(?<!\w)([-+]))?\\?\$?(?<![\w/])((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?!\.?\d|\s*/\s*\d)"
+)
 FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?\$?{NUMBER}\s*$")
 
 
@@ -77,6 +96,30 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return text[start + len("\\boxed{") : i]
     return None
+
+
+def gsm8k_flexible(completion: str, row: dict) -> float:
+    """`gsm8k` for a completion in any form. Its answer is the first number in the last \\boxed{...}; without a box the
+    number that the last `####` or `A:` announces; without one the last number there is. Thoughts, in <think> tags, are
+    no answer."""
+    gold = to_number((final_answers(str(row["answer"])) or [str(row["answer"])])[-1])
+    return float(gold is not None and flexible_answer(completion) == gold)
+
+
+def flexible_answer(text: str) -> Fraction | None:
+    text = text.rpartition("</think>")[2].partition("<think>")[0].replace("−", "-")
+    if (box := last_boxed(text)) is not None:
+        plain = box.replace("{,}", ",").replace("\\!", "")  # LaTeX's ways to write 1,234
+        found = [] if "frac{" in plain else numbers_in(plain)[:1]
+    else:
+        found = (final_answers(text) or numbers_in(text))[-1:]
+    return to_number(found[0]) if found else None
+
+
+def numbers_in(text: str) -> list[str]:
+    """Every number, sign and digits only. A minus behind a letter or digit is none: `10-5` has 10 and 5.
+    Those of a fraction, `1/2`, are left out."""
+    return [sign + number for sign, number in ANY_NUMBER.findall(text)]
 
 
 def format(completion: str, row: dict) -> float:
@@ -186,10 +229,12 @@ def tag_format(completion: str, row: dict) -> float:
     return float(match is not None and match[1].strip() != "")
 
 
-exact_match.columns = characters.columns = gsm8k.columns = boxed.columns = ("answer",)
+exact_match.columns = characters.columns = gsm8k.columns = gsm8k_flexible.columns = boxed.columns = ("answer",)
 countdown.columns = ("target",)  # its numbers come by either of two names: check_countdown
 countdown.check, length.check = check_countdown, check_length
 REWARDS: dict[str, Reward] = {
     function.__name__: function
-    for function in (exact_match, characters, gsm8k, boxed, format, countdown, length, repetition, tag_format, ifeval)
-}
+    for function in (
+        exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, countdown, length, repetition, tag_format, ifeval
+    )
+}  # fmt: skip

@@ -42,9 +42,10 @@ class Pool:
     one thread: Linux ends the processes with the thread that started them."""
 
     def __init__(self, size: int, timeout: float, memory_gib: float = 4, start_timeout: float = 60):
-        """`timeout`: seconds of wall clock for a call. `memory_gib`: what a process may allocate beyond what it needed
-        to load the function; more is a `MemoryError` (on Linux). `start_timeout`: seconds for start and imports of a
-        process, which do not count against a call. Raises `ValueError` unless all are positive."""
+        """`timeout`: seconds of wall clock for a call, unless `map` is told otherwise. `memory_gib`: what a process may
+        allocate beyond what it needed to load the function; more is a `MemoryError` (on Linux). `start_timeout`:
+        seconds for start and imports of a process, which do not count against a call. Raises `ValueError` unless all
+        are positive."""
         if not (size >= 1 and timeout > 0 and memory_gib > 0 and start_timeout > 0):
             raise ValueError(f"a pool needs positive {size=}, {timeout=}, {memory_gib=}, {start_timeout=}")
         self.size, self.timeout, self.memory_gib, self.start_timeout = size, timeout, memory_gib, start_timeout
@@ -64,10 +65,11 @@ class Pool:
     def start(self, size: int | None = None) -> None:
         """Starts what is missing of the processes. `map` does so by itself, as far as it needs them."""
         while len(self.workers) < (self.size if size is None else size):
-            self.workers.append(_Worker((sys.path, self.timeout, self.memory_gib)))
+            self.workers.append(_Worker((sys.path, self.memory_gib)))
 
-    def map(self, target: str, calls: list[tuple]) -> list[Result]:
-        """`function(*call)` for every call, in order. `target` is `module:function` or `path/to/file.py:function`.
+    def map(self, target: str, calls: list[tuple], timeout: float | None = None) -> list[Result]:
+        """`function(*call)` for every call, in order, each with `timeout` seconds. `target` is `module:function` or
+        `path/to/file.py:function`.
 
         If the function has an attribute `prepare`, it is called once in every process, off the clock. The calls of an
         `async def` run concurrently in one process, 64 at a time; where one blocks the event loop, all that run time
@@ -76,7 +78,7 @@ class Pool:
         path, _, function = target.rpartition(":")
         self.target = f"{os.path.abspath(path)}:{function}" if path.endswith(".py") else target
         self.calls, self.results = calls, [Result()] * len(calls)
-        self.pending, self.failed_starts = deque(range(len(calls))), 0
+        self.pending, self.failed_starts, self.seconds = deque(range(len(calls))), 0, timeout or self.timeout
         wait = 0.0  # the first look is for who died since the last map
         try:
             while self.pending or any(worker.calls for worker in self.workers):
@@ -113,7 +115,7 @@ class Pool:
             while self.pending and worker.loading is None and len(worker.calls) < room:
                 number = self.pending.popleft()
                 try:
-                    payload = pickle.dumps(self.calls[number])
+                    payload = pickle.dumps((self.calls[number], self.seconds))
                 except Exception as error:  # pickling runs code of whatever is in the row
                     self.results[number] = Result(error=f"the call cannot be pickled: {one_line(error)}")
                     continue
@@ -123,7 +125,7 @@ class Pool:
 
     def _deadline(self) -> float:
         """Of a call that starts now. An event loop keeps time itself; it is late only if it is blocked."""
-        return time.monotonic() + self.timeout + (GRACE if self.is_async[self.target] else 0)
+        return time.monotonic() + self.seconds + (GRACE if self.is_async[self.target] else 0)
 
     def _take(self, worker: "_Worker", number: int, payload: bytes) -> None:
         try:
@@ -155,7 +157,7 @@ class Pool:
         calls = list(worker.calls)
         lost = len(calls) if calls and self.is_async[self.target] else 1
         for number in calls[:lost]:
-            late = Result(error=f"no answer within {self.timeout:g} s", timed_out=True)
+            late = Result(error=f"no answer within {self.seconds:g} s", timed_out=True)
             self.results[number] = Result(error=why) if worker.closed else late
         self.pending.extendleft(reversed(calls[lost:]))
 

@@ -31,7 +31,7 @@ class Server:
         self.connection = socket.socket(fileno=descriptor)
         self.connection.set_inheritable(False)
         self.stream, self.pid = self.connection.makefile("rb"), os.getpid()
-        sys.path[:], self.timeout, self.memory_gib = pickle.loads(self.receive()[1])
+        sys.path[:], self.memory_gib = pickle.loads(self.receive()[1])
         self.loop = asyncio.new_event_loop()  # one for good: a client that the user's file keeps is tied to it
         asyncio.set_event_loop(self.loop)
 
@@ -69,18 +69,20 @@ class Server:
 
     def call(self, payload: bytes) -> tuple:
         try:
-            return (self.function(*pickle.loads(payload)),)
+            arguments, _ = pickle.loads(payload)  # the parent keeps the time
+            return (self.function(*arguments),)
         except BaseException as error:  # SystemExit too, and what libraries raise for their own time-outs
             return None, one_line(error)
 
     async def call_async(self, number: int, payload: bytes) -> None:
-        scope = asyncio.timeout(self.timeout)
+        scope = seconds = None
         try:
-            async with scope:
-                result = (await self.function(*pickle.loads(payload)),)
+            arguments, seconds = pickle.loads(payload)
+            async with asyncio.timeout(seconds) as scope:
+                result = (await self.function(*arguments),)
         except BaseException as error:
-            late = scope.expired()  # the function may raise TimeoutError for reasons of its own
-            result = None, f"no answer within {self.timeout:g} s" if late else one_line(error), late
+            late = scope is not None and scope.expired()  # it may raise TimeoutError for reasons of its own
+            result = None, f"no answer within {seconds:g} s" if late else one_line(error), late
         self.send(number, *result)
 
     def receive(self) -> tuple[int, bytes]:

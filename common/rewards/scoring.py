@@ -3,44 +3,36 @@
 A reward is a function `(completion text, row) -> float`, or None where it does not apply to the row. It may have two
 attributes: `columns`, those it reads (a dataset without them is refused at start), and `check`, which is called with
 every row at start and raises `ValueError` for one it cannot use. What may hang runs in processes of its own, with a
-deadline for each completion: math, code, and the user's own functions, which may be `async`.
+deadline for each completion: math, code, and the user's own functions, which may be `async`, look at the completions of
+a prompt together, and give numbers of their own beside the reward (user_code.py has their forms).
 """
 
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from common import distributed
 from common.config import SamplingArgs
-from common.hub import require_same_tokenizer, resolve_model
+from common.hub import resolve_model
 from common.metrics import Meter
-from common.models import PackedModel, ScalarModel, load_scalar_model
-from common.packing import Sample, pack
+from common.packing import Sample
 from common.rewards import code_reward, math_reward
-from common.rewards.functions import REWARDS, Reward
-from common.rewards.pool import Pool
-from common.rewards.user_code import load_callable
+from common.rewards.functions import REWARDS, Failure, Reward, Value
+from common.rewards.models import RewardModel, short_names
+from common.rewards.pool import Pool, Result
+from common.rewards.user_code import load_callable, reward_form
 from common.sandbox import program
 
 BUILT_IN = REWARDS | dict(math=math_reward.math, code=code_reward.passes, code_fraction=code_reward.fraction)
 
 
-@dataclass
-class Failure:
-    """Why a reward could not be computed, or what is taken for it."""
-
-    what: str
-    timed_out: bool = False
-    instead: float | None = None
-
-
-Value = float | None | Failure
-Scorer = Callable[[list[Sample]], list[Value]]
+Group = list[Sample]
+Scorer = Callable[[list[Group]], list]  # what was returned for each sample, group by group: `_read` makes Values of it
 
 
 def load_reward(name: str) -> Reward:
@@ -50,7 +42,8 @@ def load_reward(name: str) -> Reward:
     if ":" not in name:
         known = ", ".join([*BUILT_IN, "by_row", "environment", "path/to/file.py:function", "model:PATH"])
         raise ValueError(f"--reward {name}: unknown; there are {known}")
-    return load_callable("--reward", name)
+    reward_form(name, function := load_callable("--reward", name))
+    return function
 
 
 def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
@@ -76,19 +69,18 @@ class Rewards:
         """Loads what `--reward` names: functions, and reward models, frozen and sharded over the ranks.
 
         Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a row that a reward
-        cannot use, a model with another tokenizer.
+        cannot use, a model that is no reward model or cannot be asked about these prompts.
         """
         self.args, self.tokenizer, self.device = args, tokenizer, device
         self.pool = Pool(args.reward_workers, args.reward_timeout)
         self.scorers: dict[str, Scorer] = {}
         self.first_names: list[str] = []
         weights: list[float] = []
+        shorts = short_names(args.reward)
         for name, weight in zip(args.reward, args.reward_weights or [1.0] * len(args.reward), strict=True):
-            new = self._by_row(rows) if name == "by_row" else {_short(name): self._scorer(name, rows)}
+            new = self._by_row(rows) if name == "by_row" else {shorts[name]: self._scorer(name, rows)}
             if new.keys() & self.scorers:
-                raise ValueError(
-                    f"--reward {' '.join(args.reward)}: the names must differ, and one may be a model:PATH"
-                )
+                raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
             self.scorers |= new
             self.first_names = self.first_names or list(new)
             weights += [weight] * len(new)
@@ -99,10 +91,18 @@ class Rewards:
         could not be computed. In the sum those that do not apply count nothing; a sample with one that could not be
         computed, or with none that applies, has no reward (NaN) and its group does without it.
 
+        What functions measured beside the reward goes to each sample's `numbers` and, averaged, to the meter.
+
         Raises `RunError` when more than `--max_reward_errors` of all ranks' rewards could not be computed.
         """
-        samples, shape = [sample for group in groups for sample in group], (len(groups), -1 if groups else 0)
-        values = {name: [_finite(v) for v in scorer(samples)] for name, scorer in self.scorers.items()}
+        samples, shape = list(chain(*groups)), (len(groups), -1 if groups else 0)
+        read = {name: [_read(value) for value in scorer(groups)] for name, scorer in self.scorers.items()}
+        for name, of_name in read.items():
+            for sample, (_, numbers) in zip(samples, of_name, strict=True):
+                for key, number in numbers.items():
+                    sample.numbers[f"{name}/{key}"] = number
+                    meter.mean(f"rewards/{name}/{key}", number)
+        values = {name: [value for value, _ in of_name] for name, of_name in read.items()}
         late = sum(isinstance(v, Failure) and v.timed_out for of_name in values.values() for v in of_name)
         values = {name: [_instead(v) for v in of_name] for name, of_name in values.items()}
         failures = [
@@ -144,22 +144,18 @@ class Rewards:
 
     def _scorer(self, name: str, rows: list[dict]) -> Scorer:
         if name == "environment":
-            return lambda samples: [
-                Failure(s.error) if s.error else float(sum(reward for _, reward in s.turn_rewards)) for s in samples
-            ]
+            return _each(lambda s: Failure(s.error) if s.error else float(sum(reward for _, reward in s.turn_rewards)))
         if name.startswith("model:"):
             path = resolve_model(name.removeprefix("model:"), "--reward")
-            require_same_tokenizer("--reward", path, self.tokenizer)
-            model = load_scalar_model(path, self.args, self.device, trainable=False, flag="--reward")
-            return lambda samples: score(model, [s.ids for s in samples], self.args.pack_tokens, self.device)
+            return RewardModel("--reward", path, self.args, rows, self.tokenizer, self.device)
         require_usable_rows(name, function := load_reward(name), rows)
         if name in ("code", "code_fraction"):
             return self._code(name, function)
         if name == "math":
             return self._math
         if name in REWARDS:
-            return lambda samples: [function(sample.text, sample.row) for sample in samples]
-        return partial(self._in_pool, name)
+            return _each(lambda sample: function(sample.text, sample.row))
+        return partial(self._in_pool, name, *reward_form(name, function))
 
     def _by_row(self, rows: list[dict]) -> dict[str, Scorer]:
         """A scorer for each reward that the column `reward` names; it does not apply to the other rows."""
@@ -171,20 +167,26 @@ class Rewards:
                 raise ValueError(f"{row['_source']}: column reward {what} (--reward by_row)")
             of_name.setdefault(name, []).append(row)
 
-        def only(name: str, scorer: Scorer, samples: list[Sample]) -> list[Value]:
-            values = iter(scorer([sample for sample in samples if sample.row["reward"] == name]))
-            return [next(values) if sample.row["reward"] == name else None for sample in samples]
+        def only(name: str, scorer: Scorer, groups: list[Group]) -> list[Value]:
+            values = iter(scorer([group for group in groups if group[0].row["reward"] == name]))
+            return [next(values) if group[0].row["reward"] == name else None for group in groups for _ in group]
 
         return {name: partial(only, name, self._scorer(name, its)) for name, its in sorted(of_name.items())}
 
-    def _in_pool(self, target: str, samples: list[Sample]) -> list[Value]:
-        results = self.pool.map(target, [(sample.text, sample.row) for sample in samples])
-        return [r.value if r.error is None else Failure(r.error, r.timed_out) for r in results]
+    def _in_pool(self, target: str, of_group: bool, with_ids: bool, groups: list[Group]) -> list:
+        """A function of one completion, or of all completions of a prompt, which has the time of as many."""
+        size = len(groups[0]) if of_group and groups else 1
+        if of_group:
+            calls = [([s.text for s in group], group[0].row, [s.completion_ids for s in group]) for group in groups]
+        else:
+            calls = [(s.text, s.row, s.completion_ids) for s in chain(*groups)]
+        results = self.pool.map(target, [call[: 2 + with_ids] for call in calls], size * self.args.reward_timeout)
+        return [value for result in results for value in (_spread(result, size) if of_group else [_value(result)])]
 
-    def _math(self, samples: list[Sample]) -> list[Value]:
+    def _math(self, groups: list[Group]) -> list[Value]:
         """An answer that is not understood in time, or in the memory there is, is wrong: models come up with such, and
         may not be spared for it. Only the row's own answer can be an error."""
-        values = self._in_pool("common.rewards.math_reward:math", samples)
+        values = self._in_pool("common.rewards.math_reward:math", False, False, groups)
         for value in values:
             if isinstance(value, Failure) and not value.what.startswith("ValueError: "):
                 value.instead = 0.0
@@ -201,56 +203,52 @@ class Rewards:
             except (ValueError, RuntimeError) as error:  # the tests' own fault, or the machine's
                 return Failure(distributed.first_line(error))
 
-        def scorer(samples: list[Sample]) -> list[Value]:
+        def scorer(groups: list[Group]) -> list[Value]:
             with ThreadPoolExecutor(self.args.reward_workers) as threads:  # they only wait for the processes
-                return list(threads.map(run, samples))
+                return list(threads.map(run, chain(*groups)))
 
         return scorer
 
 
-def _short(name: str) -> str:
-    return "model" if name.startswith("model:") else name.rpartition(":")[2]
+def _each(function: Callable[[Sample], Value]) -> Scorer:
+    return lambda groups: [function(sample) for sample in chain(*groups)]
+
+
+def _value(result: Result) -> object:
+    return result.value if result.error is None else Failure(result.error, result.timed_out)
+
+
+def _spread(result: Result, size: int) -> list:
+    """What a function of a group said of each of its completions."""
+    values = _value(result)
+    if isinstance(values, list | tuple) and len(values) == size:
+        return list(values)
+    if not isinstance(values, Failure):
+        what = f"{len(values)} values" if isinstance(values, list | tuple) else f"{type(values).__name__}, not a list,"
+        values = Failure(f"returned {what} for {size} completions")
+    return [values] * size
 
 
 def _instead(value: Value) -> Value:
     return value.instead if isinstance(value, Failure) and value.instead is not None else value
 
 
-def _finite(value: Value) -> Value:
-    """As a float, or a failure if it is not a finite number."""
-    if value is None or isinstance(value, Failure):
-        return value
+def _read(returned: object) -> tuple[Value, dict[str, float]]:
+    """A reward as a float, and what `(reward, {"name": number})` has beside it; a failure if anything of it is no
+    finite number."""
+    if isinstance(returned, Failure):
+        return returned, {}
+    reward, beside = returned, {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict):
+        reward, beside = returned
     try:
-        number = float(value)
-    except Exception as error:  # of a value that a user's code returned
-        return Failure(f"{type(error).__name__}: {distributed.first_line(error)}")
-    return number if math.isfinite(number) else Failure(f"returned {number}")
-
-
-# ---- reward models ----
-
-
-def at_end(ids: list[int], row: dict | None = None) -> Sample:
-    """A sample of which a scalar model is read once, having seen all of `ids`. Streams follow the targets and the last
-    token has none, so one is put behind it; which one does not matter, it is never an input."""
-    return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})
-
-
-def require_context(model: PackedModel, longest: int) -> None:
-    """Raises `ValueError` if the longest sequence is longer than the model's context."""
-    context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > context:
-        raise ValueError(f"{model.path}: a sequence of {longest} tokens is longer than its context of {context}")
-
-
-@torch.no_grad()
-def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, device: torch.device) -> list[float]:
-    """The reward model's number for each of this rank's sequences of token ids (prompt and completion). Collective.
-
-    Raises `ValueError` for a sequence that is longer than the model's context.
-    """
-    require_context(model, max(map(len, sequences), default=0))
-    samples = [at_end(ids) for ids in sequences]
-    for mb in pack(samples, pack_tokens, device):
-        mb.to_samples(score=mb.sequence_sums(model(mb)))
-    return [sample.score for sample in samples]
+        reward = None if reward is None else float(reward)
+        numbers = {str(key): float(number) for key, number in beside.items()}
+    except Exception as error:  # of values that a user's code returned
+        return Failure(f"{type(error).__name__}: {distributed.first_line(error)}"), {}
+    if reward is not None and not math.isfinite(reward):
+        return Failure(f"returned {reward}"), {}
+    for key, number in numbers.items():
+        if key == "mean" or not math.isfinite(number):
+            return Failure(f"its number {key!r} is {'of a name that is taken' if key == 'mean' else number}"), {}
+    return reward, numbers

@@ -57,7 +57,7 @@ def rewarded(
         lines[i] = dict(source=prompts.rows[i]["_source"]) | (dict(prompt_ids=prompts.ids[i]) if to_train_on else {})
         lines[i]["completions"] = [
             dict(text=s.text, greedy=greedy and k == 0, score=_null(firsts_PS[j, k]), reward=_null(rewards_PS[j, k]),
-                 rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()},
+                 rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()} | s.numbers,
                  finish_reason=s.finish_reason, ids=s.completion_ids,
                  sampled=[int(m) for m in s.loss_mask[s.prompt_length :]],
                  turns=s.turns, turn_rewards=s.turn_rewards, error=s.error)
@@ -156,7 +156,7 @@ def require_same_architecture(path: str, other: str) -> None:
 # ---- stored ----
 
 
-def as_sample(completion: dict, prompt: list[int], tokenizer) -> Sample:
+def as_sample(completion: dict, prompt: list[int], tokenizer, row: dict) -> Sample:
     """The sample that a stored completion was. One that is only a text is what the model would have sampled for it."""
     ids = completion.get("ids")
     if ids is None:
@@ -166,6 +166,7 @@ def as_sample(completion: dict, prompt: list[int], tokenizer) -> Sample:
         prompt + ids, [False] * len(prompt) + mask, prompt_length=len(prompt), text=completion["text"],
         finish_reason=completion.get("finish_reason", "stop"), turns=completion.get("turns", 1),
         turn_rewards=[tuple(pair) for pair in completion.get("turn_rewards", [])], error=completion.get("error", ""),
+        row=row,
     )  # fmt: skip
 
 
@@ -173,9 +174,9 @@ def samples_to_train_on(lines: list[dict], prompts: Prompts, tokenizer, episodes
     """All completions as a rollout would have them, with their rewards; `episodes` with their transcripts."""
     groups = []
     for line, ids, row in zip(lines, prompts.ids, prompts.rows, strict=True):
-        groups.append([as_sample(completion, ids, tokenizer) for completion in line["completions"]])
+        groups.append([as_sample(completion, ids, tokenizer, row) for completion in line["completions"]])
         for sample, completion in zip(groups[-1], line["completions"], strict=True):
-            sample.row, reward = row, completion["reward"]
+            reward = completion["reward"]
             sample.reward = math.nan if reward is None else reward
             sample.rollout_logprobs = [0.0] * len(ids) + completion["logprobs"]
             sample.transcript = tokenizer.decode(sample.completion_ids) if episodes else ""
@@ -184,7 +185,7 @@ def samples_to_train_on(lines: list[dict], prompts: Prompts, tokenizer, episodes
 
 def _my_groups(lines: list[dict], prompts: Prompts, tokenizer) -> list[list[Sample]]:
     mine = share_of(len(lines))
-    return [[as_sample(c, prompts.ids[i], tokenizer) for c in lines[i]["completions"]] for i in mine]
+    return [[as_sample(c, prompts.ids[i], tokenizer, prompts.rows[i]) for c in lines[i]["completions"]] for i in mine]
 
 
 def reward_again(lines: list[dict], prompts: Prompts, tokenizer, rewards: Rewards) -> list[dict]:

@@ -3,6 +3,7 @@
 Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -104,9 +105,16 @@ def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor) -> None:
 # ---- rewards ----
 
 
-def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor]) -> None:
-    """Every sample gets its reward. Reward and length statistics of this rank's groups. NaN is no reward."""
+def measure_groups(
+    meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
+) -> None:
+    """Every sample gets its reward. Reward and length statistics of this rank's groups. NaN is no reward. Of the
+    `first` rollout of a run rank 0 prints what will keep it from learning; then collective."""
     to_samples(groups, reward=rewards_PG)
+    if first:
+        ranks = distributed.gather_objects([[(s.reward, s.finish_reason) for s in group] for group in groups])
+        for warning in warnings(list(chain(*ranks))) if distributed.is_main() else ():
+            print(f"warning: in the first rollout {warning}", flush=True)
     valid_PG = ~rewards_PG.isnan()
     squares_P = group_mean(rewards_PG).square().sum(-1)
     std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
@@ -122,15 +130,34 @@ def measure_groups(meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor,
             meter.mean("completions/mean_turns", sample.turns)
 
 
+def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
+    """What is wrong with a rollout, and the flags that may change it; `groups` of (reward or NaN, finish_reason)."""
+    reasons, found = [reason for group in groups for _, reason in group], []
+    if (cut_off := reasons.count("length")) == len(reasons) > 0:
+        found.append("no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens")
+    elif cut_off > len(reasons) / 2:
+        found.append(f"{cut_off} of {len(reasons)} completions were cut off: see --max_new_tokens")
+    rewards = [[reward for reward, _ in group if not math.isnan(reward)] for group in groups]
+    equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
+    everything = list(chain(*rewards))
+    what = "see --reward, the form that the prompt asks for, and --temperature"
+    if len(everything) > 1 and len(set(everything)) == 1:
+        found.append(f"all {len(everything)} rewards are {everything[0]:g}: {what}")
+    elif equal and sum(equal) >= 0.9 * len(equal):
+        found.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {what}")
+    return found
+
+
 def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
     """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
     reward is at least 1. Collective."""
-    meter = Meter()
+    meter, of_rewards = Meter(), Meter()
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
-    rewards_PG, parts = rewards(groups, Meter())
+    rewards_PG, parts = rewards(groups, of_rewards)
     solved_PG = rewards.first(parts) >= 1
     meter.mean("eval/pass_at_1", solved_PG.sum(), solved_PG.numel())
     for name, part_PG in parts.items():
         meter.mean(f"eval/rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
     meter.mean("eval/reward", rewards_PG.nansum(), (~rewards_PG.isnan()).sum())
-    return meter.reduce()
+    own = {f"eval/{name}": x for name, x in of_rewards.reduce().items() if name.startswith("rewards/")}
+    return meter.reduce() | own

@@ -23,6 +23,7 @@ from common.rewards.functions import (
     exact_match,
     format,
     gsm8k,
+    gsm8k_flexible,
     last_boxed,
     length,
     repetition,
@@ -69,6 +70,54 @@ from common.rewards.functions import (
 )
 def test_gsm8k(completion, answer, reward):
     assert gsm8k(completion, dict(answer=answer)) == reward
+
+
+@pytest.mark.parametrize(
+    "completion, answer, reward",
+    [
+        ("The answer is 18.", "9 + 9 = 18\n#### 18", 1),
+        ("18", "18", 1),
+        ("so she makes **$18** a day", "18", 1),
+        ("it costs \\$1,234.50.", "1234.5", 1),
+        ("it takes 18km, 18 minutes", "18", 1),
+        ("18.0 apples", "18", 1),
+        ("a third of it is .50", "0.5", 1),
+        ("10 - 15 = -5.", "-5", 1),
+        ("it is −5 degrees, or $-5", "-5", 1),
+        ("we lose -$5", "-5", 1),
+        ("from 10-5", "5", 1),
+        ("from 10-5", "-5", 0),
+        ("in 1,2,3", "3", 1),
+        ("1,000,000 people.", "1000000", 1),
+        ("18 of H2O", "18", 1),
+        ("18, or 1/2", "18", 1),
+        ("9 and then 18", "9", 0),
+        ("18 and then 9", "18", 0),
+        ("180", "18", 0),
+        ("18.5", "18", 0),
+        ("eighteen", "18", 0),
+        ("", "18", 0),
+        ("18", "eighteen", 0),
+        # a box before all, then what is announced, then the last
+        (r"\boxed{18} and then #### 9, in 7 days", "18", 1),
+        (r"\boxed{7}, no: \boxed{18}", "18", 1),
+        (r"\boxed{x_1 = \$18\text{ in }7\text{ days}} or 9", "18", 1),
+        (r"\boxed{1{,}234} \boxed{1,\!234}", "1234", 1),
+        (r"\boxed{\frac{18}{2}}, that is 18", "18", 0),
+        (r"\boxed{1/2}", "2", 0),
+        (r"\boxed{none} or 18", "18", 0),
+        ("#### 18\nwhich took 7 steps", "18", 1),
+        ("A: 18, I think, in 7 steps", "18", 1),
+        ("#### 9\n18", "18", 0),
+        # thoughts
+        ("<think>first \\boxed{9}, #### 9</think> The answer is 18.", "18", 1),
+        ("it is 9 </think>\n18", "18", 1),
+        ("<think>perhaps 18", "18", 0),
+        ("<think>18</think>", "18", 0),
+    ],
+)
+def test_gsm8k_flexible(completion, answer, reward):
+    assert gsm8k_flexible(completion, dict(answer=answer)) == reward
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))

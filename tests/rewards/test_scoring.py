@@ -15,7 +15,8 @@ from common.metrics import Meter
 from common.models import load_scalar_model
 from common.packing import Sample
 from common.rewards.functions import REWARDS
-from common.rewards.scoring import Rewards, load_reward, score
+from common.rewards.models import score
+from common.rewards.scoring import Rewards, load_reward
 from tests.rewards.pools import StillClock
 
 # ---- several at once ----
@@ -77,6 +78,125 @@ def test_none_is_no_error_and_counts_nothing(tmp_path):
     assert meter.reduce()["reward/error_fraction"] == 0
     total, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # nothing applies: no reward, but no error either
     assert total[0, 0].isnan() and total[0, 1] == 3 and meter.reduce()["reward/error_fraction"] == 0
+
+
+# ---- functions of a group, of ids, and with numbers of their own ----
+
+
+def test_a_function_of_the_group_sees_all_completions_of_a_prompt(tmp_path):
+    code = """
+def rank(completions, row, ids):
+    assert row["answer"] == "18"
+    return [sorted(map(len, completions)).index(len(text)) + 10 * len(i) for text, i in zip(completions, ids)]
+"""
+    batch = groups(["aaa", "a"], ["b", "bb"])
+    batch[1][0].ids, batch[1][0].prompt_length = [1, 2, 3], 1
+    total, parts = make((f"{user_file(tmp_path, code)}:rank", "format"))(batch, Meter())
+    assert parts["rank"].tolist() == total.tolist() == [[21, 20], [20, 21]]
+
+
+def test_ids_are_those_of_the_completion(tmp_path):
+    code = "def f(text, row, ids):\n    return ids[-1] if ids == [3, 2] else 0\n"
+    batch = groups(["x", "x"])
+    batch[0][0].ids, batch[0][0].prompt_length = [1, 3, 2], 1
+    assert make((f"{user_file(tmp_path, code)}:f",))(batch, Meter())[0].tolist() == [[2, 0]]
+
+
+def test_a_group_without_a_value_for_each_has_no_rewards(tmp_path):
+    code = """
+def f(completions, row):
+    if completions[0] == "raise": raise KeyError("oops")
+    return {"fine": [1, None], "short": [1], "number": 2.0, "odd": [1, "x"], "dict": dict(a=1, b=2)}[completions[0]]
+"""
+    names, texts = (f"{user_file(tmp_path, code)}:f",), ("fine", "short", "number", "odd", "dict", "raise")
+    meter = Meter()
+    total, _ = make(names, max_errors=0.9)(groups(*([text, ""] for text in texts)), meter)
+    assert [[math.isnan(x) for x in group] for group in total.tolist()] == [[False, True]] + [[True] * 2] * 2 + [
+        [False, True]
+    ] + [[True] * 2] * 2
+    assert meter.reduce()["reward/error_fraction"] == 9 / 11  # None is no error
+    for text, what in (
+        ("short", "returned 1 values for 2 completions"),
+        ("number", "returned float, not a list, for 2 completions"),
+        ("odd", "ValueError: could not convert string to float: 'x'"),
+        ("dict", "returned dict, not a list, for 2 completions"),
+        ("raise", "KeyError: 'oops'"),
+    ):
+        with pytest.raises(RunError, match=f"the first: f on rows.jsonl:1: {what}"):
+            make(names)(groups([text, ""]), Meter())
+
+
+def test_a_group_has_the_time_of_its_completions(monkeypatch, tmp_path):
+    code = "def f(completions, row):\n    while completions[0] == 'late': pass\n    return [1] * 3\n"
+    args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=5)
+    rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
+    clock = StillClock(monkeypatch, rewards.pool, {1})
+    total, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
+    assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all() and 15 < clock.ahead < 17
+    assert rewards.pool.results[1].error == "no answer within 15 s"
+    assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
+
+
+@pytest.mark.slow
+def test_so_has_an_async_one(tmp_path):
+    code = """
+import asyncio
+async def f(completions, row):
+    if completions[0] == "late": await asyncio.sleep(9999)
+    return [1] * 3
+"""
+    args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=0.7)
+    rewards = Rewards(args, [ROW], None, torch.device("cpu"))
+    total, _ = rewards(groups(["a", "", ""], ["late", "", ""]), Meter())
+    assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
+    assert rewards.pool.results[1] == (None, "no answer within 2.1 s", True)
+
+
+def test_an_async_function_of_a_group(tmp_path):
+    code = "async def f(completions, row):\n    return [float(len(text)) for text in completions]\n"
+    assert make((f"{user_file(tmp_path, code)}:f",))(groups(["a", "bb"], ["", "c"]), Meter())[0].tolist() == [
+        [1, 2], [0, 1]
+    ]  # fmt: skip
+
+
+NUMBERS = """
+def f(completion, row):
+    if completion == "none": return None, dict(words=10)
+    if completion == "bad": return 1.0, dict(words=float("nan"))
+    if completion == "mean": return 1.0, dict(mean=1)
+    return 0.5, dict(words=len(completion.split())) | ({"rare": True} if completion == "a b c" else {})
+"""
+
+
+def test_numbers_of_their_own_are_means_over_the_completions_that_have_them(tmp_path):
+    names, meter = (f"{user_file(tmp_path, NUMBERS)}:f",), Meter()
+    batch = groups(["a b c", "none"], ["a", "bad"])
+    total, _ = make(names, max_errors=0.5)(batch, meter)
+    assert total[0, 0] == 0.5 and total[0, 1].isnan() and total[1, 1].isnan()
+    metrics = meter.reduce()
+    assert metrics["rewards/f/words"] == pytest.approx(14 / 3) and metrics["rewards/f/rare"] == 1
+    assert metrics["reward/error_fraction"] == 1 / 3
+    assert batch[0][0].numbers == {"f/words": 3, "f/rare": 1} and batch[1][1].numbers == {}
+    with pytest.raises(RunError, match="its number 'words' is nan"):
+        make(names)(groups(["bad"]), meter)
+    with pytest.raises(RunError, match="its number 'mean' is of a name that is taken"):
+        make(names)(groups(["mean"]), meter)
+
+
+def test_a_number_that_one_rank_has_is_the_same_on_all(tmp_path, monkeypatch):
+    """As on one rank, whatever the share of each; a rank without the number, or without groups, waits for nothing."""
+    names, texts = (f"{user_file(tmp_path, NUMBERS)}:f",), (["a b c", "a"], ["a", "a a"])
+    shares = []
+    for share in (texts, texts[:1], texts[1:], ()):
+        make(names)(groups(*share), meter := Meter())
+        with monkeypatch.context() as patch:
+            patch.setattr("common.distributed.gather_objects", lambda local: shares.append(local) or [local])
+            meter.reduce()
+    whole, *shares = shares
+    monkeypatch.setattr("common.distributed.gather_objects", lambda local: [whole])
+    expected = Meter().reduce()
+    monkeypatch.setattr("common.distributed.gather_objects", lambda local: shares)
+    assert Meter().reduce() == pytest.approx(expected) and expected["rewards/f/rare"] == 1
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])

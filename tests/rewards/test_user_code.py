@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from common.rewards.user_code import load_callable
+from common.rewards.user_code import load_callable, reward_form
 
 FILES = {
     "good.py": "made = []\nmade.append(1)\nclass Thing: ...\ndef f(x): return x + 1\nnumber = 3\n",
@@ -56,3 +56,50 @@ def test_a_file_that_hangs_can_be_stopped_and_the_handlers_come_back(tmp_path):
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# ---- the forms of a reward ----
+
+
+async def waits(completions, row, ids): ...
+
+
+class Judge:
+    def __call__(self, text, example): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [
+        (lambda completion, row: 0, (False, False)),
+        (lambda text, example, scale=1: 0, (False, False)),
+        (lambda *anything: 0, (False, False)),
+        (lambda completion, row, ids: 0, (False, True)),
+        (lambda completion, row, ids=None: 0, (False, True)),
+        (lambda completions, row, **more: 0, (True, False)),
+        (waits, (True, True)),
+        (Judge(), (False, False)),
+    ],
+)
+def test_parameters_say_what_is_passed(function, form):
+    assert reward_form("mine.py:f", function) == form
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda: 0, "too many positional arguments"),
+        (lambda completion: 0, "too many positional arguments"),
+        (lambda completion, row, tokenizer: 0, "missing a required argument: 'tokenizer'"),
+        (lambda completion, row, ids, scale: 0, "missing a required argument: 'scale'"),
+        (lambda completion, row, *, scale: 0, "missing a required.* argument: 'scale'"),
+        (lambda prompts, completions, **more: 0, "'completions' stands elsewhere"),
+        (lambda completion, ids, row: 0, "'ids' stands elsewhere"),
+        (lambda completion, row, *, ids: 0, "too many positional arguments"),
+        (lambda row, completion: 0, "'row' stands elsewhere"),
+    ],
+)
+def test_other_parameters_are_refused(function, words):
+    with pytest.raises(ValueError, match=f"^--reward mine.py:f: .*or \\(completions, row\\).*: {words}") as error:
+        reward_form("mine.py:f", function)
+    assert "\n" not in str(error.value)

@@ -72,6 +72,44 @@ def test_measured_rewards_leave_missing_ones_out():
     assert [s.reward for s in groups[1]] == [2, 2, 2] and math.isnan(groups[0][2].reward)
 
 
+ENDED, CUT = "stop", "length"
+NO_EOS = "no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens"
+FORM = "see --reward, the form that the prompt asks for, and --temperature"
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        ([[(0.0, ENDED), (1.0, CUT)], [(0.0, ENDED), (1.0, ENDED)]], []),
+        ([[(0.0, CUT), (1.0, CUT)], [(0.0, ENDED), (1.0, ENDED)]], []),  # half of them
+        ([[(0.0, CUT), (1.0, CUT)], [(0.0, CUT), (1.0, ENDED)]],
+         ["3 of 4 completions were cut off: see --max_new_tokens"]),
+        ([[(0.0, CUT), (1.0, CUT)]], [NO_EOS]),
+        ([[(0.5, ENDED), (0.5, ENDED)]] * 2, [f"all 4 rewards are 0.5: {FORM}"]),
+        ([[(0.0, ENDED), (NAN, ENDED)], [(0.0, ENDED), (0.0, ENDED)]], [f"all 3 rewards are 0: {FORM}"]),
+        ([[(0.0, ENDED)] * 2] * 9 + [[(0.0, ENDED), (1.0, ENDED)]],
+         [f"in 9 of 10 groups all rewards are equal: {FORM}"]),
+        ([[(0.0, ENDED)] * 2] * 8 + [[(0.0, ENDED), (1.0, ENDED)]] * 2, []),
+        ([[(0.0, ENDED)], [(1.0, ENDED)], [(1.0, ENDED)]], []),  # groups of one are never unequal
+        ([[(NAN, ENDED), (NAN, ENDED)], [(0.0, ENDED), (NAN, ENDED)]], []),  # one reward is equal to itself
+        ([], []),
+    ],
+)  # fmt: skip
+def test_warnings_are_of_what_keeps_a_run_from_learning(groups, found):
+    assert measure.warnings(groups) == found
+
+
+def test_only_the_first_rollout_is_warned_of_and_of_all_ranks_together(monkeypatch, capsys):
+    groups, zeros = [[completion(4), completion(2)]], torch.zeros(1, 2).double()
+    measure.measure_groups(Meter(), groups, zeros, {})
+    assert capsys.readouterr().out == ""
+    measure.measure_groups(Meter(), groups, zeros, {}, first=True)
+    assert capsys.readouterr().out == f"warning: in the first rollout all 2 rewards are 0: {FORM}\n"
+    monkeypatch.setattr(distributed, "gather_objects", lambda mine: [mine, [[(0.0, ENDED), (1.0, ENDED)]]])
+    measure.measure_groups(Meter(), groups, zeros, {}, first=True)
+    assert capsys.readouterr().out == ""
+
+
 def test_pass_at_1_is_of_the_first_reward():
     """Greedy, one completion each; the sum of the rewards is logged beside it."""
     asked = {}
@@ -82,6 +120,8 @@ def test_pass_at_1_is_of_the_first_reward():
 
     class Scored:
         def __call__(self, groups, meter):
+            meter.mean("rewards/first/words", 12.0, 4)
+            meter.mean("reward/error_fraction", 0, 3)
             return sum(parts.values()), parts
 
         def first(self, parts):
@@ -91,6 +131,7 @@ def test_pass_at_1_is_of_the_first_reward():
     got = measure.evaluate(SimpleNamespace(sample_now=sample_now), 7, ["a", "b", "c"], Scored())
     assert asked == dict(step=7, seeds=[0, 0, 0], n=1, temperature=0.0)
     assert got["eval/pass_at_1"] == pytest.approx(1 / 3) and got["eval/rewards/first/mean"] == pytest.approx(0.75)
+    assert got["eval/rewards/first/words"] == 3 and not any("error" in name for name in got)
     assert got["eval/rewards/second/mean"] == 2 and got["eval/reward"] == pytest.approx(2.75)
 
 
