@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import warnings
 import zlib
 from pathlib import Path
 
@@ -107,7 +108,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name in json.loads((folder / WEIGHTS).read_text()):
         key = f"model.hf.{name}"
         whole = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-        dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():  # it says that it reads in a single process
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
         weights[name] = whole.to(dtype)
     return weights
 
