@@ -39,19 +39,27 @@ def saved(folder: Path, device, path: str = "", load=load_policy, **flags) -> Ch
     return run
 
 
+@pytest.fixture(scope="module")
+def finished(device, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    saved(folder, device)
+    return folder
+
+
 @pytest.fixture
-def checkpoint(tmp_path, device) -> Path:
-    saved(tmp_path, device)
-    return tmp_path / "checkpoints" / "step_000001"
+def checkpoint(finished, tmp_path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run") / "checkpoints" / "step_000001"
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "load"),
     [
-        ("qwen3", torch.float32, load_policy), ("llama", torch.bfloat16, load_policy),
-        ("llama", torch.float32, load_scalar_model), ("gemma3", torch.bfloat16, load_policy),
+        ("qwen3", torch.bfloat16, load_policy),
+        pytest.param("llama", torch.float32, load_policy, marks=pytest.mark.slow),
+        pytest.param("llama", torch.float32, load_scalar_model, marks=pytest.mark.slow),
+        pytest.param("gemma3", torch.bfloat16, load_policy, marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_it_is_the_export_of_that_step(name, dtype, load, tmp_path, device):
     """File by file: weights, config, generation config, tokenizer."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
@@ -165,7 +173,10 @@ def test_a_run_does_not_delete_the_model_it_starts_from(checkpoint):
 def test_scripts_start_from_a_checkpoint(main, tmp_path):
     """Written by two ranks, and read by two; of the last step it is hf/, bit for bit. A checkpoint of rm.py is a reward
     model."""
-    short = ("--batch_size", 2, "--max_steps", 2, "--eval_every", 0, "--save_every", 1)
+    row = dict(prompt="1+1=", answer="2", completion="2", chosen="2", rejected="3")
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    data = ("--dataset", tmp_path / "rows.jsonl")
+    short = (*data, "--batch_size", 2, "--max_steps", 2, "--eval_every", 0, "--save_every", 1)
     run(2, "sft.py", *short, "--output_dir", tmp_path / "sft")
     model = tmp_path / "sft/checkpoints/step_000002"
     done = run(2, "rm.py", "--model", model, *short, "--output_dir", tmp_path / "rm")
@@ -175,7 +186,16 @@ def test_scripts_start_from_a_checkpoint(main, tmp_path):
     main("dpo", "--model", model, *short, "--output_dir", tmp_path / "dpo")
     rollouts = ("--prompts_per_step", 2, "--samples_per_prompt", 2, "--max_new_tokens", 4, "--engine", "transformers")
     main(
-        "grpo", "--model", model, *rollouts, *short[2:], "--reward", f"model:{judge}", "--output_dir", tmp_path / "grpo"
+        "grpo",
+        "--model",
+        model,
+        *data,
+        *rollouts,
+        *short[4:],
+        "--reward",
+        f"model:{judge}",
+        "--output_dir",
+        tmp_path / "grpo",
     )
     named = (
         "--reward_model",
@@ -185,7 +205,7 @@ def test_scripts_start_from_a_checkpoint(main, tmp_path):
         "--against",
         tmp_path / "dpo/checkpoints/step_000001",
     )
-    main("eval", "--model", tmp_path / "grpo/checkpoints/step_000002", *rollouts[2:], "--max_prompts", 2, *named,
+    main("eval", "--model", tmp_path / "grpo/checkpoints/step_000002", *data, *rollouts[2:], *named,
          "--output_dir", tmp_path / "eval")  # fmt: skip
     found = json.loads((tmp_path / "eval/results.json").read_text())
     assert {"win_rate", "reward_model", "perplexity"} <= found.keys()
