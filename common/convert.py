@@ -47,7 +47,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        return f"{MANIFEST}: {distributed.first_line(error)}"
+        return f"{MANIFEST}: {getattr(error, 'strerror', None) or distributed.first_line(error)}"
     if not isinstance(manifest, dict) or STATE not in manifest:
         return f"{MANIFEST} does not list the checkpoint's files"
     for name, expected in sorted(manifest.items())[rank::ranks]:

@@ -130,7 +130,7 @@ def older(folder: Path) -> None:
         (cut, r"not a whole checkpoint: __0_0.distcp is not what was written"),
         (lambda folder: (folder / ".metadata").unlink(), "not a whole checkpoint: .metadata is missing"),
         (lambda folder: (folder / "config.json").unlink(), "not a whole checkpoint: config.json is missing"),
-        (lambda folder: (folder / "manifest.json").unlink(), "not a whole checkpoint: manifest.json: .*No such file"),
+        (lambda folder: (folder / "manifest.json").unlink(), "not a whole checkpoint: manifest.json: No such file"),
         (
             lambda folder: (folder / "manifest.json").write_text("[]"),
             "not a whole checkpoint: manifest.json does not list",
