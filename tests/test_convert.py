@@ -101,7 +101,13 @@ def test_its_run_may_delete_it_meanwhile(tmp_path, device, monkeypatch):
         return weights
 
     monkeypatch.setattr(convert, "read_weights", read_while_the_run_saves)
-    path = tmp_path / "checkpoints/step_000001"
+    path, remove = tmp_path / "checkpoints/step_000001", shutil.rmtree
+
+    def remove_what_nobody_writes_to(folder: Path, **flags) -> None:
+        assert not path.is_dir(), "a file written meanwhile would be in the way"
+        remove(folder, **flags)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_what_nobody_writes_to)
     with pytest.raises(ValueError, match=f"^--model {path}: it was deleted meanwhile, by its run's --keep_last$"):
         resolve_model(str(path))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
