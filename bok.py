@@ -137,7 +137,7 @@ def main(args: Args) -> None:
 
     # ---- resume: everything else is a function of (seed, step) ----
     run = Run(
-        args, model, optimizer, total_steps, rollouts=rollouts,
+        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts,
         show=("loss", "reward", "eval/pass_at_1", "time/step"),
         curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "eval/reward",
                 "kept/reward", "loss", "kl", "entropy", "completions/mean_length", "grad_norm"),
@@ -219,7 +219,7 @@ def main(args: Args) -> None:
         run.log(step + 1, metrics)
         run.show_samples(step + 1, groups, rollouts.positions)
 
-    run.end(tokenizer)
+    run.end()
     rollouts.close()
     distributed.cleanup()
 

@@ -115,7 +115,7 @@ def main(args: Args) -> None:
 
     # ---- resume: everything else is a function of (seed, step) ----
     run = Run(
-        args, model, optimizer, total_steps, rollouts=rollouts,
+        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts,
         show=("reward", "eval/pass_at_1", "completions/mean_length", "time/step"),
         curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "entropy",
                 "completions/mean_length", "dynamic_sampling/unequal_fraction", "grad_norm"),
@@ -202,7 +202,7 @@ def main(args: Args) -> None:
         run.log(step + 1, metrics)
         run.show_samples(step + 1, list(groups.values()), list(groups))
 
-    run.end(tokenizer)
+    run.end()
     rollouts.close()
     distributed.cleanup()
 

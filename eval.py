@@ -5,7 +5,8 @@
 Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, by the engine, the sampling and the
 rewards of training. A completion solves its prompt if its first reward is at least 1. pass@k is the unbiased estimator
 of Chen et al. 2021 (arXiv:2107.03374); intervals are 95% bootstraps over prompts. Completions are written as they come:
-the same command goes on where it stopped. Results: `results.json` and a table.
+the same command goes on where it stopped. Results: `results.json` and a table; of `--model runs/x/checkpoints` those
+of every checkpoint, and a curve.
 
 Shapes: P prompts, S samples of each, B bootstrap draws.
 """
@@ -13,39 +14,40 @@ Shapes: P prompts, S samples of each, B bootstrap draws.
 import json
 import math
 import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from common import distributed
+from common import curve, distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import SamplingArgs
 from common.data import Encoder
+from common.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
 from common.flags import MayChange, NotNegative, OpenFraction, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.models import Policy, load_policy
 from common.packing import Sample, pack
-from common.prompts import encode_prompts, prompt_columns
-from common.rewards.functions import final_answers, last_boxed, to_number
+from common.prompts import Prompts, encode_prompts, prompt_columns
 from common.rewards.models import RewardModel, require_context
 from common.rewards.scoring import Rewards
 from common.rollout import completions
+from common.rollout.base import Engine
 from common.rollout.episodes import Episodes
 from common.rows import load_rows
 
-PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged
 OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 
 
 @dataclass
 class Args(SamplingArgs):
     model: str = "tiny"
-    """Hugging Face id or folder of the model to measure; `tiny` is a built-in untrained one"""
+    """Hugging Face id or folder of the model to measure, or a run's folder of checkpoints: all of them, into one curve;
+    `tiny` is a built-in untrained one"""
     dataset_split: str = "test"
     """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = "runs/eval"
@@ -88,55 +90,6 @@ class Args(SamplingArgs):
             file = Path(getattr(self, flag) or "")
             if self.resume == "never" and file.is_file() and file.resolve().parent == Path(self.output_dir).resolve():
                 raise ValueError(f"--{flag} {file}: --resume never would delete it")
-
-
-# ---- estimators ----
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that one of k samples, drawn without replacement from n of which c are right, is right:
-    1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError` if k is not in 1..n."""
-    if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} samples")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def final_answer(text: str) -> str | None:
-    """What a completion votes for: its last boxed answer, its last `####` number or, of a short one, all of it."""
-    answer = last_boxed(text) or (final_answers(text) or [text])[-1]
-    number = to_number(answer)
-    return str(number) if number is not None else "".join(answer.split())[:200] or None
-
-
-def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.Generator) -> list[float]:
-    """For k = 1..S, how often the most frequent answer of k samples is right, over random choices of the k. The first
-    of equally frequent ones wins; a sample without an answer does not vote."""
-    totals = np.zeros(len(answers))
-    for _ in range(PERMUTATIONS):
-        votes: Counter = Counter()
-        is_right, leader = {None: False}, None
-        for k, i in enumerate(rng.permutation(len(answers))):
-            if (answer := answers[i]) is not None:
-                votes[answer] += 1
-                is_right.setdefault(answer, right[i])
-                if votes[answer] > votes[leader]:
-                    leader = answer
-            totals[k] += is_right[leader]
-    return (totals / PERMUTATIONS).tolist()
-
-
-def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, seed: int) -> dict[str, float]:
-    """sum of totals / sum of counts, with its 95% interval by bootstrap over the prompts."""
-    totals, counts = np.array(totals_P, dtype=float), np.array(counts_P, dtype=float)
-    if not counts.sum():
-        return {}
-    rng, means = np.random.default_rng(distributed.fold_seed(seed)), []
-    while len(means) < draws:
-        chosen = rng.integers(0, len(totals), len(totals))
-        if counts[chosen].sum():
-            means.append(totals[chosen].sum() / counts[chosen].sum())
-    low, high = np.quantile(means, [0.025, 0.975])
-    return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
 # ---- measurements ----
@@ -187,13 +140,8 @@ def log_likelihoods(
     return [(sample.logp, sum(sample.loss_mask)) for sample in samples]
 
 
-def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Per prompt, how many of our completions were judged better than theirs with the same number, a tie being half a
-    win; and of how many."""
-    pairs = [
-        [(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in zip(ours, theirs, strict=True)
-    ]
-    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [len(group) for group in pairs]
+def shown_ks(args: Args, overall: dict) -> list[int]:
+    return list(args.ks) or [1 << i for i in range(16) if 1 << i <= len(overall["pass_at_k"])]
 
 
 def print_results(args: Args, results: dict) -> None:
@@ -203,7 +151,7 @@ def print_results(args: Args, results: dict) -> None:
     from rich.table import Table
 
     overall = results["overall"]
-    ks = args.ks or [1 << i for i in range(16) if 1 << i <= len(overall["pass_at_k"])]
+    ks = shown_ks(args, overall)
 
     def shown(m: dict) -> dict[str, tuple[dict, float]]:
         """What of it is shown: name -> (mean and interval, scale)."""
@@ -212,9 +160,8 @@ def print_results(args: Args, results: dict) -> None:
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
 
-    table = Table("", "", "95%", title=escape(f"{args.model} on {overall['prompts']} prompts of {args.dataset}"))
-    beside = ("reward_model", "reward_model_against", "win_rate", "perplexity")
-    lines = shown(overall) | {name: (results[name], 1.0) for name in beside if results.get(name)}
+    table = Table("", "", "95%", title=escape(f"{results['model']} on {overall['prompts']} prompts of {args.dataset}"))
+    lines = shown(overall) | {name: (results[name], 1.0) for name in curve.BESIDE if results.get(name)}
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
         table.add_row(name + unit, f"{scale * x['mean']:.4g}", f"{scale * x['low']:.4g} to {scale * x['high']:.4g}")
@@ -228,14 +175,20 @@ def print_results(args: Args, results: dict) -> None:
         Console().print(table)
 
 
-def main(args: Args) -> None:
-    # ---- setup ----
-    device, _, world_size = distributed.setup(args.seed)
-    prepare_output_dir(args, owned=(THEIR_FILES, "results.json"))
-    folder = Path(args.output_dir)
+@dataclass
+class Task:
+    """What every checkpoint is asked, and what judges the answers."""
 
-    # ---- data: prompts as token ids, and what the rewards need beside them ----
-    path = resolve_model(args.model)
+    prompts: Prompts
+    tokenizer: Any
+    rewards: Rewards
+    device: torch.device
+    others: dict[str, str]  # models named beside --model, by flag: --against, --reward_model, --perplexity_model
+    files: dict[str, list[dict]]  # completions that are named instead of a model: of `model` and `against`
+
+
+def load_task(args: Args, path: str, device: torch.device) -> Task:
+    """All that is named, looked at before anything slow. `path` is the model's folder."""
     tokenizer = load_tokenizer(path)
     rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
     if rows is None and Path(args.dataset).is_file():
@@ -246,78 +199,113 @@ def main(args: Args) -> None:
     columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
     rewards = Rewards(args, rows, tokenizer, device)
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
-    if distributed.is_main():
-        print(f"{prompts} on {world_size} ranks")
-
-    # ---- what else is named, before anything slow ----
     others, files, episodes = {}, {}, args.environment is not None
     named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)
     named["perplexity_model"] = args.perplexity_model
     for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
         if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
-            files[flag] = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
+            read = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
+            files["model" if flag == "completions" else flag] = read
         else:
             others[flag] = resolve_model(name, f"--{flag}")
             if flag != "reward_model":
                 require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
     if "against" in others:
         completions.require_same_architecture(path, others["against"])
+    return Task(prompts, tokenizer, rewards, device, others, files)
 
-    # ---- completions, ours and then theirs: from a file, or sampled ----
-    both: list[list[dict]] = []
-    engine = None
-    theirs = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
-    for flag, model, file in (("completions", path, folder / OWN_FILE), ("against", others.get("against"), theirs)):
-        if flag in files:
-            both.append(completions.reward_again(files[flag], prompts, tokenizer, rewards))
-        elif model is not None and all(len(lines) == len(prompts) for lines in both):  # not told to stop
-            lines = completions.read_completions("--output_dir", file, prompts, tokenizer, own=True)
-            if len(lines) < len(prompts):
-                engine = completions.load_engine(engine, model, args, tokenizer, device)
-                generate = partial(with_flags(completions.greedy_and_sampled, args), Episodes(engine, args, tokenizer))
-                lines = completions.sample_completions(
-                    file, lines, prompts, generate, rewards,
-                    batch_size=args.prompts_per_batch, seed=args.seed, greedy=args.greedy,
-                )  # fmt: skip
-                engine.sleep()  # what comes next may need the memory
-            both.append(lines)
-    counts = [len(lines[0]["completions"]) for lines in both if lines]
+
+def answers(
+    args: Args, task: Task, engine: Engine | None, flag: str, path: str | None, file: Path
+) -> tuple[list[dict], Engine | None]:
+    """The lines of the completions of --model or --against (`flag`), named or sampled into `file`; fewer than there are
+    prompts if the run is told to stop. And the engine, which is started when first needed. Collective."""
+    if flag in task.files:
+        return completions.reward_again(task.files[flag], task.prompts, task.tokenizer, task.rewards), engine
+    lines = completions.read_completions("--output_dir", file, task.prompts, task.tokenizer, own=True)
+    if len(lines) < len(task.prompts):
+        engine = completions.load_engine(engine, path, args, task.tokenizer, task.device, f"--{flag}")
+        episodes = Episodes(engine, args, task.tokenizer)
+        lines = completions.sample_completions(
+            file, lines, task.prompts, partial(with_flags(completions.greedy_and_sampled, args), episodes),
+            task.rewards, batch_size=args.prompts_per_batch, seed=args.seed, greedy=args.greedy,
+        )  # fmt: skip
+        engine.sleep()  # what comes next may need the memory
+    return lines, engine
+
+
+def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> dict:
+    """results.json of a model: `both` are its completions and, with --against, theirs. Collective."""
+    counts = [len(lines[0]["completions"]) for lines in both]
     if len(set(counts)) > 1:
         raise ValueError(
             f"--against {args.against} has {counts[1]} completions of a prompt, there are {counts[0]} here"
         )
     if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
+    device, others, pack_tokens = task.device, task.others, args.pack_tokens
+    interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
+    of_completions = partial(
+        completions.numbers_of, prompts=task.prompts, tokenizer=task.tokenizer, pack_tokens=pack_tokens
+    )
+    of_domain: dict[str, list[dict]] = {}
+    for line, row in zip(both[0], task.prompts.rows, strict=True):
+        of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
+    domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)} if len(of_domain) > 1 else {}
+    results = dict(model=model, dataset=args.dataset, overall=measure(args, both[0]), domains=domains)
+    judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
+    if "reward_model" in others:
+        judge = RewardModel("--reward_model", others["reward_model"], args, task.prompts.rows, task.tokenizer, device)
+        judged = [of_completions(lines, judge.scores) for lines in both]
+        for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
+            results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
+    if len(both) == 2:
+        results["win_rate"] = interval(*wins(*judged))
+    if "perplexity_model" in others:
+        likely = load_policy(others["perplexity_model"], args, device, trainable=False, flag="--perplexity_model")
+        found = of_completions(both[0], lambda samples: log_likelihoods(likely, samples, pack_tokens, device))
+        totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in found]
+        nats = interval(*zip(*totals, strict=True))
+        results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}
+    return results
 
-    # ---- measure ----
-    if all(len(lines) == len(prompts) for lines in both):
-        interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
-        of_completions = partial(
-            completions.numbers_of, prompts=prompts, tokenizer=tokenizer, pack_tokens=args.pack_tokens
-        )
-        of_domain: dict[str, list[dict]] = {}
-        for line, row in zip(both[0], prompts.rows, strict=True):
-            of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
-        domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)} if len(of_domain) > 1 else {}
-        results = dict(model=args.model, dataset=args.dataset, overall=measure(args, both[0]), domains=domains)
-        judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
-        if "reward_model" in others:
-            judge = RewardModel("--reward_model", others["reward_model"], args, prompts.rows, tokenizer, device)
-            judged = [of_completions(lines, judge.scores) for lines in both]
-            for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
-                results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
-        if len(both) == 2:
-            results["win_rate"] = interval(*wins(*judged))
-        if "perplexity_model" in others:
-            likely = load_policy(others["perplexity_model"], args, device, trainable=False, flag="--perplexity_model")
-            found = of_completions(both[0], lambda samples: log_likelihoods(likely, samples, args.pack_tokens, device))
-            totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in found]
-            nats = interval(*zip(*totals, strict=True))
-            results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}
+
+def main(args: Args) -> None:
+    # ---- setup ----
+    device, _, world_size = distributed.setup(args.seed)
+    prepare_output_dir(args, owned=(THEIR_FILES, "results.json"))
+    folder = Path(args.output_dir)
+
+    # ---- one model, or every checkpoint of a folder ----
+    models = curve.places(args.model, folder)
+    if args.completions is not None and models[0][0] != folder:
+        raise ValueError(f"--completions {args.completions} are of one model, --model {args.model} has {len(models)}")
+    task = load_task(args, resolve_model(models[-1][1]), device)
+    if distributed.is_main():
+        print(f"{task.prompts} on {world_size} ranks")
+
+    # ---- completions, ours and theirs: from a file, or sampled by one engine; then what they say ----
+    engine, told_to_stop = None, False
+    theirs = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
+    for place, model in models:
+        if place != folder and not curve.still_there(model):
+            continue
+        place.mkdir(exist_ok=True)
+        lines, engine = answers(args, task, engine, "model", resolve_model(model), place / OWN_FILE)
+        both = [lines]
+        if args.against is not None and len(lines) == len(task.prompts):
+            lines, engine = answers(args, task, engine, "against", task.others.get("against"), theirs)
+            both.append(lines)
+        if told_to_stop := any(len(lines) < len(task.prompts) for lines in both):
+            break
+        results = all_results(args, task, model, both)
         if distributed.is_main():
-            (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+            (place / "results.tmp").write_text(json.dumps(results, indent=2) + "\n")
+            (place / "results.tmp").rename(place / "results.json")
             print_results(args, results)
-    elif distributed.is_main():
+            if place != folder:
+                curve.draw(folder, shown_ks(args, results["overall"]))
+    if told_to_stop and distributed.is_main():
         print("told to stop; the same command goes on from there")
 
     if engine is not None:

@@ -233,7 +233,7 @@ def main(args: Args) -> None:
 
     # ---- resume: everything else is a function of (seed, step) ----
     run = Run(
-        args, model, optimizer, total_steps, order=order,
+        args, model, optimizer, tokenizer, total_steps, order=order,
         show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
         curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",
                 "rewards/rejected", "grad_norm"),
@@ -284,7 +284,7 @@ def main(args: Args) -> None:
     if (accuracy := run.latest.get("eval_rewards/accuracies")) is not None:
         low, high = wilson_interval(accuracy, len(eval_groups))
         summary = f"held-out accuracy {accuracy:.3f} (95% interval {low:.3f} to {high:.3f})"
-    run.end(tokenizer, summary)
+    run.end(summary)
     distributed.cleanup()
 
 

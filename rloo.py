@@ -88,7 +88,7 @@ def main(args: Args) -> None:
     # ---- resume: everything else is a function of (seed, step) ----
     beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
     run = Run(
-        args, model, optimizer, total_steps, rollouts=rollouts, beta=beta,
+        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta,
         show=("reward", "kl", "eval/pass_at_1", "time/step"),
         curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "kl", "entropy",
                 "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
@@ -165,7 +165,7 @@ def main(args: Args) -> None:
         run.log(step + 1, metrics)
         run.show_samples(step + 1, groups, rollouts.positions)
 
-    run.end(tokenizer)
+    run.end()
     rollouts.close()
     distributed.cleanup()
 

@@ -235,7 +235,7 @@ def main(args: Args) -> None:
 
     # ---- resume: everything else is a function of (seed, step) ----
     run = Run(
-        args, model, optimizer, total_steps, order=order,
+        args, model, optimizer, tokenizer, total_steps, order=order,
         show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
         curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
                 "rewards/chosen", "rewards/rejected", "rewards/std", "grad_norm"),
@@ -275,7 +275,7 @@ def main(args: Args) -> None:
         run.log(step + 1, metrics)
 
     accuracy = run.latest.get("eval_rewards/accuracies")
-    run.end(tokenizer, f"held out, it prefers {agreement(accuracy, len(eval_pairs))}" if accuracy is not None else "")
+    run.end(f"held out, it prefers {agreement(accuracy, len(eval_pairs))}" if accuracy is not None else "")
     distributed.cleanup()
 
 

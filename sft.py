@@ -130,7 +130,7 @@ def main(args: Args) -> None:
 
     # ---- resume: everything else is a function of (seed, step) ----
     run = Run(
-        args, model, optimizer, total_steps, order=order,
+        args, model, optimizer, tokenizer, total_steps, order=order,
         show=("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second"),
         curves=("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr"),
     )  # fmt: skip
@@ -167,7 +167,7 @@ def main(args: Args) -> None:
             metrics |= evaluate(model, eval_samples[rank::world_size], args, device)
         run.log(step + 1, metrics)
 
-    run.end(tokenizer)
+    run.end()
     distributed.cleanup()
 
 

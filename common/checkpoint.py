@@ -1,15 +1,15 @@
 """The run's folder: who owns it, resumable checkpoints, and the Hugging Face export.
 
 `checkpoints/step_000100/` holds PyTorch's distributed checkpoint of model and optimizer (resharded on load, so another
-number of ranks may resume), `state.json` (step and data cursor) and `manifest.json` (size and CRC of every file). It is
-written under another name and renamed once everything is on disk, so a killed save is never picked up. The folder must
-be one that all ranks see.
+number of ranks may resume), `state.json` (step and data cursor), config and tokenizer, with which it is a model
+(`common/convert.py`), and `manifest.json` (size and CRC of every file). It is written under another name and renamed
+once everything is on disk, so a killed save is never picked up. The folder must be one that all ranks see.
 """
 
 import json
 import os
 import shutil
-import zlib
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from common import distributed
 from common.config import BaseArgs, TrainArgs
+from common.convert import MANIFEST, STATE, WEIGHTS, checkpoints_in, damage, fingerprint, write_safetensors
 from common.hub import eos_token_ids
 from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
 FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
-FOLDERS = ("checkpoints", "hf", "tensorboard")
+FOLDERS = ("checkpoints", "hf", "best", "tensorboard")
 
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
@@ -50,15 +51,20 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
 def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
+        if Path(args.model).exists() and folder.resolve() in Path(args.model).resolve().parents:
+            return f"--model {args.model}: --resume never would delete it"
         for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
             file.unlink()
-        for name in FOLDERS:
-            shutil.rmtree(folder / name, ignore_errors=True)
-    sampled = (folder / "completions.jsonl").is_file()  # eval.py and bok.py go on from there
-    if args.resume == "must" and not _checkpoints(folder) and not sampled:
+        for old in (folder / name for name in FOLDERS):
+            shutil.rmtree(old, ignore_errors=True)
+        for old in checkpoints_in(folder):  # what eval.py says of each
+            shutil.rmtree(old)
+    # eval.py and bok.py go on from there
+    sampled = any(file for place in ("", "step_*/") for file in folder.glob(f"{place}completions.jsonl"))
+    if args.resume == "must" and not checkpoints_in(folder / "checkpoints") and not sampled:
         return f"--resume must: {folder} has no checkpoint"
     begun = sampled or (folder / "metrics.jsonl").is_file()
-    if flags.is_file() and (_checkpoints(folder) or begun):  # not if it never began
+    if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # not if it never began
         then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"
@@ -73,15 +79,10 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
                 "name another folder, or --resume never to delete that run and start over"
             )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for stale in [*folder.glob("checkpoints/step_*.tmp"), *folder.glob("hf.tmp")]:
+    for stale in [p for name in ("checkpoints/step_*.tmp", "hf.tmp", "best.tmp") for p in folder.glob(name)]:
         shutil.rmtree(stale)
     flags.write_text(yaml.safe_dump(args.to_dict(), sort_keys=False))
     return None
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
-    return sorted((p for p in folder.glob("checkpoints/step_*") if p.suffix == ""), reverse=True)
 
 
 class Checkpointer:
@@ -95,12 +96,15 @@ class Checkpointer:
         args: TrainArgs,
         model: PackedModel,
         optimizer: torch.optim.Optimizer,
+        tokenizer,
         value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
         **stateful,
     ):
         self.folder, self.keep_last = Path(args.output_dir), args.keep_last
+        self.checkpoints = self.folder / "checkpoints"
         self.model, self.stateful = model, stateful
         self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
+        self.files = hf_files(model, tokenizer) if distributed.is_main() else {}
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint that is whole; returns the step to go on with, 0 without any. Collective.
@@ -108,10 +112,11 @@ class Checkpointer:
         A damaged one is set aside as `step_N.corrupt` and the one before it is tried, with a line that says so.
         Raises `ValueError` if there were checkpoints and none is whole.
         """
-        found = distributed.gather_objects([path.name for path in _checkpoints(self.folder)])[0]
+        found = distributed.gather_objects([path.name for path in checkpoints_in(self.checkpoints)])[0]
         for name in found:
-            path = self.folder / "checkpoints" / name
-            problems = [p for p in distributed.gather_objects(self._verify(path)) if p]
+            path = self.checkpoints / name
+            found_here = damage(path, dist.get_rank(), dist.get_world_size())
+            problems = [p for p in distributed.gather_objects(found_here) if p]
             if not problems:
                 return self._load(path)
             if distributed.is_main():
@@ -119,23 +124,8 @@ class Checkpointer:
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
         if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also when the run is started once more
-            raise ValueError(f"no checkpoint in {self.folder / 'checkpoints'} is whole: --resume never starts over")
+            raise ValueError(f"no checkpoint in {self.checkpoints} is whole: --resume never starts over")
         return 0
-
-    def _verify(self, path: Path) -> str | None:
-        """What is wrong with the files this rank checks (every world_size-th), or None."""
-        try:
-            manifest = json.loads((path / "manifest.json").read_text())
-        except (OSError, ValueError) as error:
-            return f"manifest.json: {distributed.first_line(error)}"
-        if not isinstance(manifest, dict) or "state.json" not in manifest:
-            return "manifest.json does not list the checkpoint's files"
-        for name, expected in sorted(manifest.items())[dist.get_rank() :: dist.get_world_size()]:
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if _fingerprint(path / name) != expected:
-                return f"{name} is not what was written"
-        return None
 
     def _load(self, path: Path) -> int:
         tensors = self._tensors()
@@ -143,7 +133,7 @@ class Checkpointer:
         for prefix, (model, optimizer) in self.trained.items():
             weights, moments = tensors[f"{prefix}model"], tensors[f"{prefix}optimizer"]
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
         if distributed.is_main():
@@ -161,7 +151,7 @@ class Checkpointer:
 
         Collective. It replaces an earlier one of the same step.
         """
-        final = self.folder / "checkpoints" / f"step_{step:06d}"
+        final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
         if distributed.is_main():
             work.mkdir(parents=True)
@@ -169,31 +159,39 @@ class Checkpointer:
         dcp.save(self._tensors(), checkpoint_id=work)
         if distributed.is_main():
             state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
-            (work / "state.json").write_text(json.dumps(state))
+            (work / STATE).write_text(json.dumps(state))
+            (work / WEIGHTS).write_text(json.dumps(exported_names(self.model)))
+            write_files(self.files, work)
         dist.barrier()
-        files = sorted(f for f in work.iterdir())[dist.get_rank() :: dist.get_world_size()]
-        shares = distributed.gather_objects({f.name: _fingerprint(f) for f in files})
+        files = sorted(f for f in work.rglob("*") if f.is_file())[dist.get_rank() :: dist.get_world_size()]
+        shares = distributed.gather_objects({str(f.relative_to(work)): fingerprint(f) for f in files})
         if distributed.is_main():
-            manifest = {name: fingerprint for share in shares for name, fingerprint in share.items()}
-            (work / "manifest.json").write_text(json.dumps(manifest))
-            shutil.rmtree(final, ignore_errors=True)
+            manifest = {name: expected for share in shares for name, expected in share.items()}
+            (work / MANIFEST).write_text(json.dumps(manifest))
+            if final.is_dir():
+                _delete(final)
             work.rename(final)
-            for old in _checkpoints(self.folder)[self.keep_last :]:
-                shutil.rmtree(old)
+            for old in checkpoints_in(self.checkpoints)[self.keep_last :]:
+                _delete(old)
         dist.barrier()
 
-    def export_hf(self, tokenizer) -> None:
+    def export_hf(self, name: str = "hf") -> None:
         """Write `hf/`: safetensors in the dtype of the starting checkpoint, config and tokenizer. Collective.
 
         Weights are gathered one at a time and kept on rank 0's host alone. The old folder stays until the new one is
         whole.
         """
-        export_hf(self.model, tokenizer, self.folder / "hf")
+        _export(self.model, self.files, self.folder / name)
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
     """`Checkpointer.export_hf` to any folder."""
-    from huggingface_hub import save_torch_state_dict
+    _export(model, hf_files(model, tokenizer) if distributed.is_main() else {}, folder)
+
+
+def hf_files(model: PackedModel, tokenizer) -> dict[str, bytes]:
+    """What stands beside the weights, by name: config.json, generation_config.json and the tokenizer's files. A run
+    reads them when it starts: the model it starts from may be another run's checkpoint, and deleted before it ends."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model.path)  # as it was: ours has another attention and dtype
@@ -204,28 +202,47 @@ def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
         # Transformers scores the last token that is not padding; an EOS that also pads would never be the one.
         ends = eos_token_ids(model.path, tokenizer)
         config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
-    weights = {}
-    for name, tensor in model.hf.state_dict().items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        if distributed.is_main() and name not in model.hf.all_tied_weights_keys:
-            weights[name] = whole.to("cpu", config.dtype or torch.float32, copy=True)
-    if distributed.is_main():
-        work = folder.with_suffix(".tmp")
-        work.mkdir(parents=True)
-        save_torch_state_dict(weights, work)
+    with tempfile.TemporaryDirectory() as work:
         config.save_pretrained(work)
         if (Path(model.path) / "generation_config.json").is_file():
             shutil.copy(Path(model.path) / "generation_config.json", work)
         tokenizer.save_pretrained(work)
+        return {str(f.relative_to(work)): f.read_bytes() for f in Path(work).rglob("*") if f.is_file()}
+
+
+def write_files(files: dict[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def exported_names(model: PackedModel) -> list[str]:
+    """The weights that an export has: a tied head is the embedding."""
+    return [name for name in model.hf.state_dict() if name not in model.hf.all_tied_weights_keys]
+
+
+def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
+    from transformers import AutoConfig
+
+    state, weights = model.hf.state_dict(), {}
+    work = folder.with_suffix(".tmp")
+    if distributed.is_main():
+        work.mkdir(parents=True)
+        write_files(files, work)
+        dtype = AutoConfig.from_pretrained(work).dtype or torch.float32
+    for name in exported_names(model):
+        whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        if distributed.is_main():
+            weights[name] = whole.to("cpu", dtype, copy=True)
+    if distributed.is_main():
+        write_safetensors(weights, work)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(work, folder)
     dist.barrier()
 
 
-def _fingerprint(path: Path) -> list[int]:
-    """[size in bytes, CRC-32]: finds truncated and damaged files at the speed of the disk."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return [path.stat().st_size, crc]
+def _delete(checkpoint: Path) -> None:
+    """Renamed first: another job may be writing `hf/` into it, and could then not be done."""
+    dropped = checkpoint.with_suffix(".dropped.tmp")
+    checkpoint.rename(dropped)
+    shutil.rmtree(dropped)

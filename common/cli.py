@@ -43,7 +43,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
                   "correction_low", "correction_high", "correction_filter"),
     "optimisation": ("max_steps", "epochs", "minibatches", "epochs_per_rollout", "lr", "lr_schedule", "warmup_steps",
                      "min_lr_ratio", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm"),
-    "run": ("output_dir", "resume", "seed", "save_every", "keep_last", "eval_every", "log", "log_every"),
+    "run": ("output_dir", "resume", "seed", "save_every", "keep_last", "keep_best", "eval_every", "early_stop", "log",
+            "log_every"),
 }  # fmt: skip
 
 

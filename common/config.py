@@ -63,8 +63,20 @@ class TrainArgs(BaseArgs):
     """steps between evaluations (one is always made at the end); 0: never"""
     keep_last: MayChange[Positive[int]] = 2
     """checkpoints to keep"""
+    keep_best: MayChange[str | None] = None
+    """metric of the evaluations, e.g. eval/pass_at_1: best/ is the model where it was best so far, in the form of hf/;
+    the lowest is best if its name ends with loss or perplexity, else the highest"""
+    early_stop: MayChange[NotNegative[int]] = 0
+    """the run is done after so many evaluations without gain in `keep_best`; 0: never before its last step"""
     log: MayChange[tuple[Literal["wandb", "tensorboard"], ...]] = ()
     """more places for metrics, beside metrics.jsonl: wandb (WANDB_MODE=offline works), tensorboard"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_best is not None and not self.eval_every:
+            raise ValueError(f"--keep_best {self.keep_best} needs evaluations: --eval_every above 0")
+        if self.early_stop and self.keep_best is None:
+            raise ValueError(f"--early_stop {self.early_stop} needs --keep_best, the metric that is to gain")
 
 
 @dataclass

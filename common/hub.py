@@ -6,13 +6,15 @@ from pathlib import Path
 
 from common import distributed
 from common.config import BaseArgs
+from common.convert import as_model, checkpoints_in, is_checkpoint
 from common.tiny import tiny_model
 
 
 def resolve_model(model: str, flag: str = "--model") -> str:
     """`tiny`, a folder or a Hugging Face id -> a local folder with config.json, safetensors and a tokenizer.
 
-    One rank of each machine downloads, the others wait. Raises `ValueError` naming `flag` if there is no such model
+    A folder may be a resumable checkpoint: then it is `hf/` in it, written if there is none. One rank of each machine
+    writes or downloads, the others wait. Raises `ValueError` naming `flag` if there is no such model
     here or there.
     """
     if model == "tiny":
@@ -25,6 +27,11 @@ def resolve_model(model: str, flag: str = "--model") -> str:
             raise ValueError(f"{flag} {model}: no such folder")
         patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
         folder = Path(download(f"{flag} {model}", model, "model", patterns))
+    if is_checkpoint(folder):
+        folder = as_model(f"{flag} {model}", folder)
+    found = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
+    if found and not (folder / "config.json").exists():
+        raise ValueError(f"{flag} {model}: a folder of checkpoints; name one of them, such as {found[0]}")
     _require_checkpoint(f"{flag} {model}", folder)
     return str(folder)
 

@@ -1,14 +1,15 @@
 """What every training script does around its steps.
 
-    run = Run(args, model, optimizer, total_steps, show=..., curves=..., order=order)
+    run = Run(args, model, optimizer, tokenizer, total_steps, show=..., curves=..., order=order)
     for step in run.steps():          resumes; between steps saves, and stops when told to
         ...                           a step, measured with run.meter
         run.log(step + 1, run.reduce(samples, lr=lr))
-    run.end(tokenizer)                stopped: a checkpoint; done: hf/
+    run.end()                         hf/; if it was stopped, a checkpoint too
 
 Plain methods, and nothing here knows an algorithm.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -30,6 +31,7 @@ class Run:
         args: TrainArgs,
         model: PackedModel,
         optimizer: torch.optim.Optimizer,
+        tokenizer,
         total_steps: int,
         *,
         show: Sequence[str],
@@ -46,29 +48,40 @@ class Run:
         self.args, self.total_steps, self.meter = args, total_steps, Meter()
         self.data = next(part for part in stateful.values() if hasattr(part, "epochs_done"))
         self.num_tokens, self.latest = 0, {}
-        self.checkpointer = Checkpointer(args, model, optimizer, value=value, totals=self, **stateful)
+        self.best: float | None = None  # of --keep_best
+        self.best_step = self.without_gain = 0  # evaluations since then
+        self.checkpointer = Checkpointer(args, model, optimizer, tokenizer, value=value, totals=self, **stateful)
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
         self.told_to_stop = False
 
     def state_dict(self) -> dict:
-        return dict(num_tokens=self.num_tokens)
+        best = dict(metric=self.args.keep_best, value=self.best, step=self.best_step, without_gain=self.without_gain)
+        return dict(num_tokens=self.num_tokens) | (dict(best=best) if self.args.keep_best else {})
 
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens = state["num_tokens"]
+        best = state.get("best", {})
+        if best and best["metric"] == self.args.keep_best:  # else it begins anew
+            self.best, self.best_step, self.without_gain = best["value"], best["step"], best["without_gain"]
 
     # ---- around steps ----
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 0. A step that the loop breaks off counts as never begun."""
-        for step in range(self.first_step, self.total_steps):
-            yield step
-            self.finished = step + 1
+        while not self.done:
+            yield self.finished
+            self.finished += 1
             self.told_to_stop = distributed.stop_requested()
             if self.told_to_stop:
                 return
-            if self.finished % self.args.save_every == 0 or self.finished == self.total_steps:
+            if self.finished % self.args.save_every == 0 or self.done:
                 self._save()
+
+    @property
+    def done(self) -> bool:
+        """Whether no step is left, by their number or by `--early_stop`."""
+        return self.finished >= self.total_steps or 0 < self.args.early_stop <= self.without_gain
 
     def _save(self) -> None:
         with self.meter.time("save"):  # counted in the next step's line
@@ -100,24 +113,48 @@ class Run:
         self.logger.message(text)
 
     def log(self, finished: int, metrics: dict[str, float]) -> None:
-        """A line of metrics.jsonl after so many steps."""
+        """A line of metrics.jsonl after so many steps; after an evaluation best/, if `--keep_best` says so. Collective.
+
+        Raises `ValueError` if the first evaluation does not give that metric.
+        """
         self.latest = metrics
         self.logger.log(finished, metrics)
+        if self.args.keep_best and self.evaluates(finished):
+            self._keep_best(finished, metrics)
+
+    def _keep_best(self, finished: int, metrics: dict[str, float]) -> None:
+        name = self.args.keep_best
+        if name not in metrics and self.best is None:
+            there = ", ".join(key for key in metrics if key.startswith("eval")) or "there was none"
+            raise ValueError(f"--keep_best {name}: no metric of the evaluation: {there}")
+        value = metrics.get(name, math.nan)
+        sign = -1 if name.endswith(("loss", "perplexity")) else 1
+        if not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
+            self.best, self.best_step, self.without_gain = value, finished, 0
+            self.checkpointer.export_hf("best")
+            self.message(f"best {name} so far, {value:.4g} after step {finished}: {self.args.output_dir}/best")
+        else:
+            self.without_gain += 1
 
     def show_samples(self, finished: int, groups: list[list[Sample]], positions: Sequence[int]) -> None:
         """All ranks' completions to samples.jsonl and a few on the console, every `--log_every` steps. Collective."""
         if finished % self.args.log_every == 0 or finished == self.total_steps:
             self.logger.samples(finished, groups, positions)
 
-    def end(self, tokenizer, summary: str = "") -> None:
-        """Behind the loop: of a run that was told to stop a checkpoint, of one that is done hf/ and a `summary` for
+    def end(self, summary: str = "") -> None:
+        """Behind the loop: hf/, of a run that was told to stop a checkpoint first, of one that is done a `summary` for
         people. Collective."""
-        if self.told_to_stop or self.finished < self.total_steps:
-            if self.finished > self.saved:
-                self._save()
+        stopped = self.told_to_stop or not self.done
+        if self.finished > self.saved:
+            self._save()
+        if self.finished or not stopped:  # else nothing was trained
+            self.checkpointer.export_hf()
+        if stopped:
             self.message(f"told to stop after step {self.finished}; the same command goes on from there")
         else:
-            self.checkpointer.export_hf(tokenizer)
+            if self.finished < self.total_steps:
+                name, since = self.args.keep_best, f"since step {self.best_step}"
+                self.message(f"no gain in {name} {since}, {self.without_gain} evaluations: ended after {self.finished}")
             if summary:
                 self.message(summary)
             self.message(f"done: {self.args.output_dir}/hf")

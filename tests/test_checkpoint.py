@@ -130,7 +130,7 @@ def checkpointer(tmp_path, device):
     """With one checkpoint after each of three steps, of which all are kept."""
     args = TrainArgs(output_dir=str(tmp_path), keep_last=3, dtype="float32")
     model = load_policy(tiny_model(), args, device)
-    made = Checkpointer(args, model, adamw(model, args), cursor=Cursor())
+    made = Checkpointer(args, model, adamw(model, args), load_tokenizer(tiny_model()), cursor=Cursor())
     for step in (1, 2, 3):
         fill(made, step)
         made.save(step)

@@ -1,110 +1,36 @@
-"""eval.py: its estimators are what they say, by brute force; the same results on one rank and two, killed and resumed;
-files, other models and judges."""
+"""eval.py: the same results on one rank and two, killed and resumed; files, other models and judges; a run's
+checkpoints."""
 
 import importlib
 import itertools
 import json
 import math
-import random
 import shutil
 import subprocess
 import time
-from collections import Counter
 
 import helpers
-import numpy as np
+import inprocess
 import pytest
 import torch
 from conftest import talkative
-from helpers import run
+from helpers import metrics, run
 from test_bad_input import one_error
 
-from common.checkpoint import export_hf
+from common import distributed
+from common.checkpoint import Checkpointer, export_hf
 from common.config import TrainArgs
 from common.hub import load_tokenizer
 from common.models import load_policy, load_scalar_model
+from common.optim import adamw
 from common.packing import Sample
 from common.prompts import Prompts
 from common.rewards.models import score
 from common.rollout.completions import read_completions
 from common.tiny import tiny_model
 
+main = inprocess.main
 evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin
-
-
-# ---- estimators ----
-
-
-def test_pass_at_k_is_the_mean_over_all_subsets():
-    for n in range(1, 8):
-        for c in range(n + 1):
-            right = [i < c for i in range(n)]
-            for k in range(1, n + 1):
-                chosen = [any(subset) for subset in itertools.combinations(right, k)]
-                assert evaluation.pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
-    for k in (0, 5):
-        with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
-            evaluation.pass_at_k(4, 1, k)
-
-
-def vote(answers: list, right: dict) -> bool:
-    """Plurality; of equally frequent answers the one that got there first."""
-    counts, leader = Counter(), None
-    for answer in answers:
-        if answer is not None:
-            counts[answer] += 1
-            leader = answer if leader is None or counts[answer] > counts[leader] else leader
-    return right.get(leader, False)
-
-
-@pytest.mark.parametrize("answers", ["aab", "abc", "abbcc", "a-b-", "----", "b", "aabbb"])
-def test_majority_is_the_mean_over_all_orders(answers, monkeypatch):
-    monkeypatch.setattr(evaluation, "PERMUTATIONS", 20_000)
-    answers = [None if a == "-" else a for a in answers]
-    got = evaluation.majority_at_k(answers, [a == "b" for a in answers], np.random.default_rng(0))
-    for k in range(1, len(answers) + 1):
-        orders = [vote(order, {"b": True}) for order in itertools.permutations(answers, k)]
-        assert got[k - 1] == pytest.approx(sum(orders) / len(orders), abs=0.015), k
-
-
-def test_a_clear_majority_decides_and_makes_up_for_a_wrong_one():
-    rng = np.random.default_rng(0)
-    assert evaluation.majority_at_k(["1"] * 5 + ["2"] * 3, [True] * 5 + [False] * 3, rng)[-1] == 1
-    assert evaluation.majority_at_k(["1"] * 5 + ["2"] * 3, [False] * 5 + [True] * 3, rng)[-1] == 0
-    assert evaluation.majority_at_k([], [], rng) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{1,000.0}", "1000"), (r"\boxed{x + 1} ", "x+1"), ("6*3=18\n#### 18", "18"), (" 0.50 ", "1/2"),
-        ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
-    ],
-)  # fmt: skip
-def test_what_a_completion_votes_for(text, answer):
-    assert evaluation.final_answer(text) == answer
-
-
-def test_intervals_hold_the_mean_and_narrow_with_the_prompts():
-    rng = random.Random(0)
-    widths = []
-    for count in (50, 5000):
-        xs = [float(rng.random() < 0.3) for _ in range(count)]
-        found = evaluation.mean_and_interval(xs, [1.0] * count, draws=1000, seed=0)
-        assert found == evaluation.mean_and_interval(xs, [1.0] * count, draws=1000, seed=0)
-        normal = 1.96 * math.sqrt(found["mean"] * (1 - found["mean"]) / count)
-        assert found["mean"] == pytest.approx(sum(xs) / count)
-        assert found["high"] - found["mean"] == pytest.approx(normal, rel=0.25)
-        assert found["mean"] - found["low"] == pytest.approx(normal, rel=0.25)
-        widths.append(found["high"] - found["low"])
-    assert widths[1] < widths[0] / 5
-    assert evaluation.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)["mean"] == pytest.approx(7 / 3)
-    assert evaluation.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
-
-
-def test_wins_count_ties_as_halves_and_leave_missing_ones_out():
-    ours, theirs = [[1.0, 2.0], [None, 0.5], [None]], [[0.0, 2.0], [1.0, 0.7], [3.0]]
-    assert evaluation.wins(ours, theirs) == ([1.5, 0, 0], [2, 1, 0])
 
 
 # ---- runs ----
@@ -258,6 +184,70 @@ def test_killed_and_resumed(one_rank, flags, models, tmp_path):
     run(1, "eval.py", *flags, "--output_dir", tmp_path)
     assert results(tmp_path) == results(one_rank)
     assert completions(tmp_path) == completions(one_rank)
+
+
+# ---- all checkpoints of a run ----
+
+
+@pytest.fixture(scope="module")
+def checkpoints(models, device):
+    """A run's folder of checkpoints, of three steps."""
+    args = TrainArgs(output_dir=str(models / "run"), dtype="float32", keep_last=3)
+    policy = load_policy(str(models / "policy"), args, device)
+    saves = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
+    for step in (10, 20, 30):
+        with torch.no_grad():
+            dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(1 + step / 100)
+        saves.save(step)
+    (models / "run/checkpoints/step_000040.tmp").mkdir()  # a save under way
+    return models / "run/checkpoints"
+
+
+@pytest.mark.slow
+def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
+    checkpoints, flags, main, tmp_path, monkeypatch, capsys
+):
+    flags, started, make = flags[2:], [], evaluation.completions.make_engine
+    monkeypatch.setattr(
+        evaluation.completions, "make_engine", lambda *given, **named: started.append(given[0]) or make(*given, **named)
+    )
+    curve, alone = tmp_path / "curve", tmp_path / "alone"
+    # told to stop in the middle of the second one
+    sample = evaluation.completions.rewarded
+    calls = []
+
+    def stop_at_the_fifth(*given):
+        calls.append(given)
+        if len(calls) == 5:
+            distributed.tell_to_stop()
+        return sample(*given)
+
+    monkeypatch.setattr(evaluation.completions, "rewarded", stop_at_the_fifth)
+    main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
+    monkeypatch.setattr(distributed, "_stop_signal", None)
+    assert "told to stop" in capsys.readouterr().out and [line["step"] for line in metrics(curve)] == [10]
+    assert len(completions(curve / "step_000020")) == 8 and not (curve / "step_000030").exists()
+    main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
+    assert len(calls) == 9 and len(started) == 2  # three batches of each
+    assert [line["step"] for line in metrics(curve)] == [10, 20, 30] and (curve / "curves.png").is_file()
+    main("eval", *flags, "--model", checkpoints / "step_000020", "--output_dir", alone)
+    assert completions(alone) == completions(curve / "step_000020") and results(alone) == results(curve / "step_000020")
+    assert completions(alone) != completions(curve / "step_000010")
+    found, line = results(alone)["overall"], metrics(curve)[1]
+    assert (line["greedy"], line["pass_at_4"]) == (found["greedy"]["mean"], found["pass_at_k"]["4"]["mean"])
+
+    shutil.rmtree(checkpoints / "step_000010")  # by its run, which goes on; what is known of it stays
+    main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
+    assert len(calls) == 12 and [line["step"] for line in metrics(curve)] == [10, 20, 30]
+
+
+def test_a_folder_without_checkpoints(main, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=f"^--model {tmp_path}/checkpoints: there is no checkpoint in it$"):
+        main("eval", "--model", tmp_path / "checkpoints", "--output_dir", tmp_path / "out")
+    (tmp_path / "checkpoints/step_000001").mkdir()
+    with pytest.raises(ValueError, match="--completions c.jsonl are of one model, --model .*/checkpoints has 1"):
+        main("eval", "--model", tmp_path / "checkpoints", "--completions", "c.jsonl", "--output_dir", tmp_path / "out")
 
 
 # ---- bad input ----

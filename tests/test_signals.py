@@ -49,7 +49,7 @@ def test_one_rank_told_to_stop_stops_all_and_the_same_command_resumes(tmp_path):
         done = ranks.end()
     step = stopped_at(stopped)
     assert 2 <= step < 8 and done.returncode == 0, done.stderr
-    assert f"told to stop after step {step}" in done.stdout
+    assert f"told to stop after step {step}" in done.stdout and (stopped / "hf/model.safetensors").is_file()
     resumed = run(2, "sft.py", *flags, "--output_dir", stopped).stdout
     assert f"step_{step:06d} (step {step})" in resumed
     assert [line["step"] for line in metrics(stopped)] == list(range(1, 9))

@@ -131,14 +131,16 @@ def greedy_and_sampled(
     return groups
 
 
-def load_engine(engine: Engine | None, path: str, args: SamplingArgs, tokenizer, device: torch.device) -> Engine:
-    """The engine with the model in folder `path`. There can be one engine in a process, so a second model, --against,
-    goes into the first one's. Collective."""
+def load_engine(
+    engine: Engine | None, path: str, args: SamplingArgs, tokenizer, device: torch.device, flag: str
+) -> Engine:
+    """The engine with the model in folder `path`, that `flag` names. There can be one engine in a process, so a second
+    model goes into the first one's. Collective."""
     eos_ids = eos_token_ids(path, tokenizer)
     if engine is None:
         return make_engine(path, args, eos_ids, tokenizer, device, trained=False)
     engine.eos_ids = eos_ids
-    model = load_policy(path, args, device, trainable=False, flag="--against")
+    model = load_policy(path, args, device, trainable=False, flag=flag)
     engine.wake()
     engine.load_weights(whole_weights(model, engine.dtype))
     return engine
