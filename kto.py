@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from common.run import Run
 
 @dataclass
 class Args(TrainArgs):
+    TINY: ClassVar[dict] = dict(lr=5e-4, beta=1.0)
+    """defaults for the built-in model and task"""
     output_dir: str = "runs/kto"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
