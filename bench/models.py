@@ -56,8 +56,7 @@ ARCHITECTURES: dict[str, dict] = dict(
         original_max_position_embeddings=32,
     )),
     mistral=dict(sliding_window=WINDOW),
-    qwen2=dict(hidden_size=128, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2,
-               attention_dropout=0.5),
+    qwen2=dict(hidden_size=128, attention_dropout=0.5),
     qwen3=dict(tie_word_embeddings=True),
     olmo2=dict(hidden_size=128),
     gemma2=dict(sliding_window=WINDOW, query_pre_attn_scalar=48, attn_logit_softcapping=4.0,
@@ -69,13 +68,13 @@ ARCHITECTURES: dict[str, dict] = dict(
                  layer_types=ALTERNATE),
     glm4=dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
     granite=dict(hidden_size=128, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3,
-                 logits_scaling=0.5),
+                 logits_scaling=2.0),
     cohere=dict(hidden_size=128, logit_scale=0.5, use_qk_norm=True),
     phi=dict(hidden_size=128, num_key_value_heads=4, rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
     qwen3_moe=EXPERTS | dict(num_experts=4),
     mixtral=dict(hidden_size=128, num_experts_per_tok=2, num_local_experts=4),
     olmoe=dict(hidden_size=128, num_experts_per_tok=2, num_experts=4),
-    gpt_oss=dict(num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW),
+    gpt_oss=dict(num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, rope_parameters=ROPE),
     deepseek_v3=EXPERTS | dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
                                kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
                                num_key_value_heads=4),
@@ -207,6 +206,7 @@ def against_vllm(path: str, device: torch.device) -> float:
     for mb in pack([sample for group in groups for sample in group], 200, device):
         logprobs_T, *_ = policy(mb, temperature=0.7)
         worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
+    load_policy(path, ARGS, device)  # a model may be loaded later: vLLM shares transformers' classes
     engine.close()
     return worst
 

@@ -22,6 +22,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
     for variant in ("s_aux", "position_bias"):  # s_aux: attention sinks
         if kwargs.get(variant) is not None:
             raise NotImplementedError(f"{type(module).__name__} needs {variant} in attention")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
     cu_seqlens_N1, max_seqlen = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]  # a KeyError is caught at load
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         from torch.nn.attention.varlen import varlen_attn

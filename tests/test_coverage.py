@@ -61,6 +61,14 @@ def test_attention_that_cannot_be_replaced_is_refused(tmp_path, device):
         load_policy(str(tmp_path), ARGS, device)
 
 
+def test_attention_to_later_tokens_is_refused(tmp_path, device):
+    path = checkpoint("gemma3_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | dict(use_bidirectional_attention=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="gemma3_text has no packed forward: Gemma3Attention attends to later tokens"):
+        load_policy(path, ARGS, device)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device):
     """Also where each type of layer has its own."""

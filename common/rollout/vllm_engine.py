@@ -56,7 +56,7 @@ class VLLMEngine(Engine):
                 use_tqdm_on_load=False,
                 **options,
             )
-        except ValueError as error:
+        except (ValueError, AssertionError, NotImplementedError) as error:
             raise ValueError(f"vLLM refuses the model or its flags: {distributed.first_line(error)}") from error
         finally:
             # vLLM's CPU worker overwrites these for subprocesses we do not have, and turns set_num_threads off,
