@@ -10,7 +10,7 @@ from helpers import ROOT, run
 from transformers import GPTJConfig
 
 import common.models
-from bench.models import ARCHITECTURES, ARGS, OUTSIDE, TABLE, checkpoint, measure, row
+from bench.models import ARCHITECTURES, ARGS, OUTSIDE, PAGE, TABLE, checkpoint, measure, row
 from common.attention import packed_attention
 from common.logprobs import token_logprobs
 from common.models import load_policy
@@ -30,9 +30,10 @@ def test_the_row_of(model_type, tmp_path, device):
         assert float(packed) < 1e-5 and float(gradient) < 1e-5 and float(vllm) < 1e-4 and export == "equal |"
 
 
-def test_the_table_has_every_architecture():
+def test_the_page_is_what_the_bench_writes():
     lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     assert [line.split("`")[1] for line in lines] == [*ARCHITECTURES]
+    assert TABLE.read_text() == PAGE.format(rows="\n".join(lines))
 
 
 @pytest.mark.parametrize("left_out", ["scale", "softcap", "bias_V"])
