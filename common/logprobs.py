@@ -24,12 +24,12 @@ class _TokenLogprobs(torch.autograd.Function):
     """Chunk by chunk, forward and backward, so that the logits of one chunk are all that ever exists of [T, V]."""
 
     @staticmethod
-    def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float):
+    def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, *numbers: float):
         logprobs_T, entropy_T, collision_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD)) for _ in range(4))
         correct_T = torch.empty_like(targets_T, dtype=torch.bool)
         for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
             c = slice(start, start + LOGPROB_CHUNK)
-            logits_CV = (hidden_TD[c] @ head_VD.T).div_(temperature)
+            logits_CV, _ = _logits(hidden_TD[c], head_VD, bias_V, *numbers)
             largest_C1 = logits_CV.amax(-1, keepdim=True)
             logits_CV.sub_(largest_C1)  # log-probs and entropy do not change, and nothing overflows or cancels
             exp_CV = logits_CV.exp()
@@ -39,43 +39,67 @@ class _TokenLogprobs(torch.autograd.Function):
             entropy_T[c] = sum_C.log() - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
             collision_T[c] = torch.linalg.vecdot(exp_CV, exp_CV).log() - 2 * sum_C.log()
             logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T)
-        ctx.temperature = temperature
+        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T)
+        ctx.numbers = numbers
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(correct_T, collision_T)
         return logprobs_T, entropy_T, correct_T, collision_T
 
     @staticmethod
     def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, *_):
-        hidden_TD, head_VD, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
         grad_hidden_TD, grad_head_VD = torch.zeros_like(hidden_TD), torch.zeros_like(head_VD)
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
             c = slice(start, start + LOGPROB_CHUNK)
-            logp_CV = (hidden_TD[c] @ head_VD.T).div_(ctx.temperature).sub_(logsumexp_T[c, None])
+            logits_CV, slope_CV = _logits(hidden_TD[c], head_VD, bias_V, *ctx.numbers)
+            logp_CV = logits_CV.sub_(logsumexp_T[c, None])
             probs_CV = logp_CV.exp()
             grad_CV = torch.zeros_like(probs_CV) if grad_logprobs_T is None else probs_CV * -grad_logprobs_T[c, None]
             if grad_entropy_T is not None:  # dH/dz_j = -p_j (log p_j + H)
                 grad_CV -= grad_entropy_T[c, None] * probs_CV * (logp_CV + entropy_T[c, None])
             if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
-            grad_CV.div_(ctx.temperature)
+            grad_CV.mul_(slope_CV)
             grad_hidden_TD[c] = grad_CV @ head_VD
             grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])
-        return grad_hidden_TD, grad_head_VD, None, None
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+        return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
+
+
+def _logits(
+    hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | float]:
+    """Logits of a chunk [C, V], and what they change by with hidden head^T: a number, or [C, V] under a soft cap."""
+    logits_CV = hidden_CD @ head_VD.T
+    if bias_V is not None:
+        logits_CV += bias_V
+    if softcap is None:
+        return logits_CV.div_(temperature / scale), scale / temperature
+    tanh_CV = logits_CV.mul_(scale / softcap).tanh_()
+    return tanh_CV * (softcap / temperature), (1 - tanh_CV.square()) * (scale / temperature)
 
 
 def token_logprobs(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_T: Tensor,
+    temperature: float = 1.0,
+    bias_V: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(logprobs_T, entropy_T, correct_T, collision_T)` of softmax(hidden head^T / temperature), never holding [T, V].
+    """`(logprobs_T, entropy_T, correct_T, collision_T)` of softmax(logits / temperature), never holding [T, V].
 
+    The logits are (hidden head^T + bias) * scale, under `softcap` softcap * tanh of that / softcap.
     Log-prob of each target and entropy (nats) of each distribution, in float32 (or float64), gradients through both;
     whether the target is the most likely token; and log sum_v p_v^2, the log-prob that two draws agree. The head is
     float32 also when the model computes in bfloat16: that is where sampling and scoring would part first.
     """
     if hidden_TD.dtype != torch.float64:
-        hidden_TD, head_VD = hidden_TD.float(), head_VD.float()
-    return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature)
+        hidden_TD, head_VD, bias_V = hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float()
+    return _TokenLogprobs.apply(hidden_TD, head_VD, bias_V, targets_T, temperature, scale, softcap)
 
 
 # ---- of a rollout ----

@@ -6,64 +6,19 @@ Shapes: T packed tokens, D hidden size, V vocabulary, N sequences.
 import contextlib
 import json
 import math
-from itertools import groupby, pairwise
 
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from common import distributed
+from common.attention import packed_attention
 from common.config import BaseArgs
 from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
-
-# ---- attention over a packed stream ----
-
-
-def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, **kwargs):
-    """Causal attention within each sequence of the pack; nothing crosses a boundary and nothing is quadratic in T.
-
-    `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query attention); the offsets
-    come through the model's keyword arguments. FlashAttention's varlen kernel on CUDA, one SDPA call per sequence
-    elsewhere. Raises `ValueError` for variants of attention it does not compute.
-    """
-    for variant in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(variant) is not None:
-            raise ValueError(f"--model: {type(module).__name__} needs {variant} in attention, which is not supported")
-    cu_seqlens_N1, max_seqlen = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]  # a KeyError is caught at load
-    if query.is_cuda and query.dtype != torch.float32:
-        from torch.nn.attention.varlen import varlen_attn
-
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (-1, 0) is plain causal
-        groups = query.shape[1] // key.shape[1]  # torch 2.11 has no enable_gqa here
-        q, k, v = (
-            x[0].transpose(0, 1) for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
-        )
-        out = varlen_attn(
-            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window
-        )
-        return out[None], None
-    outputs, start = [], 0
-    lengths = [end - begin for begin, end in pairwise(kwargs["offsets"])]
-    for length, run in groupby(lengths):  # packs are sorted by length: neighbours of one length go as one batch
-        count = len(list(run))
-        # [1, heads, count * length, head_dim] -> [count, heads, length, head_dim]
-        q, k, v = (
-            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-            for x in (query, key, value)
-        )
-        start += count * length
-        mask = None
-        if sliding_window is not None and length > sliding_window:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
-    return torch.cat(outputs)[None], None
-
 
 # ---- models that take packs ----
 
@@ -78,8 +33,12 @@ class Policy(nn.Module):
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`."""
         hidden_TD = packed_hidden_states(self.hf, mb)
+        head, config = self.hf.get_output_embeddings(), self.hf.config.get_text_config()
+        # What some models do to their logits: Cohere, Granite, Gemma 2. `check_packing` refuses what is missing here.
+        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
         # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
-        return token_logprobs(hidden_TD, self.hf.get_output_embeddings().weight, mb.targets_T, temperature)
+        return token_logprobs(hidden_TD, head.weight, mb.targets_T, temperature, head.bias, scale, softcap)
 
 
 class ScalarModel(nn.Module):
@@ -98,7 +57,12 @@ class ScalarModel(nn.Module):
 
 def packed_hidden_states(hf: nn.Module, mb: PackedBatch) -> Tensor:
     """Last hidden states [T, D] of a packed micro-batch."""
-    output = hf.base_model(
+    return hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
+
+
+def packed_inputs(mb: PackedBatch) -> dict:
+    """Keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
+    return dict(
         input_ids=mb.input_ids_T[None],
         position_ids=mb.position_ids_T[None],
         use_cache=False,
@@ -106,7 +70,6 @@ def packed_hidden_states(hf: nn.Module, mb: PackedBatch) -> Tensor:
         max_length_q=mb.max_seqlen,
         offsets=mb.offsets,
     )
-    return output.last_hidden_state[0]
 
 
 PackedModel = Policy | ScalarModel
@@ -134,13 +97,7 @@ def load_policy(
 
     what = f"{flag} {path}"
     config = _packable_config(path, what)
-    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, field, None) not in (None, 1, 1.0):
-            raise ValueError(f"{what}: {config.model_type} has {field}, which the chunked log-probs do not apply")
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=torch.float32)
-    if hf.get_output_embeddings().bias is not None:
-        raise ValueError(f"{what}: {config.model_type} has a bias in its head, which is not supported")
+    hf = _on_meta(AutoModelForCausalLM, config, what)
     return _load(Policy(hf, path), what, args, device, trainable)
 
 
@@ -159,8 +116,7 @@ def load_scalar_model(
     config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{what}: transformers has no sequence classifier of {config.model_type}")
-    with torch.device("meta"):
-        hf = AutoModelForSequenceClassification.from_config(config, attn_implementation="packed", dtype=torch.float32)
+    hf = _on_meta(AutoModelForSequenceClassification, config, what)
     if not isinstance(getattr(hf, "score", None), nn.Linear):
         raise ValueError(f"{what}: {type(hf).__name__} has no linear head `score`, which is not supported")
     return _load(ScalarModel(hf, path), what, args, device, trainable)
@@ -174,16 +130,29 @@ def _packable_config(path: str, what: str):
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
     config = AutoConfig.from_pretrained(path)  # resolve_model has seen that it can be read
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(f"{what}: {rope['rope_type']} rotary embeddings mix packed sequences")
+    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
+    for kind in (each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)):
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(f"{what}: {kind} rotary embeddings mix packed sequences")
     for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
         setattr(config, field, 0.0)
     return config
 
 
+def _on_meta(auto_class, config, what: str) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
+    except (KeyError, ValueError) as error:  # GPT-J, for one, looks attention up in a table of its own
+        raise ValueError(
+            f"{what}: {config.model_type} has no packed attention: {distributed.first_line(error)}"
+        ) from error
+
+
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
+    if any(name.endswith("experts") for name, _ in hf.named_modules()):
+        raise ValueError(f"{what}: {hf.config.model_type} is a mixture of experts, which is not supported")
     if trainable and args.activation_checkpointing:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
@@ -203,10 +172,11 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
 
 @torch.no_grad()
 def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.device) -> None:
-    """Refuse a model that computes something else for a sequence in a pack than for the same sequence alone.
+    """Refuse a model that computes something else for a sequence in a pack than for the same sequence alone, or other
+    log-probs than its own logits give.
 
-    State-space and convolutional layers let one sequence see the one before it. Collective.
-    Raises `ValueError`.
+    State-space and convolutional layers let one sequence see the one before it; what a model does to its logits has
+    no one name. Collective. Raises `ValueError`.
     """
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randint(0, model.hf.config.vocab_size, (n,), generator=generator).tolist() for n in (13, 12))
@@ -214,6 +184,9 @@ def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.d
     (both,), (alone,) = pack(samples, 100, device), pack(samples[1:], 100, device)
     try:
         packed_T, alone_T = (out[0] if isinstance(out, tuple) else out for out in (model(both), model(alone)))
+        if isinstance(model, Policy):
+            model.unshard()  # the head is in the root, whose forward this is not
+            logits_TV = model.hf(**packed_inputs(alone)).logits[0].float()
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"{what}: {model.hf.config.model_type} has no packed forward: {distributed.first_line(error)}"
@@ -224,6 +197,11 @@ def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.d
     limit = 1e-3 if compute_dtype(args, device) == torch.float32 else 0.5  # nats; a leak is worth more than rounding
     if not (packed_T[-alone.max_seqlen :] - alone_T).abs().max() < limit:
         raise ValueError(f"{what}: {model.hf.config.model_type} does not keep packed sequences apart")
+    if isinstance(model, Policy):
+        own_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
+        limit *= max(1.0, logits_TV.abs().max().item() / 64)  # logits come in the compute dtype, log-probs in float32
+        if not (own_T - alone_T).abs().max() < limit:
+            raise ValueError(f"{what}: {model.hf.config.model_type} has a head that is not supported")
 
 
 def shard(
@@ -250,7 +228,10 @@ def load_weights(model: PackedModel, what: str, device: torch.device) -> Tensor 
     """
     hf, path = model.hf, model.path
     hf.to_empty(device=device)
-    # Buffers that no checkpoint holds (rotary frequencies): NaN until their module computes them again.
+    # Buffers that no checkpoint holds (rotary frequencies): NaN until their module computes them again. What else the
+    # module has (Gemma's embedding) is marked, or it would be drawn at random first.
+    for parameter in hf.parameters():
+        parameter._is_hf_initialized = True
     for name, buffer in list(hf.named_non_persistent_buffers()):
         buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
         with torch.no_grad():

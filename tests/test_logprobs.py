@@ -38,6 +38,34 @@ def test_token_logprobs_value_and_gradient(tokens, temperature, through):
         torch.testing.assert_close(ours, expected, atol=1e-10, rtol=1e-10)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scale, softcap", [(0.25, None), (1.0, 3.0), (4.0, 2.0)])
+def test_heads_with_bias_scale_and_soft_cap(bias, scale, softcap):
+    """In the order of the models that have them: bias, scale, cap, and then the temperature."""
+    generator = torch.Generator().manual_seed(5)
+    hidden_TD, head_VD, bias_V, weights = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((LOGPROB_CHUNK + 3, 8), (37, 8), (37,), (2, LOGPROB_CHUNK + 3))
+    )
+    targets_T = torch.randint(37, (len(hidden_TD),), generator=generator)
+    inputs = [x.requires_grad_() for x in (hidden_TD, head_VD, bias_V)[: 3 if bias else 2]]
+    logits_TV = (hidden_TD @ head_VD.T + (bias_V if bias else 0)) * scale
+    logits_TV = logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)
+    logp_TV = (logits_TV / 0.7).log_softmax(-1)
+    expected = logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+    ours = token_logprobs(hidden_TD, head_VD, targets_T, 0.7, bias_V if bias else None, scale, softcap)
+    assert torch.equal(ours[2], logits_TV.argmax(-1) == targets_T)
+    torch.testing.assert_close(ours[3], (2 * logp_TV).logsumexp(-1), atol=1e-10, rtol=1e-10)
+    for value, naive_value in zip(ours, expected, strict=False):
+        torch.testing.assert_close(value, naive_value, atol=1e-10, rtol=1e-10)
+    gradients = (
+        torch.autograd.grad(sum((v * w).sum() for v, w in zip(values, weights, strict=False)), inputs)
+        for values in (ours, expected)
+    )
+    for gradient, naive_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, naive_gradient, atol=1e-10, rtol=1e-10)
+
+
 def test_token_logprobs_are_float32_whatever_comes_in():
     hidden_TD, head_VD, targets_T = torch.randn(5, 8), torch.randn(11, 8), torch.arange(5)
     low = hidden_TD.bfloat16().requires_grad_(), head_VD.bfloat16().requires_grad_()

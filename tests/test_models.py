@@ -216,25 +216,6 @@ def test_damaged_file_is_one_line(tmp_path, device):
     assert "\n" not in str(error.value)
 
 
-REFUSED = dict(
-    final_logit_softcapping=lambda: transformers.Gemma2Config(**small(head_dim=16)),
-    softcap=lambda: transformers.Gemma2Config(**small(head_dim=16, final_logit_softcapping=None)),
-    logit_scale=lambda: transformers.Cohere2Config(**small()),
-    logits_scaling=lambda: transformers.GraniteConfig(**small(logits_scaling=8.0)),
-    bias=lambda: transformers.PhiConfig(**small()),
-    s_aux=lambda: transformers.GptOssConfig(**small(head_dim=16, num_local_experts=4)),
-)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_models_with_another_forward_are_refused(what, tmp_path, device):
-    """What the packed attention and the chunked head do not compute is an error that says what it is."""
-    path = write_checkpoint(REFUSED[what](), tmp_path)
-    (mb,) = pack(samples(), 1000, device)
-    with pytest.raises(ValueError, match=what):
-        load_policy(path, ARGS, device)(mb)
-
-
 LEAKING = dict(
     mamba=lambda: transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=8),
     lfm2=lambda: transformers.Lfm2Config(**small(layer_types=["conv", "full_attention", "conv"])),

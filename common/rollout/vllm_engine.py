@@ -26,8 +26,11 @@ class VLLMEngine(Engine):
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
         kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
         set_num_threads = torch.set_num_threads
+        from transformers import MODEL_MAPPING, AutoConfig
         from vllm import LLM
 
+        decoder = MODEL_MAPPING[type(AutoConfig.from_pretrained(path))]
+        make_decoder = decoder.__init__
         max_model_len = context_length(path, self.args)
         options = dict(enable_sleep_mode=True)
         if on_cpu:
@@ -53,7 +56,7 @@ class VLLMEngine(Engine):
                 use_tqdm_on_load=False,
                 **options,
             )
-        except ValueError as error:
+        except (ValueError, AssertionError, NotImplementedError) as error:
             raise ValueError(f"vLLM refuses the model or its flags: {distributed.first_line(error)}") from error
         finally:
             # vLLM's CPU worker overwrites these for subprocesses we do not have, and turns set_num_threads off,
@@ -61,6 +64,13 @@ class VLLMEngine(Engine):
             for name, value in kept.items():
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
             torch.set_num_threads = set_num_threads
+            # Models that vLLM has no code of its own for (OLMo 2, SmolLM3) are transformers' own, whose class it makes
+            # one that is compiled (vllm/model_executor/models/transformers/base.py). The trainer's are of it too.
+            decoder.__init__, decoder.do_not_compile = make_decoder, True
+        # Some of vLLM's models (Gemma 2) have no head beside the embedding and refuse weights for one.
+        (self.has_head, *_) = self.llm.collective_rpc(
+            lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
+        )
         size = self.args.tensor_parallel_size
         first = dist.get_rank() // size * size
         self.group_start, self.group = first, None
@@ -109,6 +119,8 @@ class VLLMEngine(Engine):
         ]
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if not self.has_head:
+            weights = ((name, whole) for name, whole in weights if name != "lm_head.weight")
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])

@@ -1,0 +1,271 @@
+"""Which models work: tiny random checkpoints of each architecture through the whole path. Writes docs/models.md.
+
+    OMP_NUM_THREADS=1 python bench/models.py        # on CPU; --only NAME ... prints rows and writes nothing
+
+Every checkpoint is saved with the names that its checkpoints on the hub have, and has random weights everywhere (norms
+and biases too). Sequences are longer than the sliding window, where there is one. Per architecture:
+- forward: log-probs of all targets, packed, against transformers' own attention (eager) on padded rows with a mask;
+- gradient: of the sum of these log-probs, for all parameters; the largest difference over the largest gradient;
+- vLLM: log-probs of completions sampled by vLLM, whose weights came from the trainer (changed since loading), against
+  the trainer's, at temperature 0.7; a process of its own, because vLLM starts once in a process;
+- export: `hf/` opened by transformers, logits against those of the checkpoint.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from common import distributed
+from common.checkpoint import export_hf
+from common.config import SamplingArgs, TrainArgs
+from common.hub import eos_token_ids, load_tokenizer
+from common.models import Policy, load_policy
+from common.packing import Sample, pack
+from common.rollout.engine import make_engine, whole_weights
+from common.tiny import build_tokenizer
+
+OUTSIDE = dict(os.environ)  # before this process becomes a rank
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+VOCABULARY, WINDOW = 384, 16
+LENGTHS = (18, 41, 41, 6, 64, 2)  # two alike: they go through attention as one batch
+ROPE = dict(rope_type="default", rope_theta=10000.0)
+SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+ALTERNATE = ["sliding_attention", "full_attention"] * 2
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+
+# What differs from Llama is switched on, with values that are not neutral.
+ARCHITECTURES: dict[str, dict] = dict(
+    llama=dict(rope_parameters=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
+        original_max_position_embeddings=32,
+    )),
+    mistral=dict(sliding_window=WINDOW),
+    qwen2=dict(hidden_size=128, attention_dropout=0.5),
+    qwen3=dict(tie_word_embeddings=True),
+    olmo2=dict(hidden_size=128),
+    gemma2=dict(sliding_window=WINDOW, query_pre_attn_scalar=48, attn_logit_softcapping=4.0,
+                final_logit_softcapping=3.0),
+    gemma3_text=dict(sliding_window=WINDOW, query_pre_attn_scalar=48, layer_types=ALTERNATE, rope_parameters=dict(
+        sliding_attention=ROPE, full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6))),
+    phi3=dict(hidden_size=128, sliding_window=WINDOW),
+    smollm3=dict(hidden_size=128, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW,
+                 layer_types=ALTERNATE),
+    glm4=dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
+    granite=dict(hidden_size=128, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3,
+                 logits_scaling=2.0),
+    cohere=dict(hidden_size=128, logit_scale=0.5, use_qk_norm=True),
+    phi=dict(hidden_size=128, num_key_value_heads=4, rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
+    qwen3_moe=EXPERTS | dict(num_experts=4),
+    mixtral=dict(hidden_size=128, num_experts_per_tok=2, num_local_experts=4),
+    olmoe=dict(hidden_size=128, num_experts_per_tok=2, num_experts=4),
+    gpt_oss=dict(num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, rope_parameters=ROPE),
+    deepseek_v3=EXPERTS | dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
+                               kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
+                               num_key_value_heads=4),
+)  # fmt: skip
+EXAMPLES = dict(
+    llama="Llama 3.1 and 3.2, SmolLM2, TinyLlama", mistral="Mistral 7B", qwen2="Qwen2.5", qwen3="Qwen3 0.6B to 32B",
+    olmo2="OLMo 2", gemma2="Gemma 2", gemma3_text="Gemma 3 270M and 1B", phi3="Phi-3 mini 4k, Phi-4", smollm3="SmolLM3",
+    glm4="GLM-4 0414", granite="Granite 3", cohere="Command R", phi="Phi-2", qwen3_moe="Qwen3 30B-A3B",
+    mixtral="Mixtral 8x7B", olmoe="OLMoE", gpt_oss="gpt-oss", deepseek_v3="DeepSeek V3 and R1",
+)  # fmt: skip
+
+
+PAGE = """\
+# Which models work
+
+`--model` takes a checkpoint whose architecture (`model_type` in its config.json) keeps its blocks in `layers` and goes
+through transformers' attention interface. These were measured, on a CPU in float32, with tiny random checkpoints saved
+as those on the hub are named; `python bench/models.py` makes this page, `tests/test_coverage.py` checks it.
+
+- packed: largest difference of a log-prob, in nats, from transformers' own attention on padded rows with a mask;
+- gradient: the same of the gradient of all log-probs, as a part of the largest gradient;
+- vLLM: log-probs of what vLLM sampled at temperature 0.7, with weights from the trainer, against the trainer's;
+- export: logits of `hf/` opened by transformers against those of the checkpoint.
+
+| architecture | for example | packed | gradient | vLLM | export |
+| --- | --- | --- | --- | --- | --- |
+{rows}
+
+Switched on, where an architecture has it: sliding windows (shorter than the sequences) in all layers or every other,
+norms of queries and keys, rotary embeddings on a part of a head, of two kinds, or in some layers only, multipliers of
+embeddings, residuals and attention, scaled or softly capped logits, a bias in the head, fused projections, a tied head.
+
+Any other architecture is tried when it is loaded: a sequence in a pack must have the log-probs it has alone, and these
+must be those of the model's own logits; if not, the run ends with a line that says so. That check is 12 tokens long: it
+does not see a sliding window.
+
+- Soft-capped attention (Gemma 2) has no kernel here, on a GPU neither: scores of a sequence exist whole, so memory
+  grows with the square of the longest sequence. `--activation_checkpointing` keeps it to one layer.
+- Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs part beyond the window.
+- Not supported: mixtures of experts, attention sinks, state-space and convolutional layers, `dynamic` and `longrope`
+  rotary embeddings (they depend on the longest sequence of a batch), checkpoints of images and text.
+"""
+
+
+@dataclass
+class Args(SamplingArgs, TrainArgs):
+    """Flags of a policy and of an engine."""
+
+
+ARGS = Args(dtype="float32", max_new_tokens=24)
+
+
+def checkpoint(model_type: str, folder: Path) -> str:
+    """A tiny random checkpoint, float32, with the tokenizer of `tiny`."""
+    config = AutoConfig.for_model(model_type, **SIZES | ARCHITECTURES[model_type])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def rows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probs of each row's targets, in the order of `rows`, and the gradient of their sum by parameter."""
+    logprobs: dict[tuple[int, ...], Tensor] = {}
+    for mb in pack([Sample(ids, [True] * len(ids)) for ids in rows()], 100, device):
+        logprobs_T, *_ = policy(mb)
+        logprobs_T.sum().backward()
+        for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
+            logprobs[tuple(mb.targets_T[begin:end].tolist())] = logprobs_T[begin:end].detach()
+    gradient = {name: parameter.grad for name, parameter in policy.hf.named_parameters()}
+    gradient = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradient.items()}
+    return [logprobs[tuple(ids[1:])] for ids in rows()], gradient
+
+
+def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same by transformers alone: rows padded on the right to one length, and a mask."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows()], batch_first=True).to(device)
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long().to(device)
+    logp = model.eval()(ids, attention_mask=mask, use_cache=False).logits[:, :-1].log_softmax(-1)
+    logp = logp.gather(-1, ids[:, 1:, None])[..., 0]
+    logprobs = [row[: n - 1] for row, n in zip(logp, LENGTHS, strict=True)]
+    sum(row.sum() for row in logprobs).backward()
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return [row.detach() for row in logprobs], gradient
+
+
+def against_transformers(path: str, policy: Policy, device: torch.device) -> tuple[float, float]:
+    """Largest difference of a log-prob, in nats, and of the gradient, as a part of the largest gradient."""
+    (ours, our_gradient), (theirs, gradient) = packed(policy, device), padded(path, device)
+    forward = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    assert torch.cat(theirs).std() > 0.3, "log-probs too uniform to tell anything"
+    assert our_gradient.keys() == gradient.keys()
+    largest = max(g.abs().max() for g in gradient.values())
+    return forward, max(((our_gradient[name] - g).abs().max() / largest).item() for name, g in gradient.items())
+
+
+@torch.no_grad()
+def of_export(path: str, policy: Policy, folder: Path, device: torch.device) -> float:
+    """Largest difference of a logit between the checkpoint and its export."""
+    export_hf(policy, load_tokenizer(path), folder)
+    ids = torch.tensor([rows()[-2]])
+    one, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (path, folder))
+    return (one - other).abs().max().item()
+
+
+@torch.no_grad()
+def against_vllm(path: str, device: torch.device) -> float:
+    """Largest difference of a sampled token's log-prob, in nats."""
+    policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
+    for parameter in policy.parameters():
+        parameter.mul_(1.1)
+    engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
+    engine.wake()
+    engine.load_weights(whole_weights(policy, engine.dtype))
+    groups = engine.generate(rows(), 2, list(range(len(LENGTHS))), 0.7)
+    worst = 0.0
+    for mb in pack([sample for group in groups for sample in group], 200, device):
+        logprobs_T, *_ = policy(mb, temperature=0.7)
+        worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
+    load_policy(path, ARGS, device)  # a model may be loaded later: vLLM shares transformers' classes
+    engine.close()
+    return worst
+
+
+def in_own_process(model_type: str) -> float | str:
+    """`against_vllm`, or what vLLM said."""
+    done = subprocess.run([sys.executable, __file__, "--vllm", model_type], capture_output=True, text=True, env=OUTSIDE)
+    last = (done.stdout.splitlines() or [""])[-1]
+    if done.returncode or not last.startswith("{"):
+        sys.exit(f"{model_type}: {done.stdout[-2000:]}{done.stderr[-6000:]}")
+    return json.loads(last)["vllm"]
+
+
+def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, float | str]:
+    """`forward`, `gradient` and `export`, or `refused`: the line."""
+    path = checkpoint(model_type, folder / "checkpoint")
+    try:
+        policy = load_policy(path, ARGS, device)
+    except ValueError as error:
+        return dict(refused=str(error).removeprefix(f"--model {path}: "))
+    exported = of_export(path, policy, folder / "hf", device)
+    forward, gradient = against_transformers(path, policy, device)
+    return dict(forward=forward, gradient=gradient, export=exported)
+
+
+def row(model_type: str, found: dict[str, float | str]) -> str:
+    """A line of the table."""
+    name = f"| `{model_type}` | {EXAMPLES[model_type]} |"
+    if "refused" in found:
+        return f"{name} no: {found['refused']} | | | |"
+    values = [found[column] for column in ("forward", "gradient", "vllm", "export")]
+    shown = [v if isinstance(v, str) else "equal" if v == 0 else f"{v:.0e}" for v in values]
+    return f"{name} {' | '.join(shown)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, help="these rows, and no table written")
+    parser.add_argument("--vllm", choices=ARCHITECTURES, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    device, _, _ = distributed.setup(0)
+    with tempfile.TemporaryDirectory() as folder:
+        if flags.vllm:
+            try:
+                outcome = against_vllm(checkpoint(flags.vllm, Path(folder)), device)
+            except ValueError as error:
+                outcome = str(error)
+            print(json.dumps(dict(vllm=outcome)))
+            return
+        lines = []
+        for model_type in flags.only or ARCHITECTURES:
+            found = measure(model_type, Path(folder) / model_type, device)
+            lines.append(
+                row(model_type, found if "refused" in found else found | dict(vllm=in_own_process(model_type)))
+            )
+            print(lines[-1], flush=True)
+    if not flags.only:
+        TABLE.write_text(PAGE.format(rows="\n".join(lines)))
+
+
+if __name__ == "__main__":
+    main()

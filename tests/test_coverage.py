@@ -1,0 +1,117 @@
+"""Every architecture of docs/models.md does what its row says: bench/models.py's measurements, within limits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, run
+from transformers import GPTJConfig
+
+import common.models
+from bench.models import ARCHITECTURES, ARGS, OUTSIDE, PAGE, TABLE, checkpoint, measure, row
+from common.attention import packed_attention
+from common.logprobs import token_logprobs
+from common.models import load_policy
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_the_row_of(model_type, tmp_path, device):
+    """Packed log-probs and gradient are transformers' own on padded rows, and the export is the checkpoint; or a line
+    says why not, and the page quotes it."""
+    found = measure(model_type, tmp_path, device)
+    (line,) = [line for line in TABLE.read_text().splitlines() if line.startswith(f"| `{model_type}` |")]
+    if "refused" in found:
+        assert line == row(model_type, found)
+    else:
+        assert found["forward"] < 1e-5 and found["gradient"] < 1e-5 and found["export"] == 0
+        packed, gradient, vllm, export = line.split(" | ")[2:]
+        assert float(packed) < 1e-5 and float(gradient) < 1e-5 and float(vllm) < 1e-4 and export == "equal |"
+
+
+def test_the_page_is_what_the_bench_writes():
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == [*ARCHITECTURES]
+    assert TABLE.read_text() == PAGE.format(rows="\n".join(lines))
+
+
+@pytest.mark.parametrize("left_out", ["scale", "softcap", "bias_V"])
+def test_a_head_that_is_not_the_models_is_refused(left_out, tmp_path, device, monkeypatch):
+    """Whatever a model does to its logits and the chunked log-probs do not."""
+
+    def without(hidden_TD, head_VD, targets_T, temperature, bias_V, scale, softcap):
+        options = dict(bias_V=bias_V, scale=scale, softcap=softcap)
+        del options[left_out]
+        return token_logprobs(hidden_TD, head_VD, targets_T, temperature, **options)
+
+    monkeypatch.setattr(common.models, "token_logprobs", without)
+    model_type = dict(scale="cohere", softcap="gemma2", bias_V="phi")[left_out]
+    with pytest.raises(ValueError, match=f"{model_type} has a head that is not supported"):
+        load_policy(checkpoint(model_type, tmp_path), ARGS, device)
+
+
+def test_attention_sinks_are_refused():
+    with pytest.raises(NotImplementedError, match="Linear needs s_aux in attention"):
+        packed_attention(torch.nn.Linear(1, 1), None, None, None, None, 1.0, s_aux=torch.zeros(2))
+
+
+def test_attention_that_cannot_be_replaced_is_refused(tmp_path, device):
+    GPTJConfig(n_embd=64, n_layer=1, n_head=2, rotary_dim=16).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="gptj has no packed attention: 'packed'"):
+        load_policy(str(tmp_path), ARGS, device)
+
+
+def test_attention_to_later_tokens_is_refused(tmp_path, device):
+    path = checkpoint("gemma3_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | dict(use_bidirectional_attention=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="gemma3_text has no packed forward: Gemma3Attention attends to later tokens"):
+        load_policy(path, ARGS, device)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device):
+    """Also where each type of layer has its own."""
+    path = checkpoint("gemma3_text", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    lengths = dict(original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[2.0] * 16)
+    config["rope_parameters"]["full_attention"] |= dict(rope_type=kind, factor=2.0) | lengths
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{kind} rotary embeddings mix packed sequences"):
+        load_policy(path, ARGS, device)
+
+
+def test_loading_draws_no_random_numbers(tmp_path, device):
+    """Gemma's embedding has a buffer to rebuild; its weight is not drawn for that."""
+    path = checkpoint("gemma2", tmp_path)
+    before = torch.get_rng_state()
+    load_policy(path, ARGS, device)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.slow
+def test_on_two_ranks(tmp_path):
+    """Soft caps, windows and buffers of a sharded model: its gradient is that of transformers on one process."""
+    checkpoint("gemma2", tmp_path / "model")
+    (tmp_path / "rank.py").write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from bench.models import *\n"
+        "device, rank, world_size = distributed.setup(0)\n"
+        "policy = load_policy(sys.argv[1], ARGS, device)\n"
+        "forward, gradient = against_transformers(sys.argv[1], policy, device)\n"
+        "assert world_size == 2 and forward < 1e-5 and gradient < 1e-5, (world_size, forward, gradient)\n"
+        "distributed.cleanup()\n"
+    )
+    run(2, tmp_path / "rank.py", tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_vllm_samples_from_what_is_trained():
+    """Gemma 2: both soft caps, alternating windows, and no head beside the embedding."""
+    pytest.importorskip("vllm")
+    command = [sys.executable, str(ROOT / "bench" / "models.py"), "--vllm", "gemma2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=OUTSIDE)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1])["vllm"] < 1e-4
