@@ -235,10 +235,10 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path)
-    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    tokenizer = load_tokenizer(path, args)
+    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config, args.columns)
     if rows is None and Path(args.dataset).is_file():
-        rows = load_rows("--dataset", args.dataset, "train")
+        rows = load_rows("--dataset", args.dataset, "train", columns=args.columns)
     if rows is None:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     rows = rows[: args.max_prompts]

@@ -158,7 +158,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
 
     A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
     """
-    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config, args.columns)
     if rows is None:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     columns = require_columns(f"--dataset {args.dataset}", rows, PAIR_COLUMNS)
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     if args.max_length > (context := context_length(path, args)):
         raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     if not training:
         score_dataset(args, path, encoder, device, rank, world_size)

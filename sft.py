@@ -112,7 +112,7 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     if args.max_length > (context := context_length(path, args)):
         raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
     columns = require_columns(f"--dataset {args.dataset}", train_rows, SFT_COLUMNS)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from common import distributed
 from common.config import BaseArgs, TrainArgs
-from common.hub import eos_token_ids
+from common.hub import eos_token_ids, save_ends
 from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
@@ -99,7 +99,7 @@ class Checkpointer:
         **stateful,
     ):
         self.folder, self.keep_last = Path(args.output_dir), args.keep_last
-        self.model, self.stateful = model, stateful
+        self.model, self.stateful, self.prompt_format = model, stateful, args.prompt_format
         self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
 
     def load_latest(self) -> int:
@@ -188,10 +188,10 @@ class Checkpointer:
         Weights are gathered one at a time and kept on rank 0's host alone. The old folder stays until the new one is
         whole.
         """
-        export_hf(self.model, tokenizer, self.folder / "hf")
+        export_hf(self.model, tokenizer, self.folder / "hf", self.prompt_format)
 
 
-def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
+def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
     """`Checkpointer.export_hf` to any folder."""
     from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig
@@ -201,7 +201,7 @@ def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
     if isinstance(model, ScalarModel):
         config.num_labels = 1
         # Transformers scores the last token that is not padding; an EOS that also pads would never be the one.
-        ends = eos_token_ids(model.path, tokenizer)
+        ends = eos_token_ids(model.path, tokenizer, prompt_format)
         config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     weights = {}
     for name, tensor in model.hf.state_dict().items():
@@ -213,9 +213,7 @@ def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
         work.mkdir(parents=True)
         save_torch_state_dict(weights, work)
         config.save_pretrained(work)
-        if (Path(model.path) / "generation_config.json").is_file():
-            shutil.copy(Path(model.path) / "generation_config.json", work)
-        tokenizer.save_pretrained(work)
+        save_ends(model.path, tokenizer, prompt_format, work)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(work, folder)
     dist.barrier()

@@ -134,7 +134,7 @@ def greedy_and_sampled(
 def load_engine(engine: Engine | None, path: str, args: SamplingArgs, tokenizer, device: torch.device) -> Engine:
     """The engine with the model in folder `path`. There can be one engine in a process, so a second model, --against,
     goes into the first one's. Collective."""
-    eos_ids = eos_token_ids(path, tokenizer)
+    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format)
     if engine is None:
         return make_engine(path, args, eos_ids, tokenizer, device, trained=False)
     engine.eos_ids = eos_ids
