@@ -193,8 +193,10 @@ class BaseArgs:
 
     def require_read(self, flag: str, unless: bool, why: str) -> None:
         """A flag that was set, but that nothing would read `unless` something else is said."""
-        if not unless and getattr(self, flag) != type(self).__dataclass_fields__[flag].default:
-            raise ValueError(f"--{flag} {getattr(self, flag)} would not be read: {why}")
+        value = getattr(self, flag)
+        if not unless and value != type(self).__dataclass_fields__[flag].default:
+            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"--{flag} {given} would not be read: {why}")
 
     def to_dict(self) -> dict:
         """Plain YAML types, in field order."""

@@ -46,18 +46,18 @@ def load_rows(
         raise ValueError(f"{flag} {dataset}: {name} is empty")
     for number, row in enumerate(rows, 1):
         row.setdefault("_source", f"{name}:{number}")
-    return renamed(flag, rows, pairs_of("columns", columns)) if columns else rows
+    return renamed(f"{flag} {dataset}", rows, pairs_of("columns", columns)) if columns else rows
 
 
-def renamed(flag: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
+def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
     """The rows with columns named anew, `columns` being new -> old. Raises `ValueError` for an old one that no row has,
     and for a new one that the data has already."""
     found = dict.fromkeys(column for row in rows for column in row if column != "_source")
     for new, old in columns.items():
         if old not in found:
-            raise ValueError(f"--columns {new}={old}: {flag} has the columns {', '.join(found)}")
+            raise ValueError(f"--columns {new}={old}: {data} has the columns {', '.join(found)}")
         if new == "_source" or (new in found and new not in columns.values()):
-            raise ValueError(f"--columns {new}={old}: {flag} has a column {new} already")
+            raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
     return [
         {k: v for k, v in row.items() if k not in columns.values()}
         | {new: row[old] for new, old in columns.items() if old in row}

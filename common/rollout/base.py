@@ -49,13 +49,14 @@ class Engine:
         ]
 
     def _sample(self, prompt: list[int], ids: list[int], logprobs: list[float], finish_reason: str) -> Sample:
+        said = ids[:-1] if ids[-1] in self.eos_ids else ids  # not every tokenizer marks all of them as special
         return Sample(
             ids=prompt + ids,
             loss_mask=[False] * len(prompt) + [True] * len(ids),
             rollout_logprobs=[0.0] * len(prompt) + logprobs,
             prompt_length=len(prompt),
             finish_reason=finish_reason,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=self.tokenizer.decode(said, skip_special_tokens=True),
         )
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
