@@ -7,7 +7,9 @@ import pytest
 import torch
 from helpers import metrics
 
-from common.tiny import EOS, tiny_model
+from common.rollout.base import Engine
+from common.tiny import EOS, build_tokenizer, tiny_model
+from grpo import Args
 
 EOT = "<|end_of_turn|>"
 
@@ -76,3 +78,22 @@ def load_eos(folder) -> str:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder).eos_token
+
+
+def test_an_end_that_is_not_marked_as_special_is_no_part_of_the_text(device):
+    """As in many ChatML tokenizers: a reward would see it behind the answer."""
+    from tokenizers import AddedToken
+
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
+    end, seven = tokenizer.convert_tokens_to_ids(["<|im_end|>", "7"])
+
+    class Silent(Engine):
+        def _start(self, path):
+            pass
+
+    engine = Silent("", Args(), [end, seven], tokenizer, device, trained=False)
+    assert engine._sample([5], [tokenizer.convert_tokens_to_ids("6"), end], [0.0, 0.0], "stop").text == "6"
+    assert (
+        engine._sample([5], [tokenizer.convert_tokens_to_ids("6"), seven], [0.0, 0.0], "stop").text == "67"
+    )  # a character that was made an EOS is said
