@@ -121,8 +121,10 @@ def use_template(tokenizer, file: str) -> None:
     flag = f"--chat_template {file}"
     try:
         tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag}: {distributed.first_line(error)}") from error
+    except OSError as error:
+        raise ValueError(f"{flag}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag}: not UTF-8: {error}") from error
     if MARK not in _probe(tokenizer, flag):
         raise ValueError(f"{flag}: what an assistant says does not come out of it as it went in")
 

@@ -55,7 +55,7 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
     found = dict.fromkeys(column for row in rows for column in row if column != "_source")
     for new, old in columns.items():
         if old not in found:
-            raise ValueError(f"--columns {new}={old}: {data} has the columns {', '.join(found)}")
+            raise ValueError(f"--columns {new}={old}: no column {old}, {data} has {', '.join(found)}")
         if new == "_source" or (new in found and new not in columns.values()):
             raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
     return [
@@ -170,8 +170,9 @@ def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ..
     """The first of `choices` that the rows have. Raises `ValueError` saying what was found and what would do."""
     found = [column for column in rows[0] if column != "_source"]
     for columns in choices:
-        # a dataset of instruction, input and output would lose the instruction
-        if all(column in found for column in columns) and not ("input" in columns and "instruction" in found):
+        if all(column in found for column in columns):
+            if "input" in columns and "instruction" in found:
+                raise ValueError(f"{flag} would lose its instruction beside input: make one column prompt of both")
             return columns
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
     raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")

@@ -168,7 +168,7 @@ def test_a_template_from_a_file_is_used_and_saved(tmp_path):
     ("template", "words"),
     [
         (None, "No such file or directory"),
-        (b"\xff", "can't decode byte"),
+        (b"\xff", "not UTF-8: .* can't decode byte"),
         (b"{% for %}", r"does not render: Expected an expression.* \(line 1\)"),
         (b"{{ 1 / 0 }}", "does not render: division by zero"),
         (b"{{ messages[0].content + 1 }}", "does not render: can only concatenate str"),

@@ -76,7 +76,7 @@ def test_an_instruction_is_not_lost_beside_its_input():
     row = dict(input="x", output="y", _source="x:1")
     assert require_columns("--dataset", [row], SFT_COLUMNS) == ("input", "output")
     assert require_columns("--dataset", [row], PROMPT_COLUMNS) == ("input",)
-    with pytest.raises(ValueError, match="--dataset has the columns input, output, instruction; needed: messages"):
+    with pytest.raises(ValueError, match="--dataset would lose its instruction beside input"):
         require_columns("--dataset", [row | dict(instruction="translate")], SFT_COLUMNS)
 
 
@@ -104,7 +104,7 @@ def test_names_may_be_swapped_and_given_twice():
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        (dict(prompt="problem"), "--columns prompt=problem: --dataset x has the columns question, answer"),
+        (dict(prompt="problem"), "--columns prompt=problem: no column problem, --dataset x has question, answer"),
         (dict(answer="question"), "--columns answer=question: --dataset x has a column answer already"),
         (dict(_source="question"), "--columns _source=question: --dataset x has a column _source already"),
     ],
