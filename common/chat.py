@@ -203,22 +203,29 @@ class ChatTemplate:
         text = self.render(row, PROBE + messages, add_generation_prompt=True)
         return text[end_of_turn(self.tokenizer, text, text.index(MARK) + len(MARK))[1] :]
 
-    def pieces(self, row: dict, messages: list[dict], first_trained: int) -> list[tuple[str, bool]]:
-        """(text, trained) pieces of a conversation. Trained: from where an assistant turn starts to its end-of-turn
-        token. Raises `ValueError` for a turn that does not come out of the template as it went in."""
-        text, done, pieces = self.render(row, messages), 0, []
+    def pieces(
+        self, row: dict, messages: list[dict], first_trained: int, add_generation_prompt: bool = False
+    ) -> list[tuple[str, bool]]:
+        """(text, trained) pieces of a conversation, cut where a turn of the model starts and behind the token that ends
+        it, as they were sampled. Trained: those turns from message `first_trained` on. Raises `ValueError` for one of
+        them that does not come out of the template as it went in."""
+        text, done, pieces = self.render(row, messages, add_generation_prompt), 0, []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < first_trained:
+            if message["role"] != "assistant" or (i == 0 < first_trained):  # no prompt before it
                 continue
             start, content = self._start(row, text, messages, i), message["content"].strip()
             if start is None or (at := text.find(content, start)) < 0:
+                if i < first_trained:
+                    continue
                 raise ValueError(f"{row['_source']}: turn {i + 1} does not come out of the chat template as it went in")
             # The template's end-of-turn token is trained, whatever stands before it ("\n", say): without it a model
             # would never learn to stop.
             end = self._end(row, text, at + len(content), message)
             if end is None:
+                if i < first_trained:
+                    continue
                 raise ValueError(f"{row['_source']}: the chat template puts no end-of-turn token after turn {i + 1}")
-            pieces += [(text[done:start], False), (text[start:end], True)]
+            pieces += [(text[done:start], False), (text[start:end], i >= first_trained)]
             done = end
         return pieces + [(text[done:], False)]
 

@@ -60,7 +60,8 @@ class Encoder:
         messages = self._prompt_messages(row, columns[0])
         if messages is None:
             return self._plain_prompt(row, columns[0])
-        return self._ids(self.chat.render(row, messages, add_generation_prompt=True))
+        pieces = self.chat.pieces(row, messages, len(messages), add_generation_prompt=True)
+        return [i for text, _ in pieces for i in self._ids(text)]
 
     def reply(self, messages: list[dict]) -> list[int]:
         """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the

@@ -284,3 +284,22 @@ def test_a_turn_is_refused_if_what_stands_before_it_is_written_otherwise():
     tokenizer = tokenizer_with("{{ messages | length }}" + TOKENIZER.chat_template)
     with pytest.raises(ValueError, match="rows.jsonl:3: turn 2 does not come out"):
         trained(encoder(tokenizer), dict(messages=[turn("user", "a"), turn("assistant", "b")]))
+
+
+def test_what_the_model_said_earlier_is_tokenised_as_it_was_sampled():
+    """Apart from what stands before it: here a line break would become one token with that of the template."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["\n\n"])
+    messages, coder = [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")], encoder(tokenizer)
+    prompt = coder.prompt(dict(prompt=messages, **SOURCE), ("prompt",))
+    whole = coder.sft(dict(messages=[*messages, turn("assistant", "d")], **SOURCE), ("messages",))
+    assert whole.ids[: len(prompt)] == prompt and tokenizer.convert_tokens_to_ids("\n\n") not in prompt
+    last = coder.sft(dict(prompt=messages, completion="d", **SOURCE), ("prompt", "completion"))
+    assert last.ids == whole.ids and last.prompt_length == len(prompt)
+
+
+def test_a_turn_in_a_prompt_may_be_written_otherwise_than_it_went_in():
+    """It is not trained: templates drop earlier thoughts."""
+    upper = tokenizer_with(TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper"))
+    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    assert "\nB" + EOT in TOKENIZER.decode(encoder(upper).prompt(dict(prompt=prompt, **SOURCE), ("prompt",)))
