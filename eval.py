@@ -189,10 +189,10 @@ class Task:
 
 def load_task(args: Args, path: str, device: torch.device) -> Task:
     """All that is named, looked at before anything slow. `path` is the model's folder."""
-    tokenizer = load_tokenizer(path)
-    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    tokenizer = load_tokenizer(path, args)
+    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config, args.columns)
     if rows is None and Path(args.dataset).is_file():
-        rows = load_rows("--dataset", args.dataset, "train")
+        rows = load_rows("--dataset", args.dataset, "train", columns=args.columns)
     if rows is None:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     rows = rows[: args.max_prompts]

@@ -167,7 +167,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)

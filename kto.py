@@ -214,7 +214,7 @@ def main(args: Args) -> None:
     # ---- data ----
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.pack_tokens + 1)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
     columns = require_columns(f"--dataset {args.dataset}", train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS))

@@ -182,7 +182,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = value_path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, args)
     if args.value_model is not None:
         value_path = resolve_model(args.value_model, "--value_model")
         require_same_tokenizer("--value_model", value_path, tokenizer)

@@ -158,7 +158,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
 
     A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
     """
-    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config, args.columns)
     if rows is None:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     columns = require_columns(f"--dataset {args.dataset}", rows, PAIR_COLUMNS)
@@ -213,7 +213,7 @@ def main(args: Args) -> None:
     # ---- data ----
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.pack_tokens // 2)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     if not training:
         score_dataset(args, path, encoder, device, rank, world_size)

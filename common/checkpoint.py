@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from common import distributed
 from common.config import BaseArgs, TrainArgs
 from common.convert import MANIFEST, STATE, WEIGHTS, checkpoints_in, damage, fingerprint, write_safetensors
-from common.hub import eos_token_ids
+from common.hub import eos_token_ids, save_ends
 from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
@@ -104,7 +104,7 @@ class Checkpointer:
         self.checkpoints = self.folder / "checkpoints"
         self.model, self.stateful = model, stateful
         self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
-        self.files = hf_files(model, tokenizer) if distributed.is_main() else {}
+        self.files = hf_files(model, tokenizer, args.prompt_format) if distributed.is_main() else {}
 
     def load_latest(self) -> int:
         """Restore the newest checkpoint that is whole; returns the step to go on with, 0 without any. Collective.
@@ -184,12 +184,12 @@ class Checkpointer:
         _export(self.model, self.files, self.folder / name)
 
 
-def export_hf(model: PackedModel, tokenizer, folder: Path) -> None:
+def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
     """`Checkpointer.export_hf` to any folder."""
-    _export(model, hf_files(model, tokenizer) if distributed.is_main() else {}, folder)
+    _export(model, hf_files(model, tokenizer, prompt_format) if distributed.is_main() else {}, folder)
 
 
-def hf_files(model: PackedModel, tokenizer) -> dict[str, bytes]:
+def hf_files(model: PackedModel, tokenizer, prompt_format: str) -> dict[str, bytes]:
     """What stands beside the weights, by name: config.json, generation_config.json and the tokenizer's files. A run
     reads them when it starts: the model it starts from may be another run's checkpoint, and deleted before it ends."""
     from transformers import AutoConfig
@@ -200,13 +200,11 @@ def hf_files(model: PackedModel, tokenizer) -> dict[str, bytes]:
         config.num_labels = 1
         config.scored_at = "end_of_turn"  # rewards/models.py: where its numbers mean something
         # Transformers scores the last token that is not padding; an EOS that also pads would never be the one.
-        ends = eos_token_ids(model.path, tokenizer)
+        ends = eos_token_ids(model.path, tokenizer, prompt_format)
         config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     with tempfile.TemporaryDirectory() as work:
         config.save_pretrained(work)
-        if (Path(model.path) / "generation_config.json").is_file():
-            shutil.copy(Path(model.path) / "generation_config.json", work)
-        tokenizer.save_pretrained(work)
+        save_ends(model.path, tokenizer, prompt_format, Path(work))
         return {str(f.relative_to(work)): f.read_bytes() for f in Path(work).rglob("*") if f.is_file()}
 
 

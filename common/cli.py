@@ -31,8 +31,9 @@ ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 # The flags that scripts share as --help shows them, after the script's own.
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens"),
-    "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "prompt_format",
-             "prompt_template", "system_prompt", "overlong_prompts"),
+    "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "columns",
+             "prompt_format", "prompt_template", "system_prompt", "chat_template", "template_kwargs",
+             "overlong_prompts"),
     "sampling": ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "environment", "max_turns",
                  "reward", "reward_weights", "max_reward_errors", "reward_timeout", "reward_workers",
                  "unsafe_code_execution", "engine", "tensor_parallel_size", "gpu_memory_utilization", "rollout_ranks",

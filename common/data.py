@@ -9,47 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from common import distributed
+from common.chat import ChatTemplate, messages_field, text_field
 from common.config import BaseArgs
 from common.packing import Sample
-
-
-def text_field(row: dict, column: str) -> str:
-    """A column that must be a string. Raises `ValueError` with file and row number."""
-    value = row.get(column)
-    if not isinstance(value, str):
-        problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
-        raise ValueError(f"{row['_source']}: column {column} {problem}")
-    return _valid(row, column, value)
-
-
-def _valid(row: dict, column: str, text: str) -> str:
-    """JSON may hold half of a surrogate pair, which is no character and has no UTF-8."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{row['_source']}: column {column} holds a lone surrogate, which is not a character")
-    return text
-
-
-def is_message(message: object) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _messages(row: dict, column: str) -> list[dict] | None:
-    """The column as a message list, None if it is not a list. Raises `ValueError` for a malformed one."""
-    value = row.get(column)
-    if not isinstance(value, list):
-        return None
-    for message in value:
-        if not is_message(message):
-            raise ValueError(f"{row['_source']}: column {column} must list objects with string role and content")
-        _valid(row, column, message["content"])
-    return value
 
 
 def _split_prompt(row: dict) -> dict:
     """`prompt`, `chosen` and `rejected` of a row whose chosen and rejected both begin with the prompt: what they share,
     whole messages, or of strings up to the last white space before they part. Raises `ValueError` if that is nothing.
     """
-    chosen, rejected = _messages(row, "chosen"), _messages(row, "rejected")
+    chosen, rejected = messages_field(row, "chosen"), messages_field(row, "rejected")
     if (chosen is None) != (rejected is None):
         raise ValueError(f"{row['_source']}: one of chosen and rejected lists messages, the other does not")
     if chosen is None:
@@ -77,18 +46,22 @@ class Encoder:
 
     def __init__(self, tokenizer, args: BaseArgs):
         self.tokenizer, self.prompt_format, self.system_prompt = tokenizer, args.prompt_format, args.system_prompt
-        if args.prompt_format == "chat" and tokenizer.chat_template is None:
-            raise ValueError("--prompt_format chat: the tokenizer has no chat template")
-        if args.system_prompt and (tokenizer.chat_template is None or args.prompt_format == "plain"):
+        has_template = tokenizer.chat_template is not None and args.prompt_format != "plain"
+        if args.prompt_format == "chat" and not has_template:
+            raise ValueError("--prompt_format chat: the tokenizer has no chat template; --chat_template gives it one")
+        if args.system_prompt and not has_template:
             raise ValueError("--system_prompt needs chat format: a tokenizer with a template, no --prompt_format plain")
-        self.has_template = tokenizer.chat_template is not None and args.prompt_format != "plain"
+        if args.template_kwargs and not has_template:
+            raise ValueError("--template_kwargs: the tokenizer has no chat template; --chat_template gives it one")
+        self.chat = ChatTemplate(tokenizer, args) if has_template else None
 
     def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
         """Prompt ids of an RL row, up to where the model is to speak."""
         messages = self._prompt_messages(row, columns[0])
         if messages is None:
             return self._plain_prompt(row, columns[0])
-        return self._ids(self._render(row, messages, add_generation_prompt=True))
+        pieces = self.chat.pieces(row, messages, len(messages), add_generation_prompt=True)
+        return [i for text, _ in pieces for i in self._ids(text)]
 
     def as_asked(self, row: dict, column: str) -> list[dict] | str:
         """The prompt as the messages or, without a chat template, the text that it is: for another tokenizer."""
@@ -98,10 +71,7 @@ class Encoder:
     def reply(self, messages: list[dict]) -> list[int]:
         """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the
         chat template, from behind that EOS up to where the model is to speak again."""
-        mark = "(here the model spoke)"  # templates may trim a turn or look at those before it, so it is one like any
-        before = [dict(role="user", content="?"), dict(role="assistant", content=mark)]
-        text = self._render(dict(_source="the environment's messages"), before + messages, add_generation_prompt=True)
-        return self._ids(text[self._end_of_turn(text, text.index(mark) + len(mark)) :])
+        return self._ids(self.chat.reply(messages))
 
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
         """Ids and loss mask of a supervised row. Trained: the completion, or every assistant turn, with its EOS; with
@@ -109,9 +79,9 @@ class Encoder:
         if columns == ("text",):
             pieces = [(self._ids(text_field(row, "text"), special=True) + [self.tokenizer.eos_token_id], True)]
         elif columns == ("messages",):
-            if not (messages := _messages(row, "messages")):
+            if not (messages := messages_field(row, "messages")):
                 raise ValueError(f"{row['_source']}: column messages must be a list of messages")
-            if not self.has_template:
+            if self.chat is None:
                 raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
             pieces = self._conversation(row, self._with_system(messages), first_trained=0)
         else:
@@ -122,8 +92,9 @@ class Encoder:
         """A prompt with one of its completions, for the objectives that score whole completions: `sft` up to the last
         trained token. Raises `ValueError` for a completion without text."""
         value = row.get(completion)
-        last = _messages(row, completion)[-1:] if isinstance(value, list) else [dict(content=value)]
-        if not last or (isinstance(last[0]["content"], str) and not last[0]["content"].strip()):
+        last = messages_field(row, completion)[-1:] if isinstance(value, list) else [dict(content=value)]
+        said = last[0]["content"] if last and not last[0].get("tool_calls") else None
+        if not last or (isinstance(said, str) and not said.strip()):
             raise ValueError(f"{row['_source']}: column {completion} is empty")
         sample = _sample(self._prompt_completion(row, prompt, completion), row)
         if not any(sample.loss_mask):
@@ -137,7 +108,7 @@ class Encoder:
     def pair(self, row: dict, columns: tuple[str, ...]) -> list[Sample]:
         """[chosen, rejected] of a preference row, the prompt in a column of its own or in front of both (message lists
         that do not start with an assistant turn have it in front, whatever the column `prompt` says)."""
-        lists = [_messages(row, side) for side in ("chosen", "rejected")]
+        lists = [messages_field(row, side) for side in ("chosen", "rejected")]
         if columns == ("chosen", "rejected") or all(m and m[0]["role"] != "assistant" for m in lists):
             row = _split_prompt(row)
         return [self.completion(row, "prompt", side) for side in ("chosen", "rejected")]
@@ -150,19 +121,19 @@ class Encoder:
                 raise ValueError(f"{where}; --prompt_format chat makes that a user turn")
             answer = self._ids(text_field(row, completion)) + [self.tokenizer.eos_token_id]
             return [(self._plain_prompt(row, prompt), False), (answer, True)]
-        answer = _messages(row, completion) or [dict(role="assistant", content=text_field(row, completion))]
+        answer = messages_field(row, completion) or [dict(role="assistant", content=text_field(row, completion))]
         return self._conversation(row, messages + answer, first_trained=len(messages))
 
     def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
         """The prompt as messages, or None if it goes in as plain text."""
-        messages = _messages(row, column)
+        messages = messages_field(row, column)
         if messages is None:
-            if not self.has_template or (self.prompt_format == "auto" and column != "question"):
+            if self.chat is None or (self.prompt_format == "auto" and column != "question"):
                 if self.system_prompt:
                     raise ValueError(f"--system_prompt: column {column} is plain text; --prompt_format chat wraps it")
                 return None
             messages = [dict(role="user", content=text_field(row, column))]
-        elif not self.has_template:
+        elif self.chat is None:
             raise ValueError(f"{row['_source']}: column {column} lists messages, which need a chat template")
         return self._with_system(messages)
 
@@ -172,42 +143,12 @@ class Encoder:
         return [dict(role="system", content=self.system_prompt), *messages]
 
     def _plain_prompt(self, row: dict, column: str) -> list[int]:
+        if row.get("tools"):
+            raise ValueError(f"{row['_source']}: column tools needs chat format, column {column} is plain text")
         return self._ids(text_field(row, column) + ("\n" if column == "question" else ""), special=True)
 
     def _conversation(self, row: dict, messages: list[dict], first_trained: int) -> list[tuple[list[int], bool]]:
-        """(ids, trained) pieces: from where an assistant turn starts to its end-of-turn token."""
-        text, done, pieces = self._render(row, messages), 0, []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < first_trained:
-                continue
-            start = len(self._render(row, messages[:i], add_generation_prompt=True))
-            content = text.find(message["content"].strip(), start)
-            if text[:start] != self._render(row, messages[:i], add_generation_prompt=True) or content < 0:
-                raise ValueError(f"{row['_source']}: turn {i + 1} does not come out of the chat template as it went in")
-            end = content + len(message["content"].strip())
-            # The template's end-of-turn token is trained, whatever stands before it ("\n", say): without it a model
-            # would never learn to stop.
-            if (eos := self._end_of_turn(text, end)) is None:
-                raise ValueError(f"{row['_source']}: the chat template puts no end-of-turn token after turn {i + 1}")
-            pieces += [(self._ids(text[done:start]), False), (self._ids(text[start:eos]), True)]
-            done = eos
-        return pieces + [(self._ids(text[done:]), False)]
-
-    def _end_of_turn(self, text: str, start: int) -> int | None:
-        """Where the first special token at or after `start` ends. Some tokenizers have it among the added ones only."""
-        tokens = [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
-        found = [(at, at + len(token)) for token in tokens if (at := text.find(token, start)) >= 0]
-        return min(found)[1] if found else None
-
-    def _render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TemplateError as error:
-            raise ValueError(f"{row['_source']}: the chat template refuses the messages: {error}") from error
+        return [(self._ids(text), trained) for text, trained in self.chat.pieces(row, messages, first_trained)]
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]

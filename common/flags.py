@@ -90,6 +90,19 @@ def may_change(args_class: type) -> set[str]:
     return {name for declared in hints for name, hint in declared.items() if marked(hint)}
 
 
+def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
+    """What `--flag name=value ...` says. Raises `ValueError` for what is no pair, and for a name that comes twice."""
+    out: dict[str, str] = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        if not name or not value:
+            raise ValueError(f"--{flag} {pair}: expected name=value")
+        if name in out:
+            raise ValueError(f"--{flag} {pair}: {name} stands there twice")
+        out[name] = value
+    return out
+
+
 # ---- flags and functions ----
 
 
@@ -139,11 +152,18 @@ class BaseArgs:
     """split to train on (files without splits are one split, `train`)"""
     dataset_config: str | None = None
     """configuration of a Hugging Face dataset that has several; default: `main`, if that is one of them"""
+    columns: tuple[str, ...] = ()
+    """other names for columns of the data, training and held-out rows alike, as new=old: `prompt=problem
+    answer=solution`"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """chat: prompts become user turns of the chat template; plain: text goes in as it is; auto: chat for message lists
     and `question` columns (where the tokenizer has a template), plain for other strings"""
     system_prompt: str | None = None
     """system turn put before every prompt in chat format"""
+    chat_template: str | None = None
+    """jinja file with the chat template, in place of the tokenizer's own; it is exported with the tokenizer"""
+    template_kwargs: tuple[str, ...] = ()
+    """what else the chat template is told, as name=value: `enable_thinking=false`"""
     output_dir: MayChange[str] = "runs/run"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     seed: int = 0
@@ -154,6 +174,10 @@ class BaseArgs:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        for flag in ("columns", "template_kwargs"):
+            pairs_of(flag, getattr(self, flag))
+        for flag in ("chat_template", "template_kwargs"):
+            self.require_read(flag, self.prompt_format != "plain", "--prompt_format is plain")
 
     def check_ranks(self, ranks: int) -> None:
         """`ValueError` if the flags do not fit this number of ranks."""
@@ -169,8 +193,10 @@ class BaseArgs:
 
     def require_read(self, flag: str, unless: bool, why: str) -> None:
         """A flag that was set, but that nothing would read `unless` something else is said."""
-        if not unless and getattr(self, flag) != type(self).__dataclass_fields__[flag].default:
-            raise ValueError(f"--{flag} {getattr(self, flag)} would not be read: {why}")
+        value = getattr(self, flag)
+        if not unless and value != type(self).__dataclass_fields__[flag].default:
+            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"--{flag} {given} would not be read: {why}")
 
     def to_dict(self) -> dict:
         """Plain YAML types, in field order."""

@@ -1,10 +1,12 @@
 """Finding a checkpoint: `tiny`, a folder or a Hugging Face id -> a local folder and its tokenizer."""
 
+import copy
 import json
 import os
 from pathlib import Path
 
 from common import distributed
+from common.chat import end_of_turn, use_template
 from common.config import BaseArgs
 from common.convert import as_model, checkpoints_in, is_checkpoint
 from common.tiny import tiny_model
@@ -84,9 +86,9 @@ def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None
     return answer
 
 
-def load_tokenizer(path: str, flag: str = "--model"):
-    """The checkpoint's tokenizer. Raises `ValueError` if it cannot be loaded, has no EOS, without which no completion
-    ends, or has more tokens than the model knows."""
+def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
+    """The checkpoint's tokenizer, of the policy with the `--chat_template` of its `args`. Raises `ValueError` if it
+    cannot be loaded, has no EOS, without which no completion ends, or has more tokens than the model knows."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
@@ -99,25 +101,43 @@ def load_tokenizer(path: str, flag: str = "--model"):
     size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     if size <= max(tokenizer.get_vocab().values()):
         raise ValueError(f"{flag} {path}: its vocabulary of {size} is too small for its own tokenizer")
+    if args is not None and args.chat_template is not None:
+        use_template(tokenizer, args.chat_template)
     return tokenizer
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
     """Raises `ValueError` unless the model in `path` reads the policy's token ids as the policy does."""
-    theirs = load_tokenizer(path, flag)
+    theirs = load_tokenizer(path, flag=flag)
     if theirs.get_vocab() != tokenizer.get_vocab():
         ours, others = (set(t.get_vocab().items()) for t in (tokenizer, theirs))
         raise ValueError(f"{flag} {path}: another tokenizer than --model's, {len(ours ^ others)} entries differ")
 
 
-def eos_token_ids(path: str, tokenizer) -> list[int]:
-    """Every token that ends a completion: the generation config's (chat models often have two) and the tokenizer's."""
+def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int]:
+    """Every token that ends a completion: the generation config's (chat models often have two), the config's, the
+    tokenizer's and, unless `--prompt_format plain`, the one that ends a turn in the chat template: base models often
+    have a template and another EOS."""
     ids = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (file := Path(path) / name).is_file():
             listed = json.loads(file.read_text()).get("eos_token_id")
             ids.update(listed if isinstance(listed, list) else [listed])
+    if prompt_format != "plain" and tokenizer.chat_template is not None and (end := end_of_turn(tokenizer)):
+        ids.add(end[0])
     return sorted(ids - {None})
+
+
+def save_ends(path: str, tokenizer, prompt_format: str, folder: Path) -> None:
+    """The tokenizer and generation_config.json of an export of the checkpoint `path`, such that sampling from it ends
+    where training does: all of `eos_token_ids`, and where the chat template's is new among them, it is the EOS."""
+    own, ends = Path(path) / "generation_config.json", eos_token_ids(path, tokenizer, prompt_format)
+    generation = json.loads(own.read_text()) if own.is_file() else {}
+    (folder / own.name).write_text(json.dumps(generation | dict(eos_token_id=ends), indent=2) + "\n")
+    if new := set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
+        tokenizer = copy.deepcopy(tokenizer)  # the run goes on with its own
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(new.pop())
+    tokenizer.save_pretrained(folder)
 
 
 def context_length(path: str, args: BaseArgs) -> int:

@@ -6,8 +6,9 @@ import string
 from dataclasses import dataclass
 
 from common import distributed
+from common.chat import is_message
 from common.config import SamplingArgs
-from common.data import Encoder, is_message
+from common.data import Encoder
 from common.environments import load_environment
 from common.rewards.scoring import load_reward
 from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows

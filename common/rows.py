@@ -7,21 +7,25 @@ rank reads all rows.
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from common import distributed
 from common.config import TrainArgs
+from common.flags import pairs_of
 from common.tasks import TASKS
 
 # What the supervised scripts can train on: the first of these whose columns the dataset has.
-SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",))
+SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",), ("input", "output"))
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
 KTO_COLUMNS = (("prompt", "completion", "label"),)
-PROMPT_COLUMNS = (("prompt",), ("question",))  # what the online scripts can sample from
+PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # what the online scripts can sample from
 
 
-def load_rows(flag: str, dataset: str, split: str, config: str | None = None) -> list[dict] | None:
-    """All rows of one split: a built-in task, a file, a folder or a Hugging Face dataset.
+def load_rows(
+    flag: str, dataset: str, split: str, config: str | None = None, columns: Sequence[str] = ()
+) -> list[dict] | None:
+    """All rows of one split: a built-in task, a file, a folder or a Hugging Face dataset. `columns` is the flag.
 
     None if the dataset is there but has no such split. Raises `ValueError` naming `flag`, the file or the row.
     """
@@ -42,7 +46,23 @@ def load_rows(flag: str, dataset: str, split: str, config: str | None = None) ->
         raise ValueError(f"{flag} {dataset}: {name} is empty")
     for number, row in enumerate(rows, 1):
         row.setdefault("_source", f"{name}:{number}")
-    return rows
+    return renamed(f"{flag} {dataset}", rows, pairs_of("columns", columns)) if columns else rows
+
+
+def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
+    """The rows with columns named anew, `columns` being new -> old. Raises `ValueError` for an old one that no row has,
+    and for a new one that the data has already."""
+    found = dict.fromkeys(column for row in rows for column in row if column != "_source")
+    for new, old in columns.items():
+        if old not in found:
+            raise ValueError(f"--columns {new}={old}: no column {old}, {data} has {', '.join(found)}")
+        if new == "_source" or (new in found and new not in columns.values()):
+            raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
+    return [
+        {k: v for k, v in row.items() if k not in columns.values()}
+        | {new: row[old] for new, old in columns.items() if old in row}
+        for row in rows
+    ]
 
 
 def _read_file(flag: str, path: Path) -> list[dict]:
@@ -122,20 +142,21 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
     own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`."""
-    train = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config)
+    load = partial(load_rows, columns=args.columns)
+    train = load("--dataset", args.dataset, args.dataset_split, args.dataset_config)
     if train is None:
         raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
     if not args.eval_every:
         return train, []
     held_out = None
     if args.eval_dataset is not None:
-        held_out = load_rows("--eval_dataset", args.eval_dataset, args.eval_split, args.dataset_config)
+        held_out = load("--eval_dataset", args.eval_dataset, args.eval_split, args.dataset_config)
         if held_out is None and Path(args.eval_dataset).is_file():  # a file has no splits
-            held_out = load_rows("--eval_dataset", args.eval_dataset, "train")
+            held_out = load("--eval_dataset", args.eval_dataset, "train")
         if held_out is None:
             raise ValueError(f"--eval_dataset {args.eval_dataset} has no split {args.eval_split!r}: see --eval_split")
     elif args.eval_split != args.dataset_split:
-        held_out = load_rows("--dataset", args.dataset, args.eval_split, args.dataset_config)
+        held_out = load("--dataset", args.dataset, args.eval_split, args.dataset_config)
     order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
     if held_out is not None:
         return train, order.sample(held_out, min(args.eval_size, len(held_out)))
@@ -150,6 +171,8 @@ def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ..
     found = [column for column in rows[0] if column != "_source"]
     for columns in choices:
         if all(column in found for column in columns):
+            if "input" in columns and "instruction" in found:
+                raise ValueError(f"{flag} would lose its instruction beside input: make one column prompt of both")
             return columns
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
     raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")

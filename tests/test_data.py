@@ -13,7 +13,7 @@ from common.rows import PAIR_COLUMNS, SFT_COLUMNS
 from common.tiny import build_tokenizer
 
 TOKENIZER = build_tokenizer()
-MESSAGES, PAIR, QA, TEXT = SFT_COLUMNS
+MESSAGES, PAIR, QA, TEXT, INPUT = SFT_COLUMNS
 EOT, EOS = "<|end_of_turn|>", "<|eos|>"
 
 
@@ -110,6 +110,13 @@ def test_every_assistant_turn_is_trained_with_its_end_of_turn_and_nothing_else()
     assert encode(row, MESSAGES, train_on_all=True) == (text, [text])
 
 
+def test_input_and_output_are_a_prompt_and_its_completion():
+    for flags in ({}, dict(prompt_format="chat")):
+        assert encode(dict(input="1+1=", output="2"), INPUT, **flags) == encode(
+            dict(prompt="1+1=", completion="2"), PAIR, **flags
+        )
+
+
 def test_turns_of_the_prompt_are_not_trained():
     row = dict(prompt=[turn("user", "a"), turn("assistant", "b"), turn("user", "c")], completion="d")
     assert encode(row, PAIR)[1] == ["d" + EOT]
@@ -127,42 +134,6 @@ def test_system_prompt_goes_before_every_chat_that_has_none():
     assert encode(row, MESSAGES, system_prompt="S") == encode(row, MESSAGES)
 
 
-def test_a_template_that_adds_text_to_the_turn_and_strips_it():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-        "{{ m.content | trim + '<|end_of_turn|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
-    )
-    row = dict(messages=[turn("user", "a"), turn("assistant", " b\n"), turn("user", "c"), turn("assistant", "d ")])
-    sample = encoder(tokenizer).sft(row, MESSAGES)
-    trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == "b" + EOT + "<think>\n\n</think>\n\nd" + EOT
-
-
-def test_a_template_that_rewrites_turns_names_the_row():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
-    with pytest.raises(ValueError, match="rows.jsonl:3: turn 2"):
-        encoder(tokenizer).sft(
-            dict(messages=[turn("user", "a"), turn("assistant", "b")], _source="rows.jsonl:3"), MESSAGES
-        )
-
-
-@pytest.mark.parametrize("special", [True, False])
-def test_the_end_of_turn_is_trained_when_the_tokenizer_does_not_name_it(special):
-    """Gemma 3 has <end_of_turn> among its added tokens alone; many ChatML models mark theirs as not special."""
-    from tokenizers import AddedToken
-
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens([AddedToken("<|im_end|>", special=special, normalized=False)])
-    tokenizer.chat_template = TOKENIZER.chat_template.replace(EOT, "<|im_end|>")
-    sample = encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")]), MESSAGES)
-    trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
-    assert tokenizer.decode(trained) == "b<|im_end|>"
-
-
 # ---- the prompt in training is the prompt in sampling ----
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -174,7 +145,7 @@ def test_the_prompt_is_the_same_in_training_and_in_sampling(prompt, completion, 
     rows = [(dict(prompt=prompt, completion=completion), PAIR), (dict(question=prompt, answer=completion), QA)]
     if prompt_format != "plain":
         history = [turn("user", "x"), turn("assistant", "y"), turn("user", prompt)]
-        rows.append((dict(prompt=history, completion=completion), PAIR))
+        rows.append((dict(prompt=history, completion=completion, _source="x:1"), PAIR))
     for row, columns in rows:
         sample = coder.sft(row, columns)
         assert sample.ids[: sample.prompt_length] == coder.prompt(row, columns[:1])

@@ -93,7 +93,8 @@ def test_every_end_of_a_completion_counts(tmp_path):
     assert eos_token_ids(tiny_model(), tokenizer) == sorted(ends)
     for listed, expected in ((7, [7, tokenizer.eos_token_id]), (None, [tokenizer.eos_token_id])):
         (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=listed)))
-        assert eos_token_ids(str(tmp_path), tokenizer) == expected
+        assert eos_token_ids(str(tmp_path), tokenizer, "plain") == expected
+        assert eos_token_ids(str(tmp_path), tokenizer) == sorted({*expected, *ends})  # the template's too
 
 
 def test_the_context_is_the_models_or_what_a_pack_holds():

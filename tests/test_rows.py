@@ -5,7 +5,15 @@ import json
 import pytest
 
 from common.config import TrainArgs
-from common.rows import PROMPT_COLUMNS, SFT_COLUMNS, load_rows, reasons, require_columns, train_and_eval_rows
+from common.rows import (
+    PROMPT_COLUMNS,
+    SFT_COLUMNS,
+    load_rows,
+    reasons,
+    renamed,
+    require_columns,
+    train_and_eval_rows,
+)
 
 PAIR = ("prompt", "completion")
 
@@ -62,6 +70,48 @@ def test_columns_are_recognised_or_refused():
     assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == ("question",)
     with pytest.raises(ValueError, match="--dataset x has the columns foo; needed: messages, or prompt and completion"):
         require_columns("--dataset x", [dict(foo=1, _source="")], SFT_COLUMNS)
+
+
+def test_an_instruction_is_not_lost_beside_its_input():
+    row = dict(input="x", output="y", _source="x:1")
+    assert require_columns("--dataset", [row], SFT_COLUMNS) == ("input", "output")
+    assert require_columns("--dataset", [row], PROMPT_COLUMNS) == ("input",)
+    with pytest.raises(ValueError, match="--dataset would lose its instruction beside input"):
+        require_columns("--dataset", [row | dict(instruction="translate")], SFT_COLUMNS)
+
+
+# ---- other names ----
+
+
+@pytest.mark.parametrize("eval_split", ["train", "test"])
+def test_columns_get_other_names_in_every_split(tmp_path, eval_split):
+    for split in ("train", "test"):
+        rows = [dict(question=f"{split}{i}", answer="b", x=i) for i in range(4)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("prompt=question", "completion=answer")
+    args = TrainArgs(dataset=str(tmp_path), columns=names, eval_split=eval_split, eval_size=2)
+    for rows in train_and_eval_rows(args):
+        assert all(sorted(row) == ["_source", "completion", "prompt", "x"] and row["completion"] == "b" for row in rows)
+
+
+def test_names_may_be_swapped_and_given_twice():
+    rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
+    assert renamed("--dataset", rows, dict(a="b", b="a", c="a")) == [
+        dict(a=2, b=1, c=1, _source="x:1"), dict(b=3, c=3, _source="x:2")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (dict(prompt="problem"), "--columns prompt=problem: no column problem, --dataset x has question, answer"),
+        (dict(answer="question"), "--columns answer=question: --dataset x has a column answer already"),
+        (dict(_source="question"), "--columns _source=question: --dataset x has a column _source already"),
+    ],
+)
+def test_names_that_do_not_fit_the_data(columns, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        renamed("--dataset x", [dict(question="a", answer="b", _source="x:1")], columns)
 
 
 def numbered(path, count: int, start: int = 0):

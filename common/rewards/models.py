@@ -32,7 +32,7 @@ class RewardModel:
         from transformers import AutoConfig
 
         self.flag = f"{flag} {path}"
-        self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, flag)
+        self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, flag=flag)
         self.at_end_of_turn = AutoConfig.from_pretrained(path).to_dict().get("scored_at") == "end_of_turn"
         self.same = _reads_alike(self.tokenizer, tokenizer)
         if not self.same:

@@ -24,6 +24,7 @@ class Engine:
         self, path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool
     ):
         self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
+        self.added_ids = set(tokenizer.added_tokens_decoder)
         self.dtype = compute_dtype(args, device)
         with untouched_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
@@ -49,13 +50,15 @@ class Engine:
         ]
 
     def _sample(self, prompt: list[int], ids: list[int], logprobs: list[float], finish_reason: str) -> Sample:
+        # What ends a turn is none of the text; not every tokenizer marks it as special.
+        said = ids[:-1] if ids[-1] in self.eos_ids and ids[-1] in self.added_ids else ids
         return Sample(
             ids=prompt + ids,
             loss_mask=[False] * len(prompt) + [True] * len(ids),
             rollout_logprobs=[0.0] * len(prompt) + logprobs,
             prompt_length=len(prompt),
             finish_reason=finish_reason,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=self.tokenizer.decode(said, skip_special_tokens=True),
         )
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -61,7 +61,7 @@ class Rollouts:
         self._start(tokenizer)
 
     def _start(self, tokenizer) -> None:
-        eos_ids = eos_token_ids(self.model.path, tokenizer)
+        eos_ids = eos_token_ids(self.model.path, tokenizer, self.args.prompt_format)
         self.engine = make_engine(self.model.path, self.args, eos_ids, tokenizer, self.device)
         self.episodes = Episodes(self.engine, self.args, tokenizer)
 

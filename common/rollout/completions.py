@@ -136,7 +136,7 @@ def load_engine(
 ) -> Engine:
     """The engine with the model in folder `path`, that `flag` names. There can be one engine in a process, so a second
     model goes into the first one's. Collective."""
-    eos_ids = eos_token_ids(path, tokenizer)
+    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format)
     if engine is None:
         return make_engine(path, args, eos_ids, tokenizer, device, trained=False)
     engine.eos_ids = eos_ids

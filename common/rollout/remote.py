@@ -238,8 +238,8 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     """
     distributed.default_signals()  # until the training ranks can be told
     path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path)
-    engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+    tokenizer = load_tokenizer(path, args)
+    engine = make_engine(path, args, eos_token_ids(path, tokenizer, args.prompt_format), tokenizer, device)
     episodes = Episodes(engine, args, tokenizer)
     engine.wake()
     distributed.default_signals()  # it has put our handlers back

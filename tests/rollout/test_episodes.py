@@ -119,7 +119,11 @@ def test_a_whole_conversation_is_what_the_template_makes_of_it(synced, user_file
     end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     messages, ids = [dict(role="user", content="5?")], []
     for turn in ("12", "so <b>", ""):
-        ids = play.encoder._ids(play.encoder._render(ROWS[0], messages, add_generation_prompt=True)) if not ids else ids
+        ids = (
+            play.encoder._ids(play.encoder.chat.render(ROWS[0], messages, add_generation_prompt=True))
+            if not ids
+            else ids
+        )
         ids = ids + synced.tokenizer(turn)["input_ids"] + [end]
         said = [dict(role="tool", content="x y"), dict(role="user", content="\nand?")]
         ids += play.encoder.reply(said)
