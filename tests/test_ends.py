@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import inprocess
 import pytest
 import torch
 from helpers import metrics
@@ -11,6 +12,7 @@ from common.rollout.base import Engine
 from common.tiny import EOS, build_tokenizer, tiny_model
 from grpo import Args
 
+main = inprocess.main
 EOT = "<|end_of_turn|>"
 
 
