@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import runpy
 import subprocess
 import sys
@@ -328,3 +329,17 @@ def test_a_preset_wins_over_what_is_for_the_built_in_model():
         preset: str | None = None
 
     assert parse(dataclasses.dataclass(Presets), ["--preset", "fast"]).lr == 1.0
+
+
+# ---- recipes ----
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_is_one_of_the_script_that_it_names(recipe):
+    """In its comment, as a launch line; on as many ranks as that has."""
+    launch = re.search(r"torchrun --nproc_per_node (\d+) (\w+)\.py --config configs/(\w+)\.yaml", recipe.read_text())
+    ranks, script, name = launch.groups()
+    assert name == recipe.stem
+    args = parse(importlib.import_module(script).Args, ["--config", str(recipe)])
+    args.check_ranks(int(ranks))
+    assert args.to_dict().items() >= yaml.safe_load(recipe.read_text()).items()
