@@ -213,6 +213,7 @@ def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
     )
     curve, alone = tmp_path / "curve", tmp_path / "alone"
     # told to stop in the middle of the second one
+    monkeypatch.setattr(distributed, "_stop_signal", None)
     sample = evaluation.completions.rewarded
     calls = []
 
@@ -224,7 +225,7 @@ def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
 
     monkeypatch.setattr(evaluation.completions, "rewarded", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
-    monkeypatch.setattr(distributed, "_stop_signal", None)
+    distributed._stop_signal = None
     assert "told to stop" in capsys.readouterr().out and [line["step"] for line in metrics(curve)] == [10]
     assert len(completions(curve / "step_000020")) == 8 and not (curve / "step_000030").exists()
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)

@@ -557,7 +557,7 @@ def attack(name: str, bait: str) -> list[str]:
     texts = [outcome.stdout]
     if not expected & {outcome.status, "*"}:
         wrong.append(f"status {outcome.status}: {outcome.stdout[:300]}")
-    seconds = SHORT if name in ENDLESS_AS_MODULES else min(seconds, 30)  # one may take its own call: then it waits
+    seconds = SHORT if name in ENDLESS_AS_MODULES else min(seconds, 10)  # one may take its own call: then it waits
     try:
         with Program(source.replace(PRELUDE, SAY + PRELUDE), Limits(seconds=seconds)) as program:
             texts.append(repr(program.call("said.copy")))
