@@ -16,7 +16,12 @@ from common.logprobs import token_logprobs
 from common.models import load_policy
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+QUICK = ("qwen3", "gemma2", "granite", "mixtral")  # the others are looked at with the slow tests
+
+
+@pytest.mark.parametrize(
+    "model_type", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in ARCHITECTURES]
+)
 def test_the_row_of(model_type, tmp_path, device):
     """Packed log-probs and gradient are transformers' own on padded rows, and the export is the checkpoint; or a line
     says why not, and the page quotes it."""
