@@ -176,7 +176,7 @@ class Checkpointer:
         dist.barrier()
 
     def export_hf(self, name: str = "hf") -> None:
-        """Write `hf/`: safetensors in the dtype of the starting checkpoint, config and tokenizer. Collective.
+        """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer. Collective.
 
         Weights are gathered one at a time and kept on rank 0's host alone. The old folder stays until the new one is
         whole.
@@ -196,6 +196,8 @@ def hf_files(model: PackedModel, tokenizer, prompt_format: str) -> dict[str, byt
 
     config = AutoConfig.from_pretrained(model.path)  # as it was: ours has another attention and dtype
     config.architectures = [type(model.hf).__name__]
+    # Not narrower than what was computed with: bfloat16 loses most of what some dozen small steps have changed.
+    config.dtype = torch.promote_types(config.dtype or torch.float32, model.compute_dtype)
     if isinstance(model, ScalarModel):
         config.num_labels = 1
         config.scored_at = "end_of_turn"  # rewards/models.py: where its numbers mean something

@@ -167,6 +167,7 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
         drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
         new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
     check_packing(model, what, args, device)
+    model.compute_dtype = compute_dtype(args, device)
     return model
 
 

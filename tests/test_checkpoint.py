@@ -1,5 +1,6 @@
 """The run's folder and its checkpoints, whole or damaged; and what is exported is what was trained."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -20,17 +21,21 @@ from common.tiny import tiny_model
 # ---- export ----
 
 
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3"])
-def test_export_is_the_checkpoint(name, dtype, tmp_path, device):
-    """Straight after loading: the same names, weights and dtypes, and files that transformers opens."""
+def test_export_is_the_checkpoint(name, dtype, computed, tmp_path, device):
+    """Straight after loading: the same names and weights, in the wider of their dtype and `--dtype`, and files that
+    transformers opens."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
-    export_hf(load_policy(path, ARGS, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
+    args = dataclasses.replace(ARGS, dtype=computed)
+    export_hf(load_policy(path, args, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf"))
+    wider = torch.promote_types(dtype, getattr(torch, computed))
     assert before.keys() == after.keys()
-    assert all(after[n].dtype == dtype and torch.equal(after[n], before[n]) for n in before)
-    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (path, tmp_path / "hf")]
-    assert models[0].dtype == models[1].dtype == dtype
+    assert all(after[n].dtype == wider and torch.equal(after[n], before[n].to(wider)) for n in before)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == wider
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=wider) for folder in (path, tmp_path / "hf")]
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.equal(*(model(ids).logits for model in models))
