@@ -19,6 +19,7 @@ value of the prefix before it.
 import math
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+    TINY: ClassVar[dict] = dict(value_lr=5e-3, beta=0.01)
     output_dir: str = "runs/ppo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     value_model: str | None = None

@@ -17,7 +17,7 @@ per-token stream is aligned with *targets*: x_T[t] describes the prediction of t
 import math
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -44,6 +44,7 @@ from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+    TINY: ClassVar[dict] = dict(beta=0.01)
     output_dir: str = "runs/rloo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 8
