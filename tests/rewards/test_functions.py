@@ -479,3 +479,10 @@ def test_long_wild_text_takes_linear_time(name, kind):
 def test_the_linear_pattern_of_gsm8k_finds_what_the_plain_one_finds(pieces):
     plain = re.compile(rf"(?:####|\bA:)[\s*]*([-+]?)\s*\$?\s*({NUMBER})(?!\d|\s*/\s*\d)")
     assert FINAL_ANSWER.findall("".join(pieces)) == plain.findall("".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("completion", "worth"), [("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0)]
+)
+def test_characters_are_counted_in_their_place(completion, worth):
+    assert REWARDS["characters"](completion, dict(answer="12")) == pytest.approx(worth)
