@@ -125,7 +125,7 @@ def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, devi
     """Two ranks, each with an engine; the second model goes into the first one's, and is itself."""
     extra = ("--engine", "vllm", "--against", models / "policy", "--reward_model", models / "rm", "--perplexity_model",
              models / "policy", "--output_dir", tmp_path)  # fmt: skip
-    run(2, "eval.py", *flags, *extra, torchrun=True)
+    run(2, "eval.py", *flags, *extra)
     for one, other in zip(completions(one_rank), completions(tmp_path), strict=True):
         assert one["completions"][0] == other["completions"][0]
     ours, theirs = completions(tmp_path), completions(tmp_path, next(tmp_path.glob("against_*.jsonl")).name)

@@ -159,7 +159,7 @@ def flags(tmp_path_factory):
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--value_lr", 3e-4, "--value_lambda", 1,
         "--kl_target", 0.01, "--kl_horizon", 100, "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
         "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
-        "--warmup_steps", 0,
+        "--warmup_steps", 0, "--beta", 0.05,
     )  # fmt: skip
 
 

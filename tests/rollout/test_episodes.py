@@ -370,7 +370,7 @@ def test_both_turns_learn_what_pays(flags, tmp_path):
     """From scratch: a turn is worth the fraction of letters in it, of which each ends it."""
     (tmp_path / "twice.py").write_text(TWICE)
     environment = f"{tmp_path / 'twice.py'}:Twice"
-    extra = ("--environment", environment, "--max_steps", 20, "--prompts_per_step", 8, "--samples_per_prompt", 8,
+    extra = ("--environment", environment, "--max_steps", 14, "--prompts_per_step", 8, "--samples_per_prompt", 8,
              "--lr", 3e-3, "--max_new_tokens", 60, "--eval_every", 0)  # fmt: skip
     run(1, "grpo.py", *flags, *extra, "--output_dir", tmp_path / "out")
     rewards = [line["reward"] for line in metrics(tmp_path / "out")]
