@@ -23,7 +23,7 @@ from common.tiny import tiny_model
 
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))])
 def test_export_is_the_checkpoint(name, dtype, computed, tmp_path, device):
     """Straight after loading: the same names and weights, in the wider of their dtype and `--dtype`, and files that
     transformers opens."""

@@ -75,6 +75,7 @@ def test_it_is_the_export_of_that_step(name, dtype, load, tmp_path, device):
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= files(Path(found)).keys()
 
 
+@pytest.mark.slow
 def test_it_is_written_once_and_goes_with_its_checkpoint(tmp_path, device, capsys):
     run = saved(tmp_path, device, keep_last=1)
     path = tmp_path / "checkpoints" / "step_000001"
@@ -90,6 +91,7 @@ def test_it_is_written_once_and_goes_with_its_checkpoint(tmp_path, device, capsy
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
+@pytest.mark.slow
 def test_its_run_may_delete_it_meanwhile(tmp_path, device, monkeypatch):
     """The run goes on, and the one that reads says so in one line."""
     run = saved(tmp_path, device, keep_last=1)
@@ -151,6 +153,7 @@ def test_bad_checkpoints(damage, words, checkpoint):
     assert "\n" not in str(error.value) and not list(checkpoint.glob("*hf*"))
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_resumes(tmp_path, device):
     run = saved(tmp_path, device)
     older(tmp_path / "checkpoints/step_000001")

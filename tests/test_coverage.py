@@ -15,7 +15,7 @@ from common.attention import packed_attention
 from common.logprobs import token_logprobs
 from common.models import load_policy
 
-QUICK = ("qwen3", "gemma2", "granite", "mixtral")  # the others are looked at with the slow tests
+QUICK = ("qwen3", "gemma2", "mixtral")  # the others are looked at with the slow tests
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_no_step_is_saved_twice(every, parts, tmp_path):
     assert steps.saves == [step for step in range(1, 6) if step % every == 0 or step == 5]
 
 
+@pytest.mark.slow
 def test_told_to_stop_it_finishes_the_step_saves_once_and_goes_on_from_there(parts, tmp_path, capsys):
     whole_run = Steps(parts, tmp_path / "whole")
     whole_run.go()
@@ -125,6 +126,7 @@ def test_told_to_stop_it_finishes_the_step_saves_once_and_goes_on_from_there(par
         assert {k: a[k] for k in ("loss", "epoch", "num_tokens")} == {k: b[k] for k in ("loss", "epoch", "num_tokens")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_in", [1, 4])
 def test_a_stop_where_a_save_is_due_saves_once(stop_in, parts, tmp_path):
     """Also in the last step; then the run is done when it is started again."""
