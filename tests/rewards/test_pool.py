@@ -15,6 +15,8 @@ from common.rewards import pool as module
 from common.rewards.pool import LOAD, Pool
 from tests.rewards.pools import DO, WAIT, StillClock, errors, watched
 
+pytestmark = pytest.mark.slow  # processes
+
 
 def meet(pool: Pool, folder, size: int) -> None:
     """All of the pool's processes work at the same time."""

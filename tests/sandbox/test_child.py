@@ -13,6 +13,8 @@ from common.sandbox import program
 from common.sandbox.child import decode, encode
 from common.sandbox.program import Limits, Program, ProgramError
 
+pytestmark = pytest.mark.slow  # processes
+
 confined = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
 LIMITS = Limits(seconds=PATIENCE)
 
