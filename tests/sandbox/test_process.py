@@ -15,7 +15,7 @@ from helpers import PATIENCE, PIPE, ROOT, Clock, alive, descendants, open_files,
 from common.sandbox import process, program
 from common.sandbox.program import Limits, Program, ProgramError, run_program
 
-pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))]
 LIMITS = Limits(seconds=PATIENCE)
 
 

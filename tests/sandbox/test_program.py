@@ -17,7 +17,7 @@ from helpers import PATIENCE, ROOT, open_files
 from common.sandbox import child, program
 from common.sandbox.program import Limits, Program, ProgramError, run_program
 
-pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))]
 LIMITS = Limits(seconds=PATIENCE)
 
 
