@@ -130,13 +130,21 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
     return out
 
 
+def _given(argv: list[str]) -> dict[str, str]:
+    """The last value of each flag, `--flag=value` or `--flag value`; of several values the first."""
+    given = {}
+    for flag, following in pairwise([*argv, ""]):
+        if flag.startswith("--"):
+            name, equals, joined = flag.removeprefix("--").partition("=")
+            given[name] = joined if equals else following
+    return given
+
+
 def _preset_to_argv(presets: dict[str, dict], moved: dict[str, str], argv: list[str]) -> list[str]:
     """What `--preset` sets."""
-    joined = [flag.split("=", 1) for flag in argv if flag.startswith("--preset=")]
-    given = joined + [[flag, value] for flag, value in pairwise(argv) if flag == "--preset"]
-    if not given or given[-1][1] == "None":
+    if (name := _given(argv).get("preset", "")) in ("", "None"):
         return []
-    if (name := given[-1][1]) in moved:
+    if name in moved:
         raise ValueError(f"--preset {name} is a script of its own now: {moved[name]}")
     if name not in presets:
         raise ValueError(f"--preset {name}: unknown; there are {', '.join(presets)}")
@@ -145,8 +153,7 @@ def _preset_to_argv(presets: dict[str, dict], moved: dict[str, str], argv: list[
 
 def _tiny_to_argv(args_class: type, argv: list[str]) -> list[str]:
     """What `TINY` sets and is not given, where the model and the task are the built-in ones."""
-    given = {flag.removeprefix("--"): value for flag, value in pairwise([*argv, ""]) if flag.startswith("--")}
-    given |= dict(flag.removeprefix("--").split("=", 1) for flag in argv if flag.startswith("--") and "=" in flag)
+    given = _given(argv)
     if (given.get("model", "tiny"), given.get("dataset", "arithmetic")) != ("tiny", "arithmetic"):
         return []
     flags = {name: value for cls in reversed(args_class.__mro__) for name, value in vars(cls).get("TINY", {}).items()}

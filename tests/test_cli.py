@@ -319,8 +319,12 @@ def test_other_models_and_data_keep_the_defaults(argv, capsys, tmp_path):
     args, defaults = parse(grpo.Args, argv), grpo.Args()
     assert (args.lr, args.reward, args.max_steps) == (defaults.lr, defaults.reward, None)
     (tmp_path / "recipe.yaml").write_text("model: other\n")
-    assert parse(grpo.Args, ["--config", str(tmp_path / "recipe.yaml")]).lr == defaults.lr
+    recipe = ["--config", str(tmp_path / "recipe.yaml")]
+    assert parse(grpo.Args, recipe).lr == defaults.lr
     assert capsys.readouterr().out == ""
+    assert parse(grpo.Args, [*recipe, "--model", "tiny"]).lr != defaults.lr  # flags win over the file
+    (tmp_path / "recipe.yaml").write_text("model: tiny\n")
+    assert parse(grpo.Args, [*recipe, "--model", "other"]).lr == defaults.lr
 
 
 def test_a_preset_wins_over_what_is_for_the_built_in_model():
