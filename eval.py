@@ -38,7 +38,7 @@ from common.rewards.scoring import Rewards
 from common.rollout import completions
 from common.rollout.base import Engine
 from common.rollout.episodes import Episodes
-from common.rows import load_rows
+from common.rows import rows_of_split
 
 OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 
@@ -190,12 +190,10 @@ class Task:
 def load_task(args: Args, path: str, device: torch.device) -> Task:
     """All that is named, looked at before anything slow. `path` is the model's folder."""
     tokenizer = load_tokenizer(path, args)
-    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config, args.columns)
-    if rows is None and Path(args.dataset).is_file():
-        rows = load_rows("--dataset", args.dataset, "train", columns=args.columns)
-    if rows is None:
-        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
-    rows = rows[: args.max_prompts]
+    rows = rows_of_split(
+        "--dataset", args.dataset, "--dataset_split", args.dataset_split, args.dataset_config, args.columns,
+        whole_file=True,
+    )[: args.max_prompts]  # fmt: skip
     columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
     rewards = Rewards(args, rows, tokenizer, device)
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
@@ -285,8 +283,8 @@ def main(args: Args) -> None:
         print(f"{task.prompts} on {world_size} ranks")
 
     # ---- completions, ours and theirs: from a file, or sampled by one engine; then what they say ----
-    engine, told_to_stop = None, False
-    theirs = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
+    engine, told_to_stop, theirs = None, False, []
+    their_file = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
     for place, model in models:
         if place != folder and not curve.still_there(model):
             continue
@@ -294,8 +292,9 @@ def main(args: Args) -> None:
         lines, engine = answers(args, task, engine, "model", resolve_model(model), place / OWN_FILE)
         both = [lines]
         if args.against is not None and len(lines) == len(task.prompts):
-            lines, engine = answers(args, task, engine, "against", task.others.get("against"), theirs)
-            both.append(lines)
+            if not theirs:  # the same for every checkpoint
+                theirs, engine = answers(args, task, engine, "against", task.others.get("against"), their_file)
+            both.append(theirs)
         if told_to_stop := any(len(lines) < len(task.prompts) for lines in both):
             break
         results = all_results(args, task, model, both)

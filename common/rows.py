@@ -7,7 +7,6 @@ rank reads all rows.
 import json
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from common import distributed
@@ -47,6 +46,22 @@ def load_rows(
     for number, row in enumerate(rows, 1):
         row.setdefault("_source", f"{name}:{number}")
     return renamed(f"{flag} {dataset}", rows, pairs_of("columns", columns)) if columns else rows
+
+
+def rows_of_split(
+    flag: str, dataset: str, split_flag: str, split: str, config: str | None, columns: Sequence[str],
+    whole_file: bool = False,
+) -> list[dict]:  # fmt: skip
+    """`load_rows`, where there has to be such a split; with `whole_file` a file, which has no splits, is taken whole.
+
+    Raises `ValueError` naming `split_flag`.
+    """
+    rows = load_rows(flag, dataset, split, config, columns)
+    if rows is None and whole_file and Path(dataset).is_file():
+        rows = load_rows(flag, dataset, "train", columns=columns)
+    if rows is None:
+        raise ValueError(f"{flag} {dataset} has no split {split!r}: see {split_flag}")
+    return rows
 
 
 def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
@@ -142,21 +157,17 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
     own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`."""
-    load = partial(load_rows, columns=args.columns)
-    train = load("--dataset", args.dataset, args.dataset_split, args.dataset_config)
-    if train is None:
-        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
+    config, columns = args.dataset_config, args.columns
+    train = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, config, columns)
     if not args.eval_every:
         return train, []
     held_out = None
     if args.eval_dataset is not None:
-        held_out = load("--eval_dataset", args.eval_dataset, args.eval_split, args.dataset_config)
-        if held_out is None and Path(args.eval_dataset).is_file():  # a file has no splits
-            held_out = load("--eval_dataset", args.eval_dataset, "train")
-        if held_out is None:
-            raise ValueError(f"--eval_dataset {args.eval_dataset} has no split {args.eval_split!r}: see --eval_split")
+        held_out = rows_of_split(
+            "--eval_dataset", args.eval_dataset, "--eval_split", args.eval_split, config, columns, whole_file=True
+        )
     elif args.eval_split != args.dataset_split:
-        held_out = load("--dataset", args.dataset, args.eval_split, args.dataset_config)
+        held_out = load_rows("--dataset", args.dataset, args.eval_split, config, columns)
     order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
     if held_out is not None:
         return train, order.sample(held_out, min(args.eval_size, len(held_out)))
