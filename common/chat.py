@@ -137,6 +137,14 @@ def _probe(tokenizer, whose: str) -> str:
         raise ValueError(f"{whose}: the chat template does not render: {what}") from error
 
 
+def rendered(tokenizer, messages: list[dict], whose: str, **options) -> str:
+    """The text of a conversation. Raises `ValueError` if the template, which is `whose`, refuses it."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except _ERRORS as error:
+        raise ValueError(f"{whose} chat template refuses the messages: {distributed.first_line(error)}") from error
+
+
 def end_of_turn(tokenizer, text: str | None = None, start: int = 0) -> tuple[int, int] | None:
     """The first special token of the text at or after `start`: its id and where it ends. Without a text the token that
     ends an assistant's turn. Some tokenizers have it among the added ones only. None if there is none."""
@@ -188,14 +196,8 @@ class ChatTemplate:
         """The text of a conversation, up to where the model is to speak if a prompt for that is to be added."""
         if (tools := tools_field(row)) and "tools" not in self.reads:
             raise ValueError(f"{row['_source']}: column tools: the chat template never reads tools")
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self.kwargs
-            )
-        except _ERRORS as error:
-            raise ValueError(
-                f"{row['_source']}: the chat template refuses the messages: {distributed.first_line(error)}"
-            ) from error
+        options = self.kwargs | dict(tools=tools, add_generation_prompt=add_generation_prompt)
+        return rendered(self.tokenizer, messages, f"{row.get('_source')}: the", **options)
 
     def reply(self, messages: list[dict]) -> str:
         """What stands between two turns of the model, behind the end of the first: `messages`."""

@@ -40,6 +40,10 @@ def _sample(pieces: list[tuple[list[int], bool]], row: dict, train_on_all: bool 
     return Sample(ids=ids, loss_mask=mask, prompt_length=next((i for i, m in enumerate(mask) if m), len(ids)), row=row)
 
 
+def _plain_text(row: dict, column: str) -> str:
+    return text_field(row, column) + ("\n" if column == "question" else "")
+
+
 class Encoder:
     """Rows -> ids, in the one way training and sampling share: text is cut where a completion starts and ends and the
     pieces are tokenised apart, so the prompt's ids in training are exactly those the engine is given."""
@@ -66,7 +70,7 @@ class Encoder:
     def as_asked(self, row: dict, column: str) -> list[dict] | str:
         """The prompt as the messages or, without a chat template, the text that it is: for another tokenizer."""
         messages = self._prompt_messages(row, column)
-        return text_field(row, column) + ("\n" if column == "question" else "") if messages is None else messages
+        return _plain_text(row, column) if messages is None else messages
 
     def reply(self, messages: list[dict]) -> list[int]:
         """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the
@@ -145,7 +149,7 @@ class Encoder:
     def _plain_prompt(self, row: dict, column: str) -> list[int]:
         if row.get("tools"):
             raise ValueError(f"{row['_source']}: column tools needs chat format, column {column} is plain text")
-        return self._ids(text_field(row, column) + ("\n" if column == "question" else ""), special=True)
+        return self._ids(_plain_text(row, column), special=True)
 
     def _conversation(self, row: dict, messages: list[dict], first_trained: int) -> list[tuple[list[int], bool]]:
         return [(self._ids(text), trained) for text, trained in self.chat.pieces(row, messages, first_trained)]

@@ -5,8 +5,8 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 
+from common.chat import rendered
 from common.config import SamplingArgs
 from common.data import Encoder
 from common.distributed import first_line
@@ -80,10 +80,7 @@ class RewardModel:
             ids = ids[:-1] if ids[-1] == end else ids  # some tokenizers put it there themselves
             return ids if sample.finish_reason == "length" else ids + [end]
         messages = [*prompt, dict(role="assistant", content=sample.text)]
-        try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except TemplateError as error:
-            raise ValueError(f"{self.flag}: its chat template refuses the messages: {first_line(error)}") from error
+        text = rendered(self.tokenizer, messages, f"{self.flag}: its")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         while self.at_end_of_turn and ids[-1] not in self.tokenizer.added_tokens_decoder:
             ids.pop()
