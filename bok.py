@@ -109,7 +109,7 @@ def sample_offline(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until the others are done
     prepare_output_dir(args)

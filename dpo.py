@@ -208,7 +208,7 @@ def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, de
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     prepare_output_dir(args, owned=("reference_logps.json",))
 
     # ---- data ----

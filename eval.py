@@ -270,7 +270,7 @@ def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> d
 
 def main(args: Args) -> None:
     # ---- setup ----
-    device, _, world_size = distributed.setup(args.seed)
+    device, _, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     prepare_output_dir(args, owned=(THEIR_FILES, "results.json"))
     folder = Path(args.output_dir)
 

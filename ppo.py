@@ -177,7 +177,7 @@ def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor, moved_T: Te
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until the others are done
     prepare_output_dir(args)

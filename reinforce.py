@@ -99,7 +99,7 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until the others are done
     prepare_output_dir(args)

@@ -205,7 +205,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     training = not (args.eval_only or args.relabel)
     if training:
         prepare_output_dir(args)

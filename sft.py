@@ -105,7 +105,7 @@ def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.dev
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    device, rank, world_size = distributed.setup(args.seed)
+    device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     prepare_output_dir(args)
 
     # ---- data ----

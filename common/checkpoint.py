@@ -155,14 +155,14 @@ class Checkpointer:
         work = final.with_suffix(".tmp")
         if distributed.is_main():
             work.mkdir(parents=True)
-        dist.barrier()
+        distributed.barrier()
         dcp.save(self._tensors(), checkpoint_id=work)
         if distributed.is_main():
             state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
             (work / STATE).write_text(json.dumps(state))
             (work / WEIGHTS).write_text(json.dumps(exported_names(self.model)))
             write_files(self.files, work)
-        dist.barrier()
+        distributed.barrier()
         files = sorted(f for f in work.rglob("*") if f.is_file())[dist.get_rank() :: dist.get_world_size()]
         shares = distributed.gather_objects({str(f.relative_to(work)): fingerprint(f) for f in files})
         if distributed.is_main():
@@ -173,7 +173,7 @@ class Checkpointer:
             work.rename(final)
             for old in checkpoints_in(self.checkpoints)[self.keep_last :]:
                 _delete(old)
-        dist.barrier()
+        distributed.barrier()
 
     def export_hf(self, name: str = "hf") -> None:
         """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer. Collective.
@@ -238,7 +238,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
         write_safetensors(weights, work)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(work, folder)
-    dist.barrier()
+    distributed.barrier()
 
 
 def _delete(checkpoint: Path) -> None:

@@ -45,7 +45,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "optimisation": ("max_steps", "epochs", "minibatches", "epochs_per_rollout", "lr", "lr_schedule", "warmup_steps",
                      "min_lr_ratio", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm"),
     "run": ("output_dir", "resume", "seed", "save_every", "keep_last", "keep_best", "eval_every", "early_stop", "log",
-            "log_every"),
+            "log_every", "nccl_timeout"),
 }  # fmt: skip
 
 

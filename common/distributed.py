@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PROJECT = Path(__file__).resolve().parent.parent
+FOREVER = timedelta(days=100)
 
 _store: dist.Store | None = None  # of the whole launch, set by setup(); also to agree on which rank failed first
 _launch_rank = 0  # among all ranks of the launch; RANK and WORLD_SIZE are those of the role once setup() is done
@@ -52,12 +53,14 @@ def is_rollout_rank() -> bool:
     return _launch_rank in rollout_ranks
 
 
-def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int]:
+def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tuple[torch.device, int, int]:
     """Join the process group of this rank's role, install the signal and failure handlers and seed torch.
 
     Returns `(device, rank, world_size)`, the latter two within the role. Under torchrun the environment says who we
-    are; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Every rank gets
-    the same seed: initial weights must not depend on the rank, and nothing else draws from the global generator.
+    are; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Ranks
+    wait for each other `nccl_timeout` minutes on CUDA, and a day on the host: for a download, an export, the longest
+    completion. Every rank gets the same seed: initial weights must not depend on the rank, and nothing else draws from
+    the global generator.
 
     Exits with one line if the other ranks cannot be met.
     """
@@ -91,10 +94,12 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
         role = rollout_ranks if is_rollout_rank() else training_ranks
         rank, size, store = role.index(rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))  # vLLM reads them
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
     except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         fail(f"rank {_launch_rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
+    if device.type == "cuda":
+        dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=nccl_timeout))
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
     if num_rollout_ranks:
         default_signals()  # until both kinds have met: they wait for each other inside a library, with nothing to save
@@ -107,15 +112,18 @@ def setup(seed: int, num_rollout_ranks: int = 0) -> tuple[torch.device, int, int
 def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     """A process group over ranks of the launch whatever their role, for tensors on `device`. It has the low-level
     methods only (`send`, `recv`, `broadcast`) and waits as long as its ranks live. Collective over `ranks`."""
-    store, rank, forever = dist.PrefixStore(name, _store), ranks.index(_launch_rank), timedelta(days=100)
-    kind = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
-    return kind(store, rank, len(ranks), forever)
+    store, rank = dist.PrefixStore(name, _store), ranks.index(_launch_rank)
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, len(ranks), FOREVER)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
 def cleanup() -> None:
     """Leave the process group. Call last, after `Engine.close()`: vLLM's shutdown may already have left it."""
     if dist.is_initialized():
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()
 
 
@@ -124,21 +132,25 @@ def cleanup() -> None:
 
 def _reduce(value, op: dist.ReduceOp) -> Tensor:
     value = torch.as_tensor(value).detach()
-    value = value.to(torch.float64 if value.is_floating_point() else torch.int64)
+    value = value.to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)  # not the caller's
     if dist.is_initialized():
-        value = value.cuda() if torch.cuda.is_available() else value.clone()
         dist.all_reduce(value, op)
     return value
 
 
 def all_sum(value: Tensor | float) -> Tensor:
-    """Sum over ranks, in float64 or int64."""
+    """Sum over ranks, in float64 or int64. Numbers and CPU tensors stay on the host: no wait for the device."""
     return _reduce(value, dist.ReduceOp.SUM)
 
 
 def all_max(value: Tensor | float) -> Tensor:
-    """Maximum over ranks."""
+    """Maximum over ranks, likewise."""
     return _reduce(value, dist.ReduceOp.MAX)
+
+
+def barrier() -> None:
+    """Wait for the other ranks however long they take: on the host. (`dist.barrier` takes the accelerator.)"""
+    all_max(0)
 
 
 def gather_objects(value: object) -> list:

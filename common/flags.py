@@ -164,6 +164,8 @@ class BaseArgs:
     """jinja file with the chat template, in place of the tokenizer's own; it is exported with the tokenizer"""
     template_kwargs: tuple[str, ...] = ()
     """what else the chat template is told, as name=value: `enable_thinking=false`"""
+    nccl_timeout: MayChange[Positive[float]] = 30.0
+    """minutes after which ranks that wait for each other on CUDA give up"""
     output_dir: MayChange[str] = "runs/run"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     seed: int = 0

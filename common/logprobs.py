@@ -18,6 +18,19 @@ from common import distributed
 from common.packing import PackedBatch, Sample, pack
 
 LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
+CUDA_CHUNK, CUDA_BYTES = 1024, 2**30  # at least so many there, else as many as have so many bytes of logits
+
+
+def _chunks(hidden_TD: Tensor, head_VD: Tensor) -> list[slice]:
+    size = max(CUDA_CHUNK, CUDA_BYTES // (4 * len(head_VD))) if hidden_TD.is_cuda else LOGPROB_CHUNK
+    return [slice(start, start + size) for start in range(0, len(hidden_TD), size)]
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """a b, of bfloat16 accumulated and returned in float32: the products of two bfloat16 are exact there."""
+    if a.dtype != torch.bfloat16:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()  # no such kernel on a CPU
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -25,10 +38,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, *numbers: float):
-        logprobs_T, entropy_T, collision_T, logsumexp_T = (hidden_TD.new_empty(len(hidden_TD)) for _ in range(4))
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        logprobs_T, entropy_T, collision_T, logsumexp_T = (
+            hidden_TD.new_empty(len(hidden_TD), dtype=wide) for _ in range(4)
+        )
         correct_T = torch.empty_like(targets_T, dtype=torch.bool)
-        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
-            c = slice(start, start + LOGPROB_CHUNK)
+        for c in _chunks(hidden_TD, head_VD):
             logits_CV, _ = _logits(hidden_TD[c], head_VD, bias_V, *numbers)
             largest_C1 = logits_CV.amax(-1, keepdim=True)
             logits_CV.sub_(largest_C1)  # log-probs and entropy do not change, and nothing overflows or cancels
@@ -48,10 +63,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, *_):
         hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
-        grad_hidden_TD, grad_head_VD = torch.zeros_like(hidden_TD), torch.zeros_like(head_VD)
+        grad_hidden_TD, grad_head_VD = torch.empty_like(hidden_TD), torch.zeros_like(head_VD, dtype=logsumexp_T.dtype)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        for start in range(0, len(hidden_TD), LOGPROB_CHUNK):
-            c = slice(start, start + LOGPROB_CHUNK)
+        for c in _chunks(hidden_TD, head_VD):
             logits_CV, slope_CV = _logits(hidden_TD[c], head_VD, bias_V, *ctx.numbers)
             logp_CV = logits_CV.sub_(logsumexp_T[c, None])
             probs_CV = logp_CV.exp()
@@ -61,18 +75,22 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
             grad_CV.mul_(slope_CV)
-            grad_hidden_TD[c] = grad_CV @ head_VD
-            grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
-        return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
+            grad_CV = grad_CV.to(head_VD.dtype)
+            grad_hidden_TD[c] = _mm(grad_CV, head_VD)
+            if head_VD.dtype == torch.bfloat16:
+                grad_head_VD += _mm(grad_CV.T, hidden_TD[c])
+            else:
+                grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])  # without a second [V, D]
+        return grad_hidden_TD, grad_head_VD.to(head_VD.dtype), grad_bias_V, None, None, None, None
 
 
 def _logits(
     hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
     """Logits of a chunk [C, V], and what they change by with hidden head^T: a number, or [C, V] under a soft cap."""
-    logits_CV = hidden_CD @ head_VD.T
+    logits_CV = _mm(hidden_CD, head_VD.T)
     if bias_V is not None:
         logits_CV += bias_V
     if softcap is None:
@@ -94,11 +112,13 @@ def token_logprobs(
 
     The logits are (hidden head^T + bias) * scale, under `softcap` softcap * tanh of that / softcap.
     Log-prob of each target and entropy (nats) of each distribution, in float32 (or float64), gradients through both;
-    whether the target is the most likely token; and log sum_v p_v^2, the log-prob that two draws agree. The head is
-    float32 also when the model computes in bfloat16: that is where sampling and scoring would part first.
+    whether the target is the most likely token; and log sum_v p_v^2, the log-prob that two draws agree.
+
+    Of hidden states and a head in bfloat16 the logits are float32 all the same, as the engine's are: that is where
+    sampling and scoring would part first. Their gradient is rounded to bfloat16 before it meets either of the two.
     """
-    if hidden_TD.dtype != torch.float64:
-        hidden_TD, head_VD, bias_V = hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float()
+    if hidden_TD.dtype == torch.bfloat16:
+        bias_V = None if bias_V is None else bias_V.float()
     return _TokenLogprobs.apply(hidden_TD, head_VD, bias_V, targets_T, temperature, scale, softcap)
 
 

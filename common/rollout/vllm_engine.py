@@ -137,5 +137,5 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
-        dist.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
+        distributed.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
         self.llm.llm_engine.engine_core.shutdown()
