@@ -79,9 +79,9 @@ def test_token_logprobs_are_float32_whatever_comes_in():
 
 def test_what_bfloat16_costs():
     """Log-probs and entropies as exact as float32 sums of a thousand logits are; gradients within the two roundings to
-    bfloat16, of that of the logits and of the result: no term of a sum is off by more than 2^-8 of itself."""
+    bfloat16, of that of the logits and of the result: each is at most 2^-8."""
     generator = torch.Generator().manual_seed(1)
-    low = [(torch.randn(n, 64, generator=generator) / 2).bfloat16().requires_grad_() for n in (LOGPROB_CHUNK + 9, 1000)]
+    low = [torch.randn(n, 64, generator=generator).bfloat16().requires_grad_() for n in (LOGPROB_CHUNK + 9, 1000)]
     exact = [x.detach().double().requires_grad_() for x in low]
     targets_T = torch.randint(1000, (len(low[0]),), generator=generator)
     weights_T = torch.randn(len(low[0]), dtype=torch.float64, generator=generator)
@@ -98,7 +98,7 @@ def test_what_bfloat16_costs():
         (low[0].grad, grad_TV @ head_VD, grad_TV.abs() @ head_VD.abs()),
         (low[1].grad, grad_TV.T @ hidden_TD, grad_TV.T.abs() @ hidden_TD.abs()),
     ):
-        assert ((ours.double() - wanted).abs() < 2**-8 * 1.001 * terms).all()
+        assert ((ours.double() - wanted).abs() < 2**-7 * 1.001 * terms).all()
         assert (ours.double() - wanted).norm() < 2**-8 * wanted.norm()
 
 
