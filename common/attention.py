@@ -3,6 +3,7 @@
 Shapes: T packed tokens.
 """
 
+import inspect
 import math
 from itertools import groupby, pairwise
 
@@ -29,12 +30,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (-1, 0) is plain causal
-        groups = query.shape[1] // key.shape[1]  # torch 2.11 has no enable_gqa here
-        q, k, v = (
-            x[0].transpose(0, 1) for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
-        )
+        shared = {}  # heads of keys and values
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            shared = dict(enable_gqa=True)
+        else:  # torch before 2.12
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(
-            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window
+            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window, **shared
         )
         return out[None], None
     outputs, start = [], 0

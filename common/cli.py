@@ -26,6 +26,7 @@ import yaml
 from common import distributed
 from common.flags import BaseArgs
 
+BOOLEAN = (bool, bool | None)
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 
 # The flags that scripts share as --help shows them, after the script's own.
@@ -114,7 +115,7 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
     for i, arg in enumerate(argv):
         if not arg.startswith("--"):
             previous = out[-1].removeprefix("--") if out else ""
-            out.append(arg.capitalize() if known.get(previous) is bool else arg)
+            out.append(arg.capitalize() if known.get(previous) in BOOLEAN else arg)
             continue
         name, equals, value = arg[2:].partition("=")
         name = name.replace("-", "_")
@@ -124,8 +125,8 @@ def _canonical(args_class: type, argv: list[str]) -> list[str]:
             raise _unknown(f"--{name}", [f"--{k}" for k in known], "unknown flag ")
         out.append(f"--{name}")
         if equals:
-            out.append(value.capitalize() if known[name] is bool else value)
-        elif known[name] is bool and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
+            out.append(value.capitalize() if known[name] in BOOLEAN else value)
+        elif known[name] in BOOLEAN and (i + 1 == len(argv) or argv[i + 1].startswith("--")):
             out.append("True")
     return out
 

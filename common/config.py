@@ -55,8 +55,8 @@ class TrainArgs(BaseArgs):
     """AdamW weight decay, on matrices only (not on norms and biases)"""
     max_grad_norm: Positive[float] = 1.0
     """gradients are scaled down to this global norm; 1e9: they stay as they are"""
-    activation_checkpointing: MayChange[bool] = False
-    """recompute block activations in backward: less memory, about a third more compute"""
+    activation_checkpointing: MayChange[bool | None] = None
+    """recompute block activations in backward: far less memory, about a third more compute; default: on CUDA"""
     save_every: MayChange[Positive[int]] = 100
     """steps between checkpoints (one is always written at the end)"""
     eval_every: MayChange[NotNegative[int]] = 100

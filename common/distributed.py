@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PROJECT = Path(__file__).resolve().parent.parent
-FOREVER = timedelta(days=100)
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 
 _store: dist.Store | None = None  # of the whole launch, set by setup(); also to agree on which rank failed first
 _launch_rank = 0  # among all ranks of the launch; RANK and WORLD_SIZE are those of the role once setup() is done
@@ -57,10 +58,9 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
     """Join the process group of this rank's role, install the signal and failure handlers and seed torch.
 
     Returns `(device, rank, world_size)`, the latter two within the role. Under torchrun the environment says who we
-    are; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Ranks
-    wait for each other `nccl_timeout` minutes on CUDA, and a day on the host: for a download, an export, the longest
-    completion. Every rank gets the same seed: initial weights must not depend on the rank, and nothing else draws from
-    the global generator.
+    are; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. They wait for
+    each other `nccl_timeout` minutes on CUDA and, for a download or the longest completion, a day on the host. Every
+    rank gets the same seed: initial weights must not depend on the rank, and nothing else draws from it.
 
     Exits with one line if the other ranks cannot be met.
     """
@@ -87,10 +87,8 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
         # After a restart torchrun's store still has the addresses of the ranks that died.
         _store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         ranks = range(world_size())
-        training_ranks, rollout_ranks = (
-            ranks[: len(ranks) - num_rollout_ranks],
-            ranks[len(ranks) - num_rollout_ranks :],
-        )
+        training = len(ranks) - num_rollout_ranks
+        training_ranks, rollout_ranks = ranks[:training], ranks[training:]
         role = rollout_ranks if is_rollout_rank() else training_ranks
         rank, size, store = role.index(rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))  # vLLM reads them
@@ -114,9 +112,8 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
     methods only (`send`, `recv`, `broadcast`) and waits as long as its ranks live. Collective over `ranks`."""
     store, rank = dist.PrefixStore(name, _store), ranks.index(_launch_rank)
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, len(ranks), FOREVER)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
+        return dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(days=100))
+    (options := dist.ProcessGroupNCCL.Options())._timeout = timedelta(days=100)
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
@@ -131,8 +128,8 @@ def cleanup() -> None:
 
 
 def _reduce(value, op: dist.ReduceOp) -> Tensor:
-    value = torch.as_tensor(value).detach()
-    value = value.to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)  # not the caller's
+    value = torch.as_tensor(value)
+    value = value.detach().to(torch.float64 if value.is_floating_point() else torch.int64, copy=True)
     if dist.is_initialized():
         dist.all_reduce(value, op)
     return value
@@ -148,9 +145,7 @@ def all_max(value: Tensor | float) -> Tensor:
     return _reduce(value, dist.ReduceOp.MAX)
 
 
-def barrier() -> None:
-    """Wait for the other ranks however long they take: on the host. (`dist.barrier` takes the accelerator.)"""
-    all_max(0)
+barrier = partial(all_max, 0)  # on the host; dist.barrier would wait on the device, as long as --nccl_timeout
 
 
 def gather_objects(value: object) -> list:
@@ -184,20 +179,20 @@ def install_signal_handlers() -> None:
         _stop_signal = signum
         signal.signal(signum, signal.SIG_DFL)  # asked twice: stop at once
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in STOP_SIGNALS:
         signal.signal(signum, handler)
 
 
 def default_signals() -> None:
     """SIGTERM and SIGINT end this process at once, also inside a library: it has nothing to save."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def signals_end_the_process() -> Iterator[None]:
     """`default_signals` for a while; then as before, which may be either."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     default_signals()
     try:
         yield

@@ -153,7 +153,8 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
     hf = model.hf.requires_grad_(trainable)
     if any(name.endswith("experts") for name, _ in hf.named_modules()):
         raise ValueError(f"{what}: {hf.config.model_type} is a mixture of experts, which is not supported")
-    if trainable and args.activation_checkpointing:
+    recompute = device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
+    if trainable and recompute:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
@@ -173,35 +174,40 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
 
 @torch.no_grad()
 def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.device) -> None:
-    """Refuse a model that computes something else for a sequence in a pack than for the same sequence alone, or other
-    log-probs than its own logits give.
+    """Refuse a model in which a sequence of a pack sees the one before it, or whose log-probs are not those of its own
+    logits.
 
-    State-space and convolutional layers let one sequence see the one before it; what a model does to its logits has
-    no one name. Collective. Raises `ValueError`.
+    State-space and convolutional layers let one sequence see the other; what a model does to its logits has no one
+    name. Of two packs that differ in their first sequence's tokens only, the second sequence has the same numbers:
+    shapes, and so kernels, are the same. Collective. Raises `ValueError`.
     """
     generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randint(0, model.hf.config.vocab_size, (n,), generator=generator).tolist() for n in (13, 12))
-    samples = [Sample(ids, [True] * len(ids)) for ids in (first, second)]
-    (both,), (alone,) = pack(samples, 100, device), pack(samples[1:], 100, device)
+    drawn = torch.randint(0, model.hf.config.vocab_size, (38,), generator=generator).tolist()
+    first, other, second = (Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:]))
+    packs = [pack(samples, 100, device)[0] for samples in ([first, second], [other, second], [second])]
+    length = second.num_targets
     try:
-        packed_T, alone_T = (out[0] if isinstance(out, tuple) else out for out in (model(both), model(alone)))
+        outs = [model(mb) for mb in packs[:2]]
+        x_T, y_T = ((out[0] if isinstance(model, Policy) else out)[-length:] for out in outs)
         if isinstance(model, Policy):
             model.unshard()  # the head is in the root, whose forward this is not
-            logits_TV = model.hf(**packed_inputs(alone)).logits[0].float()
+            logits_TV = model.hf(**packed_inputs(packs[2])).logits[0].float()
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise  # these are RuntimeErrors too
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"{what}: {model.hf.config.model_type} has no packed forward: {distributed.first_line(error)}"
         ) from error
     model.reshard()  # the root stays whole after a forward without backward
-    if not alone_T.isfinite().all():
+    if not x_T.isfinite().all():
         raise ValueError(f"{what}: its weights give numbers that are not finite")
-    limit = 1e-3 if compute_dtype(args, device) == torch.float32 else 0.5  # nats; a leak is worth more than rounding
-    if not (packed_T[-alone.max_seqlen :] - alone_T).abs().max() < limit:
+    if not (x_T - y_T).abs().max() < 1e-4:
         raise ValueError(f"{what}: {model.hf.config.model_type} does not keep packed sequences apart")
     if isinstance(model, Policy):
-        own_T = logits_TV.log_softmax(-1).gather(-1, alone.targets_T[:, None])[:, 0]
-        limit *= max(1.0, logits_TV.abs().max().item() / 64)  # logits come in the compute dtype, log-probs in float32
-        if not (own_T - alone_T).abs().max() < limit:
+        own_T = logits_TV.log_softmax(-1).gather(-1, packs[2].targets_T[:, None])[:, 0]
+        # Logits come in the compute dtype, log-probs in float32: nats, more of them where logits are large.
+        limit = 1e-3 if compute_dtype(args, device) == torch.float32 else 0.5
+        if not (own_T - x_T).abs().max() < limit * max(1.0, logits_TV.abs().max().item() / 64):
             raise ValueError(f"{what}: {model.hf.config.model_type} has a head that is not supported")
 
 
