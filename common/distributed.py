@@ -261,8 +261,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     """
     in_main_thread, stop_signal = threading.current_thread() is threading.main_thread(), _stop_signal
     if in_main_thread:
-        # A rank that was killed says nothing, and the launcher ends the others as soon as it sees it: its signal must
-        # not end this one unheard. A second one ends it, should it hang here.
+        # The launcher's signal because of a rank that was killed must not end this one unheard; a second one may.
         install_signal_handlers()
     first = True
     if _store is not None:
