@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.packing import PackedBatch
+
 
 def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, **kwargs):
     """Causal attention within each sequence of the pack; nothing crosses a boundary and nothing is quadratic in T.
@@ -40,8 +42,22 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
             q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window, **shared
         )
         return out[None], None
+    return attention_by_length(query, key, value, kwargs["pack"], scaling, sliding_window, softcap), None
+
+
+@torch.compiler.disable  # it would be compiled anew for every list of offsets
+def attention_by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pack: PackedBatch,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`packed_attention` by one call for all neighbours of one length: [1, T, heads, head_dim]."""
     outputs, start = [], 0
-    lengths = [end - begin for begin, end in pairwise(kwargs["offsets"])]
+    lengths = [end - begin for begin, end in pairwise(pack.offsets)]
     for length, run in groupby(lengths):  # packs are sorted by length: neighbours of one length go as one batch
         count = len(list(run))
         # [1, heads, count * length, head_dim] -> [count, heads, length, head_dim]
@@ -58,7 +74,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
         else:
             out = capped_attention(q, k, v, mask, scaling, softcap)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [count * length, heads, head_dim]
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 def capped_attention(

@@ -68,7 +68,7 @@ def packed_inputs(mb: PackedBatch) -> dict:
         use_cache=False,
         cu_seq_lens_q=mb.cu_seqlens_N1,
         max_length_q=mb.max_seqlen,
-        offsets=mb.offsets,
+        pack=mb,  # not its list of offsets: a compiled block would be compiled anew for each
     )
 
 

@@ -1,5 +1,6 @@
 """The packed forward computes what Hugging Face's model computes, and what is loaded and exported is the checkpoint."""
 
+import random
 import shutil
 from pathlib import Path
 
@@ -266,3 +267,23 @@ def test_nothing_stays_whole(device, kind):
         out = model(mb)
         (out if kind == "value" else out[0]).sum().backward()
         assert whole_units(model) == []
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_compiled_once(device):
+    """Not for every pack: twenty of different shapes after the first add none, and their numbers are those of blocks
+    that are not compiled. The backend is the eager one: what is counted is what Dynamo hands to it."""
+    from torch._dynamo.utils import counters
+
+    generator, plain = random.Random(0), load_policy(tiny_model(), ARGS, device)
+    graphs = []
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        policy = load_policy(tiny_model(), TrainArgs(dtype="float32", compile=True), device)
+        for _ in range(21):
+            lengths = [generator.randrange(2, 40) for _ in range(generator.randrange(1, 8))]
+            batch = [Sample([generator.randrange(3, 90) for _ in range(n)], [True] * n) for n in lengths]
+            (mb,) = pack(batch, 1000, device)
+            torch.testing.assert_close(policy(mb)[0], plain(mb)[0], atol=1e-5, rtol=0)
+            policy(mb)[0].sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] > 0
