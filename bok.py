@@ -168,8 +168,8 @@ def main(args: Args) -> None:
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(groups, meter)
             measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            if step == run.first_step and (step == 0 or not args.offline):  # what is stored is of the starting model
-                check_rollout(model, groups, args, device)
+            if run.compares(step) and (step == 0 or not args.offline):  # what is stored is of the starting model
+                check_rollout(model, groups, step, args, device)
 
             # ---- 2. rank and choose ----
             ranking_PG = rewards_PG + cut_off(truncated(groups))

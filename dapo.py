@@ -160,10 +160,10 @@ def main(args: Args) -> None:
                     sample.loss_mask = [False] * len(sample.ids)
             minibatches = pack_kept(groups, kept, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if first_pass or step == run.first_step:
+                if first_pass or run.compares(step):
                     add_logprobs("old", model, minibatches, args.temperature)
-            if step == run.first_step:
-                measure.check_agreement(minibatches, args, device)
+            if run.compares(step):
+                measure.check_agreement(minibatches, step, args, device)
             threshold = entropy_threshold(minibatches, args.top_entropy)
 
             # ---- 3. update: one optimizer step per minibatch ----

@@ -227,12 +227,12 @@ def main(args: Args) -> None:
             # ---- 3. pack; log-probs of the policy that sampled and of the reference ----
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if updates > 1 or step == run.first_step:  # else the update's own forward will do
+                if updates > 1 or run.compares(step):  # else the update's own forward will do
                     add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if step == run.first_step:
-                measure.check_agreement(minibatches, args, device)
+            if run.compares(step):
+                measure.check_agreement(minibatches, step, args, device)
 
             # ---- 4. update: one optimizer step per minibatch ----
             with meter.time("train"):

@@ -165,8 +165,8 @@ def main(args: Args) -> None:
             measure.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
             rewards_PG = scores_PG + cut_off(measure.truncated(groups))
             measure_pairs(meter, rewards_PG)
-            if step == run.first_step:
-                measure.check_rollout(model, groups, args, device)
+            if run.compares(step):
+                measure.check_rollout(model, groups, step, args, device)
             chosen_and_rejected = best_and_worst(groups, rewards_PG)
 
             # ---- 3. pack the pairs; log-probs of the starting model ----

@@ -245,8 +245,8 @@ def main(args: Args) -> None:
                 add_values(value_model, minibatches)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if step == run.first_step:
-                measure.check_agreement(minibatches, args, device)
+            if run.compares(step):
+                measure.check_agreement(minibatches, step, args, device)
 
             # ---- 3. a reward for each token; advantages and returns ----
             for mb in micro_batches:

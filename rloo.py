@@ -115,12 +115,12 @@ def main(args: Args) -> None:
             measure_groups(meter, groups, scores_PG, parts, first=step == 0)
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if first_pass or step == run.first_step:
+                if first_pass or run.compares(step):
                     add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if step == run.first_step:
-                check_agreement(minibatches, args, device)
+            if run.compares(step):
+                check_agreement(minibatches, step, args, device)
 
             # ---- 3. KL and advantage: a completion is one action with one reward ----
             if reference is not None:

@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "sampling": ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "environment", "max_turns",
                  "reward", "reward_weights", "max_reward_errors", "reward_timeout", "reward_workers",
                  "unsafe_code_execution", "engine", "tensor_parallel_size", "gpu_memory_utilization", "rollout_ranks",
-                 "max_staleness", "max_logprob_difference"),
+                 "max_staleness", "max_logprob_difference", "check_every"),
     "objective": ("loss", "loss_weights", "beta", "label_smoothing", "length_normalize", "f_divergence", "f_alpha",
                   "simpo_gamma", "discopop_tau", "sft_weight", "sft_length_normalize", "kl_target", "kl_horizon",
                   "reward_scale", "reward_clip", "missing_eos_penalty", "correction", "correction_mode",

@@ -166,8 +166,10 @@ class OnlineArgs(BaseArgs):
     """with --rollout_ranks: how many steps old the weights may be that sampled what a step learns from; 0: the two
     kinds of ranks take turns, more than 1: a longer queue"""
     max_logprob_difference: Positive[float] | None = None
-    """stop if engine and trainer differ by more on any token of the first rollout; default: 1e-3 in float32, 1 in
-    bfloat16; 1e9: go on whatever they do"""
+    """stop if engine and trainer differ by more nats on one of a thousand sampled tokens, or by a tenth of it on
+    average; default: 1e-3 in float32, 0.5 in bfloat16; 1e9: go on whatever they do"""
+    check_every: MayChange[Positive[int]] = 20
+    """steps between these comparisons; the first rollout of a run is always compared"""
     log_every: MayChange[Positive[int]] = 10
     """steps between tables of samples on the console and in samples.jsonl"""
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,9 +43,10 @@ class Meter:
         """Standard deviation (dividing by n) of all values."""
         self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
 
-    def effective_fraction(self, name: str, weights: Tensor) -> None:
-        """Effective sample size of importance weights as a fraction of the samples, (mean w)^2 / mean w^2."""
-        self._entry("ess", name).append((weights.sum(), len(weights), weights.square().sum()))
+    def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
+        """Effective sample size of the importance weights in the mask as a fraction of them, (mean w)^2 / mean w^2."""
+        weights = torch.where(mask, weights, 0.0)
+        self._entry("ess", name).append((weights.sum(), mask.sum(), weights.square().sum()))
 
     def max(self, name: str, value: Tensor | float) -> None:
         self._entry("max", name).append((value, 0.0))
@@ -68,9 +70,9 @@ class Meter:
 
         What was measured of nothing (weight 0) is left out.
         """
-        local = {}
-        for name, (kind, entries) in self.values.items():
-            first, *sums = ([float(x) for x in column] for column in zip(*entries, strict=True))
+        local, numbers = {}, iter(_on_the_host([x for _, rows in self.values.values() for row in rows for x in row]))
+        for name, (kind, rows) in self.values.items():
+            first, *sums = zip(*([next(numbers) for _ in row] for row in rows), strict=True)
             combine = dict(max=max, min=min).get(kind, math.fsum)
             local[name] = (kind, combine(first), *map(math.fsum, sums))
         self.values = {}
@@ -80,13 +82,28 @@ class Meter:
             entries = [rank[name] for rank in ranks if name in rank]
             kind, (first, *sums) = entries[0][0], zip(*(entry[1:] for entry in entries), strict=True)
             if kind in ("max", "time", "min"):
-                out[name] = min(first) if kind == "min" else max(first)
+                extreme = min(first) if kind == "min" else max(first)
+                if extreme != (math.inf if kind == "min" else -math.inf):  # of nothing
+                    out[name] = extreme
             elif weight := math.fsum(sums[0]):
                 mean = out[name] = math.fsum(first) / weight
                 if kind != "mean":
                     square = math.fsum(sums[1]) / weight
                     out[name] = math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
         return out
+
+
+def _on_the_host(values: list[Tensor | float]) -> list[float]:
+    """As numbers: the host waits for a device once, not for each of them."""
+    numbers, of_device = list(values), defaultdict(list)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            of_device[value.device].append(i)
+    for indices in of_device.values():
+        stacked = torch.stack([values[i].detach().double() for i in indices])
+        for i, number in zip(indices, stacked.tolist(), strict=True):
+            numbers[i] = number
+    return [float(number) for number in numbers]
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:

@@ -97,6 +97,10 @@ class Run:
         every = self.args.eval_every
         return every > 0 and (finished % every == 0 or finished == self.total_steps)
 
+    def compares(self, step: int) -> bool:
+        """Whether engine and trainer are compared on what this step samples: at first, and every `--check_every`."""
+        return step == self.first_step or step % self.args.check_every == 0
+
     # ---- what it tells ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:

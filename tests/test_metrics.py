@@ -73,12 +73,12 @@ def test_spread_and_effective_fraction_do_not_depend_on_the_split():
         meter = Meter()
         for part in parts:
             meter.std("spread", part)
-            meter.effective_fraction("ess", part)
+            meter.effective_fraction("ess", part, torch.ones(len(part), dtype=torch.bool))
         got = meter.reduce()
         assert got["spread"] == pytest.approx(values.std(correction=0).item())
         assert got["ess"] == pytest.approx((values.mean() ** 2 / values.square().mean()).item())
     meter.std("spread", values[:0])
-    meter.effective_fraction("ess", values[:0])
+    meter.effective_fraction("ess", values, torch.zeros(len(values), dtype=torch.bool))
     assert meter.reduce() == {}
 
 
