@@ -28,7 +28,7 @@ from common.cli import parse
 from common.config import SamplingArgs
 from common.data import Encoder
 from common.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
-from common.flags import MayChange, NotNegative, OpenFraction, Positive, with_flags
+from common.flags import MayChange, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.models import Policy, load_policy
 from common.packing import Sample, pack
@@ -62,8 +62,6 @@ class Args(SamplingArgs):
     """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
     prompts_per_batch: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
-    gpu_memory_utilization: OpenFraction = 0.8
-    """fraction of each GPU's memory for vLLM's weights and KV cache"""
     domain_column: MayChange[str] = "domain"
     """column by which the table is divided, where the data has it"""
     completions: str | None = None

@@ -31,7 +31,8 @@ from common.data import Encoder, RowOrder, cut, encode_pairs
 from common.flags import Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
-from common.metrics import Meter, wilson_interval
+from common.meter import Meter
+from common.metrics import wilson_interval
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack

@@ -30,7 +30,7 @@ from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
 from common.flags import AtLeast2, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_policy
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack_minibatches

@@ -34,7 +34,7 @@ from common.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import add_logprobs, add_values
 from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_policy, load_scalar_model
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, pack_minibatches, to_samples

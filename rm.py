@@ -33,7 +33,8 @@ from common.config import TrainArgs
 from common.data import Encoder, RowOrder, encode_pairs
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
-from common.metrics import Meter, wilson_interval
+from common.meter import Meter
+from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack_groups

@@ -24,7 +24,7 @@ from common.config import TrainArgs
 from common.data import Encoder, RowOrder
 from common.flags import Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack

@@ -42,7 +42,7 @@ from common.data import Encoder
 from common.flags import with_flags
 from common.hub import load_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import compute_dtype, load_policy
 from common.optim import adamw, optimizer_step
 from common.packing import Sample, pack_groups

@@ -111,26 +111,28 @@ def gae(
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the sequence's next
     trained token and V = A = 0 behind its last one, whether an EOS or the length ended it. Tokens that are not trained
     (prompts, tool output) are passed over and get 0. `values_T[t]` is the value before targets[t] is
-    emitted; `lambda_N` has one lambda per sequence. Returns float64, shape [T].
+    emitted; `lambda_N` has one lambda per sequence. Returns float64, shape [T], on the device of `mask_T`.
     """
+    device = mask_T.device  # on the host: on a device every position would be a handful of tiny kernels
+    rewards_T, values_T, mask_T, sequence_ids_T, lambda_N = (
+        x.cpu() for x in (rewards_T, values_T, mask_T, sequence_ids_T, lambda_N)
+    )
     trained = mask_T.nonzero()[:, 0]
-    out_T = torch.zeros(len(mask_T), dtype=torch.float64, device=mask_T.device)
+    out_T = torch.zeros(len(mask_T), dtype=torch.float64)
     if len(trained) == 0:
-        return out_T
+        return out_T.to(device)
     row = sequence_ids_T[trained]
     counts_N = row.bincount(minlength=len(lambda_N))
-    column = torch.arange(len(trained), device=row.device) - (counts_N.cumsum(0) - counts_N)[row]
+    column = torch.arange(len(trained)) - (counts_N.cumsum(0) - counts_N)[row]
     # A right-padded rectangle of trained tokens: one vectorised step per position instead of one per token.
-    rewards_NL, values_NL = torch.zeros(
-        2, len(counts_N), int(counts_N.max()) + 1, dtype=torch.float64, device=row.device
-    )
+    rewards_NL, values_NL = torch.zeros(2, len(counts_N), int(counts_N.max()) + 1, dtype=torch.float64)
     rewards_NL[row, column], values_NL[row, column] = rewards_T[trained].double(), values_T[trained].double()
-    advantages_NL, decay_N = torch.zeros_like(values_NL), gamma * lambda_N.to(row.device, torch.float64)
+    advantages_NL, decay_N = torch.zeros_like(values_NL), gamma * lambda_N.double()
     for t in range(values_NL.shape[1] - 2, -1, -1):
         delta_N = rewards_NL[:, t] + gamma * values_NL[:, t + 1] - values_NL[:, t]
         advantages_NL[:, t] = delta_N + decay_N * advantages_NL[:, t + 1]
     out_T[trained] = advantages_NL[row, column]
-    return out_T
+    return out_T.to(device)
 
 
 def length_adaptive_lambda(lengths_N: Tensor, alpha: float) -> Tensor:

@@ -116,9 +116,12 @@ class SamplingArgs(BaseArgs):
     """what generates: auto is vllm where it is installed, else the slower transformers engine"""
     tensor_parallel_size: Positive[int] = 1
     """ranks that share one vLLM engine; must divide the number of ranks"""
-    gpu_memory_utilization: OpenFraction = 0.4
-    """fraction of each GPU's memory for vLLM's weights and KV cache, given back while training (not on ranks that only
-    generate: 0.9 is right there)"""
+    gpu_memory_utilization: OpenFraction | None = None
+    """fraction of each GPU's memory for vLLM's weights and KV cache, given back while training; default: 0.4 on ranks
+    that train too, 0.9 on others"""
+    batch_invariant: bool = False
+    """CUDA: kernels of vLLM whose results do not depend on what else is in the batch, so that completions do not depend
+    on the number of ranks; slower, and what it sets for matrix products holds for the trainer too"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +133,7 @@ class SamplingArgs(BaseArgs):
             raise ValueError("--environment and --reward environment, what it gives, belong together")
         self.require_read("prompt_template", self.environment is None, "the --environment says what is asked")
         self.require_read("max_turns", self.environment is not None, "there is no --environment")
+        self.require_read("batch_invariant", self.engine != "transformers", "--engine is transformers")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             raise ValueError("--tensor_parallel_size needs --engine vllm")
         if self.max_new_tokens >= self.pack_tokens:

@@ -16,7 +16,15 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
         dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+    # Its states are there from the start: an engine beside the trainer takes of the memory what is free by then.
+    for parameter in parameters:
+        optimizer.state[parameter] = dict(
+            step=torch.zeros((), device=parameter.device),
+            exp_avg=torch.zeros_like(parameter),
+            exp_avg_sq=torch.zeros_like(parameter),
+        )
+    return optimizer
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:

@@ -17,7 +17,8 @@ import torch
 from common import distributed
 from common.checkpoint import Checkpointer
 from common.config import TrainArgs
-from common.metrics import Meter, RunLogger
+from common.meter import Meter
+from common.metrics import RunLogger
 from common.models import PackedModel
 from common.optim import learning_rate
 from common.packing import Sample

@@ -347,7 +347,7 @@ def test_reward_column():
     ],
 )
 def test_reward_errors(function, limit, words, tmp_path):
-    from common.metrics import Meter
+    from common.meter import Meter
     from common.packing import Sample
 
     (tmp_path / "rewards.py").write_text(REWARD_FILE)

@@ -14,7 +14,7 @@ from common.data import Encoder
 from common.flags import with_flags
 from common.hub import load_tokenizer
 from common.logprobs import store_reference_logps
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_policy
 from common.packing import pack_groups
 from common.preference_losses import LOSSES, OVER_BATCH, preference_losses

@@ -15,7 +15,7 @@ import grpo
 from common import losses
 from common.cli import parse
 from common.flags import with_flags
-from common.metrics import Meter
+from common.meter import Meter
 from common.packing import PackedBatch, Sample, pack
 
 REWARD = '''

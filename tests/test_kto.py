@@ -14,7 +14,7 @@ import kto
 from common.data import Encoder
 from common.flags import with_flags
 from common.hub import load_tokenizer
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_policy
 from common.packing import pack
 from common.rows import KTO_COLUMNS, PAIR_COLUMNS

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
-from common.metrics import Meter
+from common.meter import Meter
 from common.packing import Sample
 from online_dpo import best_and_worst, measure_pairs
 

@@ -10,6 +10,8 @@ from common.optim import adamw, learning_rate, optimizer_step
 from common.packing import Sample, pack
 from common.tiny import tiny_model
 
+CPU = torch.device("cpu")
+
 
 def rates(total: int, **flags) -> list[float]:
     args = TrainArgs(lr=1.0, **flags)
@@ -87,7 +89,7 @@ def test_nothing_changes_when_loss_or_gradient_is_not_finite(model, bad, where):
     with pytest.raises(RunError, match=f"the {where}.*stopped before the optimizer step"):
         optimizer_step(model, optimizer, 0.1, 1.0, loss)
     assert all(torch.equal(t, before[name]) for name, t in snapshot(model).items())
-    assert not optimizer.state
+    assert all(not whole(value).any() for state in optimizer.state.values() for value in state.values())
 
 
 def test_weight_decay_is_on_matrices_only(model):
@@ -106,3 +108,21 @@ def test_adamw_takes_its_flags(model):
     optimizer = adamw(model, TrainArgs(adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.1))
     assert all(group["betas"] == (0.5, 0.6) for group in optimizer.param_groups)
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_states_are_there_before_the_first_step_and_change_nothing(model):
+    """An engine that starts later counts them; the updates are those of an optimizer that makes them as it goes."""
+    args, lazily = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), CPU)
+    ours, plain = adamw(model, args), adamw(lazily, args)
+    assert all(ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} for p in model.parameters())
+    plain.state.clear()
+    for _ in range(3):
+        for p, q in zip(model.parameters(), lazily.parameters(), strict=True):
+            p.grad = q.grad = torch.ones_like(p)
+        ours.step()
+        plain.step()
+    for p, q in zip(model.parameters(), lazily.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q))
+        assert ours.state[p]["step"] == 3 and torch.equal(
+            whole(ours.state[p]["exp_avg"]), whole(plain.state[q]["exp_avg"])
+        )

@@ -16,7 +16,7 @@ from common.advantages import gae
 from common.checkpoint import export_hf
 from common.flags import with_flags
 from common.hub import load_tokenizer, resolve_model
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_scalar_model
 from common.packing import PackedBatch, Sample, pack
 

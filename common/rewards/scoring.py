@@ -19,7 +19,7 @@ from torch import Tensor
 from common import distributed
 from common.config import SamplingArgs
 from common.hub import resolve_model
-from common.metrics import Meter
+from common.meter import Meter
 from common.packing import Sample
 from common.rewards import code_reward, math_reward
 from common.rewards.functions import REWARDS, Failure, Reward, Value

@@ -26,6 +26,7 @@ class Engine:
         self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
         self.added_ids = set(tokenizer.added_tokens_decoder)
         self.dtype = compute_dtype(args, device)
+        self.beside_trainer = trained and not distributed.is_rollout_rank()
         with untouched_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
             self._start(path)

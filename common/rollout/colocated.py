@@ -15,7 +15,7 @@ from common import distributed
 from common.config import OnlineArgs
 from common.data import RowOrder
 from common.hub import eos_token_ids
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import Policy
 from common.packing import Sample
 from common.prompts import Prompts

@@ -21,7 +21,7 @@ from torch import Tensor
 from common import distributed
 from common.config import SamplingArgs
 from common.hub import eos_token_ids
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_policy
 from common.packing import Sample
 from common.prompts import Prompts

@@ -51,14 +51,18 @@ def make_engine(
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the policy, whole, in one order on every rank (gathering is collective).
 
-    FSDP's own all-gather, one transformer block at a time and in the compute dtype: no more than a block is ever
+    FSDP's own all-gather, one transformer block at a time and in the compute dtype: no more than two blocks are ever
     whole. Copies, because vLLM holds on to them until a layer is complete. `remove_duplicate=False` names a tied
     head too: without it the engine would keep its old head and never say so.
     """
     prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
-    for unit in (model, *prefixes):
+    units = [model, *prefixes]
+    for unit in units:
         unit.reshard()  # it may still be whole, with older values, after a forward without backward
-        unit.unshard()
+    for unit, following in zip(units, [*units[1:], None], strict=True):
+        unit.unshard()  # waits for what the last turn has begun
+        if following is not None:
+            following.unshard(async_op=True)  # on its way while the engine takes this one
         for name, weight in unit.named_parameters(remove_duplicate=False):
             if not isinstance(weight, DTensor):  # of another unit, still sharded
                 yield prefixes.get(unit, "") + name.removeprefix("hf."), weight.detach().to(dtype, copy=True)

@@ -14,7 +14,7 @@ from common import distributed
 from common.advantages import group_mean
 from common.config import OnlineArgs
 from common.logprobs import add_logprobs
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import Policy, compute_dtype
 from common.packing import PackedBatch, Sample, pack_minibatches, to_samples
 from common.prompts import Prompts

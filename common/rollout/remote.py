@@ -23,7 +23,7 @@ from torch import Tensor
 from common import distributed
 from common.config import OnlineArgs
 from common.hub import eos_token_ids, load_tokenizer, resolve_model
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import Policy, compute_dtype
 from common.prompts import Prompts
 from common.rollout.colocated import Batch, Group, Rollouts

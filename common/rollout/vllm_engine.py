@@ -12,6 +12,19 @@ from common import distributed
 from common.hub import context_length
 from common.rollout.base import SEED_SPACING, Engine
 
+MAX_SEQUENCES = 256  # sampled at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several times
+
+
+def lost_asleep(worker) -> list[str]:
+    """Names of tensors of vLLM's model that sleep at level 2 would not restore: neither weights, which `load_weights`
+    brings, nor buffers, which vLLM keeps. (The cache is filled anew; the `_cpu` scales are of quantised caches.)"""
+    return [
+        f"{name}.{key}"
+        for name, module in worker.get_model().named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and key != "kv_cache" and not key.endswith("_cpu")
+    ]
+
 
 class VLLMEngine(Engine):
     """vLLM with `external_launcher`: its workers are the torchrun ranks themselves."""
@@ -21,6 +34,12 @@ class VLLMEngine(Engine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         on_cpu = self.device.type == "cpu"
+        if self.args.batch_invariant:
+            if on_cpu:
+                raise ValueError("--batch_invariant: on a CPU completions never depend on the batch they are in")
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        if self.dtype == torch.float32:
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would round to 10 bits, tf32
         if on_cpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
@@ -50,7 +69,8 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
                 generation_config="vllm",  # not the model's own top_p, top_k and penalties
                 max_model_len=max_model_len,
-                gpu_memory_utilization=self.args.gpu_memory_utilization,
+                gpu_memory_utilization=self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9),
+                max_num_seqs=MAX_SEQUENCES,
                 seed=0,  # unused: every request brings its own
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
@@ -67,6 +87,8 @@ class VLLMEngine(Engine):
             # Models that vLLM has no code of its own for (OLMo 2, SmolLM3) are transformers' own, whose class it makes
             # one that is compiled (vllm/model_executor/models/transformers/base.py). The trainer's are of it too.
             decoder.__init__, decoder.do_not_compile = make_decoder, True
+        if not on_cpu and (lost := self.llm.collective_rpc(lost_asleep)[0]):
+            raise ValueError(f"vLLM would lose {lost[0]} of this model, no weight and no buffer, while it sleeps")
         # Some of vLLM's models (Gemma 2) have no head beside the embedding and refuse weights for one.
         (self.has_head, *_) = self.llm.collective_rpc(
             lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
@@ -137,5 +159,8 @@ class VLLMEngine(Engine):
             self.llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
+        if self.device.type != "cpu" and self.llm.llm_engine.is_sleeping():
+            self.wake()  # freeing what is not mapped is a CUDA error (vllm/device_allocator/cumem.py)
+            self.llm.wake_up(tags=["kv_cache"])
         distributed.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
         self.llm.llm_engine.engine_core.shutdown()

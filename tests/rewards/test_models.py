@@ -11,7 +11,7 @@ from helpers import run
 from common.checkpoint import export_hf
 from common.distributed import RunError
 from common.hub import load_tokenizer, resolve_model
-from common.metrics import Meter
+from common.meter import Meter
 from common.models import load_scalar_model
 from common.packing import Sample
 from common.rewards.models import short_names

@@ -8,7 +8,7 @@ import torch
 from conftest import Args
 
 from common import distributed
-from common.metrics import Meter
+from common.meter import Meter
 from common.packing import Sample
 from common.prompts import Prompts
 from common.rollout import colocated

@@ -15,6 +15,7 @@ from common.models import Policy
 from common.packing import Sample, pack
 from common.rollout.base import Engine
 from common.rollout.engine import make_engine, whole_weights
+from common.rollout.vllm_engine import lost_asleep
 from common.tiny import tiny_model
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
@@ -147,6 +148,23 @@ def test_temperature_0_is_greedy(synced, policy, device):
                 ids.append(int(plain(torch.tensor([ids], device=device)).logits[0, -1].argmax()))
         assert sample.ids == ids
     assert difference(policy, groups, 1.0, device) < 1e-4  # greedy log-probs are those of the plain distribution
+
+
+def test_what_vllm_would_lose_asleep(synced):
+    """Nothing of an ordinary model; a tensor that is neither weight nor buffer is named."""
+    if not hasattr(synced, "llm"):
+        pytest.skip("only vLLM sleeps")
+
+    def with_a_table(worker) -> list[str]:
+        module = worker.get_model().model.layers[0]
+        module.table = torch.ones(3)
+        try:
+            return lost_asleep(worker)
+        finally:
+            del module.table
+
+    assert synced.llm.collective_rpc(lost_asleep) == [[]]
+    assert synced.llm.collective_rpc(with_a_table) == [["model.layers.0.table"]]
 
 
 def test_no_prompts(synced):

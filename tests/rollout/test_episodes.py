@@ -14,7 +14,7 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, run
 
 from common.data import Encoder
 from common.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
-from common.metrics import Meter
+from common.meter import Meter
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.scoring import Rewards

@@ -10,7 +10,7 @@ from conftest import Args
 
 from common import distributed
 from common.distributed import RunError
-from common.metrics import Meter
+from common.meter import Meter
 from common.packing import PackedBatch, Sample, pack
 from common.rollout import measure
 
