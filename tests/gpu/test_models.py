@@ -1,5 +1,7 @@
 """A whole model on one GPU: the packed forward and its gradient, checkpointed and compiled."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from on_gpu import DTYPES, ON_CPU, gpu, relative_error
@@ -58,23 +60,28 @@ def test_a_model_and_its_gradient(dtype, recompute, device):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_are_the_same_and_compiled_a_few_times(recompute, device):
-    """--compile: log-probs are those without it; and packs that all differ in tokens, sequences and longest sequence
-    do not compile anew each: after a few it is done. (In bfloat16: what runs on CUDA. The ordinary suite has no
-    compiler to rely on.)"""
+def test_compiled_blocks_are_the_same_and_compiled_a_few_times(recompute, device, monkeypatch):
+    """--compile: log-probs are those without it; and packs that all differ in tokens, sequences and longest sequence,
+    a filler of one token among them, do not compile anew each: after a few it is done. In bfloat16, as on CUDA by
+    default; on a CPU without inductor, and only that it computes the same: there a pack's lengths are a loop in Python.
+    No CPU twin: the ordinary suite has no compiler to rely on."""
+    if ON_CPU:
+        if recompute:
+            pytest.skip("on a CPU what is recomputed may find itself compiled anew")
+        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
     args = dict(dtype="bfloat16", activation_checkpointing=recompute)
     torch._dynamo.reset()
     counters.clear()
     compiled = load_policy(tiny_model(), TrainArgs(compile=True, **args), device)
     plain, compilations = load_policy(tiny_model(), TrainArgs(**args), device), []
-    for n in range(3 if ON_CPU else 20):
-        (mb,) = pack(samples((130 - 5 * n, *(20 + 3 * i for i in range(2 + n % 5)))), 1000, device)
+    for n in range(4 if ON_CPU else 20):
+        lengths = (2,) if n == 3 else (130 - 5 * n, *(20 + 3 * i for i in range(2 + n % 5)))
+        (mb,) = pack(samples(lengths), 1000, device)
         logprobs_T, *_ = compiled(mb)
         (logprobs_T * mb.loss_mask_T).sum().backward()
         with torch.no_grad():
             assert (logprobs_T - plain(mb)[0]).abs().mean() < VALUE["bfloat16"]
         compilations.append(counters["stats"]["unique_graphs"])
     assert compilations[0] > 0
-    if not ON_CPU:  # there a pack's lengths are a loop in Python
-        assert compilations[-1] == compilations[5] and compilations[-1] <= 4 * 4, compilations
+    assert ON_CPU or compilations[-1] == compilations[7] <= 16, compilations
     assert all(p.grad.full_tensor().isfinite().all() for p in compiled.parameters())
