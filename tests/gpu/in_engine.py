@@ -118,10 +118,12 @@ def agreement(*which) -> tuple[Both, dict]:
 
 
 def early_ends(*which) -> tuple[Both, dict]:
-    """Most completions end early and at different steps, and the engine goes to sleep at once."""
+    """Most completions end early and at different steps, and the engine goes to sleep at once, or gets weights."""
     both, rounds = Both(*which), []
-    for _ in range(3):
+    for _ in range(2):
         both.wake()
+        rounds.append(both.generate(1.0, n=16))
+        both.wake()  # it is: as on ranks that only generate
         rounds.append(both.generate(1.0, n=16))
         both.engine.sleep()
     samples = [*chain(*rounds[0])]
