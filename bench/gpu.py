@@ -251,7 +251,7 @@ def table(rows: list[dict]) -> str:
     ]
     for r in rows:
         rate, speed = r["flop"] / r["seconds"], r["tokens"] / r["seconds"]
-        numbers = (f"{rate / 1e12:.2f}", f"{rate / rates[r['dtype']]:.0%}") if r["flop"] else ("", "")
+        numbers = (f"{rate / 1e12:.3g}", f"{rate / rates[r['dtype']]:.0%}") if r["flop"] else ("", "")
         ends = (f"{speed:,.0f}" if r["tokens"] else "", f"{r['memory'] / 1e9:.2f}" if r["memory"] else "")
         cells = (r["part"], r["size"], r["dtype"], f"{1e3 * r['seconds']:.1f}", *numbers, *ends)
         lines.append("| " + " | ".join(cells) + " |")

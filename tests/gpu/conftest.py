@@ -1,7 +1,8 @@
 """What can only be proven with GPUs: `make gpu-test`, docs/gpu.md.
 
 A test marked `gpu(n)` needs n GPUs and is skipped in one line where there are fewer. Nothing here touches CUDA or
-imports vLLM before a test runs, so that the ordinary suite, which collects these files too, only skips them.
+imports vLLM before a test runs, so that the ordinary suite, which collects these files too, only skips them, also on a
+machine with GPUs: its two processes would share one.
 
     ONEFILE_GPU_TESTS_ON_CPU=1 python -m pytest -m gpu tests/gpu -k ...
 
@@ -20,6 +21,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker is None or ON_CPU:
         return
+    if "gpu" not in item.config.option.markexpr:
+        pytest.skip("a test for GPUs: make gpu-test")
     (needed,) = marker.args
     if (found := torch.cuda.device_count()) < needed:
         pytest.skip(f"needs {needed} GPUs, {found} found")

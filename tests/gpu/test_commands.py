@@ -12,13 +12,13 @@ import pytest
 from helpers import ROOT, metrics
 from on_gpu import ON_CPU, finished, gpu, launch
 
-STEPS = 1 if ON_CPU else 3
+STEPS = 2 if ON_CPU else 3
 OFFLINE = ("sft.py", "dpo.py", "rm.py")
 # What README.md leaves to the reader.
 NAMES = {"./sft/hf": "Qwen/Qwen3-1.7B", "runs/qwen3_grpo/hf": "Qwen/Qwen3-1.7B", "prompts.jsonl": "openai/gsm8k",
          "model:./rm/hf": "gsm8k"}  # fmt: skip
 # On a CPU the built-in model and task stand in for what the commands name, and a rank or two for eight.
-SMALL = ("--model", "tiny", "--dataset", "arithmetic") if ON_CPU else ()
+SMALL = ("--model", "tiny", "--dataset", "arithmetic", "--template_kwargs") if ON_CPU else ()
 SMALL_ONLINE = ("--prompt_template", "{prompt}", "--max_new_tokens", 4, "--pack_tokens", 512, "--reward", "characters",
                 "--engine", "transformers") if ON_CPU else ()  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_the_readmes_commands(words, tmp_path, from_the_hub):
     test prints (pytest -s). CPU twin: test_config.py for the recipes' flags; the scripts' own tests."""
     script, *flags = words
     online, ranks = script not in OFFLINE, 8
-    mine = [*flags, *SMALL, *(SMALL_ONLINE if online else ()), "--output_dir", tmp_path]
+    mine = [*flags, *SMALL, "--output_dir", tmp_path, *(SMALL_ONLINE if online else ())]
     if script == "eval.py":
         mine += ["--max_prompts", 64]
     else:

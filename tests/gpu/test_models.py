@@ -5,7 +5,6 @@ from functools import partialmethod
 import pytest
 import torch
 from on_gpu import DTYPES, ON_CPU, gpu, relative_error
-from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from common.config import TrainArgs
@@ -65,6 +64,8 @@ def test_compiled_blocks_are_the_same_and_compiled_a_few_times(recompute, device
     a filler of one token among them, do not compile anew each: after a few it is done. In bfloat16, as on CUDA by
     default; on a CPU without inductor, and only that it computes the same: there a pack's lengths are a loop in Python.
     No CPU twin: the ordinary suite has no compiler to rely on."""
+    from torch._dynamo.utils import counters  # takes a while
+
     if ON_CPU:
         if recompute:
             pytest.skip("on a CPU what is recomputed may find itself compiled anew")
