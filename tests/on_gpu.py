@@ -48,9 +48,8 @@ def launch(ranks: int, script: str, *flags: object, code: int = 0, **variables: 
 def measured(program: Path, *arguments: object) -> dict:
     """What a program of tests/gpu says on its last line: it has a process of its own, as vLLM starts once in one."""
     environ = environment(ONEFILE_GPU_TESTS_ON_CPU="1" if ON_CPU else "0")
-    done = subprocess.run(
-        [sys.executable, str(program), *map(str, arguments)], cwd=ROOT, env=environ, capture_output=True, text=True
-    )
+    call = [sys.executable, str(program), *map(str, arguments)]
+    done = subprocess.run(call, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=3 * PATIENCE)
     return json.loads(finished(done).stdout.splitlines()[-1])
 
 

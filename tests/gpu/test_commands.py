@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, metrics
+from helpers import PATIENCE, ROOT, metrics
 from on_gpu import ON_CPU, finished, gpu, launch
 
 STEPS = 2 if ON_CPU else 3
@@ -46,7 +46,9 @@ def test_the_demo_to_its_end(tmp_path):
     it ends at 0.94. CPU twin: test_demo.py."""
     for path in [*ROOT.glob("*.py"), ROOT / "common", ROOT / "configs"]:
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
-    done = subprocess.run([sys.executable, "demo.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "demo.py"], cwd=tmp_path, capture_output=True, text=True, timeout=6 * PATIENCE
+    )
     assert "greedy exact match" in finished(done).stdout
     scores = [line["eval/pass_at_1"] for line in metrics(tmp_path / "runs/demo/grpo") if "eval/pass_at_1" in line]
     assert scores[0] < 0.6 and scores[-1] > 0.8, scores
