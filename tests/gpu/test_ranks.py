@@ -55,7 +55,7 @@ def test_ranks_that_only_generate(engine, staleness, tmp_path):
     launch(2, "grpo.py", *SHORT, "--engine", engine, *where)
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
-    assert max(line["sampling/staleness/max"] for line in lines) == staleness
+    assert max(line["sampling/staleness/max"] for line in lines) <= staleness
     for line in lines:
         assert line["sampling/staleness/max"] > 0 or line["sampling/sampling_logp_difference/mean"] < 0.02
 
