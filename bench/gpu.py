@@ -1,0 +1,306 @@
+"""What the machine's matrix units are used for: the hot parts of training and the engine, as one Markdown table.
+
+    python bench/gpu.py                      # a GPU with 40 GB or more; smaller ones: --layers 8 --tokens 4096
+    OMP_NUM_THREADS=1 python bench/gpu.py    # without a GPU: --small is the default and shows that it runs, no more
+
+The measure is the machine's own rate of square matrix products, in bfloat16 and in float32 (TF32 is off). Parts:
+- attention: common.attention.packed_attention over a pack of equal sequences, one layer;
+- token log-probs: common.logprobs.token_logprobs, head and all, at the model's width and vocabulary;
+- micro-batch: forward and backward of a whole policy (FSDP2, one rank), without and with activation checkpointing, and
+  a step of AdamW;
+- engine: tokens per second, and the seconds of weight sync, sleep and wake.
+`--model random`, the default, is made on the spot in the shape of Qwen3-1.7B.
+
+Operations are those the mathematics needs, recomputation is none: attention 2 heads head_dim L^2 per sequence forward
+(causal: half) and twice that backward; log-probs 2 T V D and 4 T V D; a micro-batch 6 N T and attention, where N counts
+the head but no embedding beside it. Every part is a process of its own, twice for warm-up and then the median of
+`--rounds`. Memory is the peak in that process, on CUDA of what the allocator gave out.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from bench.logprobs import peak, reset_peak
+from common import distributed
+from common.attention import packed_attention
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.logprobs import token_logprobs
+from common.models import load_policy, packed_inputs
+from common.optim import adamw, optimizer_step
+from common.packing import PackedBatch, Sample, pack
+from common.rollout.engine import make_engine, whole_weights
+from common.tiny import build_tokenizer
+
+PARTS = ("matmul", "attention", "logprobs", "plain", "checkpointed", "engine")
+LARGE = dict(layers=28, width=2048, vocabulary=151_936, tokens=8192, length=1024, matrix=8192, prompts=256, new=256)
+SMALL = dict(layers=2, width=256, vocabulary=2000, tokens=512, length=128, matrix=512, prompts=8, new=8)
+HEAD_DIM = 128
+
+
+@dataclass
+class Args(OnlineArgs, SamplingArgs, TrainArgs):
+    """Flags of a script that samples and trains."""
+
+
+# ---- measuring ----
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(call: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> float:
+    times = []
+    for _ in range(2 + rounds):
+        before()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def row(part: str, size: str, dtype: str, seconds: float, flop: float = 0, tokens: int = 0, memory: int = 0) -> dict:
+    return dict(part=part, size=size, dtype=dtype, seconds=seconds, flop=flop, tokens=tokens, memory=memory)
+
+
+def there_and_back(name, size, dtype, forward, inputs, flop, flags, device) -> list[dict]:
+    """Rows of a function: forward, and backward, which is forward and backward without forward."""
+    gradient = torch.randn_like(forward())
+    one = seconds(forward, flags.rounds)
+    start = reset_peak(device.type)
+    both = seconds(lambda: torch.autograd.grad(forward(), inputs, gradient), flags.rounds)
+    memory = peak(device.type) - start
+    return [
+        row(f"{name}, forward", size, dtype, one, flop),
+        row(f"{name}, backward", size, dtype, both - one, 2 * flop, memory=memory),
+    ]
+
+
+# ---- parts ----
+
+
+def matmul(flags, device, dtype) -> list[dict]:
+    n, rows = flags.matrix, []
+    for each in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(n, n, device=device).to(each) for _ in range(2))
+        rows.append(row("matmul", f"{n}^3", name_of(each), seconds(lambda a=a, b=b: a @ b, flags.rounds), 2 * n**3))
+    return rows
+
+
+def one_pack(flags, vocabulary: int, device) -> PackedBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (flags.tokens // flags.length, flags.length + 1), generator=generator).tolist()
+    (mb,) = pack([Sample(i, [True] * len(i)) for i in ids], flags.tokens, device)
+    return mb
+
+
+def attention_flop(mb: PackedBatch, heads: int, head_dim: int) -> int:
+    """Of one layer's forward."""
+    lengths = [end - begin for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False)]
+    return sum(2 * heads * head_dim * length**2 for length in lengths)
+
+
+def attention(flags, device, dtype) -> list[dict]:
+    mb, heads = one_pack(flags, flags.vocabulary, device), flags.width // HEAD_DIM
+    shapes = [(1, n, len(mb.targets_T), HEAD_DIM) for n in (heads, heads // 2, heads // 2)]
+    inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    of_pack = packed_inputs(mb)
+    for name in ("input_ids", "position_ids", "use_cache"):
+        del of_pack[name]
+    module = torch.nn.Identity()
+
+    def forward():
+        return packed_attention(module, *inputs, None, HEAD_DIM**-0.5, **of_pack)[0]
+
+    size, flop = f"{flags.tokens} tokens in sequences of {flags.length}", attention_flop(mb, heads, HEAD_DIM)
+    return there_and_back("attention", size, name_of(dtype), forward, inputs, flop, flags, device)
+
+
+def logprobs(flags, device, dtype) -> list[dict]:
+    T, D, V = flags.tokens, flags.width, flags.vocabulary
+    inputs = [(torch.randn(n, D, device=device) * D**-0.5).to(dtype).requires_grad_() for n in (T, V)]
+    targets_T = torch.randint(V, (T,), device=device)
+
+    def forward():
+        return token_logprobs(*inputs, targets_T)[0]
+
+    size, flop = f"T={T} D={D} V={V}", 2 * T * D * V
+    return there_and_back("token log-probs", size, name_of(dtype), forward, inputs, flop, flags, device)
+
+
+def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
+    args = Args(activation_checkpointing=checkpointing, pack_tokens=flags.tokens, max_new_tokens=1)
+    policy = load_policy(flags.model, args, device)
+    optimizer, config = adamw(policy, args), policy.hf.config.get_text_config()
+    mb = one_pack(flags, config.vocab_size, device)
+    tokens, loss = len(mb.targets_T), torch.zeros((), device=device)
+
+    def step():
+        logprobs_T, *_ = policy(mb)
+        (-logprobs_T.mean()).backward()
+
+    start = reset_peak(device.type)
+    took = seconds(step, flags.rounds, before=lambda: optimizer.zero_grad(set_to_none=True))
+    memory = peak(device.type) if device.type == "cuda" else peak(device.type) - start
+    parameters = sum(p.numel() for p in policy.parameters())
+    if not config.tie_word_embeddings:
+        parameters -= policy.hf.get_input_embeddings().weight.numel()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_attention = 3 * config.num_hidden_layers * attention_flop(mb, config.num_attention_heads, head_dim)
+    how = ", activation checkpointing" if checkpointing else ""
+    rows = [row(f"micro-batch{how}", f"N={parameters / 1e6:.0f}M, {tokens} tokens", name_of(dtype), took,
+                6 * parameters * tokens + of_attention, tokens, memory)]  # fmt: skip
+    if checkpointing:
+        took = seconds(lambda: optimizer_step(policy, optimizer, 1e-6, 1.0, loss), flags.rounds, before=step)
+        memory = peak(device.type) if device.type == "cuda" else 0
+        rows.append(row("clip and AdamW", f"{parameters / 1e6:.0f}M", "float32", took, memory=memory))
+    return rows
+
+
+def engine(flags, device, dtype) -> list[dict]:
+    args = Args(max_new_tokens=flags.new, pack_tokens=flags.tokens, gpu_memory_utilization=0.4)
+    policy, tokenizer = load_policy(flags.model, args, device), load_tokenizer(flags.model)
+    sampler = make_engine(flags.model, args, eos_token_ids(flags.model, tokenizer), tokenizer, device)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = policy.hf.config.get_text_config().vocab_size
+    prompts = torch.randint(vocabulary, (flags.prompts, flags.length // 2), generator=generator).tolist()
+    kind, times, tokens = type(sampler).__name__, {name: [] for name in ("wake", "sync", "generate", "sleep")}, 0
+
+    def timed(name: str, call: Callable[[], object]) -> object:
+        synchronize()
+        start = time.perf_counter()
+        result = call()
+        synchronize()
+        times[name].append(time.perf_counter() - start)
+        return result
+
+    for n in range(1 + flags.rounds):
+        timed("wake", sampler.wake)
+        timed("sync", lambda: sampler.load_weights(whole_weights(policy, sampler.dtype)))
+        seeds = [n * flags.prompts + i for i in range(flags.prompts)]
+        groups = timed("generate", lambda seeds=seeds: sampler.generate(prompts, 1, seeds, 1.0))
+        tokens = sum(len(sample.completion_ids) for group in groups for sample in group)  # of the last; EOS is rare
+        timed("sleep", sampler.sleep)
+    size = f"{flags.prompts} prompts of {flags.length // 2}, {flags.new} new tokens"
+    took = {name: median(values[1:]) for name, values in times.items()}
+    rows = [row(f"{kind}: generate", size, name_of(dtype), took["generate"], tokens=tokens)]
+    rows += [row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep", "wake")]
+    sampler.close()
+    return rows
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def measure(flags) -> None:
+    """One part in this process; its rows are JSON on the last line."""
+    device, *_ = distributed.setup(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # what --dtype auto computes in
+    if flags.only in ("plain", "checkpointed"):
+        rows = micro_batch(flags, device, dtype, flags.only == "checkpointed")
+    else:
+        rows = globals()[flags.only](flags, device, dtype)
+    distributed.cleanup()
+    print(json.dumps(rows), flush=True)
+
+
+# ---- all of them ----
+
+
+def random_model(flags, folder: str) -> str:
+    """A checkpoint in the shape of Qwen3, with random weights and the tokenizer of `tiny`."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers.utils import logging
+
+    heads, tokenizer = flags.width // HEAD_DIM, build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=flags.vocabulary, hidden_size=flags.width, intermediate_size=3 * flags.width,
+        num_hidden_layers=flags.layers, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=HEAD_DIM,
+        max_position_embeddings=40_960, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    logging.disable_progress_bar()
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def table(rows: list[dict]) -> str:
+    rates = {r["dtype"]: r["flop"] / r["seconds"] for r in rows if r["part"] == "matmul"}
+    lines = [
+        "| part | size | dtype | ms | TFLOP/s | of matmul | tokens/s | peak GB |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for r in rows:
+        rate, speed = r["flop"] / r["seconds"], r["tokens"] / r["seconds"]
+        numbers = (f"{rate / 1e12:.3g}", f"{rate / rates[r['dtype']]:.0%}") if r["flop"] else ("", "")
+        ends = (f"{speed:,.0f}" if r["tokens"] else "", f"{r['memory'] / 1e9:.2f}" if r["memory"] else "")
+        cells = (r["part"], r["size"], r["dtype"], f"{1e3 * r['seconds']:.1f}", *numbers, *ends)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random", help="random, or a folder or name as scripts take it")
+    parser.add_argument("--small", action="store_true", default=not torch.cuda.is_available(), help="sizes for a CPU")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--out", default="runs/gpu.md", help="the table's file")
+    for name, value in LARGE.items():
+        parser.add_argument(f"--{name}", type=int, help=f"default: {value}, small: {SMALL[name]}")
+    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)  # what the child processes get
+    flags = parser.parse_args()
+    for name, value in (SMALL if flags.small else LARGE).items():
+        setattr(flags, name, value if getattr(flags, name) is None else getattr(flags, name))
+    if flags.only:
+        return measure(flags)
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_model(flags, folder) if flags.model == "random" else resolve_model(flags.model)
+        sizes = [f"--{name}={getattr(flags, name)}" for name in LARGE]
+        rows = []
+        for part in dict.fromkeys(["matmul", *flags.parts]):
+            command = [
+                sys.executable,
+                __file__,
+                "--only",
+                part,
+                "--model",
+                model,
+                "--rounds",
+                str(flags.rounds),
+                *sizes,
+            ]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+            if done.returncode:
+                sys.exit(f"{part} failed; its message is above")
+            rows += json.loads(done.stdout.splitlines()[-1])
+            print(f"{part} done", file=sys.stderr, flush=True)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    text = f"{where}, torch {torch.__version__}, median of {flags.rounds}\n\n{table(rows)}\n"
+    out = Path(flags.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""One case of test_engine.py in a process of its own: `python tests/gpu/in_engine.py CASE ENGINE DTYPE MODEL`.
+
+A policy and an engine of one rank, as a script has them. What was measured is JSON on the last line.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import torch
+
+from common import distributed
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.hub import eos_token_ids, load_tokenizer
+from common.models import load_policy
+from common.optim import adamw, optimizer_step
+from common.packing import pack
+from common.rollout.engine import make_engine, whole_weights
+from common.tiny import tiny_model
+
+TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=", "9", "x" * 40, "7 times 8 is ")
+
+
+@dataclass
+class Args(OnlineArgs, SamplingArgs, TrainArgs):
+    """Flags of a script that samples and trains."""
+
+
+class Both:
+    """Policy and engine."""
+
+    def __init__(self, kind: str, dtype: str, path: str, trained: bool = True):
+        self.device, *_ = distributed.setup(0)
+        # A part of the GPU that fits beside what else runs there.
+        self.args = Args(engine=kind, dtype=dtype, max_new_tokens=24, gpu_memory_utilization=0.3, lr=1e-2)
+        tokenizer = load_tokenizer(path)
+        self.policy = load_policy(path, self.args, self.device)
+        self.optimizer = adamw(self.policy, self.args)
+        eos_ids = eos_token_ids(path, tokenizer)
+        self.engine = make_engine(path, self.args, eos_ids, tokenizer, self.device, trained)
+        self.prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+
+    def wake(self) -> None:
+        self.engine.wake()
+        self.engine.load_weights(whole_weights(self.policy, self.engine.dtype))
+
+    def generate(self, temperature: float, n: int = 1, seed: int = 1):
+        seeds = [distributed.fold_seed(seed, i) for i in range(len(self.prompts))]
+        return self.engine.generate(self.prompts, n, seeds, temperature)
+
+    @torch.no_grad()
+    def differences(self, groups, temperature: float) -> dict[str, float]:
+        """Of the engine's log-probs and the policy's, over the sampled tokens."""
+        found = []
+        for mb in pack([*chain(*groups)], 4096, self.device):
+            logprobs_T, *_ = self.policy(mb, temperature=temperature)
+            found.append((logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs())
+        found = torch.cat(found)
+        self.policy.reshard()  # the root stays whole after a forward without backward
+        return dict(mean=found.mean().item(), max=found.max().item(), tokens=len(found))
+
+    def negate(self) -> None:
+        """Change the policy, so that it says something else; a second time: back."""
+        self.policy.reshard()
+        with torch.no_grad():
+            for name, parameter in self.policy.named_parameters():
+                if name.endswith("v_proj.weight"):
+                    parameter.to_local().neg_()
+
+
+def ids_of(groups) -> list[list[int]]:
+    return [sample.ids for sample in chain(*groups)]
+
+
+def free_memory() -> int:
+    """Bytes that another process could get; constant where there is no GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def cycles(*which) -> tuple[Both, dict]:
+    """A fresh engine with the checkpoint's weights, then three times asleep, awake and given the same weights."""
+    both = Both(*which, trained=False)
+    fresh = ids_of(both.generate(0.0))
+    both.engine.sleep()
+    both.negate()
+    both.wake()
+    others = ids_of(both.generate(0.0))
+    both.negate()
+    same, free = [], []
+    for _ in range(3):
+        both.engine.sleep()
+        free.append(free_memory())
+        both.wake()
+        same.append(ids_of(both.generate(0.0)) == fresh)
+    return both, dict(same=same, changed=others != fresh, free=free)
+
+
+def agreement(*which) -> tuple[Both, dict]:
+    both, found = Both(*which), {}
+    both.wake()
+    for temperature in (1.0, 0.7):
+        groups = both.generate(temperature, n=16)
+        found[temperature] = both.differences(groups, temperature)
+        both.wake()  # the same weights once more, and no prefix that is cached
+        found[temperature]["again"] = ids_of(both.generate(temperature, n=16)) == ids_of(groups)
+        found[temperature]["wrong"] = both.differences(groups, temperature * 1.2)
+    return both, found
+
+
+def early_ends(*which) -> tuple[Both, dict]:
+    """Most completions end early and at different steps, and the engine goes to sleep at once, or gets weights."""
+    both, rounds = Both(*which), []
+    for _ in range(2):
+        both.wake()
+        rounds.append(both.generate(1.0, n=16))
+        both.wake()  # it is: as on ranks that only generate
+        rounds.append(both.generate(1.0, n=16))
+        both.engine.sleep()
+    samples = [*chain(*rounds[0])]
+    return both, dict(
+        same=[ids_of(groups) == ids_of(rounds[0]) for groups in rounds],
+        lengths=sorted({len(sample.completion_ids) for sample in samples}),
+        reasons=sorted({sample.finish_reason for sample in samples}),
+    )
+
+
+def step(*which) -> tuple[Both, dict]:
+    """Rollout, one step of Adam while the engine sleeps, and awake with the new weights."""
+    both = Both(*which)
+    both.wake()
+    before = both.generate(1.0, n=4)
+    both.engine.sleep()
+    (mb,) = pack([*chain(*before)], 4096, both.device)
+    logprobs_T, *_ = both.policy(mb)
+    loss = -(logprobs_T * mb.loss_mask_T).sum() / mb.loss_mask_T.sum()
+    loss.backward()
+    grad_norm = optimizer_step(both.policy, both.optimizer, 1e-2, 1.0, loss.detach())
+    stale = both.differences(before, 1.0)
+    both.wake()
+    after = both.generate(1.0, n=4)
+    return both, dict(grad_norm=grad_norm, stale=stale, after=both.differences(after, 1.0))
+
+
+if __name__ == "__main__":
+    case, kind, dtype, path = sys.argv[1:]
+    if os.environ.get("ONEFILE_GPU_TESTS_ON_CPU") != "1":
+        assert torch.cuda.is_available()
+    both, found = globals()[case](kind, dtype, tiny_model() if path == "tiny" else path)
+    both.engine.close()
+    distributed.cleanup()
+    print(json.dumps(found), flush=True)

@@ -1,0 +1,88 @@
+"""A whole model on one GPU: the packed forward and its gradient, checkpointed and compiled."""
+
+from functools import partialmethod
+
+import pytest
+import torch
+from on_gpu import DTYPES, ON_CPU, gpu, relative_error
+from transformers import AutoModelForCausalLM
+
+from common.config import TrainArgs
+from common.models import load_policy
+from common.packing import Sample, pack
+from common.tiny import tiny_model
+
+pytestmark = gpu(1)
+VALUE = dict(bfloat16=0.02, float32=2e-5)  # nats, in the mean over the tokens
+GRADIENT = dict(bfloat16=0.05, float32=1e-4)  # of all parameters, of the norm
+
+
+def samples(lengths=(130, 77, 77, 40, 23, 3)) -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
+    return [Sample(i, [t % 3 != 0 for t in range(len(i))]) for i in ids]
+
+
+def ours(device, **flags) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and the gradient of their sum over the trained tokens."""
+    policy = load_policy(tiny_model(), TrainArgs(**flags), device)
+    (mb,) = pack(samples(), 1000, device)
+    logprobs_T, *_ = policy(mb)
+    (logprobs_T * mb.loss_mask_T).sum().backward()
+    gradient = [p.grad.full_tensor().flatten() for _, p in sorted(policy.hf.named_parameters())]
+    return logprobs_T.detach(), torch.cat(gradient)
+
+
+def theirs(device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of transformers' own model, sequence by sequence, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).to(device)
+    everything = []
+    for sample in samples():
+        logits = model(torch.tensor([sample.ids[:-1]], device=device), use_cache=False).logits[0].double()
+        targets = torch.tensor(sample.ids[1:], device=device)
+        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        (logprobs * torch.tensor(sample.loss_mask[1:], device=device)).sum().backward()
+        everything.append(logprobs.detach())
+    gradient = [p.grad.flatten() for _, p in sorted(model.named_parameters())]
+    return torch.cat(everything), torch.cat(gradient)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_and_its_gradient(dtype, recompute, device):
+    """FSDP2, packed attention and the chunked head together are transformers' own model, with what is recomputed in
+    backward and without. CPU twin: test_models.test_gradient_does_not_depend_on_packing."""
+    logprobs_T, gradient = ours(device, dtype=dtype, activation_checkpointing=recompute)
+    expected_T, exact = theirs(device)
+    assert (logprobs_T - expected_T).abs().mean() < VALUE[dtype]
+    assert relative_error(gradient, exact) < GRADIENT[dtype]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_are_the_same_and_compiled_a_few_times(recompute, device, monkeypatch):
+    """--compile: log-probs are those without it; and packs that all differ in tokens, sequences and longest sequence,
+    a filler of one token among them, do not compile anew each: after a few it is done. In bfloat16, as on CUDA by
+    default; on a CPU without inductor, and only that it computes the same: there a pack's lengths are a loop in Python.
+    No CPU twin: the ordinary suite has no compiler to rely on."""
+    from torch._dynamo.utils import counters  # takes a while
+
+    if ON_CPU:
+        if recompute:
+            pytest.skip("on a CPU what is recomputed may find itself compiled anew")
+        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
+    args = dict(dtype="bfloat16", activation_checkpointing=recompute)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = load_policy(tiny_model(), TrainArgs(compile=True, **args), device)
+    plain, compilations = load_policy(tiny_model(), TrainArgs(**args), device), []
+    for n in range(4 if ON_CPU else 20):
+        lengths = (2,) if n == 3 else (130 - 5 * n, *(20 + 3 * i for i in range(2 + n % 5)))
+        (mb,) = pack(samples(lengths), 1000, device)
+        logprobs_T, *_ = compiled(mb)
+        (logprobs_T * mb.loss_mask_T).sum().backward()
+        with torch.no_grad():
+            assert (logprobs_T - plain(mb)[0]).abs().mean() < VALUE["bfloat16"]
+        compilations.append(counters["stats"]["unique_graphs"])
+    assert compilations[0] > 0
+    assert ON_CPU or compilations[-1] == compilations[7] <= 16, compilations
+    assert all(p.grad.full_tensor().isfinite().all() for p in compiled.parameters())
