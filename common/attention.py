@@ -37,16 +37,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
             q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window
         )
         return out[None], None
-    outputs, start = [], 0
     lengths = [end - begin for begin, end in pairwise(kwargs["offsets"])]
-    for length, run in groupby(lengths):  # packs are sorted by length: neighbours of one length go as one batch
-        count = len(list(run))
-        # [1, heads, count * length, head_dim] -> [count, heads, length, head_dim]
-        q, k, v = (
-            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-            for x in (query, key, value)
-        )
-        start += count * length
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]  # packs are sorted: one call for equals
+    # One split, not slices: the gradient of each slice would be as large as the whole pack.
+    sides = (x.squeeze(0).split([length * count for length, count in runs], dim=1) for x in (query, key, value))
+    outputs = []
+    for (length, count), *parts in zip(runs, *sides, strict=True):
+        # [heads, count * length, head_dim] -> [count, heads, length, head_dim]
+        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in parts)
         mask = None
         if sliding_window is not None and length > sliding_window:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
