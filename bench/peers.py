@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-BATCH, GROUP, NEW_TOKENS, CORES = 16, 16, 64, 2
+NEW_TOKENS, CORES = 64, 2
 TARGETS = dict(sft=3.5, dpo=4.5, rm=4.5, grpo=1.6)
 MICRO = dict(sft=2, dpo=2, rm=2, grpo=16)  # rows, pairs or completions in a micro-batch of "TRL, 2 ranks"
 SIDES = {"ours, 2 ranks": 2, "ours, 2 threads": 1, "TRL, whole batch": 1, "TRL, 2 ranks": 2}  # ranks of each
@@ -80,17 +81,18 @@ def write_rows(dataset: str, folder: Path, count: int) -> None:
 # ---- the two sides ----
 
 
-def our_command(script: str, folder: Path, steps: int) -> list[str]:
-    flags = dict(model=folder / "model", dataset=folder / "rows.jsonl", output_dir=folder / "run", max_steps=steps)
-    flags |= dict(lr=1e-5, eval_every=0, save_every=1000, resume="never", dtype="float32", seed=0)
+def our_command(script: str, folder: Path, flags) -> list[str]:
+    ours = dict(model=folder / "model", dataset=folder / "rows.jsonl", output_dir=folder / "run", lr=1e-5)
+    ours |= dict(max_steps=flags.steps, eval_every=0, save_every=1000, resume="never", dtype="float32", seed=0)
     if script == "grpo":
-        flags |= dict(prompts_per_step=BATCH, samples_per_prompt=GROUP, max_new_tokens=NEW_TOKENS, reward="characters")
+        ours |= dict(prompts_per_step=flags.batch_size, samples_per_prompt=flags.group)
+        ours |= dict(max_new_tokens=NEW_TOKENS, reward="characters")
     else:
-        flags |= dict(batch_size=BATCH, max_length=2048)
-    return [str(ROOT / f"{script}.py"), *(f"--{name}={value}" for name, value in flags.items())]
+        ours |= dict(batch_size=flags.batch_size, max_length=2048)
+    return [str(ROOT / f"{script}.py"), *(f"--{name}={value}" for name, value in ours.items())]
 
 
-def train_with_trl(script: str, folder: Path, steps: int) -> None:
+def train_with_trl(script: str, folder: Path, flags) -> None:
     """TRL's trainer in this process: after each step a line with the tokens so far and the seconds spent sampling."""
     import torch
     import trl
@@ -101,24 +103,26 @@ def train_with_trl(script: str, folder: Path, steps: int) -> None:
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     torch.set_num_threads(CORES // ranks)
-    micro = MICRO[script] if ranks > 1 else BATCH
     names = dict(sft="SFT", dpo="DPO", rm="Reward", grpo="GRPO")
     columns = dict(sft=["prompt", "completion"], grpo=["prompt", "answer"]).get(
         script, ["prompt", "chosen", "rejected"]
     )
-    more, given, rows = dict(max_length=2048), {}, BATCH
+    more, given, rows = dict(max_length=2048), {}, flags.batch_size
     if script == "grpo":
-        more = dict(num_generations=GROUP, max_completion_length=NEW_TOKENS, temperature=1.0, shuffle_dataset=False)
+        more = dict(
+            num_generations=flags.group, max_completion_length=NEW_TOKENS, temperature=1.0, shuffle_dataset=False
+        )
         given = dict(reward_funcs=lambda completions, answer, **_: [
             characters(text, dict(answer=gold)) for text, gold in zip(completions, answer, strict=True)
         ])  # fmt: skip
-        rows *= GROUP
+        rows *= flags.group
     if script == "dpo":
         more |= dict(precompute_ref_log_probs=True)
+    micro = min(rows // ranks, MICRO[script] if ranks > 1 else flags.batch_size)
     config = getattr(trl, f"{names[script]}Config")(
-        output_dir=str(folder / "trl"), max_steps=steps, per_device_train_batch_size=micro,
-        gradient_accumulation_steps=rows // ranks // micro, learning_rate=1e-5, lr_scheduler_type="constant", optim="adamw_torch_fused",
-        adam_beta2=0.95, bf16=False, gradient_checkpointing=False, use_cpu=True,
+        output_dir=str(folder / "trl"), max_steps=flags.steps, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=rows // ranks // micro, learning_rate=1e-5, lr_scheduler_type="constant",
+        optim="adamw_torch_fused", adam_beta2=0.95, bf16=False, gradient_checkpointing=False, use_cpu=True,
         save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
         train_sampling_strategy="sequential", **more,
     )  # fmt: skip
@@ -163,10 +167,10 @@ def train_with_trl(script: str, folder: Path, steps: int) -> None:
 def run(script: str, side: str, folder: Path, flags) -> list[dict]:
     """One launch: seconds, tokens and seconds of sampling of each step but the first."""
     ranks, ours = SIDES[side], side.startswith("ours")
-    command = our_command(script, folder, flags.steps)
+    command = our_command(script, folder, flags)
     environment = dict(os.environ, OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
     if not ours:
-        command = [__file__, "--dataset", flags.dataset, "--steps", str(flags.steps), "--child", script, str(folder)]
+        command = [__file__, *sys.argv[1:], "--child", script, str(folder)]
         environment |= dict(PYTHONPATH=str(Path(flags.trl).resolve()), PYTHONWARNINGS="ignore")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ours or ranks > 1 else []
     lines = []
@@ -175,7 +179,7 @@ def run(script: str, side: str, folder: Path, flags) -> list[dict]:
             [sys.executable, *launcher, *command], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         for line in process.stdout:
-            if line.startswith("step "):
+            if re.match(r"step \d+[/ ]\S", line):  # not the title of a table of samples
                 lines.append((time.perf_counter(), line))
     if process.wait() or len(lines) != flags.steps:
         sys.exit(f"{script}, {side}: exit code {process.returncode}\n{(folder / 'errors.txt').read_text()[-3000:]}")
@@ -220,19 +224,21 @@ def main() -> None:
     parser.add_argument("--trl", help="the folder that TRL and accelerate were installed into")
     parser.add_argument("--scripts", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--batch_size", type=int, default=16, help="rows, pairs or prompts of a step")
+    parser.add_argument("--group", type=int, default=16, help="grpo: completions of a prompt")
     parser.add_argument("--steps", type=int, default=3, help="steps of each launch, of which the first is not timed")
     parser.add_argument("--rounds", type=int, default=1, help="launches of each side")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)  # what TRL's processes get
     flags = parser.parse_args()
     if flags.child:
-        return train_with_trl(flags.child[0], Path(flags.child[1]), flags.steps)
+        return train_with_trl(flags.child[0], Path(flags.child[1]), flags)
     if flags.trl is None or not (Path(flags.trl) / "trl").is_dir():
         sys.exit(f"--trl {flags.trl}: no folder with TRL in it; the top of this file says how to make it")
     results: dict[str, dict[str, list[dict]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")
-        write_rows(flags.dataset, folder, BATCH * flags.steps)
+        write_rows(flags.dataset, folder, flags.batch_size * flags.steps)
         for script in flags.scripts:
             for side in flags.sides * flags.rounds:
                 start, steps = time.perf_counter(), run(script, side, folder, flags)
