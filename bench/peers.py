@@ -9,8 +9,7 @@ gradient checkpointing; grpo: 16 prompts x 16 completions of 64 tokens, one upda
 counted on both sides and must be equal. Every run is a launch of its own, the launches take turns:
 - ours, 2 ranks: `torchrun --nproc_per_node 2 sft.py ...`, one thread each; ours, 2 threads: one rank;
 - TRL, whole batch: one process, 2 threads, `per_device_train_batch_size` 16, padded to its longest row;
-- TRL, 2 ranks: torchrun (DDP), one thread each, micro-batches of `MICRO` rows: less padding, the same update. Nothing
-  faster was found for it on a CPU.
+- TRL, 2 ranks: torchrun (DDP), one thread each, micro-batches of `MICRO` rows: less padding, the same update.
 
 TRL's packing and padding-free modes are for FlashAttention, which no CPU has: without it sequences of a pack would see
 each other, or (sft) attention is quadratic in the pack; dpo's is switched off in this version, rm and grpo have none.
