@@ -3,7 +3,6 @@
 Shapes: T packed tokens.
 """
 
-import inspect
 import math
 from itertools import groupby, pairwise
 
@@ -12,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.packing import PackedBatch
+
+GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether varlen_attn takes fewer heads of keys
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, **kwargs):
@@ -32,14 +33,11 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (-1, 0) is plain causal
-        shared = {}  # heads of keys and values
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            shared = dict(enable_gqa=True)
-        else:  # torch before 2.12
+        if not GQA:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         out = varlen_attn(
-            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window, **shared
+            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window, **GQA
         )
         return out[None], None
     return attention_by_length(query, key, value, kwargs["pack"], scaling, sliding_window, softcap), None
@@ -56,16 +54,14 @@ def attention_by_length(
     softcap: float | None,
 ) -> Tensor:
     """`packed_attention` by one call for all neighbours of one length: [1, T, heads, head_dim]."""
-    outputs, start = [], 0
     lengths = [end - begin for begin, end in pairwise(pack.offsets)]
-    for length, run in groupby(lengths):  # packs are sorted by length: neighbours of one length go as one batch
-        count = len(list(run))
-        # [1, heads, count * length, head_dim] -> [count, heads, length, head_dim]
-        q, k, v = (
-            x[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-            for x in (query, key, value)
-        )
-        start += count * length
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]  # packs are sorted: one call for equals
+    # One split, not slices: the gradient of each slice would be as large as the whole pack.
+    sides = (x.squeeze(0).split([length * count for length, count in runs], dim=1) for x in (query, key, value))
+    outputs = []
+    for (length, count), *parts in zip(runs, *sides, strict=True):
+        # [heads, count * length, head_dim] -> [count, heads, length, head_dim]
+        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in parts)
         mask = None
         if sliding_window is not None and length > sliding_window:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)

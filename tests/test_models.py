@@ -270,7 +270,8 @@ def test_nothing_stays_whole(device, kind):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_compiled_once(device):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_are_compiled_once(device, recompute):
     """Not for every pack: twenty of different shapes after the first add none, and their numbers are those of blocks
     that are not compiled. The backend is the eager one: what is counted is what Dynamo hands to it."""
     from torch._dynamo.utils import counters
@@ -278,7 +279,8 @@ def test_compiled_blocks_are_compiled_once(device):
     generator, plain = random.Random(0), load_policy(tiny_model(), ARGS, device)
     graphs = []
     with torch.compiler.set_stance("default", force_backend="eager"):
-        policy = load_policy(tiny_model(), TrainArgs(dtype="float32", compile=True), device)
+        args = TrainArgs(dtype="float32", compile=True, activation_checkpointing=recompute)
+        policy = load_policy(tiny_model(), args, device)
         for _ in range(21):
             lengths = [generator.randrange(2, 40) for _ in range(generator.randrange(1, 8))]
             batch = [Sample([generator.randrange(3, 90) for _ in range(n)], [True] * n) for n in lengths]

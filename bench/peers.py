@@ -1,0 +1,256 @@
+"""Our scripts against TRL 1.16: tokens per second of sft, dpo, rm and grpo on 2 CPU cores, and the Markdown table.
+
+    pip install --no-deps --target peers trl==1.16.0 accelerate==1.15.0     # a folder of its own, never a dependency
+    python bench/peers.py --dataset gsm8k/train.jsonl --trl peers
+
+Both train a Qwen3 of 3.2M parameters with random weights, which is written here, on the same GSM8K rows in the same
+order: 16 rows (pairs: the answer, and that of another question) per optimizer step, float32, AdamW (fused), no
+gradient checkpointing; grpo: 16 prompts x 16 completions of 64 tokens, one update of all. The tokens of every step are
+counted on both sides and must be equal. Every run is a launch of its own, the launches take turns:
+- ours, 2 ranks: `torchrun --nproc_per_node 2 sft.py ...`, one thread each; ours, 2 threads: one rank;
+- TRL, whole batch: one process, 2 threads, `per_device_train_batch_size` 16, padded to its longest row;
+- TRL, 2 ranks: torchrun (DDP), one thread each, micro-batches of `MICRO` rows: less padding, the same update.
+
+TRL's packing and padding-free modes are for FlashAttention, which no CPU has: without it sequences of a pack would see
+each other, or (sft) attention is quadratic in the pack; dpo's is switched off in this version, rm and grpo have none.
+DPO's reference log-probs are computed before training on both sides and not timed. TRL's grpo samples with
+`model.generate`: a vLLM server does not run here. Its share of a step is in the table, and of ours vLLM's.
+
+Time is that between the lines the two print after each step, seen from here; so logging, data loading and packing are
+in it, and the first step, start-up and saving are not. Medians over the steps of all rounds.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+NEW_TOKENS, CORES = 64, 2
+TARGETS = dict(sft=3.5, dpo=4.5, rm=4.5, grpo=1.6)
+MICRO = dict(sft=2, dpo=2, rm=2, grpo=16)  # rows, pairs or completions in a micro-batch of "TRL, 2 ranks"
+SIDES = {"ours, 2 ranks": 2, "ours, 2 threads": 1, "TRL, whole batch": 1, "TRL, 2 ranks": 2}  # ranks of each
+
+
+def write_model(folder: Path) -> None:
+    """A Qwen3 that never ends a completion: the ends' logits are far below all others, by a constant in the stream."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from common.hub import load_tokenizer, resolve_model
+
+    tiny = resolve_model("tiny")
+    width = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width))
+    with torch.no_grad():
+        embedding_VD = model.get_input_embeddings().weight
+        embedding_VD[:, 0] = 0.5
+        embedding_VD[model.config.eos_token_id, 0] = -2.0
+    model.save_pretrained(folder)
+    load_tokenizer(tiny).save_pretrained(folder)
+    print(f"Qwen3 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
+
+
+def write_rows(dataset: str, folder: Path, count: int) -> None:
+    """`rows.jsonl` for us, who shuffle it, and `ordered.jsonl` for TRL: in the order in which we shall draw."""
+    from common.data import RowOrder
+
+    lines = Path(dataset).read_text().splitlines()
+    rows = [json.loads(line) for line in random.Random(0).sample(lines, count)]
+    for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
+        row |= dict(
+            prompt=row.pop("question"), completion=row["answer"], chosen=row["answer"], rejected=other["answer"]
+        )
+    order = RowOrder(count, seed=0).draw(count)
+    for name, ordered in (("rows", rows), ("ordered", [rows[i] for i in order])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+
+
+# ---- the two sides ----
+
+
+def our_command(script: str, folder: Path, flags) -> list[str]:
+    ours = dict(model=folder / "model", dataset=folder / "rows.jsonl", output_dir=folder / "run", lr=1e-5)
+    ours |= dict(max_steps=flags.steps, eval_every=0, save_every=1000, resume="never", dtype="float32", seed=0)
+    if script == "grpo":
+        ours |= dict(prompts_per_step=flags.batch_size, samples_per_prompt=flags.group)
+        ours |= dict(max_new_tokens=NEW_TOKENS, reward="characters")
+    else:
+        ours |= dict(batch_size=flags.batch_size, max_length=2048)
+    return [str(ROOT / f"{script}.py"), *(f"--{name}={value}" for name, value in ours.items())]
+
+
+def train_with_trl(script: str, folder: Path, flags) -> None:
+    """TRL's trainer in this process: after each step a line with the tokens so far and the seconds spent sampling."""
+    import torch
+    import trl
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+
+    from common.rewards.functions import characters
+
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(CORES // ranks)
+    names = dict(sft="SFT", dpo="DPO", rm="Reward", grpo="GRPO")
+    columns = dict(sft=["prompt", "completion"], grpo=["prompt", "answer"]).get(
+        script, ["prompt", "chosen", "rejected"]
+    )
+    more, given, rows = dict(max_length=2048), {}, flags.batch_size
+    if script == "grpo":
+        more = dict(
+            num_generations=flags.group, max_completion_length=NEW_TOKENS, temperature=1.0, shuffle_dataset=False
+        )
+        given = dict(reward_funcs=lambda completions, answer, **_: [
+            characters(text, dict(answer=gold)) for text, gold in zip(completions, answer, strict=True)
+        ])  # fmt: skip
+        rows *= flags.group
+    if script == "dpo":
+        more |= dict(precompute_ref_log_probs=True)
+    micro = min(rows // ranks, MICRO[script] if ranks > 1 else flags.batch_size)
+    config = getattr(trl, f"{names[script]}Config")(
+        output_dir=str(folder / "trl"), max_steps=flags.steps, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=rows // ranks // micro, learning_rate=1e-5, lr_scheduler_type="constant",
+        optim="adamw_torch_fused", adam_beta2=0.95, bf16=False, gradient_checkpointing=False, use_cpu=True,
+        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+        train_sampling_strategy="sequential", **more,
+    )  # fmt: skip
+    load = AutoModelForSequenceClassification if script == "rm" else AutoModelForCausalLM
+    model = load.from_pretrained(
+        folder / "model", dtype=torch.float32, **(dict(num_labels=1) if script == "rm" else {})
+    )
+    data = load_dataset("json", data_files=str(folder / "ordered.jsonl"), split="train").select_columns(columns)
+    done = dict(tokens=0, sampling=0.0)
+
+    def count(_, __, inputs: dict) -> None:
+        """As we count: what is predicted, so every token but a sequence's first; all that a reward model reads."""
+        if torch.is_grad_enabled():
+            done["tokens"] += int(inputs["attention_mask"].sum()) - (script != "rm") * len(inputs["attention_mask"])
+
+    class Tell(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            tokens = torch.tensor(done["tokens"])
+            if ranks > 1:
+                torch.distributed.all_reduce(tokens)
+            if state.is_world_process_zero:
+                print("step", state.global_step, json.dumps(done | dict(tokens=tokens.item())), flush=True)
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    trainer = getattr(trl, f"{names[script]}Trainer")(
+        model=model, args=config, train_dataset=data, callbacks=[Tell()],
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"), **given,
+    )  # fmt: skip
+    if script == "grpo":
+        generate = trainer._generate
+
+        def timed(*arguments):
+            start = time.perf_counter()
+            out = generate(*arguments)
+            done["sampling"] += time.perf_counter() - start
+            return out
+
+        trainer._generate = timed
+    trainer.train()
+
+
+def run(script: str, side: str, folder: Path, flags) -> list[dict]:
+    """One launch: seconds, tokens and seconds of sampling of each step but the first."""
+    ranks, ours = SIDES[side], side.startswith("ours")
+    command = our_command(script, folder, flags)
+    environment = dict(os.environ, OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    if not ours:
+        command = [__file__, *sys.argv[1:], "--child", script, str(folder)]
+        environment |= dict(PYTHONPATH=str(Path(flags.trl).resolve()), PYTHONWARNINGS="ignore")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ours or ranks > 1 else []
+    lines = []
+    with (folder / "errors.txt").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *command], env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        for line in process.stdout:
+            if re.match(r"step \d+[/ ]\S", line):  # not the title of a table of samples
+                lines.append((time.perf_counter(), line))
+    if process.wait() or len(lines) != flags.steps:
+        sys.exit(f"{script}, {side}: exit code {process.returncode}\n{(folder / 'errors.txt').read_text()[-3000:]}")
+    if ours:
+        metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        sampling = [m.get("time/rollout", 0.0) + m.get("time/sync", 0.0) for m in metrics]
+        tokens = [m["num_tokens"] for m in metrics]
+    else:
+        told = [json.loads(line.split(maxsplit=2)[2]) for _, line in lines]
+        tokens = [t["tokens"] for t in told]
+        sampling = [0.0] + [b["sampling"] - a["sampling"] for a, b in pairwise(told)]
+    return [
+        dict(seconds=after[0] - before[0], tokens=tokens[i + 1] - tokens[i], sampling=sampling[i + 1])
+        for i, (before, after) in enumerate(pairwise(lines))
+    ]
+
+
+def table(results: dict[str, dict[str, list[dict]]]) -> str:
+    """Markdown: tokens per second of every side, and ours (the faster launch) over each of TRL's."""
+    sides = [side for side in SIDES if all(side in of_side for of_side in results.values())]
+    theirs = [side for side in sides if side.startswith("TRL")]
+    header = ["", "tokens/step", *(f"{side}: tokens/s" for side in sides), *(f"ours to {side}" for side in theirs)]
+    lines = [header + ["target"], ["---"] * (len(header) + 1)]
+    for script, of_side in results.items():
+        rates = {side: median(s["tokens"] / s["seconds"] for s in of_side[side]) for side in sides}
+        shares = {
+            side: sum(s["sampling"] for s in of_side[side]) / sum(s["seconds"] for s in of_side[side]) for side in sides
+        }
+        shown = [
+            f"{rate:,.0f}" + (f" (sampling {shares[side]:.0%})" if shares[side] else "") for side, rate in rates.items()
+        ]
+        best = max(rate for side, rate in rates.items() if side not in theirs)
+        per_step = median(s["tokens"] for s in of_side[sides[0]])
+        ratios = [f"{best / rates[side]:.2f}x" for side in theirs]
+        lines.append([script, f"{per_step:,.0f}", *shown, *ratios, f"{TARGETS[script]}x"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", required=True, help="GSM8K's train.jsonl: `question` and `answer`")
+    parser.add_argument("--trl", help="the folder that TRL and accelerate were installed into")
+    parser.add_argument("--scripts", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--batch_size", type=int, default=16, help="rows, pairs or prompts of a step")
+    parser.add_argument("--group", type=int, default=16, help="grpo: completions of a prompt")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each launch, of which the first is not timed")
+    parser.add_argument("--rounds", type=int, default=1, help="launches of each side")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)  # what TRL's processes get
+    flags = parser.parse_args()
+    if flags.child:
+        return train_with_trl(flags.child[0], Path(flags.child[1]), flags)
+    if flags.trl is None or not (Path(flags.trl) / "trl").is_dir():
+        sys.exit(f"--trl {flags.trl}: no folder with TRL in it; the top of this file says how to make it")
+    results: dict[str, dict[str, list[dict]]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model")
+        write_rows(flags.dataset, folder, flags.batch_size * flags.steps)
+        for script in flags.scripts:
+            for side in flags.sides * flags.rounds:
+                start, steps = time.perf_counter(), run(script, side, folder, flags)
+                of_side = results.setdefault(script, {side: [] for side in flags.sides})
+                of_side[side] += steps
+                seconds = ", ".join(f"{step['seconds']:.1f}" for step in steps)
+                took = time.perf_counter() - start
+                print(f"{script}, {side}: {seconds} s/step, {took:.0f} s with its start", flush=True)
+            counted = {side: [step["tokens"] for step in steps] for side, steps in of_side.items()}
+            if any(tokens != counted[flags.sides[0]] for tokens in counted.values()):
+                sys.exit(f"{script}: the two sides were not given the same tokens: {counted}")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
