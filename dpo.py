@@ -258,24 +258,27 @@ def main(args: Args) -> None:
             batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
             # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
             micro_batches = pack_groups(batch, args.pack_tokens, device)
-            everyone, places = everyones_pairs(model, reference, micro_batches, args)
+            with meter.time("logprobs"):
+                everyone, places = everyones_pairs(model, reference, micro_batches, args)
 
             # ---- 2. update: one optimizer step over the whole batch ----
-            batch_loss = torch.zeros((), device=device)
-            for mb, own in zip(micro_batches, places, strict=True):
-                logprobs_T, entropy_T, _, collision_T = model(mb)
-                ours = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
-                loss_N, parts = preference_losses(put_in(everyone, own, ours), objectives, args.loss_weights)
-                nll_N = -mb.sequence_sums(logprobs_T)[0::2] / (ours.chosen_lengths if args.sft_length_normalize else 1)
-                # The value is our pairs'; the gradient is through ours, of every pair that they were sorted against.
-                loss = loss_N.sum() + (loss_N[own].sum() - loss_N.sum()).detach() + args.sft_weight * nll_N.sum()
-                # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
-                (loss / args.batch_size * world_size).backward()
-                batch_loss += loss.detach() / args.batch_size
-                measure(meter, "", args, ours, loss, {name: part_N[own] for name, part_N in parts.items()}, nll_N)
-                meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
-            lr = run.learning_rate(step)
-            grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+            with meter.time("train"):
+                batch_loss = torch.zeros((), device=device)
+                for mb, own in zip(micro_batches, places, strict=True):
+                    logprobs_T, entropy_T, _, collision_T = model(mb)
+                    ours = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
+                    loss_N, parts = preference_losses(put_in(everyone, own, ours), objectives, args.loss_weights)
+                    lengths_N = ours.chosen_lengths if args.sft_length_normalize else 1
+                    nll_N = -mb.sequence_sums(logprobs_T)[0::2] / lengths_N
+                    # The value is our pairs'; the gradient is through ours, of every pair they were sorted against.
+                    loss = loss_N.sum() + (loss_N[own].sum() - loss_N.sum()).detach() + args.sft_weight * nll_N.sum()
+                    # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
+                    (loss / args.batch_size * world_size).backward()
+                    batch_loss += loss.detach() / args.batch_size
+                    measure(meter, "", args, ours, loss, {name: part_N[own] for name, part_N in parts.items()}, nll_N)
+                    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
+                lr = run.learning_rate(step)
+                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)

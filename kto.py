@@ -257,25 +257,27 @@ def main(args: Args) -> None:
             micro_batches = pack(completions, args.pack_tokens, device)
 
             # ---- 2. what a completion is compared with ----
-            baseline = kl_baseline(model, reference, mismatches, args, device)
+            with meter.time("logprobs"):
+                baseline = kl_baseline(model, reference, mismatches, args, device)
 
             # ---- 3. update: one optimizer step over the whole batch ----
-            batch_loss = torch.zeros((), device=device)
-            for mb in micro_batches:
-                logprobs_T, entropy_T, _, collision_T = model(mb)
-                logps_N, label_N = mb.sequence_sums(logprobs_T), labels(mb)
-                log_ratio_N = logps_N - reference_logps(mb, reference)
-                weights_N = weights_of(mb, logprobs_T, collision_T, args.wpo)
-                loss_N = loss_of(log_ratio_N, label_N, baseline) * weights_N
-                # Mean over the completions of the *global* batch. FSDP averages gradients over ranks; undo that.
-                loss = loss_N.sum() / args.batch_size
-                (loss * world_size).backward()
-                batch_loss += loss.detach()
-                measure(meter, "", args, mb, loss_N, log_ratio_N, logps_N, baseline)
-                meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
-                meter.mean("wpo/weight", weights_N.sum(), len(weights_N) if args.wpo else 0)
-            lr = run.learning_rate(step)
-            grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+            with meter.time("train"):
+                batch_loss = torch.zeros((), device=device)
+                for mb in micro_batches:
+                    logprobs_T, entropy_T, _, collision_T = model(mb)
+                    logps_N, label_N = mb.sequence_sums(logprobs_T), labels(mb)
+                    log_ratio_N = logps_N - reference_logps(mb, reference)
+                    weights_N = weights_of(mb, logprobs_T, collision_T, args.wpo)
+                    loss_N = loss_of(log_ratio_N, label_N, baseline) * weights_N
+                    # Mean over the completions of the *global* batch. FSDP averages gradients over ranks; undo that.
+                    loss = loss_N.sum() / args.batch_size
+                    (loss * world_size).backward()
+                    batch_loss += loss.detach()
+                    measure(meter, "", args, mb, loss_N, log_ratio_N, logps_N, baseline)
+                    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
+                    meter.mean("wpo/weight", weights_N.sum(), len(weights_N) if args.wpo else 0)
+                lr = run.learning_rate(step)
+                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 4. log and evaluate ----
         metrics = run.reduce(completions, grad_norm=grad_norm, lr=lr)

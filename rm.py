@@ -257,17 +257,18 @@ def main(args: Args) -> None:
             micro_batches = pack_groups(batch, args.pack_tokens, device)
 
             # ---- 2. update: one optimizer step over the whole batch ----
-            batch_loss = torch.zeros((), device=device)
-            for mb in micro_batches:
-                chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
-                loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
-                # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
-                loss = loss_N.sum() / args.batch_size
-                (loss * world_size).backward()
-                batch_loss += loss.detach()
-                measure(meter, "", loss_N, chosen_N, rejected_N)
-            lr = run.learning_rate(step)
-            grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+            with meter.time("train"):
+                batch_loss = torch.zeros((), device=device)
+                for mb in micro_batches:
+                    chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
+                    loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
+                    # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
+                    loss = loss_N.sum() / args.batch_size
+                    (loss * world_size).backward()
+                    batch_loss += loss.detach()
+                    measure(meter, "", loss_N, chosen_N, rejected_N)
+                lr = run.learning_rate(step)
+                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)

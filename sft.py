@@ -150,16 +150,17 @@ def main(args: Args) -> None:
             global_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
 
             # ---- 2. update: one optimizer step over the whole batch ----
-            batch_loss = torch.zeros((), device=device)
-            for mb in micro_batches:
-                logprobs_T, entropy_T, correct_T, _ = model(mb)
-                # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
-                loss = (-logprobs_T * mb.loss_mask_T).sum() / global_tokens
-                (loss * world_size).backward()
-                batch_loss += loss.detach()
-                measure(meter, "", mb, logprobs_T, entropy_T, correct_T)
-            lr = run.learning_rate(step)
-            grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+            with meter.time("train"):
+                batch_loss = torch.zeros((), device=device)
+                for mb in micro_batches:
+                    logprobs_T, entropy_T, correct_T, _ = model(mb)
+                    # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
+                    loss = (-logprobs_T * mb.loss_mask_T).sum() / global_tokens
+                    (loss * world_size).backward()
+                    batch_loss += loss.detach()
+                    measure(meter, "", mb, logprobs_T, entropy_T, correct_T)
+                lr = run.learning_rate(step)
+                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)

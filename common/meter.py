@@ -32,6 +32,9 @@ class Meter:
         """Mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
 
+    def sum(self, name: str, value: float) -> None:
+        self._entry("sum", name).append((value, 0.0))
+
     def std(self, name: str, values: Tensor) -> None:
         """Standard deviation (dividing by n) of all values."""
         self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
@@ -74,7 +77,9 @@ class Meter:
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             entries = [rank[name] for rank in ranks if name in rank]
             kind, (first, *sums) = entries[0][0], zip(*(entry[1:] for entry in entries), strict=True)
-            if kind in ("max", "time", "min"):
+            if kind == "sum":
+                out[name] = math.fsum(first)
+            elif kind in ("max", "time", "min"):
                 extreme = min(first) if kind == "min" else max(first)
                 if extreme != (math.inf if kind == "min" else -math.inf):  # of nothing
                     out[name] = extreme

@@ -17,22 +17,33 @@ from torch.distributed.tensor import distribute_tensor
 from common import distributed
 from common.attention import packed_attention
 from common.config import BaseArgs
+from common.hardware import forward_flops
 from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
 
 # ---- models that take packs ----
 
 
-class Policy(nn.Module):
-    """A causal language model that takes a PackedBatch. `policy.hf` is the Hugging Face model, with its own names."""
+class PackedModel(nn.Module):
+    """A transformer that takes a PackedBatch. `hf` is the Hugging Face model, with its own names; `flops` counts what
+    its forwards and backwards compute."""
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
-        self.hf, self.path = hf, path
+        self.hf, self.path, self.flops = hf, path, 0.0
+
+    def hidden_states(self, mb: PackedBatch) -> Tensor:
+        """Last hidden states [T, D]."""
+        self.flops += forward_flops(self.hf, mb) * (3 if torch.is_grad_enabled() else 1)
+        return self.hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
+
+
+class Policy(PackedModel):
+    """A causal language model."""
 
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`."""
-        hidden_TD = packed_hidden_states(self.hf, mb)
+        hidden_TD = self.hidden_states(mb)
         head, config = self.hf.get_output_embeddings(), self.hf.config.get_text_config()
         # What some models do to their logits: Cohere, Granite, Gemma 2. `check_packing` refuses what is missing here.
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
@@ -41,23 +52,14 @@ class Policy(nn.Module):
         return token_logprobs(hidden_TD, head.weight, mb.targets_T, temperature, head.bias, scale, softcap)
 
 
-class ScalarModel(nn.Module):
-    """A transformer with a head of one number per token, the form of Hugging Face's sequence classifiers with one
-    label: a reward model or a value model."""
-
-    def __init__(self, hf: nn.Module, path: str):
-        super().__init__()
-        self.hf, self.path = hf, path
+class ScalarModel(PackedModel):
+    """One number per token, the form of Hugging Face's sequence classifiers with one label: a reward model or a value
+    model."""
 
     def forward(self, mb: PackedBatch) -> Tensor:
         """Scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` has seen the inputs up to t,
         not `targets_T[t]`."""
-        return packed_hidden_states(self.hf, mb).float() @ self.hf.score.weight[0].float()
-
-
-def packed_hidden_states(hf: nn.Module, mb: PackedBatch) -> Tensor:
-    """Last hidden states [T, D] of a packed micro-batch."""
-    return hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
+        return self.hidden_states(mb).float() @ self.hf.score.weight[0].float()
 
 
 def packed_inputs(mb: PackedBatch) -> dict:
@@ -70,9 +72,6 @@ def packed_inputs(mb: PackedBatch) -> dict:
         max_length_q=mb.max_seqlen,
         pack=mb,  # not its list of offsets: a compiled block would be compiled anew for each
     )
-
-
-PackedModel = Policy | ScalarModel
 
 
 # ---- loading ----

@@ -17,6 +17,7 @@ import torch
 from common import distributed
 from common.checkpoint import Checkpointer
 from common.config import TrainArgs
+from common.hardware import peak_flops, peak_memory
 from common.meter import Meter
 from common.metrics import RunLogger
 from common.models import PackedModel
@@ -47,6 +48,8 @@ class Run:
         Raises `ValueError` if there are checkpoints and none is whole.
         """
         self.args, self.total_steps, self.meter = args, total_steps, Meter()
+        self.models = [model] if value is None else [model, value[0]]
+        self.peak_flops = peak_flops(next(model.parameters()).device, model.compute_dtype)
         self.data = next(part for part in stateful.values() if hasattr(part, "epochs_done"))
         self.num_tokens, self.latest = 0, {}
         self.best: float | None = None  # of --keep_best
@@ -71,6 +74,8 @@ class Run:
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 0. A step that the loop breaks off counts as never begun."""
         while not self.done:
+            for model in self.models:
+                model.flops = 0.0  # of evaluations
             yield self.finished
             self.finished += 1
             self.told_to_stop = distributed.stop_requested()
@@ -105,13 +110,25 @@ class Run:
     # ---- what it tells ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
-        """The metrics of a step: what the meter got on all ranks, this rank's `samples` counted, and what is `known`.
-        Collective."""
-        tokens = int(distributed.all_sum(sum(sample.num_targets for sample in samples)))
-        self.num_tokens += tokens
+        """The metrics of a step: what the meter got on all ranks, this rank's `samples` counted, what is `known`, and
+        what the machine did: rates, memory, and the FLOP/s of a rank while its models compute. Collective."""
+        self.meter.sum("trained", sum(sample.num_targets for sample in samples))
+        self.meter.sum("flops", sum(model.flops for model in self.models))
+        for name, gigabytes in peak_memory().items():
+            self.meter.max(name, gigabytes)
         metrics = self.meter.reduce() | known
+        tokens, flops, sampled = metrics.pop("trained"), metrics.pop("flops"), metrics.pop("sampled", 0)
+        self.num_tokens += int(tokens)
         metrics |= dict(epoch=self.data.epochs_done, num_tokens=self.num_tokens)
-        return metrics | dict(tokens_per_second=tokens / metrics["time/step"])
+        metrics["tokens_per_second"] = tokens / metrics["time/step"]
+        if sampled:
+            metrics["speed/sampled_tokens_per_second"] = sampled / metrics.get("time/generate", metrics["time/rollout"])
+        seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
+        rate = flops / seconds / distributed.world_size()
+        metrics["speed/tflops"] = rate / 1e12
+        if self.peak_flops:
+            metrics["speed/mfu"] = rate / self.peak_flops
+        return metrics
 
     def message(self, text: str) -> None:
         """A line for people."""

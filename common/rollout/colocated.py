@@ -156,4 +156,5 @@ class Rollouts:
             self.engine.sleep()  # hand weights and KV-cache memory back to the trainer
         for sample in (sample for group in groups for sample in group):
             sample.version = step
+            meter.sum("sampled", sum(sample.loss_mask))
         return groups

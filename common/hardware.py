@@ -1,0 +1,53 @@
+"""What a step asks of the machine: arithmetic, and memory. Numbers for metrics.jsonl."""
+
+import resource
+import sys
+
+import torch
+from torch import nn
+
+from common.packing import PackedBatch
+
+# Dense bfloat16 rate of one device, in FLOP/s, as its maker states it; by a part of the name that CUDA gives.
+BFLOAT16_PEAK = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+def forward_flops(hf: nn.Module, mb: PackedBatch) -> float:
+    """Floating-point operations of one forward over a pack: two for each token and each weight of a matrix product (an
+    embedding that is no head is none), and 4 heads head_dim for each query and each key that it sees, in every layer.
+    Windows are not looked at. A backward is twice that; what is computed again is not counted."""
+    config, embedding = hf.config.get_text_config(), hf.get_input_embeddings().weight
+    weights = sum(parameter.numel() for parameter in hf.parameters() if parameter.ndim > 1)
+    head = hf.get_output_embeddings()
+    if head is None or head.weight is not embedding:
+        weights -= embedding.numel()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    seen = sum((end - begin) * (end - begin + 1) / 2 for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False))
+    attention = 4 * config.num_attention_heads * head_dim * seen * config.num_hidden_layers
+    return 2.0 * weights * len(mb.targets_T) + attention
+
+
+def peak_memory() -> dict[str, float]:
+    """Most memory in use at a time, in GB: of this process on the host so far and, on CUDA, of the trainer's tensors
+    since the last call."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peaks = {"memory/host_peak_gb": used / 1e9}
+    if torch.cuda.is_available():
+        peaks["memory/device_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that the device can do in this dtype; None where that is not known."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in BFLOAT16_PEAK.items() if part in name), None)
