@@ -90,8 +90,8 @@ class SamplingArgs(BaseArgs):
     """what to do with a prompt that leaves no room for max_new_tokens in the context or in pack_tokens"""
     samples_per_prompt: Positive[int] = 8
     """completions sampled for each prompt (G)"""
-    max_new_tokens: Positive[int] = 256
-    """longest completion, in tokens"""
+    max_new_tokens: Positive[int] | None = None
+    """longest completion, in tokens; default: 256, or half of pack_tokens if that is less"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     environment: str | None = None
@@ -125,6 +125,8 @@ class SamplingArgs(BaseArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.max_new_tokens is None:
+            self.max_new_tokens = min(256, max(1, self.pack_tokens // 2))
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):

@@ -347,3 +347,15 @@ def test_a_recipe_is_one_of_the_script_that_it_names(recipe):
     args = parse(importlib.import_module(script).Args, ["--config", str(recipe)])
     args.check_ranks(int(ranks))
     assert args.to_dict().items() >= yaml.safe_load(recipe.read_text()).items()
+
+
+@pytest.mark.parametrize(
+    "argv, tokens, said",
+    [([], 256, ""), (["--pack_tokens", "100"], 50, "--max_new_tokens 50: half of --pack_tokens\n"),
+     (["--pack_tokens", "100", "--max_new_tokens", "99"], 99, "")],
+)  # fmt: skip
+def test_completions_that_were_given_no_length_leave_room_in_a_small_pack(argv, tokens, said, capsys):
+    import grpo
+
+    assert parse(grpo.Args, ["--model", "other", *argv]).max_new_tokens == tokens
+    assert capsys.readouterr().out == said
