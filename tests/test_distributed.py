@@ -19,7 +19,10 @@ from common.config import TrainArgs
 from common.packing import Sample, pack, pack_groups
 
 device, rank, size = distributed.setup(0)
+mine = torch.tensor(0.5, dtype=torch.float64)
+distributed.all_sum(mine)
 seen = dict(
+    mine=mine.item(),
     sum=distributed.all_sum(rank + 0.5).item(), whole=distributed.all_sum(rank + 1).item(),
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
     objects=distributed.gather_objects(dict(rank=rank)), dict=distributed.gather_dict({{rank: "x" * rank}}),
@@ -49,6 +52,7 @@ def test_what_two_ranks_agree_on(tmp_path):
     (tmp_path / "file").touch()
     done = run(2, tmp_path / "rank.py", tmp_path / "file" / "run", timeout=600)
     seen = eval(done.stdout.strip().splitlines()[-1])
+    assert seen["mine"] == 0.5  # a sum is not put where a summand was
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
     assert seen["packs"] == 2  # as many as the rank with more
