@@ -220,6 +220,9 @@ def test_damaged_file_is_one_line(tmp_path, device):
 LEAKING = dict(
     mamba=lambda: transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=8),
     lfm2=lambda: transformers.Lfm2Config(**small(layer_types=["conv", "full_attention", "conv"])),
+    falcon_h1=lambda: transformers.FalconH1Config(
+        **small(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
+    ),
 )
 
 
@@ -227,8 +230,18 @@ LEAKING = dict(
 def test_models_that_mix_packed_sequences_are_refused(what, tmp_path, device):
     path = write_checkpoint(LEAKING[what](), tmp_path)
     (mb,) = pack(samples(), 1000, device)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as error:
         load_policy(path, ARGS, device)(mb)
+    assert "\n" not in str(error.value)
+
+
+def test_memory_that_runs_out_while_loading_is_not_the_models_fault(device, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("common.models.packed_attention", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_policy(tiny_model(), ARGS, device)
 
 
 # ---- export ----
