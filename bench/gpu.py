@@ -12,9 +12,9 @@ The measure is the machine's own rate of square matrix products, in bfloat16 and
 `--model random`, the default, is made on the spot in the shape of Qwen3-1.7B.
 
 Operations are those the mathematics needs, recomputation is none: attention 2 heads head_dim L^2 per sequence forward
-(causal: half) and twice that backward; log-probs 2 T V D and 4 T V D; a micro-batch 6 N T and attention, where N counts
-the head but no embedding beside it. Every part is a process of its own, twice for warm-up and then the median of
-`--rounds`. Memory is the peak in that process, on CUDA of what the allocator gave out.
+(causal: half) and twice that backward; log-probs 2 T V D and 4 T V D; a micro-batch three times `forward_flops` of
+common/hardware.py, as in the metric `speed/tflops`. Every part is a process of its own, twice for warm-up and then the
+median of `--rounds`. Memory is the peak in that process, on CUDA of what the allocator gave out.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from bench.logprobs import peak, reset_peak
 from common import distributed
 from common.attention import packed_attention
 from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.hardware import forward_flops
 from common.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.logprobs import token_logprobs
 from common.models import load_policy, packed_inputs
@@ -148,8 +149,7 @@ def logprobs(flags, device, dtype) -> list[dict]:
 def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
     args = Args(activation_checkpointing=checkpointing, pack_tokens=flags.tokens, max_new_tokens=1)
     policy = load_policy(flags.model, args, device)
-    optimizer, config = adamw(policy, args), policy.hf.config.get_text_config()
-    mb = one_pack(flags, config.vocab_size, device)
+    optimizer, mb = adamw(policy, args), one_pack(flags, policy.hf.config.get_text_config().vocab_size, device)
     tokens, loss = len(mb.targets_T), torch.zeros((), device=device)
 
     def step():
@@ -159,14 +159,10 @@ def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
     start = reset_peak(device.type)
     took = seconds(step, flags.rounds, before=lambda: optimizer.zero_grad(set_to_none=True))
     memory = peak(device.type) if device.type == "cuda" else peak(device.type) - start
-    parameters = sum(p.numel() for p in policy.parameters())
-    if not config.tie_word_embeddings:
-        parameters -= policy.hf.get_input_embeddings().weight.numel()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_attention = 3 * config.num_hidden_layers * attention_flop(mb, config.num_attention_heads, head_dim)
+    parameters, flop = sum(p.numel() for p in policy.parameters()), 3 * forward_flops(policy.hf, mb)
     how = ", activation checkpointing" if checkpointing else ""
-    rows = [row(f"micro-batch{how}", f"N={parameters / 1e6:.0f}M, {tokens} tokens", name_of(dtype), took,
-                6 * parameters * tokens + of_attention, tokens, memory)]  # fmt: skip
+    size = f"{parameters / 1e6:.0f}M, {tokens} tokens"
+    rows = [row(f"micro-batch{how}", size, name_of(dtype), took, flop, tokens, memory)]
     if checkpointing:
         took = seconds(lambda: optimizer_step(policy, optimizer, 1e-6, 1.0, loss), flags.rounds, before=step)
         memory = peak(device.type) if device.type == "cuda" else 0
