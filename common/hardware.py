@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -19,17 +20,21 @@ BFLOAT16_PEAK = {
 }
 
 
-def forward_flops(hf: nn.Module, mb: PackedBatch) -> float:
-    """Floating-point operations of one forward over a pack: two for each token and each weight of a matrix product (an
-    embedding that is no head is none), and 4 heads head_dim for each query and each key that it sees, in every layer.
-    Windows are not looked at. A backward is twice that; what is computed again is not counted."""
-    config, embedding = hf.config.get_text_config(), hf.get_input_embeddings().weight
+def matrix_weights(hf: nn.Module) -> int:
+    """Weights that every token is multiplied with: those of matrix products, of the head too. An embedding that is no
+    head is none of them."""
+    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     weights = sum(parameter.numel() for parameter in hf.parameters() if parameter.ndim > 1)
-    head = hf.get_output_embeddings()
-    if head is None or head.weight is not embedding:
-        weights -= embedding.numel()
+    return weights if head is not None and head.weight is embedding else weights - embedding.numel()
+
+
+def forward_flops(config, weights: int, mb: PackedBatch) -> float:
+    """Floating-point operations of one forward over a pack: two for each token and each of the `weights`, and 4 heads
+    head_dim for each query and each key that it sees, in every layer. Windows are not looked at. A backward is twice
+    that; what is computed again is not counted."""
+    config = config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    seen = sum((end - begin) * (end - begin + 1) / 2 for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False))
+    seen = sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(mb.offsets))
     attention = 4 * config.num_attention_heads * head_dim * seen * config.num_hidden_layers
     return 2.0 * weights * len(mb.targets_T) + attention
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import distribute_tensor
 from common import distributed
 from common.attention import packed_attention
 from common.config import BaseArgs
-from common.hardware import forward_flops
+from common.hardware import forward_flops, matrix_weights
 from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
 
@@ -30,11 +30,12 @@ class PackedModel(nn.Module):
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
-        self.hf, self.path, self.flops = hf, path, 0.0
+        self.hf, self.path = hf, path
+        self.matrix_weights, self.flops = matrix_weights(hf), 0.0
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Last hidden states [T, D]."""
-        self.flops += forward_flops(self.hf, mb) * (3 if torch.is_grad_enabled() else 1)
+        self.flops += forward_flops(self.hf.config, self.matrix_weights, mb) * (3 if torch.is_grad_enabled() else 1)
         return self.hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
 
 
