@@ -136,7 +136,7 @@ def _reduce(value, op: dist.ReduceOp) -> Tensor:
 
 
 def all_sum(value: Tensor | float) -> Tensor:
-    """Sum over ranks, in float64 or int64. Numbers and CPU tensors stay on the host: no wait for the device."""
+    """Sum over ranks, in float64 or int64, of tensors on one kind of device. Numbers stay on the host: no wait."""
     return _reduce(value, dist.ReduceOp.SUM)
 
 

@@ -22,7 +22,8 @@ def lost_asleep(worker) -> list[str]:
         f"{name}.{key}"
         for name, module in worker.get_model().named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, Tensor) and key != "kv_cache" and not key.endswith("_cpu")
+        if isinstance(value, Tensor) and value.device.type == worker.device.type
+        if key != "kv_cache" and not key.endswith("_cpu")
     ]
 
 
