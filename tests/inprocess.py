@@ -14,7 +14,7 @@ from common.cli import parse
 @pytest.fixture
 def main(device, monkeypatch):
     """`main("sft", *flags)` runs the script to its end."""
-    monkeypatch.setattr(distributed, "setup", lambda seed, num_rollout_ranks=0: (device, 0, 1))
+    monkeypatch.setattr(distributed, "setup", lambda seed, num_rollout_ranks=0, nccl_timeout=30: (device, 0, 1))
     monkeypatch.setattr(distributed, "cleanup", lambda: None)
 
     def run_main(script: str, *flags: object) -> None:
