@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from common import distributed
 from common.attention import packed_attention
-from common.config import BaseArgs
+from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
 from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
@@ -149,12 +149,15 @@ def _on_meta(auto_class, config, what: str) -> nn.Module:
         ) from error
 
 
+def _recomputes(args: TrainArgs, device: torch.device) -> bool:
+    return device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
+
+
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
     if any(name.endswith("experts") for name, _ in hf.named_modules()):
         raise ValueError(f"{what}: {hf.config.model_type} is a mixture of experts, which is not supported")
-    recompute = device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
-    if trainable and recompute:
+    if trainable and _recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
