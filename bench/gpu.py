@@ -159,10 +159,8 @@ def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
     start = reset_peak(device.type)
     took = seconds(step, flags.rounds, before=lambda: optimizer.zero_grad(set_to_none=True))
     memory = peak(device.type) if device.type == "cuda" else peak(device.type) - start
-    parameters, flop = (
-        sum(p.numel() for p in policy.parameters()),
-        3 * forward_flops(policy.hf.config, policy.matrix_weights, mb),
-    )
+    parameters = sum(p.numel() for p in policy.parameters())
+    flop = 3 * forward_flops(policy.hf.config, policy.matrix_weights, mb)
     how = ", activation checkpointing" if checkpointing else ""
     size = f"{parameters / 1e6:.0f}M, {tokens} tokens"
     rows = [row(f"micro-batch{how}", size, name_of(dtype), took, flop, tokens, memory)]

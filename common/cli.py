@@ -76,8 +76,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         args.check_ranks(distributed.world_size())
         if for_tiny and distributed.is_main():
             print(f"for the built-in model and task, unless given: {' '.join(for_tiny)}", flush=True)
-        given = any(arg.startswith("--max_new_tokens") for arg in argv)
-        if not given and getattr(args, "max_new_tokens", 256) < 256 and distributed.is_main():
+        adapted = "max_new_tokens" not in _given(argv) and getattr(args, "max_new_tokens", 256) < 256
+        if adapted and distributed.is_main():
             print(f"--max_new_tokens {args.max_new_tokens}: half of --pack_tokens", flush=True)
         return args
     except ValueError as error:

@@ -91,6 +91,7 @@ class Rollouts:
         for i, group in zip(self.positions, groups, strict=True):
             for sample in group:
                 sample.row = self.prompts.rows[batch.drawn[i]]
+        meter.sum("sampled", sum(sum(sample.loss_mask) for group in groups for sample in group))
         if distributed.stop_requested():
             self.pending.extendleft(reversed(self.collected))
             return None
@@ -156,5 +157,4 @@ class Rollouts:
             self.engine.sleep()  # hand weights and KV-cache memory back to the trainer
         for sample in (sample for group in groups for sample in group):
             sample.version = step
-            meter.sum("sampled", sum(sample.loss_mask))
         return groups

@@ -13,6 +13,7 @@ Completions do not depend on the number of ranks: every completion has a seed of
 
 import importlib.util
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     units = [model, *prefixes]
     for unit in units:
         unit.reshard()  # it may still be whole, with older values, after a forward without backward
-    for unit, following in zip(units, [*units[1:], None], strict=True):
+    for unit, following in pairwise([*units, None]):
         unit.unshard()  # waits for what the last turn has begun
         if following is not None:
             following.unshard(async_op=True)  # on its way while the engine takes this one

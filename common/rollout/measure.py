@@ -67,7 +67,7 @@ def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: Onlin
     limit = args.max_logprob_difference or (1e-3 if compute_dtype(args, device) == torch.float32 else 0.5)
     mine = [torch.zeros(0)]
     for mb in chain(*minibatches):
-        if mb.samples and mb.loss_mask_T.any():
+        if mb.samples:
             fresh_T = mb.loss_mask_T & (mb.on_tokens("version") == step)
             mine.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
     differences = torch.cat(distributed.gather_objects(torch.cat(mine))).nan_to_num(nan=torch.inf).sort().values

@@ -213,7 +213,6 @@ class RemoteRollouts(Rollouts):
         meter.max("clock/generation_ended", max(share.ended for share in shares))
         meter.max("clock/collected", time.time())
         for sample in (sample for group in groups for sample in group):
-            meter.sum("sampled", sum(sample.loss_mask))
             meter.mean("sampling/staleness/mean", step - sample.version)
             meter.max("sampling/staleness/max", step - sample.version)
         return groups
