@@ -149,6 +149,11 @@ class PackedBatch:
         return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
 
 
+# FSDP rebuilds every dataclass that it is given, with all that is in it, before and after each block: here that would be
+# every sample's lists of ids, a quarter of the demo's step.
+del PackedBatch.__dataclass_fields__
+
+
 def to_samples(groups: list[list[Sample]], **values_PG: Tensor) -> None:
     """Give every sample its number: `to_samples(groups, advantage=advantages_PG)`."""
     for name, of_groups in values_PG.items():

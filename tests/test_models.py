@@ -282,6 +282,20 @@ def test_nothing_stays_whole(device, kind):
         assert whole_units(model) == []
 
 
+def test_fsdp_hands_the_pack_through(device):
+    """The very object: FSDP copies what it can look into, and in a pack that is every sample."""
+    model = load_policy(tiny_model(), ARGS, device)
+    (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append(kwargs.get("pack") or args[0]), with_kwargs=True
+            )
+    model(mb)[0].sum().backward()
+    assert len(seen) == 1 + model.hf.config.num_hidden_layers and all(pack is mb for pack in seen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_are_compiled_once(device, recompute):
