@@ -149,7 +149,7 @@ class PackedBatch:
         return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
 
 
-# FSDP rebuilds every dataclass that it is given, with all that is in it, before and after each block: here that would be
+# FSDP rebuilds every dataclass that it is given and all that is in it, before and after each block: here that would be
 # every sample's lists of ids, a quarter of the demo's step.
 del PackedBatch.__dataclass_fields__
 
