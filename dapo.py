@@ -24,8 +24,8 @@ from common import distributed
 from common.advantages import group_advantages, top_entropy_threshold, unequal
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import correction_weights
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs, correction_weights
 from common.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs

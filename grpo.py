@@ -27,8 +27,8 @@ from torch import Tensor
 from common import advantages, distributed, losses
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import correction_weights, off_policy_mask
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs, correction_weights, off_policy_mask
 from common.flags import AtLeast2, BelowOne, NotNegative, Positive, require_flags_read, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs

@@ -28,8 +28,8 @@ from common import distributed
 from common.advantages import gae, length_adaptive_lambda
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import CorrectionArgs, OnlineArgs, RewardArgs, SamplingArgs, TrainArgs
-from common.correction import correction_weights
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs, correction_weights
 from common.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import add_logprobs, add_values
@@ -43,7 +43,7 @@ from common.rewards.scoring import Rewards
 from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
 from common.run import Run
-from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
+from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
 
 
 @dataclass

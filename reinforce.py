@@ -26,8 +26,8 @@ from common import distributed, losses
 from common.advantages import leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import CorrectionArgs, OnlineArgs, RewardArgs, SamplingArgs, TrainArgs
-from common.correction import correction_weights
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs, correction_weights
 from common.flags import BelowOne, NotNegative, Positive, require_flags_read, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
@@ -39,7 +39,7 @@ from common.rewards.scoring import Rewards
 from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
 from common.run import Run
-from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
+from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
 
 LOSSES = {"clip": losses.clip_policy_loss, "reinforce": losses.reinforce_loss}
 # --advantage: of the rewards of all ranks' groups, [B, G], and of how many tokens of each completion are trained.

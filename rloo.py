@@ -25,8 +25,8 @@ from common import distributed
 from common.advantages import leave_one_out
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
-from common.config import CorrectionArgs, OnlineArgs, RewardArgs, SamplingArgs, TrainArgs
-from common.correction import correction_weights
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs, correction_weights
 from common.flags import AtLeast2, BelowOne, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
@@ -39,7 +39,7 @@ from common.rewards.scoring import Rewards
 from common.rollout.measure import check_agreement, evaluate, measure_groups, measure_update, truncated
 from common.rollout.remote import make_rollouts, serve
 from common.run import Run
-from common.shaping import KLCoefficient, shape_rewards, truncation_penalties
+from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
 
 
 @dataclass

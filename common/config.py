@@ -2,7 +2,7 @@
 
 A script's `Args` inherits some groups, overrides defaults and adds its own flags; `common/cli.py` reads them. Bounds
 stand in the types (`common/flags.py`): `__post_init__` refuses what does not go together, and `check_ranks` what the
-number of ranks does not allow.
+number of ranks does not allow. Groups that one module reads stand there: `CorrectionArgs`, `RewardArgs`.
 """
 
 from dataclasses import dataclass
@@ -199,56 +199,6 @@ class OnlineArgs(BaseArgs):
     def may_change(self, then: dict) -> set[str]:
         both_read_it = then.get("rollout_ranks") and self.rollout_ranks
         return super().may_change(then) | (set() if both_read_it else {"max_staleness"})
-
-
-@dataclass
-class CorrectionArgs(BaseArgs):
-    """Flags of the scripts that weigh samples because the engine, not the trainer, sampled them."""
-
-    correction: Literal["none", "token", "sequence"] = "token"
-    """weigh samples by trainer / engine probability, of each token or of the whole completion"""
-    correction_mode: Literal["truncate", "mask"] = "truncate"
-    """weights outside the bounds are set to the bound, or to 0"""
-    correction_low: NotNegative[float] = 0.0
-    """lower bound of the weights"""
-    correction_high: Positive[float] = 2.0
-    """upper bound of the weights"""
-    correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
-    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds, e.g. 0.5 2"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag, (low, high) in (
-            ("correction_low and --correction_high", (self.correction_low, self.correction_high)),
-            ("correction_filter", self.correction_filter or (0.0, 1.0)),
-        ):
-            if low >= high:
-                raise ValueError(f"--{flag}: the bounds {low:g} and {high:g} cross")
-        for flag in ("correction_mode", "correction_low", "correction_high", "correction_filter"):
-            self.require_read(flag, self.correction != "none", "--correction is none")
-
-
-@dataclass
-class RewardArgs(BaseArgs):
-    """Flags of the scripts that shape the reward and take the KL to the starting model from it."""
-
-    beta: NotNegative[float] = 0.0
-    """weight of the KL penalty to the starting model; 0 never loads it"""
-    kl_target: NotNegative[float] = 0.0
-    """adapt beta so that the logged KL stays near this many nats (per completion in rloo.py and ppo.py, per token in
-    reinforce.py); 0: beta stays as it is"""
-    kl_horizon: Positive[int] = 10_000
-    """with --kl_target: in this many completions beta grows or shrinks by a fifth at most (arXiv:1909.08593)"""
-    reward_scale: Positive[float] = 1.0
-    """rewards are multiplied by this"""
-    reward_clip: NotNegative[float] = 0.0
-    """scaled rewards are clipped to [-reward_clip, reward_clip]; 0: off"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kl_target and not self.beta:
-            raise ValueError("--kl_target adapts --beta: start it above 0")
-        self.require_read("kl_horizon", self.kl_target > 0, "--kl_target is 0")
 
 
 @dataclass

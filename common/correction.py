@@ -6,15 +6,44 @@ them.
 Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): which sequence each is of, 0..N-1.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from common.flags import BaseArgs, NotNegative, Positive
 from common.losses import sequence_mean, sequence_sum
 
 Correction = Literal["none", "token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
+
+
+@dataclass
+class CorrectionArgs(BaseArgs):
+    """Flags of the scripts that weigh samples because the engine, not the trainer, sampled them."""
+
+    correction: Correction = "token"
+    """weigh samples by trainer / engine probability, of each token or of the whole completion"""
+    correction_mode: CorrectionMode = "truncate"
+    """weights outside the bounds are set to the bound, or to 0"""
+    correction_low: NotNegative[float] = 0.0
+    """lower bound of the weights"""
+    correction_high: Positive[float] = 2.0
+    """upper bound of the weights"""
+    correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
+    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds, e.g. 0.5 2"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, (low, high) in (
+            ("correction_low and --correction_high", (self.correction_low, self.correction_high)),
+            ("correction_filter", self.correction_filter or (0.0, 1.0)),
+        ):
+            if low >= high:
+                raise ValueError(f"--{flag}: the bounds {low:g} and {high:g} cross")
+        for flag in ("correction_mode", "correction_low", "correction_high", "correction_filter"):
+            self.require_read(flag, self.correction != "none", "--correction is none")
 
 
 def importance_weights(log_ratio: Tensor, mode: CorrectionMode, low: float, high: float) -> Tensor:

@@ -5,9 +5,35 @@ them. Lengths are in tokens.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from common.flags import BaseArgs, NotNegative, Positive
+
+
+@dataclass
+class RewardArgs(BaseArgs):
+    """Flags of the scripts that shape the reward and take the KL to the starting model from it."""
+
+    beta: NotNegative[float] = 0.0
+    """weight of the KL penalty to the starting model; 0 never loads it"""
+    kl_target: NotNegative[float] = 0.0
+    """adapt beta so that the logged KL stays near this many nats (per completion in rloo.py and ppo.py, per token in
+    reinforce.py); 0: beta stays as it is"""
+    kl_horizon: Positive[int] = 10_000
+    """with --kl_target: in this many completions beta grows or shrinks by a fifth at most (arXiv:1909.08593)"""
+    reward_scale: Positive[float] = 1.0
+    """rewards are multiplied by this"""
+    reward_clip: NotNegative[float] = 0.0
+    """scaled rewards are clipped to [-reward_clip, reward_clip]; 0: off"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_target and not self.beta:
+            raise ValueError("--kl_target adapts --beta: start it above 0")
+        self.require_read("kl_horizon", self.kl_target > 0, "--kl_target is 0")
 
 
 class KLCoefficient:

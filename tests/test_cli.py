@@ -16,8 +16,10 @@ from test_config import ALGORITHMS
 
 import grpo
 from common.cli import GROUPS, parse
-from common.config import CorrectionArgs, OnlineArgs, PreferenceArgs, RewardArgs, SamplingArgs, TrainArgs
+from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs
 from common.flags import AtLeast2, MayChange, Positive
+from common.shaping import RewardArgs
 
 
 @dataclass

@@ -10,14 +10,19 @@ from dataclasses import dataclass
 import pytest
 from helpers import ROOT
 
-from common import config, flags
+from common import config, correction, shaping
 from common.cli import GROUPS
-from common.config import CorrectionArgs, OnlineArgs, PreferenceArgs, RewardArgs, SamplingArgs, TrainArgs
+from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs
 from common.flags import BaseArgs, Bound, may_change
+from common.shaping import RewardArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/**/*.py"))
-SHARED = [cls for cls in vars(config).values() if isinstance(cls, type) and issubclass(cls, BaseArgs)]
+GROUPED = [config, correction, shaping]  # the modules with groups of flags
+SHARED = {
+    cls for module in GROUPED for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, BaseArgs)
+}
 
 
 def tree(path) -> ast.Module:
@@ -46,7 +51,7 @@ def own(cls: type) -> list[str]:
 
 
 def test_groups_inherit_the_base_alone_and_share_no_flag():
-    assert {BaseArgs, TrainArgs, SamplingArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs} == set(SHARED)
+    assert {BaseArgs, TrainArgs, SamplingArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs} == SHARED
     assert all(cls.__bases__ == (BaseArgs,) for cls in SHARED if cls is not BaseArgs)
     names = Counter(name for cls in SHARED for name in own(cls))
     assert [name for name, count in names.items() if count > 1] == ["beta"]  # of the two no script takes both
@@ -208,7 +213,7 @@ def test_batches_must_split_over_the_ranks(script):
         importlib.import_module(script).Args().check_ranks(3)
 
 
-@pytest.mark.parametrize("cls", [Args, *SHARED])
+@pytest.mark.parametrize("cls", [Args, *sorted(SHARED, key=str)])
 def test_building_shared_flags_reads_no_environment(cls, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     assert cls() == cls()
@@ -226,7 +231,7 @@ def test_groups_without_rules_about_ranks_pass_them_on():
         def check_ranks(self, ranks: int) -> None:
             raise ValueError(f"reached with {ranks}")
 
-    for cls in set(SHARED) - {BaseArgs}:
+    for cls in SHARED - {BaseArgs}:
         both = dataclass(type("Both", (cls, Counting), {}))
         with pytest.raises(ValueError, match="reached with 2"):
             both().check_ranks(2)
@@ -239,7 +244,7 @@ def test_groups_pass_on_what_they_refuse():
             super().__post_init__()
             raise ValueError("reached")
 
-    for cls in set(SHARED) - {BaseArgs}:
+    for cls in SHARED - {BaseArgs}:
         with pytest.raises(ValueError, match="^reached"):
             dataclass(type("Both", (cls, Refusing), {}))()
 
@@ -258,7 +263,7 @@ def documented(path, class_name: str) -> None:
 
 def test_every_shared_field_is_documented():
     for cls in SHARED:
-        documented(ROOT / "common" / ("flags.py" if cls.__module__ == flags.__name__ else "config.py"), cls.__name__)
+        documented(ROOT / (cls.__module__.replace(".", "/") + ".py"), cls.__name__)
 
 
 @pytest.mark.parametrize("script", ALGORITHMS)
