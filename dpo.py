@@ -85,8 +85,8 @@ class Args(PreferenceArgs, TrainArgs):
             )
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
             raise ValueError(f"--ld_alpha is for summed log-ratios of pairs, not for --loss {names}")
-        if self.max_length and 2 * (self.max_length - 1) > self.pack_tokens:
-            raise ValueError(f"two sequences of --max_length {self.max_length} exceed --pack_tokens {self.pack_tokens}")
+        if self.max_length and 2 * (self.max_length - 1) > self.room:
+            raise ValueError(f"two sequences of --max_length {self.max_length} exceed {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
         self.require_multiple("batch_size", ranks, "the number of ranks")
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens // 2 + 1)
+    fit_max_length(args, path, room=args.room // 2 + 1)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

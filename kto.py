@@ -74,8 +74,8 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length and self.max_length - 1 > self.pack_tokens:
-            raise ValueError(f"a sequence of --max_length {self.max_length} exceeds --pack_tokens {self.pack_tokens}")
+        if self.max_length and self.max_length - 1 > self.room:
+            raise ValueError(f"a sequence of --max_length {self.max_length} exceeds {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
         self.require_multiple("batch_size", ranks, "the number of ranks")
@@ -214,7 +214,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens + 1)
+    fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

@@ -120,7 +120,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
-    context = min(context_length(path, args), args.pack_tokens // 2 + 1)  # a pair shares a pack
+    context = min(context_length(path, args), args.room // 2 + 1)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)

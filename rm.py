@@ -68,8 +68,8 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length and 2 * self.max_length > self.pack_tokens:
-            raise ValueError(f"two sequences of --max_length {self.max_length} exceed --pack_tokens {self.pack_tokens}")
+        if self.max_length and 2 * self.max_length > self.room:
+            raise ValueError(f"two sequences of --max_length {self.max_length} exceed {self.room_flags}")
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
 
@@ -213,7 +213,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens // 2)
+    fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     if not training:

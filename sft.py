@@ -51,8 +51,8 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length and self.max_length > self.pack_tokens + 1:
-            raise ValueError(f"--max_length {self.max_length} does not fit in --pack_tokens {self.pack_tokens}")
+        if self.max_length and self.max_length > self.room + 1:
+            raise ValueError(f"--max_length {self.max_length} does not fit in {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
         super().check_ranks(ranks)
@@ -110,7 +110,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens + 1)
+    fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

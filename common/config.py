@@ -91,7 +91,7 @@ class SamplingArgs(BaseArgs):
     samples_per_prompt: Positive[int] = 8
     """completions sampled for each prompt (G)"""
     max_new_tokens: Positive[int] | None = None
-    """longest completion, in tokens; default: 256, or half of pack_tokens if that is less"""
+    """longest completion, in tokens; default: 256, or half of what one pack holds if that is less"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     environment: str | None = None
@@ -126,7 +126,7 @@ class SamplingArgs(BaseArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_new_tokens is None:
-            self.max_new_tokens = min(256, max(1, self.pack_tokens // 2))
+            self.max_new_tokens = min(256, max(1, self.room // 2))
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
@@ -138,21 +138,19 @@ class SamplingArgs(BaseArgs):
         self.require_read("batch_invariant", self.engine != "transformers", "--engine is transformers")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             raise ValueError("--tensor_parallel_size needs --engine vllm")
-        if self.max_new_tokens >= self.pack_tokens:
-            raise ValueError(
-                f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --pack_tokens {self.pack_tokens}"
-            )
+        if self.max_new_tokens >= self.room:
+            raise ValueError(f"--max_new_tokens {self.max_new_tokens} leaves no prompt in {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
-        if ranks % (size := self.tensor_parallel_size):
-            raise ValueError(f"--tensor_parallel_size {size} does not divide the {ranks} ranks that generate")
         super().check_ranks(ranks)
+        if (generate := ranks - self.trainers(ranks) or ranks) % (size := self.tensor_parallel_size):
+            raise ValueError(f"--tensor_parallel_size {size} does not divide the {generate} ranks that generate")
 
 
 @dataclass
 class OnlineArgs(BaseArgs):
-    """Flags of every script that trains on what it samples. Stands before `SamplingArgs` among a script's bases: of its
-    ranks only those that generate concern that."""
+    """Flags of every script that trains on what it samples. Stands before `SamplingArgs` among a script's bases: that
+    there are ranks that train is looked at first."""
 
     TINY: ClassVar[dict] = dict(
         reward="characters", prompts_per_step=16, samples_per_prompt=16, max_new_tokens=5, max_steps=60
@@ -189,12 +187,15 @@ class OnlineArgs(BaseArgs):
             raise ValueError(
                 f"--rollout_ranks {self.rollout_ranks}: of {ranks} ranks 0 to {ranks - 1} may only generate"
             )
-        trainers = ranks - self.rollout_ranks
+        trainers = self.trainers(ranks)
         self.require_multiple("prompts_per_step", trainers, "the number of ranks that train")
         self.require_multiple(
             "prompts_per_step", trainers * self.minibatches, "the ranks that train times --minibatches"
         )
-        super().check_ranks(self.rollout_ranks or trainers)
+        super().check_ranks(ranks)
+
+    def trainers(self, ranks: int) -> int:
+        return ranks - self.rollout_ranks
 
     def may_change(self, then: dict) -> set[str]:
         both_read_it = then.get("rollout_ranks") and self.rollout_ranks

@@ -16,7 +16,8 @@ from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
 from common.loading import load_weights
 from common.logprobs import token_logprobs
-from common.packing import PackedBatch, Sample, pack
+from common.packing import PackedBatch, Sample, pack_groups
+from common.sharing import Stream, own, setup
 
 # ---- models that take packs ----
 
@@ -30,10 +31,10 @@ class PackedModel(nn.Module):
         self.hf, self.path = hf, path
         self.matrix_weights, self.flops = matrix_weights(hf), 0.0
 
-    def hidden_states(self, mb: PackedBatch) -> Tensor:
-        """Last hidden states [T, D]."""
-        self.flops += forward_flops(self.hf.config, self.matrix_weights, mb) * (3 if torch.is_grad_enabled() else 1)
-        return self.hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
+    def hidden_states(self, stream: Stream) -> Tensor:
+        """Last hidden states [t, D]."""
+        self.flops += forward_flops(self.hf.config, self.matrix_weights, stream) * (3 if torch.is_grad_enabled() else 1)
+        return self.hf.base_model(**packed_inputs(stream)).last_hidden_state[0]
 
 
 class Policy(PackedModel):
@@ -41,13 +42,14 @@ class Policy(PackedModel):
 
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`."""
-        hidden_TD = self.hidden_states(mb)
+        hidden_tD = self.hidden_states(mb.computed)
         head, config = self.hf.get_output_embeddings(), self.hf.config.get_text_config()
         # What some models do to their logits: Cohere, Granite, Gemma 2. `check_packing` refuses what is missing here.
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
-        return token_logprobs(hidden_TD, head.weight, mb.targets_T, temperature, head.bias, scale, softcap)
+        targets_t = mb.computed.targets_T
+        return own(token_logprobs(hidden_tD, head.weight, targets_t, temperature, head.bias, scale, softcap), mb.shared)
 
 
 class ScalarModel(PackedModel):
@@ -57,18 +59,19 @@ class ScalarModel(PackedModel):
     def forward(self, mb: PackedBatch) -> Tensor:
         """Scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` has seen the inputs up to t,
         not `targets_T[t]`."""
-        return self.hidden_states(mb).float() @ self.hf.score.weight[0].float()
+        scalars_t = self.hidden_states(mb.computed).float() @ self.hf.score.weight[0].float()
+        return own((scalars_t,), mb.shared)[0]
 
 
-def packed_inputs(mb: PackedBatch) -> dict:
+def packed_inputs(stream: Stream) -> dict:
     """Keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
     return dict(
-        input_ids=mb.input_ids_T[None],
-        position_ids=mb.position_ids_T[None],
+        input_ids=stream.input_ids_T[None],
+        position_ids=stream.position_ids_T[None],
         use_cache=False,
-        cu_seq_lens_q=mb.cu_seqlens_N1,
-        max_length_q=mb.max_seqlen,
-        pack=mb,  # not its list of offsets: a compiled block would be compiled anew for each
+        cu_seq_lens_q=stream.cu_seqlens_N1,
+        max_length_q=stream.max_seqlen,
+        pack=stream,  # not its list of offsets: a compiled block would be compiled anew for each
     )
 
 
@@ -159,6 +162,9 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
+    if (heads := hf.config.get_text_config().num_attention_heads) % args.context_ranks:
+        raise ValueError(f"{what}: --context_ranks {args.context_ranks} does not divide its {heads} attention heads")
+    setup(args.context_ranks)
     shard(model, blocks, args, device, reshard_root=not trainable)
     new_head = load_weights(hf, model.path, what, device)
     if new_head is not None:
@@ -184,7 +190,7 @@ def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.d
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(0, model.hf.config.vocab_size, (38,), generator=generator).tolist()
     first, other, second = (Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:]))
-    packs = [pack(samples, 100, device)[0] for samples in ([first, second], [other, second], [second])]
+    packs = [pack_groups([samples], 100, device)[0] for samples in ([first, second], [other, second], [second])]
     length = second.num_targets
     try:
         outs = [model(mb) for mb in packs[:2]]
