@@ -2,12 +2,15 @@
 
 import json
 
+import inprocess
 import pytest
-from helpers import ROOT, run
+from helpers import ROOT, assert_close_metrics, run, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.sharing import assign, work
+
+main = inprocess.main
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
 
@@ -136,6 +139,26 @@ def test_the_gradient_is_that_of_plain_transformers(ranks, context, recompute, t
             assert max(tokens) <= 150 // context + 5
             if context == ranks:
                 assert len(set(tokens)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, ranks, flags",
+    [
+        ("dpo", 4, ("--context_ranks", 2, "--pack_tokens", 40)),
+        ("ppo", 4, ("--context_ranks", 2, "--pack_tokens", 30)),
+        ("grpo", 3, ("--context_ranks", 2, "--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 30)),
+    ],
+)
+def test_scripts_with_context_ranks(main, script, ranks, flags, tmp_path):
+    """Two units of two ranks, or one beside a rank that only generates, are one rank; saved and exported like it."""
+    sampling = () if script == "dpo" else ("--engine", "transformers", "--prompts_per_step", 16)
+    steps = ("--max_steps", 3, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *sampling)
+    main(script, *steps, "--output_dir", tmp_path / "one")
+    run(ranks, f"{script}.py", *steps, *flags, "--output_dir", tmp_path / "many")
+    assert_close_metrics(tmp_path / "one", tmp_path / "many", ("loss", "grad_norm"), rel=1e-4, floor=0.1)
+    one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
+    assert all((one[name] - many[name]).abs().max() < 1e-4 for name in one)
 
 
 def test_context_ranks_that_do_not_divide(device):
