@@ -8,7 +8,9 @@ once everything is on disk, so a killed save is never picked up. The folder must
 
 import json
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,18 +36,31 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     """Make `--output_dir` this run's, before anything slow. `owned`: files that are the script's own (glob patterns).
     Collective.
 
-    Raises `ValueError` on every rank if it cannot be written or holds a run with other flags; with `--resume never`
-    that run's files are deleted, with `--resume must` there has to be one.
+    Raises `ValueError` on every rank if it cannot be written, is not one folder for all machines or holds a run with
+    other flags; with `--resume never` that run's files are deleted, with `--resume must` there has to be one.
     """
-    problem = None
+    folder, problem = Path(args.output_dir), None
+    # A name that no machine has looked up before: network file systems remember what was not there.
+    mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
-            problem = _claim(Path(args.output_dir), args, owned)
+            problem = _claim(folder, args, owned)
+            if not problem:
+                mark.mkdir()
         except (OSError, yaml.YAMLError) as error:
-            problem = f"--output_dir {args.output_dir}: {distributed.first_line(error)}"
-    problem = distributed.gather_objects(problem)[0]
+            problem = f"--output_dir {folder}: {distributed.first_line(error)}"
+    problem, name = distributed.gather_objects((problem, mark.name))[0]
     if problem:
         raise ValueError(problem)
+    mark = mark.with_name(name)
+    blind = [host for host in distributed.gather_objects(None if mark.is_dir() else socket.gethostname()) if host]
+    if distributed.is_main():
+        mark.rmdir()
+    if blind:
+        raise ValueError(
+            f"--output_dir {folder}: {blind[0]} does not see what rank 0 writes there; "
+            "it must be a folder that all machines share"
+        )
 
 
 def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:

@@ -142,15 +142,19 @@ class SamplingArgs(BaseArgs):
             raise ValueError(f"--max_new_tokens {self.max_new_tokens} leaves no prompt in {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
+        if (generators := self.ranks_that_generate(ranks)) % (size := self.tensor_parallel_size):
+            raise ValueError(f"--tensor_parallel_size {size} does not divide the {generators} ranks that generate")
         super().check_ranks(ranks)
-        if (generate := ranks - self.trainers(ranks) or ranks) % (size := self.tensor_parallel_size):
-            raise ValueError(f"--tensor_parallel_size {size} does not divide the {generate} ranks that generate")
+
+    def ranks_that_generate(self, ranks: int) -> int:
+        """Of the launch's."""
+        return ranks
 
 
 @dataclass
 class OnlineArgs(BaseArgs):
-    """Flags of every script that trains on what it samples. Stands before `SamplingArgs` among a script's bases: that
-    there are ranks that train is looked at first."""
+    """Flags of every script that trains on what it samples. Stands before `SamplingArgs` among a script's bases: it
+    says which of the ranks generate."""
 
     TINY: ClassVar[dict] = dict(
         reward="characters", prompts_per_step=16, samples_per_prompt=16, max_new_tokens=5, max_steps=60
@@ -187,15 +191,18 @@ class OnlineArgs(BaseArgs):
             raise ValueError(
                 f"--rollout_ranks {self.rollout_ranks}: of {ranks} ranks 0 to {ranks - 1} may only generate"
             )
-        trainers = self.trainers(ranks)
+        trainers = self.ranks_that_train(ranks)
         self.require_multiple("prompts_per_step", trainers, "the number of ranks that train")
         self.require_multiple(
             "prompts_per_step", trainers * self.minibatches, "the ranks that train times --minibatches"
         )
         super().check_ranks(ranks)
 
-    def trainers(self, ranks: int) -> int:
+    def ranks_that_train(self, ranks: int) -> int:
         return ranks - self.rollout_ranks
+
+    def ranks_that_generate(self, ranks: int) -> int:
+        return self.rollout_ranks or ranks
 
     def may_change(self, then: dict) -> set[str]:
         both_read_it = then.get("rollout_ranks") and self.rollout_ranks

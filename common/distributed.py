@@ -8,6 +8,7 @@ of its own, so everything here and in the libraries spans the ranks of one role;
 """
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import signal
@@ -103,6 +104,8 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
         default_signals()  # until both kinds have met: they wait for each other inside a library, with nothing to save
     else:
         install_signal_handlers()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # a torchrun that is killed leaves no ranks
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     torch.manual_seed(seed)
     return device, rank, size
 
@@ -279,21 +282,18 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         put_in_order()
     frames = traceback.extract_tb(trace)
     ours = bool(frames) and _is_ours(Path(frames[-1].filename).resolve())
-    code = 2 if issubclass(kind, ValueError) else 1
-    if issubclass(kind, RunError) or (issubclass(kind, ValueError) and ours):
+    bad_input = ours and issubclass(kind, ValueError)
+    if issubclass(kind, RunError) or bad_input:
         print(f"error: {error}", file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
         print(f"error: rank {_launch_rank} lost another rank: {what_gloo_says(error)}", file=sys.stderr)
-        code = 1
     elif stop_signal is not None:
         print(f"error: stopped by signal {stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
-        code = 1
     else:
-        code = 1
         print(f"rank {_launch_rank} failed:", file=sys.stderr)
         traceback.print_exception(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(2 if bad_input else 1)

@@ -166,6 +166,9 @@ class BaseArgs:
     """jinja file with the chat template, in place of the tokenizer's own; it is exported with the tokenizer"""
     template_kwargs: tuple[str, ...] = ()
     """what else the chat template is told, as name=value: `enable_thinking=false`"""
+    shard_ranks: MayChange[Positive[int] | None] = None
+    """ranks, neighbours, that hold one copy of each model together; more ranks hold more copies, and average gradients
+    over them once per step; default: those of one machine, or all where machines do not have as many each"""
     nccl_timeout: MayChange[Positive[float]] = 30.0
     """minutes after which ranks that wait for each other on CUDA give up"""
     output_dir: MayChange[str] = "runs/run"
@@ -196,11 +199,13 @@ class BaseArgs:
 
     def check_ranks(self, ranks: int) -> None:
         """`ValueError` if the flags do not fit this number of ranks."""
-        if (trainers := self.trainers(ranks)) % self.context_ranks:
-            raise ValueError(f"--context_ranks {self.context_ranks} does not divide the {trainers} ranks that train")
+        trainers = self.ranks_that_train(ranks)
+        for flag in ("context_ranks", "shard_ranks"):
+            if (size := getattr(self, flag)) and trainers % size:
+                raise ValueError(f"--{flag} {size} does not divide the {trainers} ranks that train")
 
-    def trainers(self, ranks: int) -> int:
-        """How many ranks of a launch train."""
+    def ranks_that_train(self, ranks: int) -> int:
+        """Of the launch's."""
         return ranks
 
     def may_change(self, then: dict) -> set[str]:

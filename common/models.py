@@ -16,6 +16,7 @@ from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
 from common.loading import load_weights
 from common.logprobs import token_logprobs
+from common.mesh import shard_mesh
 from common.packing import PackedBatch, Sample, pack_groups
 from common.sharing import Stream, own, setup
 
@@ -225,7 +226,7 @@ def shard(
     The root stays whole from forward to backward, which needs it next; without a backward `reshard_root` frees it.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, device), reduce_dtype=torch.float32)
-    mesh = torch.distributed.init_device_mesh(device.type, (distributed.world_size(),))
+    mesh, model.copies = shard_mesh(args, device)
     for block in blocks:
         if args.compile:
             block.compile()

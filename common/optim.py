@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from common import distributed
 from common.config import TrainArgs
+from common.mesh import average_over_copies
 
 
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
@@ -42,12 +43,14 @@ def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
 def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: Tensor
 ) -> float:
-    """Clip, step, clear the gradients; returns the global gradient norm before clipping. Collective.
+    """Average the gradients over copies of the model, clip, step, clear them; returns the global gradient norm before
+    clipping. Collective.
 
     `loss` is this rank's share of it, summed over the micro-batches.
     Raises `RunError` before anything is changed if the loss or the gradient is not finite.
     """
     loss = distributed.all_sum(loss)
+    average_over_copies(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         what = f"the loss is {float(loss)}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"

@@ -62,7 +62,7 @@ def test_scripts_stand_at_most_on_the_third_level(args_class):
     assert set(args_class.__mro__) <= {args_class, *SHARED, object}
     assert max(Counter(name for cls in args_class.__bases__ for name in own(cls)).values()) == 1
     order = args_class.__mro__
-    if OnlineArgs in order:  # of the ranks, only those that generate concern SamplingArgs
+    if OnlineArgs in order:  # it says which of the ranks generate
         assert order.index(OnlineArgs) < order.index(SamplingArgs)
 
 
@@ -97,7 +97,7 @@ def test_numbers_have_bounds():
 def test_what_may_change_between_a_run_and_its_continuation():
     assert may_change(Args) == {
         "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-        "keep_best", "early_stop", "nccl_timeout", "check_every",
+        "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks",
         "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
         "reward_workers", "max_reward_errors",
     }  # fmt: skip
@@ -195,6 +195,9 @@ def test_objectives_of_pairs(changed, words):
         (2, dict(tensor_parallel_size=4), "--tensor_parallel_size 4 does not divide the 2 ranks that generate"),
         (4, dict(tensor_parallel_size=2, rollout_ranks=3, prompts_per_step=1), "does not divide the 3 ranks that gene"),
         (4, dict(tensor_parallel_size=2, rollout_ranks=2), None),
+        (4, dict(shard_ranks=3), "--shard_ranks 3 does not divide the 4 ranks that train"),
+        (4, dict(shard_ranks=2, rollout_ranks=2), None),
+        (4, dict(shard_ranks=2, rollout_ranks=1, prompts_per_step=3), "--shard_ranks 2 does not divide the 3 ranks"),
         (7, dict(rollout_ranks=5), None),
         (4, dict(minibatches=16), None),
     ],

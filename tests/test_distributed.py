@@ -1,6 +1,7 @@
 """Reductions and gathers are the same on every rank, a signal to one stops all, and a seed depends on all its parts."""
 
 import signal
+import socket
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ RANK = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import os, signal
+from pathlib import Path
 import torch
 from common import distributed
 from common.checkpoint import prepare_output_dir
@@ -30,7 +32,10 @@ seen = dict(
     packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (3 * rank), 4, device)), before=distributed.stop_requested(),
 )
 problems = []
-for folder in sys.argv[1:]:
+here = Path(sys.argv[2], str(rank))  # of each rank a folder of its own, as on machines that share none
+here.mkdir(parents=True)
+os.chdir(here)
+for folder in sys.argv[1], "run":
     try:
         prepare_output_dir(TrainArgs(output_dir=folder))
     except ValueError as error:
@@ -50,14 +55,19 @@ distributed.cleanup()
 def test_what_two_ranks_agree_on(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "file").touch()
-    done = run(2, tmp_path / "rank.py", tmp_path / "file" / "run", timeout=600)
+    done = run(2, tmp_path / "rank.py", tmp_path / "file" / "run", tmp_path / "machines", timeout=600)
     seen = eval(done.stdout.strip().splitlines()[-1])
     assert seen["mine"] == 0.5  # a sum is not put where a summand was
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
     assert seen["packs"] == 2  # as many as the rank with more
-    (problem,) = seen["problems"]  # that only rank 0 has met
-    assert problem.startswith(f"--output_dir {tmp_path}/file/run: ")
+    no_folder, not_shared = seen["problems"]  # the first only rank 0 has met, the second only rank 1
+    assert no_folder.startswith(f"--output_dir {tmp_path}/file/run: ")
+    assert not_shared == (
+        f"--output_dir run: {socket.gethostname()} does not see what rank 0 writes there; "
+        "it must be a folder that all machines share"
+    )
+    assert not list(tmp_path.glob("machines/*/run/checkpoints/*"))
     assert (seen["before"], seen["after"]) == (False, True)
 
 

@@ -1,0 +1,79 @@
+"""Several machines: a torchrun on each, here two on one. They train and generate, and what kills one part ends all."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import PATIENCE, ROOT, Moment, alive, command, environment, kill, metrics, until
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ("--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--engine", "transformers",
+         "--eval_every", 0, "--log_every", 1, "--save_every", 100_000, "--rollout_ranks", 1)  # fmt: skip
+
+
+class Node:
+    """A torchrun with one rank."""
+
+    def __init__(self, index: int, port: int, script: str, *flags: object, folder: Path):
+        python, *_, of_script = command(1, script)
+        launch = ("--nnodes=2", f"--node_rank={index}", "--nproc_per_node=1", "--master_addr=127.0.0.1",
+                  f"--master_port={port}")  # fmt: skip
+        line = [python, "-m", "torch.distributed.run", *launch, of_script, *map(str, flags), "--output_dir", folder]
+        self.said = folder.with_name(f"{folder.name}_{index}.txt")
+        with self.said.open("w") as file:
+            self.agent = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+
+    @property
+    def rank(self) -> int:
+        """The process id of its rank."""
+        return int(Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0])
+
+
+@contextlib.contextmanager
+def two_nodes(script: str, *flags: object, folder: Path) -> Iterator[list[Node]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [Node(index, port, script, *FLAGS, *flags, folder=folder) for index in (0, 1)]
+    try:
+        yield nodes
+    finally:
+        kill(*(node.agent.pid for node in nodes))
+        for node in nodes:
+            node.agent.wait()
+
+
+def test_one_node_trains_and_one_generates(tmp_path):
+    with two_nodes("grpo.py", "--max_steps", 2, folder=tmp_path / "run") as nodes:
+        for node in nodes:
+            assert node.agent.wait(PATIENCE) == 0, node.said.read_text()
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    assert metrics(tmp_path / "run")[1]["sampling/staleness/max"] == 1
+
+
+@pytest.mark.parametrize("victim", ["the torchrun that generates", "the rank that trains"])
+def test_a_kill_ends_the_other_node_too(victim, tmp_path):
+    """Ranks whose torchrun was killed outright are told to stop by that, save, and so stop all."""
+    folder = tmp_path / "run"
+    with two_nodes("online_dpo.py", "--max_steps", 100_000, "--epochs", 1e6, folder=folder) as nodes:
+        until(Moment(folder, step=2).logged)
+        ranks = [node.rank for node in nodes]
+        try:
+            os.kill(nodes[1].agent.pid if victim.startswith("the torchrun") else ranks[0], signal.SIGKILL)
+            until(lambda: not any(map(alive, ranks)))
+        except BaseException:
+            kill(*ranks)
+            raise
+        said = [node.said.read_text() for node in nodes]
+        if victim.startswith("the torchrun"):
+            (saved,) = (folder / "checkpoints").iterdir()
+            assert f"told to stop after step {int(saved.name.removeprefix('step_'))}" in said[0]
+        else:
+            assert "error: training rank 0 is gone: " in said[1] or "error: rank 1 lost another rank: " in said[1]
+            assert nodes[1].agent.wait(PATIENCE) == 1
