@@ -14,7 +14,7 @@ from common import distributed
 from common.attention import packed_attention
 from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
-from common.loading import load_weights
+from common.loading import EXPERTS, load_weights
 from common.logprobs import token_logprobs
 from common.packing import PackedBatch, Sample, pack
 
@@ -131,7 +131,7 @@ def _packable_config(path: str, what: str):
     for kind in (each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)):
         if kind in ("dynamic", "longrope"):
             raise ValueError(f"{what}: {kind} rotary embeddings mix packed sequences")
-    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
+    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop", "jitter_noise"))]:
         setattr(config, field, 0.0)
     return config
 
@@ -139,11 +139,15 @@ def _packable_config(path: str, what: str):
 def _on_meta(auto_class, config, what: str) -> nn.Module:
     try:
         with torch.device("meta"):
-            return auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
+            hf = auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
     except (KeyError, ValueError) as error:  # GPT-J, for one, looks attention up in a table of its own
         raise ValueError(
             f"{what}: {config.model_type} has no packed attention: {distributed.first_line(error)}"
         ) from error
+    if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:
+        supported = ", ".join(EXPERTS)
+        raise ValueError(f"{what}: {config.model_type} is a mixture of experts; of those {supported} are supported")
+    return hf
 
 
 def _recomputes(args: TrainArgs, device: torch.device) -> bool:
@@ -152,8 +156,6 @@ def _recomputes(args: TrainArgs, device: torch.device) -> bool:
 
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
-    if any(name.endswith("experts") for name, _ in hf.named_modules()):
-        raise ValueError(f"{what}: {hf.config.model_type} is a mixture of experts, which is not supported")
     if trainable and _recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
