@@ -114,8 +114,9 @@ does not see a sliding window.
 - Soft-capped attention (Gemma 2) has no kernel here, on a GPU neither: scores of a sequence exist whole, so memory
   grows with the square of the longest sequence. `--activation_checkpointing` keeps it to one layer.
 - Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs part beyond the window.
-- Not supported: other mixtures of experts than these three (docs/moe.md), attention sinks, state-space and convolutional layers, `dynamic` and `longrope`
-  rotary embeddings (they depend on the longest sequence of a batch), checkpoints of images and text.
+- Not supported: mixtures of experts but these three (docs/moe.md), attention sinks, state-space and convolutional
+  layers, `dynamic` and `longrope` rotary embeddings (they depend on the longest sequence of a batch), checkpoints of
+  images and text.
 """
 
 
