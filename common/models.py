@@ -16,6 +16,7 @@ from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
 from common.loading import EXPERTS, load_weights
 from common.logprobs import token_logprobs
+from common.losses import expert_balance
 from common.packing import PackedBatch, Sample, pack
 
 # ---- models that take packs ----
@@ -23,7 +24,7 @@ from common.packing import PackedBatch, Sample, pack
 
 class PackedModel(nn.Module):
     """A transformer that takes a PackedBatch. `hf` is the Hugging Face model, with its own names; `flops` counts what
-    its forwards and backwards compute."""
+    its forwards and backwards compute; `expert_balance_N` is that of the last forward's sequences, if it is watched."""
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
@@ -33,7 +34,18 @@ class PackedModel(nn.Module):
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Last hidden states [T, D]."""
         self.flops += forward_flops(self.hf.config, self.matrix_weights, mb) * (3 if torch.is_grad_enabled() else 1)
-        return self.hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
+        output = self.hf.base_model(**packed_inputs(mb))
+        if router_logits := getattr(output, "router_logits", None):
+            lengths_N, top_k = mb.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
+            balance_N = expert_balance(router_logits, mb.sequence_ids_T, lengths_N, top_k)
+            self.expert_balance_N = balance_N[: len(mb.samples)]  # a filler is no sample
+        return output.last_hidden_state[0]
+
+    def watch_experts(self, flag: str) -> None:
+        """Raises `ValueError` naming `flag` for a model without experts."""
+        if self.hf.config.model_type not in EXPERTS:
+            raise ValueError(f"{flag}: {self.hf.config.model_type} is no mixture of experts")
+        self.hf.config.output_router_logits = True
 
 
 class Policy(PackedModel):
@@ -133,6 +145,7 @@ def _packable_config(path: str, what: str):
             raise ValueError(f"{what}: {kind} rotary embeddings mix packed sequences")
     for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop", "jitter_noise"))]:
         setattr(config, field, 0.0)
+    config.output_router_logits = False  # `watch_experts` asks for them
     return config
 
 

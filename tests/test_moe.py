@@ -14,14 +14,16 @@ from safetensors.torch import load_file, save_file
 from test_convert import saved
 from transformers import AutoModelForCausalLM
 
-from bench.models import ARGS, OUTSIDE, checkpoint, packed, rows
+from bench.models import ARGS, OUTSIDE, checkpoint, rows
 from common.checkpoint import export_hf
 from common.hub import load_tokenizer, resolve_model
 from common.loading import EXPERTS
+from common.losses import expert_balance
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample, pack
 from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
+from common.tiny import tiny_model
 
 DOWN = dict(
     qwen3_moe="model.layers.0.mlp.experts.3.down_proj.weight",
@@ -33,20 +35,13 @@ DOWN = dict(
 RANK = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from bench.models import *
-from dataclasses import replace
+from test_moe import *
+from common import distributed
 path, folder, recompute = sys.argv[1:]
 device, rank, world_size = distributed.setup(0)
 policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute == "True"), device)
 mine = rows()[rank::2] if rank < 2 else []
-for mb in pack([Sample(ids, [True] * len(ids)) for ids in mine], 100, device):
-    ((policy(mb)[0] * mb.loss_mask_T).sum() * world_size).backward()
-gradient = {{name: parameter.grad.full_tensor() for name, parameter in policy.hf.named_parameters()}}
-_, expected = padded(path, device)
-assert gradient.keys() == expected.keys()
-largest = max(g.abs().max() for g in expected.values())
-worst = max(((gradient[name] - g).abs().max() / largest).item() for name, g in expected.items())
-assert worst < 1e-5, worst
+assert gradient_is_transformers(policy, mine, path, 100, device, world_size)
 export_hf(policy, load_tokenizer(path), Path(folder))
 distributed.cleanup()
 """
@@ -68,6 +63,41 @@ def whole(tensor):
 
 def same(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(whole(one[name]), other[name]) for name in one)
+
+
+# ---- the gradient, by transformers alone ----
+
+
+def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
+    """arXiv:2412.19437 Eq. 17-20 of one sequence, as they are written; mean over layers."""
+    total = 0.0
+    for logits_TE in router_logits:
+        (T, E), s = logits_TE.shape, logits_TE.softmax(-1)
+        chosen = [set(row.topk(top_k).indices.tolist()) for row in s]
+        for i in range(E):
+            f_i = E / (top_k * T) * sum(i in experts for experts in chosen)
+            total = total + f_i * s[:, i].mean()
+    return total / len(router_logits)
+
+
+def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size=1) -> bool:
+    """Of all log-probs and ten times the balance of every sequence: that of `policy`, of whose rows this rank packs
+    `mine`, and that of a plain model, one row after the other."""
+    policy.watch_experts("")
+    for mb in pack([Sample(ids, [True] * len(ids)) for ids in mine], pack_tokens, device):
+        logprobs_T = policy(mb)[0]
+        (((logprobs_T * mb.loss_mask_T).sum() + 10 * policy.expert_balance_N.sum()) * world_size).backward()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
+    for ids in rows():
+        ids_T = torch.tensor([ids], device=device)
+        out = plain(ids_T[:, :-1], use_cache=False, output_router_logits=True)
+        logprobs_T = out.logits[0].log_softmax(-1).gather(-1, ids_T[0, 1:, None])
+        (logprobs_T.sum() + 10 * balance(out.router_logits, plain.config.num_experts_per_tok)).backward()
+    gradient = {name: whole(parameter.grad) for name, parameter in policy.hf.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    largest = max(g.abs().max() for g in expected.values())
+    worst = max(((gradient[name] - g).abs().max() / largest).item() for name, g in expected.items())
+    return gradient.keys() == expected.keys() and worst < 1e-5
 
 
 # ---- files ----
@@ -124,17 +154,35 @@ def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
 # ---- numbers ----
 
 
-def test_recomputation_gives_the_same_gradient(path, device):
-    expected = packed(load_policy(path, ARGS, device), device)
-    again = packed(load_policy(path, replace(ARGS, activation_checkpointing=True), device), device)
-    for one, other in zip(expected, again, strict=True):
-        torch.testing.assert_close(other, one)
+@pytest.mark.parametrize(("pack_tokens", "recompute"), [(63, False), (1000, True)])
+def test_gradient_does_not_depend_on_packing(pack_tokens, recompute, path, device):
+    """Nor on recomputation: it is that of transformers' model, of the balance of experts too."""
+    policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)
+    assert gradient_is_transformers(policy, rows(), path, pack_tokens, device)
+
+
+def test_balance_of_experts():
+    """1 where a sequence's tokens are spread evenly, and E / k where all choose the same and are sure; even sequences
+    do not make up for each other. The gradient is away from what is chosen most."""
+    even, sure = torch.eye(4) * 50, torch.tensor([[50.0, 0, 0, 0]] * 4)
+    logits_TE = torch.cat([even, sure]).requires_grad_()
+    ids_T, lengths_N = torch.tensor([0] * 4 + [1] * 4), torch.tensor([4, 4])
+    torch.testing.assert_close(expert_balance((logits_TE,), ids_T, lengths_N, 1), torch.tensor([1.0, 4.0]))
+    logits_TE = torch.tensor([[1.0, 0, 0, 0]] * 3).requires_grad_()
+    expert_balance((logits_TE,), torch.zeros(3, dtype=torch.int64), torch.tensor([3]), 1).sum().backward()
+    assert (logits_TE.grad[:, 0] > 0).all() and (logits_TE.grad[:, 1:] < 0).all()
+
+
+def test_only_experts_can_be_balanced(device):
+    with pytest.raises(ValueError, match="--router_aux_loss_coef: qwen3 is no mixture of experts"):
+        load_policy(tiny_model(), ARGS, device).watch_experts("--router_aux_loss_coef")
 
 
 def test_an_empty_pack_has_zero_gradient(path, device):
     policy = load_policy(path, ARGS, device)
+    policy.watch_experts("")
     (mb,) = pack([], 100, device)
-    (policy(mb)[0] * mb.loss_mask_T).sum().backward()
+    ((policy(mb)[0] * mb.loss_mask_T).sum() + policy.expert_balance_N.sum()).backward()
     assert all((whole(parameter.grad) == 0).all() for parameter in policy.parameters())
 
 
