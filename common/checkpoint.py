@@ -25,6 +25,7 @@ from common import distributed
 from common.config import BaseArgs, TrainArgs
 from common.convert import MANIFEST, STATE, WEIGHTS, checkpoints_in, damage, fingerprint, write_safetensors
 from common.hub import eos_token_ids, save_ends
+from common.loading import hub_weights
 from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
@@ -248,7 +249,8 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
     for name in exported_names(model):
         whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
         if distributed.is_main():
-            weights[name] = whole.to("cpu", dtype, copy=True)
+            for hub_name, weight in hub_weights(model.hf.config.model_type, name, whole):
+                weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
         write_safetensors(weights, work)
         shutil.rmtree(folder, ignore_errors=True)

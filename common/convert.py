@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common import distributed
+from common.loading import hub_weights
 
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
 
@@ -103,7 +104,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     a time, in this process alone."""
     from transformers import AutoConfig
 
-    dtype = AutoConfig.from_pretrained(folder).dtype or torch.float32
+    config = AutoConfig.from_pretrained(folder)
     stored, weights = FileSystemReader(folder).read_metadata().state_dict_metadata, {}
     for name in json.loads((folder / WEIGHTS).read_text()):
         key = f"model.hf.{name}"
@@ -111,7 +112,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         with warnings.catch_warnings():  # it says that it reads in a single process
             warnings.simplefilter("ignore", UserWarning)
             dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
-        weights[name] = whole.to(dtype)
+        for hub_name, weight in hub_weights(config.model_type, name, whole):
+            weights[hub_name] = weight.to(config.dtype or torch.float32, copy=True)  # a file has no views
     return weights
 
 

@@ -21,10 +21,15 @@ BFLOAT16_PEAK = {
 
 
 def matrix_weights(hf: nn.Module) -> int:
-    """Weights that every token is multiplied with: those of matrix products, of the head too. An embedding that is no
-    head is none of them."""
+    """Weights that every token is multiplied with: those of matrix products, of the head too, and of as many experts as
+    a token chooses. An embedding that is no head is none of them."""
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
-    weights = sum(parameter.numel() for parameter in hf.parameters() if parameter.ndim > 1)
+    weights = 0
+    for name, parameter in hf.named_parameters():
+        if ".experts." in name:  # [experts, ...]
+            weights += parameter[0].numel() * hf.config.num_experts_per_tok
+        elif parameter.ndim > 1:
+            weights += parameter.numel()
     return weights if head is not None and head.weight is embedding else weights - embedding.numel()
 
 

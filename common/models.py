@@ -14,18 +14,20 @@ from common import distributed
 from common.attention import packed_attention
 from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
-from common.loading import load_weights
+from common.loading import EXPERTS, load_weights
 from common.logprobs import token_logprobs
+from common.losses import expert_balance
 from common.mesh import shard_mesh
 from common.packing import PackedBatch, Sample, pack_groups
-from common.sharing import Stream, own, setup
+from common.sharing import Stream, own, setup, unit_size
 
 # ---- models that take packs ----
 
 
 class PackedModel(nn.Module):
     """A transformer that takes a PackedBatch. `hf` is the Hugging Face model, with its own names; `flops` counts what
-    its forwards and backwards compute."""
+    its forwards and backwards compute; `expert_balance_N` is that of the sequences that it last computed, if it is
+    watched."""
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
@@ -35,7 +37,19 @@ class PackedModel(nn.Module):
     def hidden_states(self, stream: Stream) -> Tensor:
         """Last hidden states [t, D]."""
         self.flops += forward_flops(self.hf.config, self.matrix_weights, stream) * (3 if torch.is_grad_enabled() else 1)
-        return self.hf.base_model(**packed_inputs(stream)).last_hidden_state[0]
+        output = self.hf.base_model(**packed_inputs(stream))
+        if router_logits := getattr(output, "router_logits", None):
+            lengths_N, top_k = stream.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
+            self.expert_balance_N = expert_balance(router_logits, lengths_N, top_k)[: stream.sequences]
+        return output.last_hidden_state[0]
+
+    def watch_experts(self, flag: str) -> None:
+        """Raises `ValueError` naming `flag` for a model without experts."""
+        if self.hf.config.model_type not in EXPERTS:
+            raise ValueError(f"{flag}: {self.hf.config.model_type} is no mixture of experts")
+        if unit_size() > 1:
+            raise ValueError(f"{flag} looks at whole sequences, of which each of --context_ranks has a part")
+        self.hf.config.output_router_logits = True
 
 
 class Policy(PackedModel):
@@ -135,19 +149,24 @@ def _packable_config(path: str, what: str):
     for kind in (each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)):
         if kind in ("dynamic", "longrope"):
             raise ValueError(f"{what}: {kind} rotary embeddings mix packed sequences")
-    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
+    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop", "jitter_noise"))]:
         setattr(config, field, 0.0)
+    config.output_router_logits = False  # `watch_experts` asks for them
     return config
 
 
 def _on_meta(auto_class, config, what: str) -> nn.Module:
     try:
         with torch.device("meta"):
-            return auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
+            hf = auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
     except (KeyError, ValueError) as error:  # GPT-J, for one, looks attention up in a table of its own
         raise ValueError(
             f"{what}: {config.model_type} has no packed attention: {distributed.first_line(error)}"
         ) from error
+    if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:
+        supported = ", ".join(EXPERTS)
+        raise ValueError(f"{what}: {config.model_type} is a mixture of experts; of those {supported} are supported")
+    return hf
 
 
 def _recomputes(args: TrainArgs, device: torch.device) -> bool:
@@ -156,8 +175,6 @@ def _recomputes(args: TrainArgs, device: torch.device) -> bool:
 
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
-    if any(name.endswith("experts") for name, _ in hf.named_modules()):
-        raise ValueError(f"{what}: {hf.config.model_type} is a mixture of experts, which is not supported")
     if trainable and _recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else

@@ -235,6 +235,7 @@ def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -
         cu_seqlens_N1=cu_seqlens_N1.to(device),
         offsets=cu_seqlens_N1.tolist(),
         max_seqlen=int(lengths.max()),
+        sequences=len(packed),
         samples=packed,
         **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams},
     )

@@ -53,6 +53,7 @@ class Stream:
     cu_seqlens_N1: Tensor  # int32, N + 1 offsets: sequence n is [cu_seqlens[n], cu_seqlens[n + 1])
     offsets: list[int]  # cu_seqlens_N1 on the host
     max_seqlen: int  # on the host too: no kernel launch waits for the device
+    sequences: int  # N, or one less where the last is a filler, nobody's
     unit: dist.ProcessGroup | None = field(default=None, kw_only=True)  # whose ranks have one part each of these tokens
 
 
@@ -167,6 +168,7 @@ class Ids:
             cu_seqlens_N1=cu_seqlens_N1.to(device),
             offsets=cu_seqlens_N1.tolist(),
             max_seqlen=max(lengths),
+            sequences=len(lengths) - (filler > 0),
             unit=_unit,
             own_T=own_T.to(device),
             longest=longest,
