@@ -4,9 +4,9 @@
     python bench/memory_plan.py --check      # a training step's peak on fake tensors beside the arithmetic
 
 The check runs what the scripts run, the sharded model's forward and backward, with shapes and without numbers: fake
-tensors, a fake process group of `--ranks`, torch's own tracker of FSDP2's memory. Two things are replaced, because their
-CPU versions are not what CUDA runs: attention, by one that keeps what FlashAttention keeps, and the product of two
-bfloat16 matrices with a float32 result. `--layers` of the model's own are built: the others repeat them.
+tensors, a fake process group of `--ranks`, torch's own tracker of FSDP2's memory. Two things are replaced, because
+their CPU versions are not what CUDA runs: attention, by one that keeps what FlashAttention keeps, and the product of
+two bfloat16 matrices with a float32 result. `--layers` makes the models shorter.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
             listed = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if part != "Adam")
             how = "recomputed" if recompute else "kept"
             print(f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, {how}: fake tensors "
-                  f"{theirs / GIB:.2f} GiB, predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}): {listed}", flush=True)  # fmt: skip
+                  f"{theirs / GIB:.2f} GiB, predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}):", listed,
+                  flush=True)  # fmt: skip
     return worst
 
 
