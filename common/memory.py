@@ -16,7 +16,6 @@ from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.logprobs import chunk_size
 
 GIB = 2**30
-LOGIT_COPIES = 5  # of a chunk's [C, V] in float32, at the peak of the head's backward with the entropy's gradient
 
 
 @dataclass(frozen=True)
@@ -125,18 +124,25 @@ def training_peak(m: Shapes, plan: Plan) -> dict[str, float]:
     c, tokens = plan.bytes, plan.pack_tokens
     kept, chunk = kept_by_block(m, plan) * tokens, min(tokens, chunk_size(m.vocabulary, plan.on_cuda))
     saved = m.layers * (c * m.hidden * tokens if plan.recompute else kept) + (_norm(plan) + c) * m.hidden * tokens
-    head_trained = m.head if m.root_trained else 0
-    gathered = c * (m.root + 2 * m.block)
-    at_head = dict(activations=saved, head=LOGIT_COPIES * 4 * chunk * m.vocabulary * bool(m.head) + 4 * head_trained)
-    in_block = dict(
-        activations=saved + (kept if plan.recompute else 0),
-        head=c * head_trained,
-        reduction=(c + 4) * m.block_trained + 4 * m.block_trained / plan.ranks,
-    )
-    at_root = dict(head=c * head_trained, reduction=(c + 4 + 4 / plan.ranks) * m.root_trained)
-    moment = max((at_head, in_block, at_root), key=lambda parts: sum(parts.values()))
-    names = {"activations": "activations", "head": "logits and their gradients", "reduction": "gradients in reduction"}
-    return {"gathered weights": gathered} | {names[name]: size for name, size in moment.items()}
+    head_trained, logits = m.head if m.root_trained else 0, 4 * chunk * m.vocabulary * bool(m.head)
+    product = 4 * head_trained if c == 2 else 0  # of a chunk, before it is added to the gradient
+    at_head = {
+        "gathered weights": c * (m.root + m.block),
+        "activations": saved,
+        "logits and head": 4 * head_trained + max(3.5 * logits, 2.5 * logits + product),
+    }
+    in_block = {
+        "gathered weights": c * (m.root + 2 * m.block),
+        "activations": saved + (kept if plan.recompute else 0),
+        "gradients in reduction": c * head_trained + (c + 4 + 4 / plan.ranks) * m.block_trained,
+    }
+    at_root = {
+        "gathered weights": c * m.root,
+        "gradients in reduction": c * head_trained * m.tied
+        + (c + 4 + 4 / plan.ranks) * m.root_trained
+        + 4 * m.block_trained,
+    }
+    return max((at_head, in_block, at_root), key=lambda parts: sum(parts.values()))
 
 
 def predict(models: Sequence[Shapes], plan: Plan) -> dict[str, float]:
