@@ -10,6 +10,7 @@ two bfloat16 matrices with a float32 result. `--layers` makes the models shorter
 """
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import replace
@@ -23,7 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 
 from common import logprobs
 from common.config import TrainArgs
-from common.memory import GIB, Plan, Shapes, on_the_host, predict, shapes_of
+from common.memory import GIB, Plan, Shapes, on_the_host, predict, refusal, shapes_of
 from common.models import Policy, shard
 from common.packing import PackedBatch
 
@@ -119,7 +120,6 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 
     os.environ |= dict(WORLD_SIZE=str(ranks), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    AttentionInterface.register("packed", attention)
     chunk = logprobs.chunk_size
     logprobs._mm, logprobs.chunk_size = float32_product, lambda vocabulary, _: chunk(vocabulary, True)
     worst = 0.0
@@ -145,9 +145,9 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 
 
 def with_adapters(m: Shapes, rank: int = 16) -> Shapes:
-    """Adapters on all matrices of the blocks: `rank` numbers for each of their rows and columns."""
-    # q, k, v and o; gate, up and down
-    adapters = rank * (2 * m.queries + 2 * m.keys + 4 * m.hidden + 3 * (m.inner + m.hidden))
+    """Adapters on all matrices of the blocks but experts: `rank` numbers for each of their rows and columns."""
+    widths = 2 * m.queries + 2 * m.keys + 4 * m.hidden  # of q, k, v and o
+    adapters = rank * (widths if m.experts else widths + 3 * (m.inner + m.hidden))  # of gate, up and down
     return replace(
         m, weights=m.weights + m.layers * adapters, trained=m.layers * adapters, block=m.block + adapters,
         block_trained=adapters, root_trained=0, largest=rank * m.inner,
@@ -173,24 +173,28 @@ def plan_for(m: Shapes, script: str, lora: bool, ranks: int, offload: str) -> tu
     # The reference is the adapter switched off, and the value model an adapter on the same weights.
     models = models[:1] if lora else models + [frozen(m)] * stays
     engine = 0.4 * CAPACITY * GIB if samples else 0.0
-    return models, Plan(ranks, 8192, True, offload, engine=engine)
+    together = min(ranks, 2 ** math.ceil(math.log2(max(1, 2 * m.weights / (0.9 * (engine or math.inf))))))
+    return models, Plan(ranks, 8192, True, offload, engine=engine, engine_ranks=together)
 
 
 def cell(m: Shapes, script: str, lora: bool, ranks: int) -> str:
-    """GiB, and the first --offload with which it fits."""
+    """GiB with the first --offload with which it fits, and how many ranks share an engine if one cannot hold it."""
     for offload in ("none", "optimizer", "all"):
         models, plan = plan_for(m, script, lora, ranks, offload)
-        if (size := sum(predict(models, plan).values()) / GIB) <= ROOM * CAPACITY:
-            host = on_the_host(models, plan) / GIB
-            return f"{size:.0f}" if offload == "none" else f"{size:.0f} {offload} ({host:.0f})"
-    return f"no ({size:.0f})"
+        size, host = sum(predict(models, plan).values()) / GIB, on_the_host(models, plan) / GIB
+        together = f", tp {plan.engine_ranks}" if plan.engine_ranks > 1 else ""
+        if refusal(models, plan, ROOM * CAPACITY * GIB) is None:
+            return (f"{size:.0f}" if offload == "none" else f"{size:.0f} {offload} ({host:.0f})") + together
+    return f"no ({size:.0f})" if size > ROOM * CAPACITY else "no (engine)"
 
 
 def tables() -> None:
     ranks = (1, 8, 16, 64)
     models = {name: shapes_of(meta_model(config)) for name, config in CONFIGS.items()}
     for lora in (False, True):
-        print(f"\n| {'LoRA, rank 16' if lora else 'full'} | | {' | '.join(f'{r} GPUs' for r in ranks)} |")
+        print(
+            f"\n| {'LoRA, rank 16' if lora else 'full'} | | {' | '.join(f'{r} GPU' + 's' * (r > 1) for r in ranks)} |"
+        )
         print("|---" * (2 + len(ranks)) + "|")
         for name, m in models.items():
             for script in SCRIPTS:
@@ -206,6 +210,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--limit", type=float, default=0.1, help="largest relative difference that is no failure")
     flags = parser.parse_args()
+    AttentionInterface.register("packed", attention)
     if flags.check is None:
         return tables()
     worst = check(flags.check or ["1.7B", "8B", "14B"], flags.ranks, flags.tokens, flags.layers)

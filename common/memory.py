@@ -64,6 +64,8 @@ class Plan:
     """of a number in the compute dtype"""
     engine: float = 0.0
     """bytes of an engine beside the trainer while it samples"""
+    engine_ranks: int = 1
+    """that share the engine"""
     engine_stays: bool = False
     """whether it keeps them while the trainer works"""
     on_cuda: bool = True
@@ -208,6 +210,10 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
 
 def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
     """Why a run cannot fit, with what would help; None if it may: what CUDA, NCCL and fragments take is not counted."""
+    copies = [plan.bytes * m.weights / plan.engine_ranks for m in models if m.head and m.trained]
+    if plan.engine and max(copies, default=0) > plan.engine:
+        size = f"{max(copies) / GIB:.1f} GiB of weights do not fit in the {plan.engine / GIB:.1f} that the engine has"
+        return f"{size} of each GPU: more for --gpu_memory_utilization, --tensor_parallel_size or --rollout_ranks"
     if sum(predict(models, plan).values()) <= capacity:
         return None
     helps = " or ".join(remedies(models, plan, capacity))
@@ -228,10 +234,10 @@ def plan_of(model: nn.Module, args: TrainArgs, capacity: float) -> Plan:
     parameter = next(model.parameters())
     mesh, where = parameter.device_mesh, parameter.placements
     ranks = [mesh.size(i) for i, placement in enumerate(where) if placement.is_shard()]
-    engine, stays = 0.0, False
+    engine, stays, together = 0.0, False, 1
     if isinstance(args, SamplingArgs) and not (isinstance(args, OnlineArgs) and args.rollout_ranks):
         stays = args.engine == "transformers" or importlib.util.find_spec("vllm") is None
-        engine = capacity * (args.gpu_memory_utilization or 0.4)
+        engine, together = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
         if stays:
             engine = model.compute_dtype.itemsize * sum(p.numel() for p in model.parameters())
     return Plan(
@@ -241,6 +247,7 @@ def plan_of(model: nn.Module, args: TrainArgs, capacity: float) -> Plan:
         offload=args.offload,
         bytes=model.compute_dtype.itemsize,
         engine=engine,
+        engine_ranks=together,
         engine_stays=stays,
         on_cuda=model.device.type == "cuda",
     )
