@@ -4,6 +4,7 @@ The arithmetic is that of docs/memory.md; `bench/memory_plan.py` compares it wit
 fake tensors, and makes the tables. Shapes: T packed tokens, D hidden size, V vocabulary. Bytes, on each of R ranks.
 """
 
+import gc
 import importlib.util
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.config import BaseArgs, OnlineArgs, SamplingArgs, TrainArgs
 from common.logprobs import chunk_size
 
 GIB = 2**30
@@ -253,23 +254,31 @@ def plan_of(model: nn.Module, args: TrainArgs, capacity: float) -> Plan:
     )
 
 
-def require_room(model: nn.Module, what: str, args) -> None:
-    """Refuse a model, before its weights are read, that does not fit beside those that are loaded.
+def capacity_of(device: torch.device) -> int | None:
+    """Bytes of a GPU. A CPU's memory has other users: None."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
-    On CUDA, and of scripts that train: elsewhere nothing is known. Raises `ValueError`.
-    """
-    if model.device.type != "cuda" or not isinstance(args, TrainArgs):
+
+def loaded() -> list[Shapes]:
+    """Of the models of this process."""
+    gc.collect()  # one that is gone may be part of a circle
+    return [shapes_of(model.hf) for model in _models]
+
+
+def require_room(model: nn.Module, what: str, args: BaseArgs) -> None:
+    """Refuse a model, before its weights are read, that does not fit on a GPU beside those that are loaded: in scripts
+    that train. Raises `ValueError`."""
+    capacity = capacity_of(model.device)
+    if capacity is None or not isinstance(args, TrainArgs):
         return
     _models.add(model)
-    capacity = torch.cuda.get_device_properties(model.device).total_memory
-    plan = plan_of(model, args, capacity)
-    if problem := refusal([shapes_of(each.hf) for each in _models], plan, capacity):
-        raise ValueError(f"{what} {problem}")
+    if problem := refusal(loaded(), plan_of(model, args, capacity), capacity):
+        raise ValueError(f"{what}: {problem}")
 
 
 def expected(model: nn.Module, args: TrainArgs) -> str | None:
-    """The line about memory of a run whose models are all loaded; None where nothing is known."""
-    if model.device.type != "cuda":
+    """The line about memory of a run whose models are all loaded; None on a CPU."""
+    capacity = capacity_of(model.device)
+    if capacity is None:
         return None
-    capacity = torch.cuda.get_device_properties(model.device).total_memory
-    return "memory per GPU: " + describe([shapes_of(m.hf) for m in _models], plan_of(model, args, capacity), capacity)
+    return "memory per GPU: " + describe(loaded(), plan_of(model, args, capacity), capacity)

@@ -11,6 +11,7 @@ import torch
 from helpers import ROOT, assert_same_weights, environment, metrics, run
 from test_models import ARCHITECTURES, samples, write_checkpoint
 
+from common import memory, models
 from common.checkpoint import export_hf
 from common.config import TrainArgs
 from common.hub import load_tokenizer
@@ -59,6 +60,8 @@ RUNS = {
     "ppo": ["--prompts_per_step", 4, "--minibatches", 2, "--engine", "transformers", "--max_new_tokens", 4, *SHORT],
 }
 
+RESUMES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")], ppo=[("none", "all")])
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", RUNS)
@@ -70,7 +73,7 @@ def test_offload_changes_no_number_and_may_change_on_the_way(main, tmp_path, scr
         assert_same_weights(folders["none"], folder)
         losses = [[line["loss"] for line in metrics(f) if line["step"]] for f in (folders["none"], folder)]
         assert losses[0] == losses[1] and len(losses[0]) == 4
-    for before, after in (("none", "optimizer"), ("optimizer", "all"), ("all", "none")):
+    for before, after in RESUMES[script]:
         again = tmp_path / f"{before}_{after}"
         shutil.copytree(folders[before], again, ignore=lambda *_: ["hf", "step_000004"])
         main(script, *RUNS[script], "--offload", after, "--output_dir", again)
@@ -78,12 +81,12 @@ def test_offload_changes_no_number_and_may_change_on_the_way(main, tmp_path, scr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_offload_on_two_ranks(tmp_path, offload):
-    flags = ["--batch_size=8", "--max_steps=3", "--save_every=2", "--eval_every=0", "--dtype=float32"]
-    for name in ("none", offload):
-        run(2, "sft.py", *flags, f"--offload={name}", f"--output_dir={tmp_path / name}")
-    assert_same_weights(tmp_path / "none", tmp_path / offload)
+def test_offload_on_two_ranks(tmp_path):
+    """Where FSDP does communicate."""
+    flags = ["--batch_size=8", "--max_steps=2", "--save_every=1", "--eval_every=0", "--dtype=float32"]
+    for offload in ("none", "all"):
+        run(2, "sft.py", *flags, f"--offload={offload}", f"--output_dir={tmp_path / offload}")
+    assert_same_weights(tmp_path / "none", tmp_path / "all")
 
 
 def test_with_offload_all_weights_and_gradients_are_where_fsdp_keeps_them(device):
@@ -159,6 +162,24 @@ def test_shapes_are_those_of_the_loaded_model(device):
     assert frozen == dataclasses.replace(m, trained=0, block_trained=0, root_trained=0, largest=0)
     scalar = shapes_of(load_scalar_model(tiny_model(), TrainArgs(dtype="float32"), device).hf)
     assert scalar.head == 0 and not scalar.tied and scalar.weights == m.weights + m.hidden
+
+
+def test_models_are_refused_before_they_are_read_and_counted_while_they_are_there(device, monkeypatch):
+    """The second of two may be the one too many; a model that is gone takes nothing."""
+    args, read = TrainArgs(dtype="float32"), []
+    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    load = models.load_weights
+    monkeypatch.setattr(models, "load_weights", lambda *given: read.append(1) or load(*given))
+    policy = load_policy(tiny_model(), args, device)
+    one = memory.expected(policy, args)
+    assert one.startswith("memory per GPU: 0.") and "GiB of 2.0 (" in one
+    load_policy(tiny_model(), args, device, trainable=False)
+    assert memory.expected(policy, args) == one and len(read) == 2
+    needs = sum(predict([shapes_of(policy.hf)], memory.plan_of(policy, args, 1)).values())
+    monkeypatch.setattr(memory, "capacity_of", lambda device: needs + 2**20)
+    with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* on each GPU; --activation_checkpo"):
+        load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
+    assert len(read) == 2
 
 
 @pytest.mark.slow
