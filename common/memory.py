@@ -78,7 +78,8 @@ def shapes_of(hf: nn.Module) -> Shapes:
     head = getattr(hf.get_output_embeddings(), "weight", None)
     in_blocks, trained_in_blocks = zip(*map(_count, blocks), strict=True)
     weights, trained = _count(hf)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)  # what has none is refused later
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     experts = getattr(config, "num_experts_per_tok", None) or 0
     inner = getattr(config, "moe_intermediate_size", None) if experts else None
     return Shapes(
@@ -93,8 +94,8 @@ def shapes_of(hf: nn.Module) -> Shapes:
         tied=head is hf.get_input_embeddings().weight,
         layers=len(blocks),
         hidden=config.hidden_size,
-        queries=config.num_attention_heads * head_dim,
-        keys=(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim,
+        queries=heads * head_dim,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
         normed=any("q_norm" in name for name, _ in blocks[0].named_parameters()),
         inner=(inner or getattr(config, "intermediate_size", 4 * config.hidden_size)) * max(1, experts),
         experts=experts,
