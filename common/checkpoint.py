@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from common import distributed
 from common.config import BaseArgs, TrainArgs
@@ -144,11 +144,9 @@ class Checkpointer:
         return 0
 
     def _load(self, path: Path) -> int:
-        tensors = self._tensors()
-        dcp.load(tensors, checkpoint_id=path)
-        for prefix, (model, optimizer) in self.trained.items():
-            weights, moments = tensors[f"{prefix}model"], tensors[f"{prefix}optimizer"]
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        # In place, wherever weights and moments are: `set_state_dict` would bring moments to the weights' device. The
+        # rest of an optimizer's state are flags, and its learning rate is set at each step.
+        dcp.load(self._tensors(), checkpoint_id=path)
         state = json.loads((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])

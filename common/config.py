@@ -57,6 +57,9 @@ class TrainArgs(BaseArgs):
     """gradients are scaled down to this global norm; 1e9: they stay as they are"""
     activation_checkpointing: MayChange[bool | None] = None
     """recompute block activations in backward: far less memory, about a third more compute; default: on CUDA"""
+    offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
+    """what lives in the host's memory: optimizer: Adam's moments, which come to the GPU parameter by parameter within
+    its step; all: weights and gradients too, and the step is made on the host. Never changes the gradient"""
     save_every: MayChange[Positive[int]] = 100
     """steps between checkpoints (one is always written at the end)"""
     eval_every: MayChange[NotNegative[int]] = 100

@@ -21,8 +21,13 @@ LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936
 CUDA_CHUNK, CUDA_BYTES = 1024, 2**30  # at least so many there, else as many as have so many bytes of logits
 
 
+def chunk_size(vocabulary: int, on_cuda: bool) -> int:
+    """Tokens whose logits exist at the same time."""
+    return max(CUDA_CHUNK, CUDA_BYTES // (4 * vocabulary)) if on_cuda else LOGPROB_CHUNK
+
+
 def _chunks(hidden_TD: Tensor, head_VD: Tensor) -> list[slice]:
-    size = max(CUDA_CHUNK, CUDA_BYTES // (4 * len(head_VD))) if hidden_TD.is_cuda else LOGPROB_CHUNK
+    size = chunk_size(len(head_VD), hidden_TD.is_cuda)
     return [slice(start, start + size) for start in range(0, len(hidden_TD), size)]
 
 

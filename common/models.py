@@ -7,7 +7,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from common import distributed
@@ -17,6 +17,7 @@ from common.hardware import forward_flops, matrix_weights
 from common.loading import EXPERTS, load_weights
 from common.logprobs import token_logprobs
 from common.losses import expert_balance
+from common.memory import recomputes, require_room
 from common.mesh import shard_mesh
 from common.packing import PackedBatch, Sample, pack_groups
 from common.sharing import Stream, own, setup, unit_size
@@ -104,15 +105,15 @@ def load_policy(
 ) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
 
-    Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference. Dropout
-    is off: the log-probs of a sample must not depend on when they are computed. `flag` is what errors name.
-    Raises `ValueError` for a model this forward would not compute exactly.
+    Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference, kept in
+    the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. `flag` is
+    what errors name. Raises `ValueError` for a model this forward would not compute exactly, or that does not fit.
     """
     from transformers import AutoModelForCausalLM
 
     what = f"{flag} {path}"
     config = _packable_config(path, what)
-    hf = _on_meta(AutoModelForCausalLM, config, what)
+    hf = _on_meta(AutoModelForCausalLM, config, what, master_dtype(args, device, trainable))
     return _load(Policy(hf, path), what, args, device, trainable)
 
 
@@ -131,7 +132,7 @@ def load_scalar_model(
     config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{what}: transformers has no sequence classifier of {config.model_type}")
-    hf = _on_meta(AutoModelForSequenceClassification, config, what)
+    hf = _on_meta(AutoModelForSequenceClassification, config, what, master_dtype(args, device, trainable))
     if not isinstance(getattr(hf, "score", None), nn.Linear):
         raise ValueError(f"{what}: {type(hf).__name__} has no linear head `score`, which is not supported")
     return _load(ScalarModel(hf, path), what, args, device, trainable)
@@ -155,7 +156,14 @@ def _packable_config(path: str, what: str):
     return config
 
 
-def _on_meta(auto_class, config, what: str) -> nn.Module:
+def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
+    """Of the sharded weights: float32 where steps add up, else what is computed with: the same numbers in fewer bytes,
+    a scalar head's too, since FSDP hands every weight to its forward in the compute dtype."""
+    return torch.float32 if trainable else compute_dtype(args, device)
+
+
+def _on_meta(auto_class, config, what: str, dtype: torch.dtype) -> nn.Module:
+    """The model without memory; its weights are of `dtype`, its buffers float32."""
     try:
         with torch.device("meta"):
             hf = auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
@@ -166,25 +174,33 @@ def _on_meta(auto_class, config, what: str) -> nn.Module:
     if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:
         supported = ", ".join(EXPERTS)
         raise ValueError(f"{what}: {config.model_type} is a mixture of experts; of those {supported} are supported")
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype)
     return hf
 
 
-def _recomputes(args: TrainArgs, device: torch.device) -> bool:
-    return device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
+def on_host(args: BaseArgs) -> bool:
+    """Whether a run's weights live on the host: the frozen ones too, of a script that trains."""
+    return isinstance(args, TrainArgs) and args.offload == "all"
 
 
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
-    if trainable and _recomputes(args, device):
+    if trainable and recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
-    if (heads := hf.config.get_text_config().num_attention_heads) % args.context_ranks:
-        raise ValueError(f"{what}: --context_ranks {args.context_ranks} does not divide its {heads} attention heads")
-    setup(args.context_ranks)
+    if (R := args.context_ranks) > 1 and (heads := hf.config.get_text_config().num_attention_heads) % R:
+        raise ValueError(f"{what}: --context_ranks {R} does not divide its {heads} attention heads")
+    setup(R)
     shard(model, blocks, args, device, reshard_root=not trainable)
-    new_head = load_weights(hf, model.path, what, device)
+    model.compute_dtype, model.device = compute_dtype(args, device), device
+    require_room(model, what, args)
+    new_head = load_weights(hf, model.path, what, torch.device("cpu") if on_host(args) else device)
+    for module in hf.modules():  # only what FSDP gathers may be elsewhere
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if new_head is not None:
         if not trainable:
             raise ValueError(f"{what}: a language model without a reward head")
@@ -192,7 +208,6 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
         drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
         new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
     check_packing(model, what, args, device)
-    model.compute_dtype = compute_dtype(args, device)
     return model
 
 
@@ -241,11 +256,13 @@ def shard(
     """`fully_shard` every transformer block and the rest, as the root; compile the blocks if `--compile` says so.
 
     The root stays whole from forward to backward, which needs it next; without a backward `reshard_root` frees it.
+    `--offload all` has FSDP keep shards and their gradients on the host and bring over what it gathers.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, device), reduce_dtype=torch.float32)
     mesh, model.copies = shard_mesh(args, device)
+    home = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host(args) else OffloadPolicy()
     for block in blocks:
         if args.compile:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_root)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=reshard_root)

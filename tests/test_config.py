@@ -97,7 +97,7 @@ def test_numbers_have_bounds():
 def test_what_may_change_between_a_run_and_its_continuation():
     assert may_change(Args) == {
         "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-        "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks",
+        "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks", "offload",
         "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
         "reward_workers", "max_reward_errors",
     }  # fmt: skip
