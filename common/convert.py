@@ -18,8 +18,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common import distributed
+from common.lora import merge
 
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
+ADAPTED = "adapted.json"  # if it has adapters alone: of which model, and how they are merged
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -81,7 +83,7 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
     try:
         work.mkdir()
         for name in json.loads((folder / MANIFEST).read_text()):
-            if name not in (STATE, WEIGHTS, ".metadata") and not name.endswith(".distcp"):
+            if name not in (STATE, WEIGHTS, ADAPTED, ".metadata") and not name.endswith(".distcp"):
                 (work / name).parent.mkdir(exist_ok=True)
                 shutil.copy(folder / name, work / name)
         write_safetensors(read_weights(folder), work)
@@ -105,14 +107,38 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
     dtype = AutoConfig.from_pretrained(folder).dtype or torch.float32
     stored, weights = FileSystemReader(folder).read_metadata().state_dict_metadata, {}
-    for name in json.loads((folder / WEIGHTS).read_text()):
+    adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
+
+    def read(name: str) -> torch.Tensor:
         key = f"model.hf.{name}"
+        if key not in stored:
+            return _read_base(adapted["base"], name)
         whole = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
         with warnings.catch_warnings():  # it says that it reads in a single process
             warnings.simplefilter("ignore", UserWarning)
             dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
-        weights[name] = whole.to(dtype)
+        return whole
+
+    for name in json.loads((folder / WEIGHTS).read_text()):
+        weights[name], layer = read(name), name.removesuffix(".weight")
+        if f"model.hf.{name}" not in stored:  # what was trained with was in the compute dtype
+            weights[name] = weights[name].to(getattr(torch, adapted["dtype"]))
+        if f"model.hf.{layer}.lora_A" in stored:
+            a_RI, b_OR = (read(f"{layer}.lora_{which}").to(weights[name].dtype) for which in "AB")
+            weights[name] = merge(weights[name], a_RI, b_OR, adapted["scale"])
+        weights[name] = weights[name].to(dtype)
     return weights
+
+
+def _read_base(base: str, name: str) -> torch.Tensor:
+    """A weight of the model that the adapters of a checkpoint belong to."""
+    from safetensors import safe_open
+
+    for path in sorted(Path(base).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_tensor(name)
+    raise FileNotFoundError(f"the model that its adapters belong to, {base}, has no {name}")
 
 
 def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:

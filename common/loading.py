@@ -28,7 +28,7 @@ def load_weights(hf: nn.Module, path: str, what: str, device: torch.device) -> T
             hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
     if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
         raise ValueError(f"{what}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
-    wanted = hf.state_dict()
+    wanted = {name: tensor for name, tensor in hf.state_dict().items() if ".lora_" not in name}
     for name in hf.all_tied_weights_keys:
         wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
     reader = HuggingFaceStorageReader(path)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from common import distributed
+from common import distributed, lora
 from common.attention import packed_attention
 from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
@@ -32,7 +32,11 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, mb: PackedBatch) -> Tensor:
         """Last hidden states [T, D]."""
-        self.flops += forward_flops(self.hf.config, self.matrix_weights, mb) * (3 if torch.is_grad_enabled() else 1)
+        flops = forward_flops(self.hf.config, self.matrix_weights, mb)
+        if torch.is_grad_enabled():
+            frozen = not self.hf.get_input_embeddings().weight.requires_grad  # all but adapters: those are not counted
+            flops = 3 * flops - (2 * self.matrix_weights * len(mb.targets_T) if frozen else 0)
+        self.flops += flops
         return self.hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
 
 
@@ -81,10 +85,27 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
+def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
+    """What a model's weights are kept in. Those under adapters are frozen: they need no more than what is computed
+    with."""
+    return compute_dtype(args, device) if trainable and lora.has_adapters(args) else torch.float32
+
+
+def load_reference(
+    policy: "Policy", path: str, args: BaseArgs, device: torch.device, flag: str = "--model"
+) -> nn.Module:
+    """The frozen model of `path`. Of a policy with adapters that started from there it is the policy itself, with its
+    adapters as they are now: call it before a checkpoint is loaded."""
+    if lora.has_adapters(args) and path == policy.path:
+        return lora.StartingModel(policy)
+    return load_policy(path, args, device, trainable=False, flag=flag)
+
+
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
+    With `--lora_rank` its adapters alone are trained (common/lora.py).
 
     Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference. Dropout
     is off: the log-probs of a sample must not depend on when they are computed. `flag` is what errors name.
@@ -94,7 +115,7 @@ def load_policy(
 
     what = f"{flag} {path}"
     config = _packable_config(path, what)
-    hf = _on_meta(AutoModelForCausalLM, config, what)
+    hf = _on_meta(AutoModelForCausalLM, config, what, master_dtype(args, device, trainable))
     return _load(Policy(hf, path), what, args, device, trainable)
 
 
@@ -113,7 +134,7 @@ def load_scalar_model(
     config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{what}: transformers has no sequence classifier of {config.model_type}")
-    hf = _on_meta(AutoModelForSequenceClassification, config, what)
+    hf = _on_meta(AutoModelForSequenceClassification, config, what, master_dtype(args, device, trainable))
     if not isinstance(getattr(hf, "score", None), nn.Linear):
         raise ValueError(f"{what}: {type(hf).__name__} has no linear head `score`, which is not supported")
     return _load(ScalarModel(hf, path), what, args, device, trainable)
@@ -136,10 +157,10 @@ def _packable_config(path: str, what: str):
     return config
 
 
-def _on_meta(auto_class, config, what: str) -> nn.Module:
+def _on_meta(auto_class, config, what: str, dtype: torch.dtype) -> nn.Module:
     try:
         with torch.device("meta"):
-            return auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
+            return auto_class.from_config(config, attn_implementation="packed", dtype=dtype)
     except (KeyError, ValueError) as error:  # GPT-J, for one, looks attention up in a table of its own
         raise ValueError(
             f"{what}: {config.model_type} has no packed attention: {distributed.first_line(error)}"
@@ -159,6 +180,7 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
+    stored = lora.add_adapters(hf, args, what) if trainable and lora.has_adapters(args) else {}
     shard(model, blocks, args, device, reshard_root=not trainable)
     new_head = load_weights(hf, model.path, what, device)
     if new_head is not None:
@@ -167,6 +189,8 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
         width, generator = new_head.shape[1], torch.Generator().manual_seed(args.seed)
         drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
         new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
+    if trainable and lora.has_adapters(args):
+        lora.fill_adapters(hf, stored, args.seed)
     check_packing(model, what, args, device)
     model.compute_dtype = compute_dtype(args, device)
     return model
