@@ -124,7 +124,7 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
-    reference = load_reference(model, path, args, device) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model

@@ -133,8 +133,8 @@ def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, de
         raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
 
     def load() -> Policy:
-        other = path != model.path or args.reference_logprobs == "online"
-        return load_reference(model, path, args, device, "--reference_model") if other else model
+        other = args.reference_model or args.reference_logprobs == "online"
+        return load_reference(model, args, device, args.reference_model and path) if other else model
 
     if args.reference_logprobs == "online":
         return load()

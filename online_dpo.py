@@ -129,7 +129,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     referenced = not set(args.loss) <= REFERENCE_FREE
-    reference = load_reference(model, path, args, device) if referenced else None
+    reference = load_reference(model, args, device) if referenced else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

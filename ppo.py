@@ -195,7 +195,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     value_model = load_scalar_model(value_path, args, device, flag="--value_model")
-    reference = load_reference(model, path, args, device) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer, value_optimizer = adamw(model, args), adamw(value_model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

@@ -91,14 +91,13 @@ def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch
     return compute_dtype(args, device) if trainable and lora.has_adapters(args) else torch.float32
 
 
-def load_reference(
-    policy: "Policy", path: str, args: BaseArgs, device: torch.device, flag: str = "--model"
-) -> nn.Module:
-    """The frozen model of `path`. Of a policy with adapters that started from there it is the policy itself, with its
-    adapters as they are now: call it before a checkpoint is loaded."""
-    if lora.has_adapters(args) and path == policy.path:
+def load_reference(policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None) -> nn.Module:
+    """The frozen model of `--reference_model` in `path`; without it, the one that the policy starts from. Beside
+    adapters that is the policy itself, with its adapters as they are now: call it before a checkpoint is loaded."""
+    if path is None and lora.has_adapters(args):
         return lora.StartingModel(policy)
-    return load_policy(path, args, device, trainable=False, flag=flag)
+    flag = "--reference_model" if path else "--model"
+    return load_policy(path or policy.path, args, device, trainable=False, flag=flag)
 
 
 def load_policy(

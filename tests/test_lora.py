@@ -96,6 +96,20 @@ def test_the_gradient_is_that_of_w_plus_sba(name, recompute, tmp_path, device):
             assert parameter.grad is None and not parameter.requires_grad
 
 
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same(path, device):
+    """Dynamo takes the layer as it is: the backend is the eager one."""
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        plain, compiled = (move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True))
+        (mb,) = pack(samples(), 1000, device)
+        grads = []
+        for policy in (plain, compiled):
+            policy(mb)[0].sum().backward()
+            grads.append([whole(p.grad) for p in policy.parameters() if p.requires_grad])
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+    assert all(x.any() for x in grads[0])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, device, monkeypatch):
     """Bit for bit: what is multiplied with, what the engine is given, hf/, and a checkpoint named as a model."""
@@ -206,7 +220,7 @@ def test_the_reference_is_the_starting_model(path, device, tmp_path):
     args = replace(ARGS, adapter=str(tmp_path / "adapter"))
     policy = load_policy(path, args, device)
     start = logprobs(policy, device)
-    reference = load_reference(policy, path, args, device)
+    reference = load_reference(policy, args, device)
     assert not list(reference.parameters())
     moved = adapters(move(policy, seed=6))
     assert not any(map(torch.equal, logprobs(policy, device), start))
@@ -224,8 +238,9 @@ def test_the_reference_is_the_starting_model(path, device, tmp_path):
     assert all(map(torch.equal, gradient(False), gradient(True)))
     assert all(map(torch.equal, logprobs(reference, device), start))
     assert all(torch.equal(value, moved[name]) for name, value in adapters(policy).items())
-    other = load_reference(policy, tiny_model(), args, device, "--reference_model")
-    assert other.path == tiny_model() and not any(p.requires_grad for p in other.parameters())
+    other = load_reference(policy, args, device, path)  # the bare base, because it was asked for
+    assert not any(p.requires_grad for p in other.parameters())
+    assert all(map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device)))
 
 
 # ---- checkpoints ----
@@ -470,7 +485,16 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path
     """The reference and the value model too: its adapters and its head are in the checkpoints."""
     (tmp_path / "reward.py").write_text("def digits(completion, row): return sum(map(str.isdigit, completion)) / 5")
     extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
-    flags = (*ONLINE, *extra, "--reward", f"{tmp_path}/reward.py:digits", "--max_logprob_difference", 1e-4, "--check_every", 1)
+    flags = (
+        *ONLINE,
+        *extra,
+        "--reward",
+        f"{tmp_path}/reward.py:digits",
+        "--max_logprob_difference",
+        1e-4,
+        "--check_every",
+        1,
+    )
     main(script, *flags, "--output_dir", tmp_path / "run")
     inprocess.assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
