@@ -33,6 +33,7 @@ from common.config import TrainArgs
 from common.data import Encoder, RowOrder, encode_pairs
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
+from common.lora import LoRAArgs
 from common.meter import Meter
 from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
@@ -44,7 +45,7 @@ from common.run import Run
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(LoRAArgs, TrainArgs):
     output_dir: str = "runs/rm"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; scores.jsonl of --eval_only"""
     batch_size: Positive[int] = 64

@@ -24,6 +24,7 @@ from common.config import TrainArgs
 from common.data import Encoder, RowOrder
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
+from common.lora import LoRAArgs
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
@@ -33,7 +34,7 @@ from common.run import Run
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(LoRAArgs, TrainArgs):
     output_dir: str = "runs/sft"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64

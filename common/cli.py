@@ -31,8 +31,8 @@ ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 
 # The flags that scripts share as --help shows them, after the script's own.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens",
-              "context_ranks", "shard_ranks", "offload"),
+    "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens", "context_ranks", "shard_ranks",
+              "offload", "lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "adapter"),
     "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "columns",
              "prompt_format", "prompt_template", "system_prompt", "chat_template", "template_kwargs",
              "overlong_prompts"),

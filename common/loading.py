@@ -21,6 +21,11 @@ EXPERTS = dict(
 )
 
 
+def hub_name(model_type: str, name: str) -> str:
+    """Of a module or weight of transformers' model, what checkpoints on the hub call it; the experts stay together."""
+    return name.replace(".mlp.", f".{EXPERTS[model_type][0]}.") if model_type in EXPERTS else name
+
+
 def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A weight of transformers' model under the names that checkpoints on the hub have.
 
@@ -28,14 +33,12 @@ def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[st
     [experts, ...], checkpoints have three matrices of each expert. These are views; of a sharded parameter only those
     that this rank holds, which are whole: FSDP divides the first dimension.
     """
-    if model_type in EXPERTS:
-        module, gate, up, down = EXPERTS[model_type]
-        name = name.replace(".mlp.", f".{module}.")
+    name = hub_name(model_type, name)
     stem, _, kind = name.rpartition(".")
     if model_type not in EXPERTS or not stem.endswith(".experts"):
         yield name, weight
         return
-    first = 0
+    (_, gate, up, down), first = EXPERTS[model_type], 0
     if isinstance(weight, DTensor):
         _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         weight = weight.to_local()
@@ -62,7 +65,7 @@ def load_weights(hf: nn.Module, path: str, what: str, device: torch.device) -> T
             hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
     if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
         raise ValueError(f"{what}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
-    wanted = hf.state_dict()
+    wanted = {name: tensor for name, tensor in hf.state_dict().items() if ".lora_" not in name}
     for name in hf.all_tied_weights_keys:
         wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
     reader = HuggingFaceStorageReader(path)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from common import distributed
+from common import distributed, lora
 from common.attention import packed_attention
 from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
@@ -37,7 +37,11 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, stream: Stream) -> Tensor:
         """Last hidden states [t, D]."""
-        self.flops += forward_flops(self.hf.config, self.matrix_weights, stream) * (3 if torch.is_grad_enabled() else 1)
+        flops = forward_flops(self.hf.config, self.matrix_weights, stream)
+        if torch.is_grad_enabled():
+            frozen = not self.hf.get_input_embeddings().weight.requires_grad  # all but adapters: those are not counted
+            flops = 3 * flops - (2 * self.matrix_weights * len(stream.targets_T) if frozen else 0)
+        self.flops += flops
         output = self.hf.base_model(**packed_inputs(stream))
         if router_logits := getattr(output, "router_logits", None):
             lengths_N, top_k = stream.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
@@ -100,10 +104,26 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
+def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
+    """Of the sharded weights: float32 where steps add up, else, so under adapters, what is computed with: the same
+    numbers in fewer bytes, a scalar head's too, since FSDP hands every weight to its forward in the compute dtype."""
+    return torch.float32 if trainable and not lora.has_adapters(args) else compute_dtype(args, device)
+
+
+def load_reference(policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None) -> nn.Module:
+    """The frozen model of `--reference_model` in `path`; without it, the one that the policy starts from. Beside
+    adapters that is the policy itself, with its adapters as they are now: call it before a checkpoint is loaded."""
+    if path is None and lora.has_adapters(args):
+        return lora.StartingModel(policy)
+    flag = "--reference_model" if path else "--model"
+    return load_policy(path or policy.path, args, device, trainable=False, flag=flag)
+
+
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
+    With `--lora_rank` its adapters alone are trained (common/lora.py).
 
     Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference, kept in
     the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. `flag` is
@@ -156,12 +176,6 @@ def _packable_config(path: str, what: str):
     return config
 
 
-def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
-    """Of the sharded weights: float32 where steps add up, else what is computed with: the same numbers in fewer bytes,
-    a scalar head's too, since FSDP hands every weight to its forward in the compute dtype."""
-    return torch.float32 if trainable else compute_dtype(args, device)
-
-
 def _on_meta(auto_class, config, what: str, dtype: torch.dtype) -> nn.Module:
     """The model without memory; its weights are of `dtype`, its buffers float32."""
     try:
@@ -194,6 +208,7 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
     if (R := args.context_ranks) > 1 and (heads := hf.config.get_text_config().num_attention_heads) % R:
         raise ValueError(f"{what}: --context_ranks {R} does not divide its {heads} attention heads")
     setup(R)
+    stored = lora.add_adapters(hf, args, what) if trainable and lora.has_adapters(args) else {}
     shard(model, blocks, args, device, reshard_root=not trainable)
     model.compute_dtype, model.device = compute_dtype(args, device), device
     require_room(model, what, args)
@@ -207,6 +222,8 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
         width, generator = new_head.shape[1], torch.Generator().manual_seed(args.seed)
         drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
         new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
+    if trainable and lora.has_adapters(args):
+        lora.fill_adapters(hf, stored, args.seed)
     check_packing(model, what, args, device)
     return model
 
