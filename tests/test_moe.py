@@ -7,9 +7,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import inprocess
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT, metrics, run
+from inprocess import assert_resumes_exactly
 from safetensors.torch import load_file, save_file
 from test_convert import saved
 from transformers import AutoModelForCausalLM
@@ -24,6 +26,8 @@ from common.packing import Sample, pack
 from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
 from common.tiny import tiny_model
+
+main = inprocess.main
 
 DOWN = dict(
     qwen3_moe="model.layers.0.mlp.experts.3.down_proj.weight",
@@ -149,6 +153,17 @@ def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
     export_hf(value, load_tokenizer(path), tmp_path / "hf")
     again = load_scalar_model(str(tmp_path / "hf"), ARGS, device, trainable=False)
     assert same(value.hf.state_dict(), {name: whole(w) for name, w in again.hf.state_dict().items()})
+
+
+@pytest.mark.slow
+def test_resume_is_exact(main, tmp_path):
+    """Of a run that balances its experts."""
+    path = checkpoint("mixtral", tmp_path / "model")
+    flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 4, "--batch_size", 4, "--save_every", 2)
+    flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0)
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path / "run"))
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
 
 
 # ---- numbers ----
