@@ -14,6 +14,7 @@ from helpers import ROOT, metrics, run
 from inprocess import assert_resumes_exactly
 from safetensors.torch import load_file, save_file
 from test_convert import saved
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from bench.models import ARGS, OUTSIDE, checkpoint, rows
@@ -51,7 +52,9 @@ distributed.cleanup()
 """
 
 
-@pytest.fixture(scope="module", params=EXPERTS)
+@pytest.fixture(
+    scope="module", params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS]
+)
 def model_type(request) -> str:
     return request.param
 
@@ -228,6 +231,20 @@ def test_bfloat16(path, device):
     with torch.no_grad():
         exact_T, rounded_T = (load_policy(path, replace(ARGS, dtype=d), device)(mb)[0] for d in ("float32", "bfloat16"))
     assert (exact_T - rounded_T).abs().median() < 0.1
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_compiled_once(path, device):
+    """Whatever the router says of a pack, and the compiler does not fail at it; and they compute the same."""
+    plain = load_policy(path, ARGS, device)
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        policy, graphs = load_policy(path, replace(ARGS, compile=True), device), []
+        for start in range(5):
+            (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()[start:]], 1000, device)
+            torch.testing.assert_close(policy(mb)[0], plain(mb)[0], atol=1e-5, rtol=0)
+            policy(mb)[0].sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] > 0
 
 
 # ---- engines ----
