@@ -7,11 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import inprocess
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT, metrics, run
+from inprocess import assert_resumes_exactly
 from safetensors.torch import load_file, save_file
 from test_convert import saved
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from bench.models import ARGS, OUTSIDE, checkpoint, rows
@@ -24,6 +27,8 @@ from common.packing import Sample, pack
 from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
 from common.tiny import tiny_model
+
+main = inprocess.main
 
 DOWN = dict(
     qwen3_moe="model.layers.0.mlp.experts.3.down_proj.weight",
@@ -47,7 +52,9 @@ distributed.cleanup()
 """
 
 
-@pytest.fixture(scope="module", params=EXPERTS)
+@pytest.fixture(
+    scope="module", params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS]
+)
 def model_type(request) -> str:
     return request.param
 
@@ -151,6 +158,17 @@ def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
     assert same(value.hf.state_dict(), {name: whole(w) for name, w in again.hf.state_dict().items()})
 
 
+@pytest.mark.slow
+def test_resume_is_exact(main, tmp_path):
+    """Of a run that balances its experts."""
+    path = checkpoint("mixtral", tmp_path / "model")
+    flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 4, "--batch_size", 4, "--save_every", 2)
+    flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0)
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path / "run"))
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+
+
 # ---- numbers ----
 
 
@@ -213,6 +231,20 @@ def test_bfloat16(path, device):
     with torch.no_grad():
         exact_T, rounded_T = (load_policy(path, replace(ARGS, dtype=d), device)(mb)[0] for d in ("float32", "bfloat16"))
     assert (exact_T - rounded_T).abs().median() < 0.1
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_compiled_once(path, device):
+    """Whatever the router says of a pack, and the compiler does not fail at it; and they compute the same."""
+    plain = load_policy(path, ARGS, device)
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        policy, graphs = load_policy(path, replace(ARGS, compile=True), device), []
+        for start in range(5):
+            (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()[start:]], 1000, device)
+            torch.testing.assert_close(policy(mb)[0], plain(mb)[0], atol=1e-5, rtol=0)
+            policy(mb)[0].sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] > 0
 
 
 # ---- engines ----
