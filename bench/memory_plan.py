@@ -50,9 +50,9 @@ CONFIGS = {
     ),
 }  # fmt: skip
 SMALL = dict(  # where fixed parts weigh more: for the test
-    tied=Qwen3Config(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+    tied=Qwen3Config(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
                      num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-    untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
+    untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
                        num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False),
 )  # fmt: skip
 
