@@ -150,12 +150,12 @@ def with_adapters(m: Shapes, rank: int = 16) -> Shapes:
     adapters = rank * (widths if m.experts else widths + 3 * (m.inner + m.hidden))  # of gate, up and down
     return replace(
         m, weights=m.weights + m.layers * adapters, trained=m.layers * adapters, block=m.block + adapters,
-        block_trained=adapters, root_trained=0, largest=rank * m.inner,
+        block_trained=adapters, root_trained=0,
     )  # fmt: skip
 
 
 def frozen(m: Shapes) -> Shapes:
-    return replace(m, trained=0, block_trained=0, root_trained=0, largest=0)
+    return replace(m, trained=0, block_trained=0, root_trained=0)
 
 
 SCRIPTS = {  # models that train, frozen ones, whether an engine samples
