@@ -50,9 +50,9 @@ CONFIGS = {
     ),
 }  # fmt: skip
 SMALL = dict(  # where fixed parts weigh more: for the test
-    tied=Qwen3Config(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
+    tied=Qwen3Config(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
                      num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-    untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6,
+    untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
                        num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False),
 )  # fmt: skip
 
@@ -150,12 +150,12 @@ def with_adapters(m: Shapes, rank: int = 16) -> Shapes:
     adapters = rank * (widths if m.experts else widths + 3 * (m.inner + m.hidden))  # of gate, up and down
     return replace(
         m, weights=m.weights + m.layers * adapters, trained=m.layers * adapters, block=m.block + adapters,
-        block_trained=adapters, root_trained=0, largest=rank * m.inner,
+        block_trained=adapters, root_trained=0,
     )  # fmt: skip
 
 
 def frozen(m: Shapes) -> Shapes:
-    return replace(m, trained=0, block_trained=0, root_trained=0, largest=0)
+    return replace(m, trained=0, block_trained=0, root_trained=0)
 
 
 SCRIPTS = {  # models that train, frozen ones, whether an engine samples

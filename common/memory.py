@@ -32,8 +32,6 @@ class Shapes:
     root: int
     """weights outside of blocks: embedding, last norm, head"""
     root_trained: int
-    largest: int
-    """weights of the largest trained parameter"""
     head: int
     """weights of a head over the vocabulary; 0: a scalar head"""
     tied: bool
@@ -89,7 +87,6 @@ def shapes_of(hf: nn.Module) -> Shapes:
         block_trained=max(trained_in_blocks),
         root=weights - sum(in_blocks),
         root_trained=trained - sum(trained_in_blocks),
-        largest=max((p.numel() for p in hf.parameters() if p.requires_grad), default=0),
         head=0 if head is None else head.numel(),
         tied=head is hf.get_input_embeddings().weight,
         layers=len(blocks),
@@ -138,14 +135,10 @@ def training_peak(m: Shapes, plan: Plan) -> dict[str, float]:
     in_block = {
         "gathered weights": c * (m.root + 2 * m.block),
         "activations": saved + (kept if plan.recompute else 0),
-        "gradients in reduction": c * head_trained + (c + 4 + 4 / plan.ranks) * m.block_trained,
+        "gradients in reduction": c * head_trained + (c + 4) * m.block_trained,
     }
-    at_root = {
-        "gathered weights": c * m.root,
-        "gradients in reduction": c * head_trained * m.tied
-        + (c + 4 + 4 / plan.ranks) * m.root_trained
-        + 4 * m.block_trained,
-    }
+    reduced = max(c + 4, 4 + 4 / plan.ranks) * m.root_trained  # from the compute dtype to float32, from there to shards
+    at_root = {"gradients in reduction": reduced + 4 * m.block_trained}
     return max((at_head, in_block, at_root), key=lambda parts: sum(parts.values()))
 
 
@@ -157,8 +150,8 @@ def predict(models: Sequence[Shapes], plan: Plan) -> dict[str, float]:
         "weights": sum(4 * m.trained + plan.bytes * (m.weights - m.trained) for m in models) / plan.ranks,
         "Adam": 8 * trained / plan.ranks,
     }
-    if plan.offload == "optimizer":
-        resident["Adam"] = 8 * max(m.largest for m in models) / plan.ranks
+    if plan.offload == "optimizer":  # those of one parameter, in its update, are less than what its backward took
+        resident["Adam"] = 0
     if plan.offload == "all":
         resident = dict.fromkeys(resident, 0)
     peaks = [training_peak(m, plan) for m in models if m.trained]
@@ -183,8 +176,8 @@ def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
     """One line of GiB."""
     parts = predict(models, plan)
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB)
-    host = f", and {on_the_host(models, plan) / GIB:.1f} of the host's" if plan.offload != "none" else ""
-    return f"{sum(parts.values()) / GIB:.1f} GiB of {capacity / GIB:.1f} ({listed}){host}"
+    host = f"; on the host {on_the_host(models, plan) / GIB:.1f}" if plan.offload != "none" else ""
+    return f"{sum(parts.values()) / GIB:.1f} GiB of {capacity / GIB:.1f} ({listed}{host})"
 
 
 def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
@@ -200,7 +193,7 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
     further = {"none": ["optimizer", "all"], "optimizer": ["all"], "all": []}[plan.offload]
     yield from [f"--offload {what}" for what in further if fits(replace(plan, offload=what))][:1]
     if all(m.trained in (0, m.weights) for m in models):  # adapters are about a hundredth of the weights
-        part = {"trained": 100, "block_trained": 100, "largest": 100}
+        part = {"trained": 100, "block_trained": 100}
         adapters = [replace(m, root_trained=0, **{k: getattr(m, k) // by for k, by in part.items()}) for m in models]
         if fits(plan, adapters):
             yield "--lora_rank 16"

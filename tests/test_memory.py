@@ -54,28 +54,27 @@ def test_buffers_of_a_frozen_model_stay_as_they_are(tmp_path, device):
 
 # ---- --offload ----
 
-SHORT = ["--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--dtype", "float32", "--keep_last", 9]
+SHORT = ["--max_steps", 2, "--save_every", 1, "--eval_every", 0, "--dtype", "float32"]
 RUNS = {
     "sft": ["--batch_size", 8, *SHORT],
     "ppo": ["--prompts_per_step", 4, "--minibatches", 2, "--engine", "transformers", "--max_new_tokens", 4, *SHORT],
 }
-
-RESUMES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")], ppo=[("none", "all")])
+CHANGES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")], ppo=[("none", "all")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", RUNS)
 def test_offload_changes_no_number_and_may_change_on_the_way(main, tmp_path, script):
     """From the checkpoint of one layout, another goes on to the same weights, bit for bit."""
-    folders = {offload: tmp_path / offload for offload in ("none", "optimizer", "all")}
+    folders = {offload: tmp_path / offload for change in CHANGES[script] for offload in change}
     for offload, folder in folders.items():
         main(script, *RUNS[script], "--offload", offload, "--output_dir", folder)
         assert_same_weights(folders["none"], folder)
         losses = [[line["loss"] for line in metrics(f) if line["step"]] for f in (folders["none"], folder)]
-        assert losses[0] == losses[1] and len(losses[0]) == 4
-    for before, after in RESUMES[script]:
+        assert losses[0] == losses[1] and len(losses[0]) == 2
+    for before, after in CHANGES[script]:
         again = tmp_path / f"{before}_{after}"
-        shutil.copytree(folders[before], again, ignore=lambda *_: ["hf", "step_000004"])
+        shutil.copytree(folders[before], again, ignore=lambda *_: ["hf", "step_000002"])
         main(script, *RUNS[script], "--offload", after, "--output_dir", again)
         assert_same_weights(folders["none"], again)
 
@@ -104,10 +103,10 @@ def test_with_offload_all_weights_and_gradients_are_where_fsdp_keeps_them(device
 # Round numbers: 8 blocks of 1e9 weights and 1e9 beside them, half of which is the head.
 MODEL = Shapes(
     weights=9 * 10**9, trained=9 * 10**9, block=10**9, block_trained=10**9, root=10**9, root_trained=10**9,
-    largest=5 * 10**8, head=5 * 10**8, tied=False, layers=8, hidden=4096, queries=4096, keys=1024, normed=True,
+    head=5 * 10**8, tied=False, layers=8, hidden=4096, queries=4096, keys=1024, normed=True,
     inner=12288, experts=0, vocabulary=122070,
 )  # fmt: skip
-FROZEN = dataclasses.replace(MODEL, trained=0, block_trained=0, root_trained=0, largest=0)
+FROZEN = dataclasses.replace(MODEL, trained=0, block_trained=0, root_trained=0)
 PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
 
 
@@ -119,7 +118,7 @@ def test_what_stays_is_counted_by_hand():
     assert (both["weights"], both["gradients"], both["Adam"]) == pytest.approx((7.2e9, 7.2e9, 14.4e9))
     assert both["activations"] == parts["activations"]  # they take turns
     host = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="optimizer"))
-    assert host["Adam"] == pytest.approx(8 * 5e8 / 10) and host["weights"] == parts["weights"]
+    assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
     gone = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="all"))
     assert gone["weights"] == gone["gradients"] == gone["Adam"] == 0
     float32 = predict([FROZEN, MODEL], dataclasses.replace(PLAN, bytes=4))
@@ -159,7 +158,7 @@ def test_shapes_are_those_of_the_loaded_model(device):
     assert m.weights == m.trained == sum(p.numel() for p in hf.parameters()) == m.root + sum(blocks)
     assert (m.block, m.layers, m.head, m.tied) == (blocks[0], len(blocks), hf.lm_head.weight.numel(), True)
     frozen = shapes_of(load_policy(tiny_model(), TrainArgs(dtype="float32"), device, trainable=False).hf)
-    assert frozen == dataclasses.replace(m, trained=0, block_trained=0, root_trained=0, largest=0)
+    assert frozen == dataclasses.replace(m, trained=0, block_trained=0, root_trained=0)
     scalar = shapes_of(load_scalar_model(tiny_model(), TrainArgs(dtype="float32"), device).hf)
     assert scalar.head == 0 and not scalar.tied and scalar.weights == m.weights + m.hidden
 

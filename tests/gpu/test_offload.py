@@ -49,7 +49,7 @@ def test_offload(device):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.skipif(ON_CPU, reason="a CPU counts no peak")
 def test_the_prediction_is_what_the_allocator_gives_out(tmp_path, device, recompute):
-    """Within a fifth, of the second micro-batch of a model of 150M weights. CPU twin: fake tensors, in
+    """Within a fifth, of the second micro-batch of a model of 60M weights. CPU twin: fake tensors, in
     test_memory.test_the_prediction_is_what_fake_tensors_take."""
     sys.path.insert(0, str(ROOT))
     from bench.memory_plan import SMALL
