@@ -30,7 +30,8 @@ from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.flags import AtLeast2, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
-from common.models import load_policy
+from common.lora import LoRAArgs
+from common.models import load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import Sample, of_samples, pack_minibatches, to_samples
 from common.prompts import Prompts, load_prompts
@@ -46,7 +47,7 @@ OFFLINE_FILE = "completions.jsonl"
 
 
 @dataclass
-class Args(OnlineArgs, SamplingArgs, TrainArgs):
+class Args(OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     output_dir: str = "runs/bok"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/; with --offline
     completions.jsonl too"""
@@ -123,7 +124,7 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
-    reference = load_policy(path, args, device, trainable=False) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model

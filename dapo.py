@@ -29,6 +29,7 @@ from common.correction import CorrectionArgs, correction_weights
 from common.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
+from common.lora import LoRAArgs
 from common.losses import clip_policy_loss, clipped
 from common.models import load_policy
 from common.optim import adamw, optimizer_step
@@ -42,7 +43,7 @@ from common.shaping import overlong_penalties, truncation_penalties
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     output_dir: str = "runs/dapo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 8

@@ -241,9 +241,7 @@ def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> d
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     device, others, pack_tokens = task.device, task.others, args.pack_tokens
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
-    of_completions = partial(
-        completions.numbers_of, prompts=task.prompts, tokenizer=task.tokenizer, pack_tokens=pack_tokens
-    )
+    of_completions = partial(completions.numbers_of, prompts=task.prompts, tokenizer=task.tokenizer, room=args.room)
     of_domain: dict[str, list[dict]] = {}
     for line, row in zip(both[0], task.prompts.rows, strict=True):
         of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)

@@ -32,7 +32,8 @@ from common.correction import CorrectionArgs, correction_weights, off_policy_mas
 from common.flags import AtLeast2, BelowOne, NotNegative, Positive, require_flags_read, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
-from common.models import load_policy
+from common.lora import LoRAArgs
+from common.models import load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, pack_minibatches, to_samples
 from common.prompts import load_prompts
@@ -65,7 +66,7 @@ PAPER_CLIP = dict(clip_low=0.2, clip_high=0.2)
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04, **PAPER_CLIP),
         "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean", **PAPER_CLIP),
@@ -174,7 +175,7 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
-    reference = load_policy(path, args, device, trainable=False) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

@@ -31,9 +31,10 @@ from common.data import Encoder, RowOrder, cut, encode_pairs
 from common.flags import Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
+from common.lora import LoRAArgs
 from common.meter import Meter
 from common.metrics import wilson_interval
-from common.models import Policy, load_policy
+from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack
 from common.preference_losses import kto, wpo_weights
@@ -42,7 +43,7 @@ from common.run import Run
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(LoRAArgs, TrainArgs):
     TINY: ClassVar[dict] = dict(lr=5e-4, beta=1.0)
     """defaults for the built-in model and task"""
     output_dir: str = "runs/kto"
@@ -74,8 +75,8 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length and self.max_length - 1 > self.pack_tokens:
-            raise ValueError(f"a sequence of --max_length {self.max_length} exceeds --pack_tokens {self.pack_tokens}")
+        if self.max_length and self.max_length - 1 > self.room:
+            raise ValueError(f"a sequence of --max_length {self.max_length} exceeds {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
         self.require_multiple("batch_size", ranks, "the number of ranks")
@@ -132,12 +133,12 @@ def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, de
         raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
 
     def load() -> Policy:
-        other = path != model.path or args.reference_logprobs == "online"
-        return load_policy(path, args, device, False, "--reference_model") if other else model
+        other = args.reference_model or args.reference_logprobs == "online"
+        return load_reference(model, args, device, args.reference_model and path) if other else model
 
     if args.reference_logprobs == "online":
         return load()
-    store_reference_logps(samples, path, load, Path(args.output_dir), args.dtype, args.pack_tokens, device)
+    store_reference_logps(samples, path, load, Path(args.output_dir), args, device)
     return None
 
 
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens + 1)
+    fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)

@@ -30,8 +30,9 @@ from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
 from common.flags import AtLeast2, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
+from common.lora import LoRAArgs
 from common.meter import Meter
-from common.models import load_policy
+from common.models import load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack_minibatches
 from common.preference_losses import (
@@ -52,7 +53,7 @@ from common.shaping import truncation_penalties
 
 
 @dataclass
-class Args(PreferenceArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(PreferenceArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     output_dir: str = "runs/online_dpo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 2
@@ -120,7 +121,7 @@ def main(args: Args) -> None:
     # ---- data: prompts as token ids, and what the rewards need beside them ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
-    context = min(context_length(path, args), args.pack_tokens // 2 + 1)  # a pair shares a pack
+    context = min(context_length(path, args), args.room // 2 + 1)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
@@ -128,7 +129,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     referenced = not set(args.loss) <= REFERENCE_FREE
-    reference = load_policy(path, args, device, trainable=False) if referenced else None
+    reference = load_reference(model, args, device) if referenced else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

@@ -33,9 +33,10 @@ from common.correction import CorrectionArgs, correction_weights
 from common.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import add_logprobs, add_values
+from common.lora import LoRAArgs
 from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
 from common.meter import Meter
-from common.models import load_policy, load_scalar_model
+from common.models import load_policy, load_reference, load_scalar_model
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, pack_minibatches, to_samples
 from common.prompts import load_prompts
@@ -47,7 +48,7 @@ from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     TINY: ClassVar[dict] = dict(value_lr=5e-3, beta=0.01)
     output_dir: str = "runs/ppo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
@@ -103,9 +104,7 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
         )
         self.require_read("kl_stop", self.minibatches * self.epochs_per_rollout > 1, "a rollout has one update only")
         if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
-            raise ValueError(
-                f"--value_warmup_steps {self.value_warmup_steps} leaves no step of --max_steps to the policy"
-            )
+            raise ValueError(f"--value_warmup_steps {self.value_warmup_steps} leaves the policy no step of --max_steps")
         for flag in ("kl_estimator", "kl_clamp"):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
@@ -196,7 +195,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     value_model = load_scalar_model(value_path, args, device, flag="--value_model")
-    reference = load_policy(path, args, device, trainable=False) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer, value_optimizer = adamw(model, args), adamw(value_model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

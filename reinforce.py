@@ -31,7 +31,8 @@ from common.correction import CorrectionArgs, correction_weights
 from common.flags import BelowOne, NotNegative, Positive, require_flags_read, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
-from common.models import load_policy
+from common.lora import LoRAArgs
+from common.models import load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import of_samples, pack_minibatches, to_samples
 from common.prompts import load_prompts
@@ -51,7 +52,7 @@ ADVANTAGES = {
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out", beta=0.0,
                           minibatches=1, epochs_per_rollout=1),
@@ -113,7 +114,7 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
-    reference = load_policy(path, args, device, trainable=False) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

@@ -30,8 +30,9 @@ from common.correction import CorrectionArgs, correction_weights
 from common.flags import AtLeast2, BelowOne, NotNegative, Positive, with_flags
 from common.hub import context_length, load_tokenizer, resolve_model
 from common.logprobs import add_logprobs
+from common.lora import LoRAArgs
 from common.losses import clip_policy_loss, clipped
-from common.models import load_policy
+from common.models import load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import of_samples, pack_minibatches, to_samples
 from common.prompts import load_prompts
@@ -43,7 +44,7 @@ from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     TINY: ClassVar[dict] = dict(beta=0.01)
     output_dir: str = "runs/rloo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
@@ -77,7 +78,7 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
-    reference = load_policy(path, args, device, trainable=False) if args.beta else None
+    reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)
 

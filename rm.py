@@ -33,6 +33,7 @@ from common.config import TrainArgs
 from common.data import Encoder, RowOrder, encode_pairs
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
+from common.lora import LoRAArgs
 from common.meter import Meter
 from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
@@ -44,7 +45,7 @@ from common.run import Run
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(LoRAArgs, TrainArgs):
     output_dir: str = "runs/rm"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; scores.jsonl of --eval_only"""
     batch_size: Positive[int] = 64
@@ -68,8 +69,8 @@ class Args(TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length and 2 * self.max_length > self.pack_tokens:
-            raise ValueError(f"two sequences of --max_length {self.max_length} exceed --pack_tokens {self.pack_tokens}")
+        if self.max_length and 2 * self.max_length > self.room:
+            raise ValueError(f"two sequences of --max_length {self.max_length} exceed {self.room_flags}")
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
 
@@ -213,7 +214,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens // 2)
+    fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     if not training:

@@ -22,8 +22,9 @@ from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import TrainArgs
 from common.data import Encoder, RowOrder
-from common.flags import Positive
+from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
+from common.lora import LoRAArgs
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
@@ -33,7 +34,7 @@ from common.run import Run
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(LoRAArgs, TrainArgs):
     output_dir: str = "runs/sft"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
@@ -48,11 +49,14 @@ class Args(TrainArgs):
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
+    router_aux_loss_coef: NotNegative[float] = 0.0
+    """mixtures of experts: weight of the loss that spreads each sequence's tokens over the experts, see docs/moe.md;
+    0: off"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_length and self.max_length > self.pack_tokens + 1:
-            raise ValueError(f"--max_length {self.max_length} does not fit in --pack_tokens {self.pack_tokens}")
+        if self.max_length and self.max_length > self.room + 1:
+            raise ValueError(f"--max_length {self.max_length} does not fit in {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
         super().check_ranks(ranks)
@@ -110,7 +114,7 @@ def main(args: Args) -> None:
 
     # ---- data ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.pack_tokens + 1)
+    fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
@@ -126,6 +130,8 @@ def main(args: Args) -> None:
 
     # ---- model: FSDP2 shards of float32 masters ----
     model = load_policy(path, args, device)
+    if args.router_aux_loss_coef:
+        model.watch_experts("--router_aux_loss_coef")
     optimizer = adamw(model, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
@@ -156,6 +162,9 @@ def main(args: Args) -> None:
                     logprobs_T, entropy_T, correct_T, _ = model(mb)
                     # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
                     loss = (-logprobs_T * mb.loss_mask_T).sum() / global_tokens
+                    if args.router_aux_loss_coef:  # a mean over sequences: that of all tokens would depend on the packs
+                        loss = loss + args.router_aux_loss_coef * model.expert_balance_N.sum() / args.batch_size
+                        meter.mean("expert_balance", model.expert_balance_N.sum(), len(model.expert_balance_N))
                     (loss * world_size).backward()
                     batch_loss += loss.detach()
                     measure(meter, "", mb, logprobs_T, entropy_T, correct_T)

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.packing import PackedBatch
+from common.sharing import Stream, exchange
 
 GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether varlen_attn takes fewer heads of keys
 
 
+@exchange
 def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, **kwargs):
     """Causal attention within each sequence of the pack; nothing crosses a boundary and nothing is quadratic in T.
 
@@ -48,7 +49,7 @@ def attention_by_length(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pack: PackedBatch,
+    pack: Stream,
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,

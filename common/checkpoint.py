@@ -19,17 +19,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from common import distributed
+from common import distributed, lora
 from common.config import BaseArgs, TrainArgs
-from common.convert import MANIFEST, STATE, WEIGHTS, checkpoints_in, damage, fingerprint, write_safetensors
+from common.convert import ADAPTED, MANIFEST, STATE, WEIGHTS, checkpoints_in, damage, fingerprint, write_safetensors
 from common.hub import eos_token_ids, save_ends
+from common.loading import hub_weights
 from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
 FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
-FOLDERS = ("checkpoints", "hf", "best", "tensorboard")
+FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard")
 
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
@@ -66,8 +67,10 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
 def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
     flags = folder / "args.yaml"
     if args.resume == "never":
-        if Path(args.model).exists() and folder.resolve() in Path(args.model).resolve().parents:
-            return f"--model {args.model}: --resume never would delete it"
+        for flag in ("model", "adapter"):
+            start = getattr(args, flag, None)
+            if start and Path(start).exists() and folder.resolve() in Path(start).resolve().parents:
+                return f"--{flag} {start}: --resume never would delete it"
         for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
             file.unlink()
         for old in (folder / name for name in FOLDERS):
@@ -94,7 +97,8 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
                 "name another folder, or --resume never to delete that run and start over"
             )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for stale in [p for name in ("checkpoints/step_*.tmp", "hf.tmp", "best.tmp") for p in folder.glob(name)]:
+    unfinished = ("checkpoints/step_*.tmp", *(f"{name}.tmp" for name in FOLDERS))
+    for stale in [path for name in unfinished for path in folder.glob(name)]:
         shutil.rmtree(stale)
     flags.write_text(yaml.safe_dump(args.to_dict(), sort_keys=False))
     return None
@@ -115,7 +119,7 @@ class Checkpointer:
         value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
         **stateful,
     ):
-        self.folder, self.keep_last = Path(args.output_dir), args.keep_last
+        self.args, self.folder, self.keep_last = args, Path(args.output_dir), args.keep_last
         self.checkpoints = self.folder / "checkpoints"
         self.model, self.stateful = model, stateful
         self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
@@ -143,11 +147,9 @@ class Checkpointer:
         return 0
 
     def _load(self, path: Path) -> int:
-        tensors = self._tensors()
-        dcp.load(tensors, checkpoint_id=path)
-        for prefix, (model, optimizer) in self.trained.items():
-            weights, moments = tensors[f"{prefix}model"], tensors[f"{prefix}optimizer"]
-            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        # In place, wherever weights and moments are: `set_state_dict` would bring moments to the weights' device. The
+        # rest of an optimizer's state are flags, and its learning rate is set at each step.
+        dcp.load(self._tensors(), checkpoint_id=path)
         state = json.loads((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
@@ -156,9 +158,10 @@ class Checkpointer:
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
-        out = {}
+        """Of what is trained: a model under adapters is read from `--model`."""
+        out, options = {}, StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
-            out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer)
+            out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer, options=options)
         return out
 
     def save(self, step: int) -> None:
@@ -176,6 +179,9 @@ class Checkpointer:
             state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
             (work / STATE).write_text(json.dumps(state))
             (work / WEIGHTS).write_text(json.dumps(exported_names(self.model)))
+            if (scale := lora.scale_of(self.model.hf)) is not None:
+                dtype, base = str(self.model.compute_dtype).removeprefix("torch."), str(Path(self.model.path).resolve())
+                (work / ADAPTED).write_text(json.dumps(dict(base=base, scale=scale, dtype=dtype)))
             write_files(self.files, work)
         distributed.barrier()
         files = sorted(f for f in work.rglob("*") if f.is_file())[dist.get_rank() :: dist.get_world_size()]
@@ -191,12 +197,16 @@ class Checkpointer:
         distributed.barrier()
 
     def export_hf(self, name: str = "hf") -> None:
-        """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer. Collective.
+        """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer; adapters
+        merged, and alone in `adapter/` (of `best/` in `best_adapter/`). Collective.
 
         Weights are gathered one at a time and kept on rank 0's host alone. The old folder stays until the new one is
         whole.
         """
         _export(self.model, self.files, self.folder / name)
+        if lora.has_adapters(self.args):
+            adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")
+            lora.save_adapter(self.model.hf, self.model.path, self.args, adapter)
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
@@ -232,8 +242,9 @@ def write_files(files: dict[str, bytes], folder: Path) -> None:
 
 
 def exported_names(model: PackedModel) -> list[str]:
-    """The weights that an export has: a tied head is the embedding."""
-    return [name for name in model.hf.state_dict() if name not in model.hf.all_tied_weights_keys]
+    """The weights that an export has: a tied head is the embedding, adapters are in what they are added to."""
+    tied = model.hf.all_tied_weights_keys
+    return [name for name in model.hf.state_dict() if name not in tied and ".lora_" not in name]
 
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
@@ -246,9 +257,10 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
         write_files(files, work)
         dtype = AutoConfig.from_pretrained(work).dtype or torch.float32
     for name in exported_names(model):
-        whole = state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name]
+        whole = lora.merged_weight(model.hf, name, lora.whole(state[name]), model.compute_dtype)
         if distributed.is_main():
-            weights[name] = whole.to("cpu", dtype, copy=True)
+            for hub_name, weight in hub_weights(model.hf.config.model_type, name, whole):
+                weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
         write_safetensors(weights, work)
         shutil.rmtree(folder, ignore_errors=True)

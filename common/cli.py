@@ -31,7 +31,8 @@ ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 
 # The flags that scripts share as --help shows them, after the script's own.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens", "shard_ranks"),
+    "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens", "context_ranks", "shard_ranks",
+              "offload", "lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "adapter"),
     "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "columns",
              "prompt_format", "prompt_template", "system_prompt", "chat_template", "template_kwargs",
              "overlong_prompts"),
@@ -78,7 +79,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
             print(f"for the built-in model and task, unless given: {' '.join(for_tiny)}", flush=True)
         adapted = "max_new_tokens" not in _given(argv) and getattr(args, "max_new_tokens", 256) < 256
         if adapted and distributed.is_main():
-            print(f"--max_new_tokens {args.max_new_tokens}: half of --pack_tokens", flush=True)
+            print(f"--max_new_tokens {args.max_new_tokens}: half of {args.room_flags}", flush=True)
         return args
     except ValueError as error:
         distributed.fail(str(error), code=2)

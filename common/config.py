@@ -57,6 +57,9 @@ class TrainArgs(BaseArgs):
     """gradients are scaled down to this global norm; 1e9: they stay as they are"""
     activation_checkpointing: MayChange[bool | None] = None
     """recompute block activations in backward: far less memory, about a third more compute; default: on CUDA"""
+    offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
+    """what lives in the host's memory: optimizer: Adam's moments, which come to the GPU parameter by parameter within
+    its step; all: weights and gradients too, and the step is made on the host. Never changes the gradient"""
     save_every: MayChange[Positive[int]] = 100
     """steps between checkpoints (one is always written at the end)"""
     eval_every: MayChange[NotNegative[int]] = 100
@@ -91,7 +94,7 @@ class SamplingArgs(BaseArgs):
     samples_per_prompt: Positive[int] = 8
     """completions sampled for each prompt (G)"""
     max_new_tokens: Positive[int] | None = None
-    """longest completion, in tokens; default: 256, or half of pack_tokens if that is less"""
+    """longest completion, in tokens; default: 256, or half of what one pack holds if that is less"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     environment: str | None = None
@@ -126,7 +129,7 @@ class SamplingArgs(BaseArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_new_tokens is None:
-            self.max_new_tokens = min(256, max(1, self.pack_tokens // 2))
+            self.max_new_tokens = min(256, max(1, self.room // 2))
         if not self.reward:
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
@@ -138,10 +141,8 @@ class SamplingArgs(BaseArgs):
         self.require_read("batch_invariant", self.engine != "transformers", "--engine is transformers")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             raise ValueError("--tensor_parallel_size needs --engine vllm")
-        if self.max_new_tokens >= self.pack_tokens:
-            raise ValueError(
-                f"--max_new_tokens {self.max_new_tokens} leaves no prompt in --pack_tokens {self.pack_tokens}"
-            )
+        if self.max_new_tokens >= self.room:
+            raise ValueError(f"--max_new_tokens {self.max_new_tokens} leaves no prompt in {self.room_flags}")
 
     def check_ranks(self, ranks: int) -> None:
         if (generators := self.ranks_that_generate(ranks)) % (size := self.tensor_parallel_size):

@@ -18,8 +18,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from common import distributed
+from common.loading import hub_name, hub_weights
+from common.lora import merge
 
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
+ADAPTED = "adapted.json"  # if it has adapters alone: of which model, and how they are merged
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -81,7 +84,7 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
     try:
         work.mkdir()
         for name in json.loads((folder / MANIFEST).read_text()):
-            if name not in (STATE, WEIGHTS, ".metadata") and not name.endswith(".distcp"):
+            if name not in (STATE, WEIGHTS, ADAPTED, ".metadata") and not name.endswith(".distcp"):
                 (work / name).parent.mkdir(exist_ok=True)
                 shutil.copy(folder / name, work / name)
         write_safetensors(read_weights(folder), work)
@@ -103,16 +106,46 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     a time, in this process alone."""
     from transformers import AutoConfig
 
-    dtype = AutoConfig.from_pretrained(folder).dtype or torch.float32
+    config = AutoConfig.from_pretrained(folder)
     stored, weights = FileSystemReader(folder).read_metadata().state_dict_metadata, {}
-    for name in json.loads((folder / WEIGHTS).read_text()):
+    adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
+
+    def read(name: str) -> torch.Tensor:
         key = f"model.hf.{name}"
         whole = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
         with warnings.catch_warnings():  # it says that it reads in a single process
             warnings.simplefilter("ignore", UserWarning)
             dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
-        weights[name] = whole.to(dtype)
+        return whole
+
+    for name in json.loads((folder / WEIGHTS).read_text()):
+        if f"model.hf.{name}" in stored:
+            parts = hub_weights(config.model_type, name, read(name))
+        else:  # frozen; what was trained with was in the compute dtype
+            found = _read_base(adapted["base"], config.model_type, name)
+            parts = [(part, weight.to(getattr(torch, adapted["dtype"]))) for part, weight in found.items()]
+        layer = name.removesuffix(".weight")
+        if f"model.hf.{layer}.lora_A" in stored:
+            ((part, weight),) = parts
+            a_RI, b_OR = (read(f"{layer}.lora_{which}").to(weight.dtype) for which in "AB")
+            parts = [(part, merge(weight, a_RI, b_OR, adapted["scale"]))]
+        for part, weight in parts:
+            weights[part] = weight.to(config.dtype or torch.float32, copy=True)  # a file has no views
     return weights
+
+
+def _read_base(base: str, model_type: str, name: str) -> dict[str, torch.Tensor]:
+    """A weight, or those of a layer's experts, of the model that the adapters of a checkpoint belong to."""
+    from safetensors import safe_open
+
+    wanted, found = hub_name(model_type, name), {}
+    experts = wanted.rpartition(".")[0] + "." if ".experts." in wanted else wanted
+    for path in sorted(Path(base).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys() if key == wanted or key.startswith(experts)}  # noqa: SIM118
+    if not found:
+        raise FileNotFoundError(f"the model that its adapters belong to, {base}, has no {name}")
+    return found
 
 
 def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:

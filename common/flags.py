@@ -145,6 +145,8 @@ class BaseArgs:
     """torch.compile every transformer block"""
     pack_tokens: MayChange[Positive[int]] = 8192
     """tokens per forward pass on one rank: the memory knob. It never changes the gradient"""
+    context_ranks: MayChange[Positive[int]] = 1
+    """neighbouring ranks that run each pack together, so that a sequence may have so many times pack_tokens"""
     dataset: str = "arithmetic"
     """Hugging Face id, a .jsonl/.json/.parquet/.csv file, a folder of them, or a built-in task: `arithmetic`,
     `calculator`, `guess_number`, `sliding_puzzle`"""
@@ -184,10 +186,23 @@ class BaseArgs:
         for flag in ("chat_template", "template_kwargs"):
             self.require_read(flag, self.prompt_format != "plain", "--prompt_format is plain")
 
+    @property
+    def room(self) -> int:
+        """Tokens that the sequences of one micro-batch that belong together may have."""
+        return self.pack_tokens * self.context_ranks
+
+    @property
+    def room_flags(self) -> str:
+        """What gives that room, for messages."""
+        times = f" x --context_ranks {self.context_ranks}" if self.context_ranks > 1 else ""
+        return f"--pack_tokens {self.pack_tokens}{times}"
+
     def check_ranks(self, ranks: int) -> None:
         """`ValueError` if the flags do not fit this number of ranks."""
-        if self.shard_ranks and (trainers := self.ranks_that_train(ranks)) % self.shard_ranks:
-            raise ValueError(f"--shard_ranks {self.shard_ranks} does not divide the {trainers} ranks that train")
+        trainers = self.ranks_that_train(ranks)
+        for flag in ("context_ranks", "shard_ranks"):
+            if (size := getattr(self, flag)) and trainers % size:
+                raise ValueError(f"--{flag} {size} does not divide the {trainers} ranks that train")
 
     def ranks_that_train(self, ranks: int) -> int:
         """Of the launch's."""

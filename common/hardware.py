@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from common.packing import PackedBatch
+from common.sharing import Stream
 
 # Dense bfloat16 rate of one device, in FLOP/s, as its maker states it; by a part of the name that CUDA gives.
 BFLOAT16_PEAK = {
@@ -21,22 +21,28 @@ BFLOAT16_PEAK = {
 
 
 def matrix_weights(hf: nn.Module) -> int:
-    """Weights that every token is multiplied with: those of matrix products, of the head too. An embedding that is no
-    head is none of them."""
+    """Weights that every token is multiplied with: those of matrix products, of the head too, and of as many experts as
+    a token chooses. An embedding that is no head is none of them."""
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
-    weights = sum(parameter.numel() for parameter in hf.parameters() if parameter.ndim > 1)
+    weights = 0
+    for name, parameter in hf.named_parameters():
+        if ".experts." in name:  # [experts, ...]
+            weights += parameter[0].numel() * hf.config.num_experts_per_tok
+        elif parameter.ndim > 1:
+            weights += parameter.numel()
     return weights if head is not None and head.weight is embedding else weights - embedding.numel()
 
 
-def forward_flops(config, weights: int, mb: PackedBatch) -> float:
+def forward_flops(config, weights: int, stream: Stream) -> float:
     """Floating-point operations of one forward over a pack: two for each token and each of the `weights`, and 4 heads
     head_dim for each query and each key that it sees, in every layer. Windows are not looked at. A backward is twice
     that; what is computed again is not counted."""
     config = config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    seen = sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(mb.offsets))
+    seen = sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(stream.offsets))
+    seen *= len(stream.targets_T) / stream.offsets[-1]  # this rank's share of heads, if it shares them
     attention = 4 * config.num_attention_heads * head_dim * seen * config.num_hidden_layers
-    return 2.0 * weights * len(mb.targets_T) + attention
+    return 2.0 * weights * len(stream.targets_T) + attention
 
 
 def peak_memory() -> dict[str, float]:

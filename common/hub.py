@@ -145,7 +145,7 @@ def context_length(path: str, args: BaseArgs) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path).get_text_config()
-    return min(getattr(config, "max_position_embeddings", args.pack_tokens + 1), args.pack_tokens + 1)
+    return min(getattr(config, "max_position_embeddings", args.room + 1), args.room + 1)
 
 
 def fit_max_length(args: BaseArgs, path: str, room: int) -> None:

@@ -15,14 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed
+from common.lora import LoRAArgs
 from common.packing import PackedBatch, Sample, pack
 
 LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
 CUDA_CHUNK, CUDA_BYTES = 1024, 2**30  # at least so many there, else as many as have so many bytes of logits
 
 
+def chunk_size(vocabulary: int, on_cuda: bool) -> int:
+    """Tokens whose logits exist at the same time."""
+    return max(CUDA_CHUNK, CUDA_BYTES // (4 * vocabulary)) if on_cuda else LOGPROB_CHUNK
+
+
 def _chunks(hidden_TD: Tensor, head_VD: Tensor) -> list[slice]:
-    size = max(CUDA_CHUNK, CUDA_BYTES // (4 * len(head_VD))) if hidden_TD.is_cuda else LOGPROB_CHUNK
+    size = chunk_size(len(head_VD), hidden_TD.is_cuda)
     return [slice(start, start + size) for start in range(0, len(hidden_TD), size)]
 
 
@@ -63,7 +69,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, *_):
         hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
-        grad_hidden_TD, grad_head_VD = torch.empty_like(hidden_TD), torch.zeros_like(head_VD, dtype=logsumexp_T.dtype)
+        grad_hidden_TD, grad_head_VD = torch.empty_like(hidden_TD), None
+        if ctx.needs_input_grad[1]:  # beside adapters the head is frozen
+            grad_head_VD = torch.zeros_like(head_VD, dtype=logsumexp_T.dtype)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         for c in _chunks(hidden_TD, head_VD):
             logits_CV, slope_CV = _logits(hidden_TD[c], head_VD, bias_V, *ctx.numbers)
@@ -79,11 +87,14 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(head_VD.dtype)
             grad_hidden_TD[c] = _mm(grad_CV, head_VD)
+            if grad_head_VD is None:
+                continue
             if head_VD.dtype == torch.bfloat16:
                 grad_head_VD += _mm(grad_CV.T, hidden_TD[c])
             else:
                 grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])  # without a second [V, D]
-        return grad_hidden_TD, grad_head_VD.to(head_VD.dtype), grad_bias_V, None, None, None, None
+        grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
+        return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
 
 
 def _logits(
@@ -162,8 +173,7 @@ def store_reference_logps(
     reference_path: str,
     load_reference: Callable[[], nn.Module],
     folder: Path,
-    dtype: str,
-    pack_tokens: int,
+    args: LoRAArgs,
     device: torch.device,
 ) -> None:
     """Fill `ref_logp` of every sample on every rank: from `reference_logps.json` in the run's folder if it is of these
@@ -171,9 +181,10 @@ def store_reference_logps(
 
     Raises `ValueError` for a file that is damaged.
     """
-    path, weights = folder / "reference_logps.json", sorted(Path(reference_path).glob("*.safetensors"))
+    path, parts = folder / "reference_logps.json", [Path(part) for part in (reference_path, args.adapter) if part]
+    weights = [file for part in parts for file in sorted(part.expanduser().glob("*.safetensors"))]
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    hashed = hashlib.blake2b(repr((reference_path, files, dtype)).encode())
+    hashed = hashlib.blake2b(repr((reference_path, files, args.dtype)).encode())
     for sample in samples:
         hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
     digest, stored = hashed.hexdigest(), {}
@@ -188,7 +199,7 @@ def store_reference_logps(
     if stored.get("digest") != digest:
         reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
         for start in range(0, len(samples), chunk := 1024 * world_size):  # the same number of packs on every rank
-            for mb in pack(samples[start + rank : start + chunk : world_size], pack_tokens, device):
+            for mb in pack(samples[start + rank : start + chunk : world_size], args.pack_tokens, device):
                 mb.to_samples(ref_logp=weighted_logps(mb, reference(mb)[0]))
         reference.reshard()  # the root stays whole after a forward without backward
         ranks = distributed.gather_objects([sample.ref_logp for sample in samples[rank::world_size]])

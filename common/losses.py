@@ -213,3 +213,27 @@ def reduction_weights(
     if reduction == "sequence":
         return mask_T / lengths_T.clamp(min=1) / sequences
     return mask_T / sequences / (max_new_tokens if reduction == "constant" else 1)
+
+
+# ---- experts ----
+
+
+def expert_balance(router_logits: tuple[Tensor, ...], lengths_N: Tensor, top_k: int) -> Tensor:
+    """How unevenly each sequence's tokens are spread over the experts: [N], float32. 1 where they are even, more where
+    they are not: number of experts / `top_k` where all choose the same and are sure of it. Mean over layers, each of
+    which has `router_logits` [T, experts]. `lengths_N`: tokens of each sequence.
+
+    sum_i f_i P_i of the sequence-wise balance loss (arXiv:2412.19437 Eq. 17-20): f_i is how often expert i is among the
+    `top_k` chosen over how often it would be by even choice, P_i the mean of its probability, which the gradient goes
+    through.
+    """
+    balance_N = torch.zeros(len(lengths_N), device=lengths_N.device)
+    sequence_ids_T = torch.arange(len(lengths_N), device=lengths_N.device).repeat_interleave(lengths_N)
+    for logits_TE in router_logits:
+        probs_TE = logits_TE.float().softmax(-1)
+        chosen_TE = torch.zeros_like(probs_TE).scatter(-1, probs_TE.topk(top_k).indices, 1.0)
+        sums_NE = probs_TE.new_zeros(len(lengths_N), probs_TE.shape[-1])
+        f_NE = sums_NE.index_add(0, sequence_ids_T, chosen_TE) / lengths_N[:, None] * probs_TE.shape[-1] / top_k
+        P_NE = sums_NE.index_add(0, sequence_ids_T, probs_TE) / lengths_N[:, None]
+        balance_N = balance_N + (f_NE * P_NE).sum(-1)
+    return balance_N / len(router_logits)

@@ -7,34 +7,54 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from common import distributed
+from common import distributed, lora
 from common.attention import packed_attention
 from common.config import BaseArgs, TrainArgs
 from common.hardware import forward_flops, matrix_weights
-from common.loading import load_weights
+from common.loading import EXPERTS, load_weights
 from common.logprobs import token_logprobs
+from common.losses import expert_balance
+from common.memory import recomputes, require_room
 from common.mesh import shard_mesh
-from common.packing import PackedBatch, Sample, pack
+from common.packing import PackedBatch, Sample, pack_groups
+from common.sharing import Stream, own, setup, unit_size
 
 # ---- models that take packs ----
 
 
 class PackedModel(nn.Module):
     """A transformer that takes a PackedBatch. `hf` is the Hugging Face model, with its own names; `flops` counts what
-    its forwards and backwards compute."""
+    its forwards and backwards compute; `expert_balance_N` is that of the sequences that it last computed, if it is
+    watched."""
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
         self.hf, self.path = hf, path
         self.matrix_weights, self.flops = matrix_weights(hf), 0.0
 
-    def hidden_states(self, mb: PackedBatch) -> Tensor:
-        """Last hidden states [T, D]."""
-        self.flops += forward_flops(self.hf.config, self.matrix_weights, mb) * (3 if torch.is_grad_enabled() else 1)
-        return self.hf.base_model(**packed_inputs(mb)).last_hidden_state[0]
+    def hidden_states(self, stream: Stream) -> Tensor:
+        """Last hidden states [t, D]."""
+        flops = forward_flops(self.hf.config, self.matrix_weights, stream)
+        if torch.is_grad_enabled():
+            frozen = not self.hf.get_input_embeddings().weight.requires_grad  # all but adapters: those are not counted
+            flops = 3 * flops - (2 * self.matrix_weights * len(stream.targets_T) if frozen else 0)
+        self.flops += flops
+        output = self.hf.base_model(**packed_inputs(stream))
+        if router_logits := getattr(output, "router_logits", None):
+            lengths_N, top_k = stream.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
+            self.expert_balance_N = expert_balance(router_logits, lengths_N, top_k)[: stream.sequences]
+        return output.last_hidden_state[0]
+
+    def watch_experts(self, flag: str) -> None:
+        """Raises `ValueError` naming `flag` for a model without experts."""
+        if self.hf.config.model_type not in EXPERTS:
+            raise ValueError(f"{flag}: {self.hf.config.model_type} is no mixture of experts")
+        if unit_size() > 1:
+            raise ValueError(f"{flag} looks at whole sequences, of which each of --context_ranks has a part")
+        self.hf.config.output_router_logits = True
 
 
 class Policy(PackedModel):
@@ -42,13 +62,14 @@ class Policy(PackedModel):
 
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`."""
-        hidden_TD = self.hidden_states(mb)
+        hidden_tD = self.hidden_states(mb.computed)
         head, config = self.hf.get_output_embeddings(), self.hf.config.get_text_config()
         # What some models do to their logits: Cohere, Granite, Gemma 2. `check_packing` refuses what is missing here.
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         softcap = getattr(config, "final_logit_softcapping", None)
         # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
-        return token_logprobs(hidden_TD, head.weight, mb.targets_T, temperature, head.bias, scale, softcap)
+        targets_t = mb.computed.targets_T
+        return own(token_logprobs(hidden_tD, head.weight, targets_t, temperature, head.bias, scale, softcap), mb.shared)
 
 
 class ScalarModel(PackedModel):
@@ -58,18 +79,19 @@ class ScalarModel(PackedModel):
     def forward(self, mb: PackedBatch) -> Tensor:
         """Scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` has seen the inputs up to t,
         not `targets_T[t]`."""
-        return self.hidden_states(mb).float() @ self.hf.score.weight[0].float()
+        scalars_t = self.hidden_states(mb.computed).float() @ self.hf.score.weight[0].float()
+        return own((scalars_t,), mb.shared)[0]
 
 
-def packed_inputs(mb: PackedBatch) -> dict:
+def packed_inputs(stream: Stream) -> dict:
     """Keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
     return dict(
-        input_ids=mb.input_ids_T[None],
-        position_ids=mb.position_ids_T[None],
+        input_ids=stream.input_ids_T[None],
+        position_ids=stream.position_ids_T[None],
         use_cache=False,
-        cu_seq_lens_q=mb.cu_seqlens_N1,
-        max_length_q=mb.max_seqlen,
-        pack=mb,  # not its list of offsets: a compiled block would be compiled anew for each
+        cu_seq_lens_q=stream.cu_seqlens_N1,
+        max_length_q=stream.max_seqlen,
+        pack=stream,  # not its list of offsets: a compiled block would be compiled anew for each
     )
 
 
@@ -82,20 +104,36 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if args.dtype == "auto" else args.dtype)
 
 
+def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
+    """Of the sharded weights: float32 where steps add up, else, so under adapters, what is computed with: the same
+    numbers in fewer bytes, a scalar head's too, since FSDP hands every weight to its forward in the compute dtype."""
+    return torch.float32 if trainable and not lora.has_adapters(args) else compute_dtype(args, device)
+
+
+def load_reference(policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None) -> nn.Module:
+    """The frozen model of `--reference_model` in `path`; without it, the one that the policy starts from. Beside
+    adapters that is the policy itself, with its adapters as they are now: call it before a checkpoint is loaded."""
+    if path is None and lora.has_adapters(args):
+        return lora.StartingModel(policy)
+    flag = "--reference_model" if path else "--model"
+    return load_policy(path or policy.path, args, device, trainable=False, flag=flag)
+
+
 def load_policy(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
+    With `--lora_rank` its adapters alone are trained (common/lora.py).
 
-    Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference. Dropout
-    is off: the log-probs of a sample must not depend on when they are computed. `flag` is what errors name.
-    Raises `ValueError` for a model this forward would not compute exactly.
+    Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference, kept in
+    the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. `flag` is
+    what errors name. Raises `ValueError` for a model this forward would not compute exactly, or that does not fit.
     """
     from transformers import AutoModelForCausalLM
 
     what = f"{flag} {path}"
     config = _packable_config(path, what)
-    hf = _on_meta(AutoModelForCausalLM, config, what)
+    hf = _on_meta(AutoModelForCausalLM, config, what, master_dtype(args, device, trainable))
     return _load(Policy(hf, path), what, args, device, trainable)
 
 
@@ -114,7 +152,7 @@ def load_scalar_model(
     config.num_labels = 1
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"{what}: transformers has no sequence classifier of {config.model_type}")
-    hf = _on_meta(AutoModelForSequenceClassification, config, what)
+    hf = _on_meta(AutoModelForSequenceClassification, config, what, master_dtype(args, device, trainable))
     if not isinstance(getattr(hf, "score", None), nn.Linear):
         raise ValueError(f"{what}: {type(hf).__name__} has no linear head `score`, which is not supported")
     return _load(ScalarModel(hf, path), what, args, device, trainable)
@@ -132,44 +170,61 @@ def _packable_config(path: str, what: str):
     for kind in (each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)):
         if kind in ("dynamic", "longrope"):
             raise ValueError(f"{what}: {kind} rotary embeddings mix packed sequences")
-    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop"))]:
+    for field in [name for name in vars(config) if name.endswith(("dropout", "pdrop", "jitter_noise"))]:
         setattr(config, field, 0.0)
+    config.output_router_logits = False  # `watch_experts` asks for them
     return config
 
 
-def _on_meta(auto_class, config, what: str) -> nn.Module:
+def _on_meta(auto_class, config, what: str, dtype: torch.dtype) -> nn.Module:
+    """The model without memory; its weights are of `dtype`, its buffers float32."""
     try:
         with torch.device("meta"):
-            return auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
+            hf = auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
     except (KeyError, ValueError) as error:  # GPT-J, for one, looks attention up in a table of its own
         raise ValueError(
             f"{what}: {config.model_type} has no packed attention: {distributed.first_line(error)}"
         ) from error
+    if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:
+        supported = ", ".join(EXPERTS)
+        raise ValueError(f"{what}: {config.model_type} is a mixture of experts; of those {supported} are supported")
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return hf
 
 
-def _recomputes(args: TrainArgs, device: torch.device) -> bool:
-    return device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
+def on_host(args: BaseArgs) -> bool:
+    """Whether a run's weights live on the host: the frozen ones too, of a script that trains."""
+    return isinstance(args, TrainArgs) and args.offload == "all"
 
 
 def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
-    if any(name.endswith("experts") for name, _ in hf.named_modules()):
-        raise ValueError(f"{what}: {hf.config.model_type} is a mixture of experts, which is not supported")
-    if trainable and _recomputes(args, device):
+    if trainable and recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
+    if (R := args.context_ranks) > 1 and (heads := hf.config.get_text_config().num_attention_heads) % R:
+        raise ValueError(f"{what}: --context_ranks {R} does not divide its {heads} attention heads")
+    setup(R)
+    stored = lora.add_adapters(hf, args, what) if trainable and lora.has_adapters(args) else {}
     shard(model, blocks, args, device, reshard_root=not trainable)
-    new_head = load_weights(hf, model.path, what, device)
+    model.compute_dtype, model.device = compute_dtype(args, device), device
+    require_room(model, what, args)
+    new_head = load_weights(hf, model.path, what, torch.device("cpu") if on_host(args) else device)
+    for module in hf.modules():  # only what FSDP gathers may be elsewhere
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if new_head is not None:
         if not trainable:
             raise ValueError(f"{what}: a language model without a reward head")
         width, generator = new_head.shape[1], torch.Generator().manual_seed(args.seed)
         drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
         new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
+    if trainable and lora.has_adapters(args):
+        lora.fill_adapters(hf, stored, args.seed)
     check_packing(model, what, args, device)
-    model.compute_dtype = compute_dtype(args, device)
     return model
 
 
@@ -185,7 +240,7 @@ def check_packing(model: PackedModel, what: str, args: BaseArgs, device: torch.d
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(0, model.hf.config.vocab_size, (38,), generator=generator).tolist()
     first, other, second = (Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:]))
-    packs = [pack(samples, 100, device)[0] for samples in ([first, second], [other, second], [second])]
+    packs = [pack_groups([samples], 100, device)[0] for samples in ([first, second], [other, second], [second])]
     length = second.num_targets
     try:
         outs = [model(mb) for mb in packs[:2]]
@@ -218,11 +273,13 @@ def shard(
     """`fully_shard` every transformer block and the rest, as the root; compile the blocks if `--compile` says so.
 
     The root stays whole from forward to backward, which needs it next; without a backward `reshard_root` frees it.
+    `--offload all` has FSDP keep shards and their gradients on the host and bring over what it gathers.
     """
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype(args, device), reduce_dtype=torch.float32)
     mesh, model.copies = shard_mesh(args, device)
+    home = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host(args) else OffloadPolicy()
     for block in blocks:
         if args.compile:
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_root)
+        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=reshard_root)

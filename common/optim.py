@@ -4,6 +4,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as adamw_update
 
 from common import distributed
 from common.config import TrainArgs
@@ -11,21 +13,48 @@ from common.mesh import average_over_copies
 
 
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) over the sharded float32 masters; weight decay on matrices only."""
+    """AdamW (arXiv:1711.05101) over the sharded float32 masters; weight decay on matrices only. Its moments are where
+    `--offload` says."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
         dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
     ]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+    kind = HostAdamW if args.offload == "optimizer" else torch.optim.AdamW
+    optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
     # Its states are there from the start: an engine beside the trainer takes of the memory what is free by then.
     for parameter in parameters:
+        home = dict(device=parameter.device)
+        if args.offload == "optimizer":
+            home = dict(device="cpu", pin_memory=parameter.is_cuda)
         optimizer.state[parameter] = dict(
-            step=torch.zeros((), device=parameter.device),
-            exp_avg=torch.zeros_like(parameter),
-            exp_avg_sq=torch.zeros_like(parameter),
+            step=torch.zeros((), **home),
+            exp_avg=torch.zeros_like(parameter, **home),
+            exp_avg_sq=torch.zeros_like(parameter, **home),
         )
     return optimizer
+
+
+class HostAdamW(torch.optim.AdamW):
+    """The same updates, with moments on the host: those of one parameter at a time come to the parameter's device."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = {name: _local(value) for name, value in self.state[parameter].items()}
+                here = {name: value.to(parameter.device, non_blocking=True) for name, value in state.items()}
+                adamw_update(
+                    [_local(parameter)], [_local(parameter.grad)], [here["exp_avg"]], [here["exp_avg_sq"]], [],
+                    [here["step"]], fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+                for name, value in state.items():
+                    value.copy_(here[name])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common import distributed
 from common.losses import sequence_mean, sequence_sum
+from common.sharing import Ids, Shared, Stream, assign, unit_size
 
 # Per-token streams that a Sample may carry and a PackedBatch then has as `<name>_T`.
 STREAMS = ("rollout_logprobs", "weights")
@@ -77,21 +79,17 @@ class Sample:
 
 
 @dataclass
-class PackedBatch:
-    """One micro-batch. T is the number of packed targets; streams that no sample carries are None.
+class PackedBatch(Stream):
+    """One micro-batch: the tokens that this rank owns of it. T is their number; streams that no sample carries are
+    None. On one rank they are what the model runs on, on several that is `shared`.
 
-    A rank with nothing left gets a filler: one masked token and no samples.
+    A rank that owns nothing of it gets a filler: one masked token and no samples.
     """
 
-    input_ids_T: Tensor  # int64
-    targets_T: Tensor  # int64
-    position_ids_T: Tensor  # int64, restarts at 0 in every sequence
     loss_mask_T: Tensor  # bool
     sequence_ids_T: Tensor  # int64: which sequence, 0..N-1
-    cu_seqlens_N1: Tensor  # int32, N + 1 offsets: sequence n is [cu_seqlens[n], cu_seqlens[n + 1])
-    offsets: list[int]  # cu_seqlens_N1 on the host
-    max_seqlen: int  # on the host too: no kernel launch waits for the device
     samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
+    shared: Shared | None = None  # what this rank computes of the micro-batch, its own tokens or those of others
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     weights_T: Tensor | None = None
     advantages_T: Tensor | None = None  # on each token its sample's when it was packed, or what a script puts there
@@ -102,6 +100,11 @@ class PackedBatch:
     correction_T: Tensor | None = None  # weight of each token because the engine, not the trainer, sampled it
     values_T: Tensor | None = None  # of the value model, before targets_T[t] is emitted
     returns_T: Tensor | None = None  # what they should have been
+
+    @property
+    def computed(self) -> Stream:
+        """What the model is run on."""
+        return self.shared or self
 
     def sequence_sums(self, x_T: Tensor) -> Tensor:
         """Sum of a stream over the trained tokens of each sequence: [N], float64. A filler gives an empty tensor that
@@ -151,7 +154,8 @@ class PackedBatch:
 
 # FSDP rebuilds every dataclass that it is given and all that is in it, before and after each block: here that would be
 # every sample's lists of ids, a quarter of the demo's step.
-del PackedBatch.__dataclass_fields__
+for kind in (PackedBatch, Shared, Stream):
+    del kind.__dataclass_fields__
 
 
 def to_samples(groups: list[list[Sample]], **values_PG: Tensor) -> None:
@@ -167,36 +171,33 @@ def of_samples(groups: list[list[Sample]], name: str) -> Tensor:
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
-    """Pack this rank's samples into micro-batches of at most `pack_tokens` targets, first-fit decreasing.
+    """Pack the samples of all ranks into micro-batches of at most `pack_tokens` targets on a rank (times
+    `--context_ranks` on those that run them together): of this rank's micro-batches, what it owns and what it computes.
 
     Collective: every rank gets the same number of micro-batches, because each one's forward and backward run FSDP
-    collectives. Ranks with less to do get fillers, whose loss is exactly zero.
+    collectives. Ranks that own nothing of one get fillers, whose loss is exactly zero.
 
-    Raises `ValueError` for a sample longer than `pack_tokens`.
+    Raises `ValueError` for a sample that does not fit.
     """
     return pack_groups([[sample] for sample in samples], pack_tokens, device)
 
 
 def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
     """`pack`, with the samples of a group side by side in one micro-batch: chosen and rejected of a pair, say."""
-    bins: list[list[list[Sample]]] = []
-    room: list[int] = []
-    for group in sorted(groups, key=_size, reverse=True):  # stable: deterministic for equal lengths
-        if (size := _size(group)) > pack_tokens:
-            what = "a sequence" if len(group) == 1 else f"{len(group)} sequences that belong together"
-            raise ValueError(f"{what} of {size} tokens do not fit in --pack_tokens {pack_tokens}")
-        index = next((i for i, free in enumerate(room) if free >= size), None)
-        if index is None:
-            index = len(bins)
-            bins.append([])
-            room.append(pack_tokens)
-        bins[index].append(group)
-        room[index] -= size
-    num_packs = max(1, int(distributed.all_max(len(bins))))
-    bins += [[]] * (num_packs - len(bins))
+    mine = [[sample.num_targets for sample in group] for group in groups]
     streams = [name for name in STREAMS if groups and getattr(groups[0][0], name) is not None]
-    streams = sorted(set().union(*distributed.gather_objects(streams)))  # also for a rank without samples
-    return [_pack_one([sample for group in groups for sample in group], streams, device) for groups in bins]
+    ranks = distributed.gather_objects((mine, streams))
+    rank, R = int(dist.is_initialized() and dist.get_rank()), unit_size()
+    lengths = {(owner, i): group for owner, (sizes, _) in enumerate(ranks) for i, group in enumerate(sizes)}
+    rows = assign(lengths, len(ranks) // R, pack_tokens * R)
+    owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
+    streams = sorted(set().union(*(of_rank for _, of_rank in ranks)))  # also for a rank without samples
+    packs = [_pack_one([sample for _, i in keys for sample in groups[i]], streams, device) for keys in owned]
+    if len(ranks) > 1:
+        ids = Ids([sample.ids for group in groups for sample in group], lengths, device)
+        for mb, row, keys in zip(packs, rows, owned, strict=True):
+            mb.shared = ids.shared(row, keys)
+    return packs
 
 
 def pack_minibatches(
@@ -211,10 +212,6 @@ def pack_minibatches(
         wholes = chosen if together else [[sample] for group in chosen for sample in group]
         minibatches.append(pack_groups(wholes, pack_tokens, device))
     return minibatches
-
-
-def _size(group: list[Sample]) -> int:
-    return sum(sample.num_targets for sample in group)
 
 
 def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -> PackedBatch:
@@ -238,6 +235,7 @@ def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -
         cu_seqlens_N1=cu_seqlens_N1.to(device),
         offsets=cu_seqlens_N1.tolist(),
         max_seqlen=int(lengths.max()),
+        sequences=len(packed),
         samples=packed,
         **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams},
     )

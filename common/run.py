@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from common import distributed
+from common import distributed, memory
 from common.checkpoint import Checkpointer
 from common.config import TrainArgs
 from common.hardware import peak_flops, peak_memory
@@ -49,7 +49,7 @@ class Run:
         """
         self.args, self.total_steps, self.meter = args, total_steps, Meter()
         self.models = [model] if value is None else [model, value[0]]
-        self.peak_flops = peak_flops(next(model.parameters()).device, model.compute_dtype)
+        self.peak_flops = peak_flops(model.device, model.compute_dtype)
         self.data = next(part for part in stateful.values() if hasattr(part, "epochs_done"))
         self.num_tokens, self.latest = 0, {}
         self.best: float | None = None  # of --keep_best
@@ -58,6 +58,8 @@ class Run:
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
         self.told_to_stop = False
+        if line := memory.expected(model, args):
+            self.message(line)
 
     def state_dict(self) -> dict:
         best = dict(metric=self.args.keep_best, value=self.best, step=self.best_step, without_gain=self.without_gain)

@@ -85,7 +85,7 @@ FLAG_ERRORS = [
     ("ppo", "--prompts_per_step 6 --minibatches 4", "--prompts_per_step 6 is not a multiple of --minibatches (4)"),
     ("ppo", "--gae_lambda 1.5", "--gae_lambda 1.5 must be in [0, 1]"),
     ("ppo", "--gamma -1", "--gamma -1.0 must be in [0, 1]"),
-    ("ppo", "--value_warmup_steps 5 --max_steps 5", "--value_warmup_steps 5 leaves no step of --max_steps"),
+    ("ppo", "--value_warmup_steps 5 --max_steps 5", "--value_warmup_steps 5 leaves the policy no step of --max_steps"),
     ("ppo", "--minibatches 1 --kl_stop 0.1", "--kl_stop 0.1 would not be read: a rollout has one update only"),
     ("ppo", "--value_lr 0", "--value_lr 0.0 must be greater than 0"),
     ("ppo", "--value_clip -1", "--value_clip -1.0 must not be negative"),

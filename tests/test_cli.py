@@ -353,7 +353,7 @@ def test_a_recipe_is_one_of_the_script_that_it_names(recipe):
 
 @pytest.mark.parametrize(
     "argv, tokens, said",
-    [([], 256, ""), (["--pack_tokens", "100"], 50, "--max_new_tokens 50: half of --pack_tokens\n"),
+    [([], 256, ""), (["--pack_tokens", "100"], 50, "--max_new_tokens 50: half of --pack_tokens 100\n"),
      (["--pack_tokens", "100", "--max_new_tokens", "99"], 99, "")],
 )  # fmt: skip
 def test_completions_that_were_given_no_length_leave_room_in_a_small_pack(argv, tokens, said, capsys):

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import pytest
 from helpers import ROOT
 
-from common import config, correction, shaping
+from common import config, correction, lora, shaping
 from common.cli import GROUPS
 from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
 from common.correction import CorrectionArgs
 from common.flags import BaseArgs, Bound, may_change
+from common.lora import LoRAArgs
 from common.shaping import RewardArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/**/*.py"))
-GROUPED = [config, correction, shaping]  # the modules with groups of flags
+GROUPED = [config, correction, lora, shaping]  # the modules with groups of flags
 SHARED = {
     cls for module in GROUPED for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, BaseArgs)
 }
@@ -38,7 +39,7 @@ def args_class(request) -> type[BaseArgs]:
 
 
 @dataclass
-class Args(CorrectionArgs, RewardArgs, OnlineArgs, SamplingArgs, TrainArgs):
+class Args(CorrectionArgs, RewardArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     """As a script composes them."""
 
 
@@ -51,7 +52,8 @@ def own(cls: type) -> list[str]:
 
 
 def test_groups_inherit_the_base_alone_and_share_no_flag():
-    assert {BaseArgs, TrainArgs, SamplingArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs} == SHARED
+    of_training = {TrainArgs, LoRAArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs}
+    assert {BaseArgs, SamplingArgs} | of_training == SHARED
     assert all(cls.__bases__ == (BaseArgs,) for cls in SHARED if cls is not BaseArgs)
     names = Counter(name for cls in SHARED for name in own(cls))
     assert [name for name, count in names.items() if count > 1] == ["beta"]  # of the two no script takes both
@@ -97,9 +99,9 @@ def test_numbers_have_bounds():
 def test_what_may_change_between_a_run_and_its_continuation():
     assert may_change(Args) == {
         "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
-        "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks",
-        "activation_checkpointing", "compile", "output_dir", "rollout_ranks", "reward_timeout", "reward_workers",
-        "max_reward_errors",
+        "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks", "offload",
+        "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
+        "reward_workers", "max_reward_errors",
     }  # fmt: skip
 
 
@@ -140,6 +142,10 @@ def test_what_may_change_between_two_runs_of_eval():
         (dict(correction="none", correction_high=3.0), "--correction_high 3.0 would not be read: --correction is none"),
         (dict(kl_target=0.1), "--kl_target adapts --beta: start it above 0"),
         (dict(beta=0.1, kl_horizon=3), "--kl_horizon 3 would not be read: --kl_target is 0"),
+        (dict(lora_rank=-1), "--lora_rank -1 must not be negative"),
+        (dict(lora_alpha=8.0), "--lora_alpha 8.0 would not be read: --lora_rank is 0"),
+        (dict(adapter="there"), "--adapter there would not be read: --lora_rank is 0"),
+        (dict(lora_rank=2, lora_targets=()), "--lora_targets needs at least one name"),
         (dict(reward_scale=0.0), "--reward_scale 0.0 must be greater than 0"),
     ],
 )

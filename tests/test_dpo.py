@@ -164,7 +164,7 @@ def test_stored_and_online_references_agree(data, device, tmp_path):
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
     online, with_reference = objective_of(model, reference, pairs, args, device)
     samples = [sample for pair in pairs for sample in pair]
-    store_reference_logps(samples, tiny_model(), lambda: reference, tmp_path, args.dtype, args.pack_tokens, device)
+    store_reference_logps(samples, tiny_model(), lambda: reference, tmp_path, args, device)
     stored, with_numbers = objective_of(model, None, pairs, args, device)
     assert stored.item() == pytest.approx(online.item(), rel=1e-6)
     assert with_numbers == pytest.approx(with_reference, rel=1e-5) and with_numbers["rewards/margins"] != 0

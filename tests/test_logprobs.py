@@ -1,12 +1,14 @@
 """Token log-probs are those of the whole logits; what is added to a rollout, and what is stored of a data set."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from common.config import TrainArgs
 from common.logprobs import LOGPROB_CHUNK, add_logprobs, add_values, store_reference_logps, token_logprobs
+from common.lora import LoRAArgs
 from common.models import load_policy, load_scalar_model
 from common.packing import Sample, pack, pack_minibatches
 from common.tiny import tiny_model
@@ -147,8 +149,14 @@ def test_what_is_added_to_a_rollout(device):
 # ---- of a data set ----
 
 
-def store(data, load, folder, dtype="auto", path=None) -> list[float]:
-    store_reference_logps(data, path or tiny_model(), load, folder, dtype, 40, torch.device("cpu"))
+@dataclass
+class StoringArgs(LoRAArgs, TrainArgs):
+    """Of dpo.py and kto.py."""
+
+
+def store(data, load, folder, dtype="auto", path=None, adapter=None) -> list[float]:
+    args = StoringArgs(dtype=dtype, pack_tokens=40, lora_rank=1 if adapter else 0, adapter=adapter)
+    store_reference_logps(data, path or tiny_model(), load, folder, args, torch.device("cpu"))
     return [sample.ref_logp for sample in data]
 
 
@@ -173,6 +181,7 @@ def test_stored_log_probs_are_sums_over_completions_and_are_computed_once(tmp_pa
         lambda: store(data[:-1], never, tmp_path),
         lambda: store(data, never, tmp_path, dtype="bfloat16"),
         lambda: store(data, never, tmp_path, path=str(tmp_path)),
+        lambda: store(data, never, tmp_path, adapter=tiny_model()),
     ):
         with pytest.raises(AssertionError, match="was not used"):
             change()

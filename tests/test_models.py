@@ -42,6 +42,9 @@ ARCHITECTURES = dict(
         **small(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, attention_dropout=0.5)
     ),
     gemma3=lambda: transformers.Gemma3TextConfig(**small(head_dim=16, sliding_window=WINDOW)),
+    qwen3_moe=lambda: transformers.Qwen3MoeConfig(
+        **small(head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+    ),
 )
 
 

@@ -1,12 +1,14 @@
 """The learning rate is a function of the step, and no bad gradient reaches the weights."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from common.config import TrainArgs
 from common.distributed import RunError
 from common.models import load_policy
-from common.optim import adamw, learning_rate, optimizer_step
+from common.optim import HostAdamW, adamw, learning_rate, optimizer_step
 from common.packing import Sample, pack
 from common.tiny import tiny_model
 
@@ -126,3 +128,26 @@ def test_states_are_there_before_the_first_step_and_change_nothing(model):
         assert ours.state[p]["step"] == 3 and torch.equal(
             whole(ours.state[p]["exp_avg"]), whole(plain.state[q]["exp_avg"])
         )
+
+
+def test_moments_on_the_host_change_nothing(model, device):
+    """Bit for bit, with decay, a parameter without gradient and different rates; and only the moments moved."""
+    args, twin = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    plain, host = adamw(twin, args), adamw(model, dataclasses.replace(args, offload="optimizer"))
+    assert isinstance(host, HostAdamW) and not isinstance(plain, HostAdamW)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        for i, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            p.grad = q.grad = None
+            if i != 1:
+                p.grad, q.grad = torch.zeros_like(p), torch.zeros_like(q)
+                p.grad.to_local().copy_(torch.randn(p.shape, generator=generator))
+                q.grad.to_local().copy_(p.grad.to_local())
+        for optimizer in (plain, host):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q))
+        mine, theirs = host.state[p], plain.state[q]
+        assert mine["step"] == theirs["step"] and mine["exp_avg"].to_local().device.type == "cpu"
+        assert all(torch.equal(whole(mine[k]).cpu(), whole(theirs[k]).cpu()) for k in ("exp_avg", "exp_avg_sq"))

@@ -64,8 +64,8 @@ class RewardModel:
         try:
             ids = sample.ids if self.same else self._ids(sample)
             require_context(self.model, len(ids))
-            if len(ids) > self.args.pack_tokens:
-                raise ValueError(f"{self.flag}: a sequence of {len(ids)} tokens is longer than --pack_tokens")
+            if len(ids) > self.args.room:
+                raise ValueError(f"{self.flag}: a sequence of {len(ids)} tokens is longer than {self.args.room_flags}")
         except ValueError as error:
             return Failure(first_line(error))
         return ids

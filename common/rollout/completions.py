@@ -197,16 +197,16 @@ def reward_again(lines: list[dict], prompts: Prompts, tokenizer, rewards: Reward
 
 
 def numbers_of(
-    lines: list[dict], score: Callable[[list[Sample]], list], prompts: Prompts, tokenizer, pack_tokens: int
+    lines: list[dict], score: Callable[[list[Sample]], list], prompts: Prompts, tokenizer, room: int
 ) -> list[list]:
     """What `score`, a function of some completions, says of every completion of every prompt. Collective.
 
     Raises `ValueError` for a completion that fits in no pack."""
     mine, groups = share_of(len(lines)), _my_groups(lines, prompts, tokenizer)
     for i, group in zip(mine, groups, strict=True):
-        if (size := max(sample.num_targets for sample in group)) > pack_tokens:
+        if (size := max(sample.num_targets for sample in group)) > room:
             where = prompts.rows[i]["_source"]
-            raise ValueError(f"{where}: a completion of {size} tokens with its prompt, more than --pack_tokens")
+            raise ValueError(f"{where}: a completion of {size} tokens with its prompt, more than one pack holds")
     found = iter(score([sample for group in groups for sample in group]))
     of_prompt = {i: [next(found) for _ in group] for i, group in zip(mine, groups, strict=True)}
     of_prompt = distributed.gather_dict(of_prompt)

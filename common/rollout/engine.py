@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common.config import SamplingArgs
+from common.lora import LoRALinear
 from common.rollout.base import Engine
 
 
@@ -65,6 +66,10 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
         if following is not None:
             following.unshard(async_op=True)  # on its way while the engine takes this one
         for name, weight in unit.named_parameters(remove_duplicate=False):
-            if not isinstance(weight, DTensor):  # of another unit, still sharded
-                yield prefixes.get(unit, "") + name.removeprefix("hf."), weight.detach().to(dtype, copy=True)
+            if isinstance(weight, DTensor) or ".lora_" in name:  # of another unit, still sharded; in the weight
+                continue
+            layer = unit.get_submodule(name.rpartition(".")[0])
+            if isinstance(layer, LoRALinear) and weight is layer.weight:
+                weight = layer.merged()
+            yield prefixes.get(unit, "") + name.removeprefix("hf."), weight.detach().to(dtype, copy=True)
         unit.reshard()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common import distributed
 from common.hub import context_length
+from common.loading import hub_weights
 from common.rollout.base import SEED_SPACING, Engine
 
 MAX_SEQUENCES = 256  # sampled at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several times
@@ -25,6 +26,15 @@ def lost_asleep(worker) -> list[str]:
         if isinstance(value, Tensor) and value.device.type == worker.device.type
         if key != "kv_cache" and not key.endswith("_cpu")
     ]
+
+
+def forget_packed_experts(worker) -> None:
+    """vLLM 0.32's CPU worker packs experts into the layout of its kernel when it makes that kernel, and only then
+    (UnquantizedFusedMoEMethod._setup_kernel): reloaded ones would be computed with as if they were packed. Without
+    a kernel it makes and packs anew. Can go when reloading packs."""
+    for module in worker.get_model().modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
 
 
 class VLLMEngine(Engine):
@@ -49,7 +59,8 @@ class VLLMEngine(Engine):
         from transformers import MODEL_MAPPING, AutoConfig
         from vllm import LLM
 
-        decoder = MODEL_MAPPING[type(AutoConfig.from_pretrained(path))]
+        config = AutoConfig.from_pretrained(path)
+        decoder, self.model_type = MODEL_MAPPING[type(config)], config.model_type
         make_decoder = decoder.__init__
         max_model_len = context_length(path, self.args)
         options = dict(enable_sleep_mode=True)
@@ -144,6 +155,9 @@ class VLLMEngine(Engine):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not self.has_head:
             weights = ((name, whole) for name, whole in weights if name != "lm_head.weight")
+        weights = (each for name, whole in weights for each in hub_weights(self.model_type, name, whole))
+        if self.device.type == "cpu":
+            self.llm.collective_rpc(forget_packed_experts)
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])

@@ -56,6 +56,23 @@ def test_a_copy_on_each_gpu(script, tmp_path):
     assert_close_metrics(tmp_path / "2", tmp_path / "1", ("loss", "grad_norm"), rel=2e-3, floor=0.1)
 
 
+@pytest.mark.parametrize("script", ["sft", "dpo", "grpo"])
+def test_two_gpus_run_each_pack_together(script, tmp_path):
+    """`--context_ranks 2`: all-to-all around attention on one communicator while FSDP gathers the next block on
+    another, which NCCL must not deadlock: more steps than elsewhere, and blocks recomputed. Loss and gradient norm of
+    the first ones are those of one GPU. CPU twin: test_sharing.test_scripts_with_context_ranks."""
+    sampling = ("--engine", "transformers") if script == "grpo" else ()
+    flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100, "--dtype", "float32")
+    for ranks in (1, 2):
+        where = ("--context_ranks", ranks, "--pack_tokens", 8192 // ranks, "--output_dir", tmp_path / str(ranks))
+        launch(ranks, f"{script}.py", *flags, *sampling, *where, "--activation_checkpointing", "true")
+    firsts = [metrics(tmp_path / ranks)[:STEPS] for ranks in "12"]
+    for one, two in zip(*firsts, strict=True):
+        assert one["num_tokens"] == two["num_tokens"]
+        assert all(abs(one[name] - two[name]) < 2e-3 * (0.1 + abs(one[name])) for name in ("loss", "grad_norm"))
+    launch(2, f"{script}.py", *flags[:6], *sampling, "--context_ranks", 2, "--output_dir", tmp_path / "bfloat16")
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_that_only_generate(engine, staleness, tmp_path):

@@ -1,0 +1,102 @@
+"""Time that ranks wait for the slowest, with and without common/sharing.py, by arithmetic: the Markdown table.
+
+    python bench/balance.py
+
+FSDP makes every micro-batch wait for the rank with most work, so of the time of a step
+
+    1 - (work of all) / (ranks x sum over micro-batches of the most that one rank has)
+
+is lost. Lengths are drawn: chat (lognormal, median 450, at most 8,192), GSM8K (8 completions a prompt, about 270 with
+the prompt), chains of thought (8 a prompt, median 4,000, at most 16,384; how long depends on the prompt as much as on
+the sample). Owned: each rank packs what it owns, first-fit decreasing. Shared: `assign`, which the scripts use. What a
+sequence costs is what it costs Qwen3-8B, `ATTENTION` is 2e-5 here.
+"""
+
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import sharing
+
+BATCHES, RANKS = 20, (8, 64)
+sharing.ATTENTION = 2e-5
+
+
+def chat(draw: random.Random, ranks: int, per_rank: int) -> list[int]:
+    return [min(8192, round(math.exp(draw.gauss(math.log(450), 0.95)))) for _ in range(ranks * per_rank)]
+
+
+def completions(draw: random.Random, prompts: int, median: float, of_prompt: float, of_sample: float, most: int):
+    centers = [draw.gauss(math.log(median), of_prompt) for _ in range(prompts)]
+    return [min(most, 100 + round(math.exp(draw.gauss(center, of_sample)))) for center in centers for _ in range(8)]
+
+
+def gsm8k(draw: random.Random, ranks: int, per_rank: int) -> list[int]:
+    return completions(draw, ranks * per_rank // 8, 170, 0.25, 0.35, 1024)
+
+
+def reasoning(draw: random.Random, ranks: int, per_rank: int) -> list[int]:
+    return completions(draw, ranks * per_rank // 8, 4000, 0.6, 0.5, 16384)
+
+
+CASES = {
+    "chat, 16 sequences a rank": (chat, 16, 8192),
+    "GSM8K, 8 prompts a rank": (gsm8k, 64, 8192),
+    "GSM8K, 1 prompt a rank": (gsm8k, 8, 8192),
+    "chains of thought, 8 prompts a rank": (reasoning, 64, 16384),
+    "chains of thought, 1 prompt a rank": (reasoning, 8, 16384),
+}
+
+
+def first_fit(lengths: list[int], room: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for n in sorted(lengths, reverse=True):
+        fits = next((kept for kept in bins if sum(kept) + n <= room), None)
+        bins.append([n]) if fits is None else fits.append(n)
+    return bins
+
+
+def lost(rows: list[list[list[int]]]) -> float:
+    """`rows` of micro-batches: of each rank, the lengths that it computes."""
+    slowest = sum(max(map(sharing.work, row)) for row in rows)
+    return 1 - sum(sharing.work(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
+
+
+def owned(lengths: list[int], ranks: int, per_rank: int, room: int) -> list[list[list[int]]]:
+    of_rank = [first_fit(lengths[r * per_rank : (r + 1) * per_rank], room) for r in range(ranks)]
+    return [[bins[m] if m < len(bins) else [] for bins in of_rank] for m in range(max(map(len, of_rank)))]
+
+
+def shared(lengths: list[int], ranks: int, room: int) -> list[list[list[int]]]:
+    rows = sharing.assign({(0, i): [n] for i, n in enumerate(lengths)}, ranks, room)
+    return [[[lengths[i] for _, i in keys] for keys in row] for row in rows]
+
+
+def main() -> None:
+    print("| time lost | " + " | ".join(f"{ranks} ranks: owned | shared" for ranks in RANKS) + " |")
+    print("|---" * (1 + 2 * len(RANKS)) + "|")
+    for name, (lengths_of, per_rank, room) in CASES.items():
+        cells = []
+        for ranks in RANKS:
+            batches = [lengths_of(random.Random(batch), ranks, per_rank) for batch in range(BATCHES)]
+            cells.append(mean(lost(owned(lengths, ranks, per_rank, room)) for lengths in batches))
+            cells.append(mean(lost(shared(lengths, ranks, room)) for lengths in batches))
+        print(f"| {name} | " + " | ".join(f"{cell:.0%}" for cell in cells) + " |")
+    for name in ("chat, 16 sequences a rank", "GSM8K, 8 prompts a rank", "chains of thought, 8 prompts a rank"):
+        lengths_of, _, room = CASES[name]
+        lengths = lengths_of(random.Random(0), 64, 128)
+        start = time.perf_counter()
+        old = first_fit(lengths, room)
+        middle = time.perf_counter()
+        new = shared(lengths, 1, room)
+        seconds = f"{middle - start:.2f} s first fit, {time.perf_counter() - middle:.2f} s best fit"
+        print(f"packing {len(lengths):,} sequences ({name}): {seconds}; {len(old)} and {len(new)} packs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What lives on the host, and what a training step takes of a GPU's memory."""
+
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+from on_gpu import ON_CPU, gpu
+from transformers import AutoModelForCausalLM
+
+from common.config import TrainArgs
+from common.memory import Plan, predict, shapes_of
+from common.models import load_policy
+from common.optim import adamw, optimizer_step
+from common.packing import Sample, pack
+from common.rollout.engine import whole_weights
+from common.tiny import tiny_model
+
+pytestmark = gpu(1)
+
+
+def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights as an engine would get them and gradient norms, of three steps of two micro-batches."""
+    args = TrainArgs(dtype="float32", lr=1e-3, offload=offload)
+    policy = load_policy(tiny_model(), args, device)
+    optimizer, norms = adamw(policy, args), []
+    for step in range(3):
+        for mb in pack([Sample(list(range(n, n + 50)), [True] * 50) for n in (3 + step, 30)], 60, device):
+            logprobs_T, *_ = policy(mb)
+            (-logprobs_T.mean()).backward()
+        norms.append(optimizer_step(policy, optimizer, args.lr, 1.0, logprobs_T.detach().sum()))
+    where = "cpu" if offload == "all" else device.type
+    assert {p.to_local().device.type for p in policy.parameters()} == {where}
+    moments = {optimizer.state[p]["exp_avg"].to_local().device.type for p in policy.parameters()}
+    assert moments == {device.type if offload == "none" else "cpu"}
+    return {name: weight.clone() for name, weight in whole_weights(policy, torch.float32)}, norms
+
+
+def test_offload(device):
+    """--offload optimizer is bit for bit what it is without; all, whose step the host makes, is close to it. CPU twin:
+    test_memory.test_offload_changes_no_number_and_may_change_on_the_way."""
+    (plain, norms), *others = (trained(device, offload) for offload in ("none", "optimizer", "all"))
+    for (weights, those), atol in zip(others, (0.0, 1e-5), strict=True):
+        assert those == pytest.approx(norms, rel=1e-4) and weights.keys() == plain.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, plain[name], atol=atol, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.skipif(ON_CPU, reason="a CPU counts no peak")
+def test_the_prediction_is_what_the_allocator_gives_out(tmp_path, device, recompute):
+    """Within a fifth, of the second micro-batch of a model of 150M weights. CPU twin: fake tensors, in
+    test_memory.test_the_prediction_is_what_fake_tensors_take."""
+    sys.path.insert(0, str(ROOT))
+    from bench.memory_plan import SMALL
+
+    AutoModelForCausalLM.from_config(SMALL["untied"]).save_pretrained(tmp_path)
+    args = TrainArgs(activation_checkpointing=recompute, pack_tokens=4096)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    policy = load_policy(str(tmp_path), args, device)
+    optimizer = adamw(policy, args)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        (mb,) = pack([Sample([3 + i % 7000 for i in range(4097)], [True] * 4097)], 4096, device)
+        logprobs_T, entropy_T, *_ = policy(mb)
+        (logprobs_T + 0.1 * entropy_T).sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert optimizer.state and sum(predict([shapes_of(policy.hf)], Plan(1, 4096, recompute)).values()) == pytest.approx(
+        peak, rel=0.2
+    )
