@@ -7,6 +7,7 @@ travels between copies. Their gradients are averaged once per optimizer step, wh
 import functools
 import socket
 from collections import Counter
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,11 @@ from common.flags import BaseArgs
 def shard_mesh(args: BaseArgs, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The ranks that hold a copy of each model together with this one, and those that hold what this one holds in the
     other copies; None if there is one copy. Collective when first called."""
-    return _meshes(device.type, args.shard_ranks)
+    return _meshes(device.type, args.shard_ranks, args.nccl_timeout)
 
 
 @functools.cache  # one set of communicators for all models
-def _meshes(device_type: str, shard_ranks: int | None) -> tuple[DeviceMesh, DeviceMesh | None]:
+def _meshes(device_type: str, shard_ranks: int | None, nccl_timeout: float) -> tuple[DeviceMesh, DeviceMesh | None]:
     ranks = distributed.world_size()
     per_copy = shard_ranks or _ranks_of_a_machine()
     if per_copy == ranks:
@@ -32,6 +33,9 @@ def _meshes(device_type: str, shard_ranks: int | None) -> tuple[DeviceMesh, Devi
     if distributed.is_main():
         print(f"hybrid sharding: {ranks // per_copy} copies of each model, each on {per_copy} of the {ranks} ranks")
     mesh = init_device_mesh(device_type, (ranks // per_copy, per_copy), mesh_dim_names=("copies", "shards"))
+    waits = timedelta(minutes=nccl_timeout) if device_type == "cuda" else timedelta(days=1)
+    for group in mesh.get_all_groups():  # they do not inherit what distributed.setup gave the group of all
+        group._get_backend(torch.device(device_type))._set_default_timeout(waits)
     return mesh["shards"], mesh["copies"]
 
 

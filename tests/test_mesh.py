@@ -69,6 +69,8 @@ for pack_tokens in (100, 1000):
     for shard_ranks in layouts[1:]:
         args, model = begin(shard_ranks)
         assert {{p.device_mesh.size() for p in model.parameters()}} == {{shard_ranks}}
+        groups = [model.copies.get_group(), *(p.device_mesh.get_group() for p in model.parameters())]
+        assert {{group._get_backend(device).options._timeout.days for group in groups}} == {{1}}  # as of all ranks
         hybrid, its_norm, _ = stepped(model, pack_tokens)
         assert difference(hybrid, plain) < 1e-6 and abs(its_norm / norm - 1) < 1e-6
         clipped, its_norm, _ = stepped(model, pack_tokens, norm / 2)

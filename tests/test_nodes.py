@@ -57,23 +57,18 @@ def test_one_node_trains_and_one_generates(tmp_path):
     assert metrics(tmp_path / "run")[1]["sampling/staleness/max"] == 1
 
 
-@pytest.mark.parametrize("victim", ["the torchrun that generates", "the rank that trains"])
-def test_a_kill_ends_the_other_node_too(victim, tmp_path):
-    """Ranks whose torchrun was killed outright are told to stop by that, save, and so stop all."""
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
+    """They are told to stop by that, save, and so stop those of the other machine too."""
     folder = tmp_path / "run"
     with two_nodes("online_dpo.py", "--max_steps", 100_000, "--epochs", 1e6, folder=folder) as nodes:
         until(Moment(folder, step=2).logged)
         ranks = [node.rank for node in nodes]
         try:
-            os.kill(nodes[1].agent.pid if victim.startswith("the torchrun") else ranks[0], signal.SIGKILL)
+            os.kill(nodes[1].agent.pid, signal.SIGKILL)
             until(lambda: not any(map(alive, ranks)))
         except BaseException:
             kill(*ranks)
             raise
-        said = [node.said.read_text() for node in nodes]
-        if victim.startswith("the torchrun"):
-            (saved,) = (folder / "checkpoints").iterdir()
-            assert f"told to stop after step {int(saved.name.removeprefix('step_'))}" in said[0]
-        else:
-            assert "error: training rank 0 is gone: " in said[1] or "error: rank 1 lost another rank: " in said[1]
-            assert nodes[1].agent.wait(PATIENCE) == 1
+        (saved,) = (folder / "checkpoints").iterdir()
+        step = int(saved.name.removeprefix("step_"))
+        assert f"told to stop after step {step}" in nodes[0].said.read_text()

@@ -45,6 +45,17 @@ def test_one_gradient_on_one_gpu_and_on_two(script, tmp_path):
     assert_close_metrics(tmp_path / "1", tmp_path / "2", ("num_tokens", "epoch"), rel=0)
 
 
+@pytest.mark.parametrize("script", ["sft", "ppo"])
+def test_a_copy_on_each_gpu(script, tmp_path):
+    """Two copies, whose gradients NCCL averages once per step in groups of its own, are one model: ppo.py trains two.
+    CPU twin: test_mesh.test_scripts_train_alike_on_copies."""
+    for shard_ranks in (2, 1):
+        sampling = () if script == "sft" else ("--engine", "transformers")
+        flags = (*SHORT, *sampling, "--dtype", "float32", "--output_dir", tmp_path / str(shard_ranks))
+        launch(2, f"{script}.py", *flags, "--shard_ranks", shard_ranks)
+    assert_close_metrics(tmp_path / "2", tmp_path / "1", ("loss", "grad_norm"), rel=2e-3, floor=0.1)
+
+
 @pytest.mark.parametrize("script", ["sft", "dpo", "grpo"])
 def test_two_gpus_run_each_pack_together(script, tmp_path):
     """`--context_ranks 2`: all-to-all around attention on one communicator while FSDP gathers the next block on
