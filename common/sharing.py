@@ -196,7 +196,7 @@ def exchange(attention: Callable) -> Callable:
 
     @functools.wraps(attention)
     def exchanged(module, query, key, value, *args, **kwargs):
-        if (unit := kwargs["pack"].unit) is None:
+        if "pack" not in kwargs or (unit := kwargs["pack"].unit) is None:
             return attention(module, query, key, value, *args, **kwargs)
         R = dist.get_world_size(unit)
         copies = math.lcm(key.shape[1], R) // key.shape[1]  # fewer heads of keys than ranks: each goes to several
