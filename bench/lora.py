@@ -20,8 +20,9 @@ from common.tasks import arithmetic_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "lora"
-SFT = ("sft.py", "--model", "runs/demo/sft/hf", "--dataset", OUT / "train.jsonl", "--eval_dataset", OUT / "test.jsonl",
-       "--eval_size", 500, "--max_steps", 200, "--batch_size", 64, "--warmup_steps", 10, "--eval_every", 20)  # fmt: skip
+DATA = ("--dataset", OUT / "train.jsonl", "--eval_dataset", OUT / "test.jsonl", "--eval_size", 500)
+STEPS = ("--max_steps", 200, "--batch_size", 64, "--warmup_steps", 10, "--eval_every", 20)
+SFT = ("sft.py", "--model", "runs/demo/sft/hf", *DATA, *STEPS)
 DPO = ("dpo.py", "--config", "configs/demo_dpo.yaml", "--max_steps", 150, "--eval_every", 15)
 RUNS = {
     "sft_full": (*SFT, "--lr", 5e-4),
