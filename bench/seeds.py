@@ -4,6 +4,7 @@
     python bench/seeds.py presets    # dapo.py and every --preset of grpo.py and reinforce.py, 60 steps
     python bench/seeds.py rloo       # configs/demo_rloo.yaml
     python bench/seeds.py ppo        # configs/demo_ppo.yaml
+    python bench/seeds.py lora       # configs/demo_grpo.yaml with adapters
     torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # the reward model of the next
     python bench/seeds.py reward_model    # online_dpo.py, bok.py and ppo.py against it, and two without a leash
     python bench/seeds.py calculator      # configs/calculator_sft.yaml, then configs/calculator_grpo.yaml
@@ -110,7 +111,7 @@ def draw(runs: dict[str, list[Path]], picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["presets", "rloo", "ppo", "reward_model", "calculator"])
+    parser.add_argument("what", choices=["presets", "rloo", "ppo", "lora", "reward_model", "calculator"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="default: docs/<what>_seeds.png")
     options = parser.parse_args()
@@ -123,6 +124,7 @@ def main() -> None:
         } | {"dapo": ("dapo.py", *PRESET_FLAGS, "--minibatches", "2")},
         "rloo": {"rloo.py": ("rloo.py", "--config", "configs/demo_rloo.yaml")},
         "ppo": {"ppo.py": ("ppo.py", "--config", "configs/demo_ppo.yaml")},
+        "lora": {"rank 16": ("grpo.py", "--config", "configs/demo_grpo.yaml", "--lora_rank", "16", "--lr", "0.001")},
         "calculator": {"grpo.py": ("grpo.py", "--config", "configs/calculator_grpo.yaml")},
         "reward_model": {
             "online_dpo.py": ("online_dpo.py", "--config", "configs/demo_online_dpo.yaml"),
