@@ -207,7 +207,7 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
         raise ValueError(f"{what}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
     if (R := args.context_ranks) > 1 and (heads := hf.config.get_text_config().num_attention_heads) % R:
         raise ValueError(f"{what}: --context_ranks {R} does not divide its {heads} attention heads")
-    setup(R)
+    setup(R, args.nccl_timeout)
     stored = lora.add_adapters(hf, args, what) if trainable and lora.has_adapters(args) else {}
     shard(model, blocks, args, device, reshard_root=not trainable)
     model.compute_dtype, model.device = compute_dtype(args, device), device

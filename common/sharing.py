@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,14 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or collect
 _unit: dist.ProcessGroup | None = None  # of the ranks that run packs together with this one
 
 
-def setup(context_ranks: int) -> None:
-    """Every `context_ranks` neighbours become a unit. Collective, when first called."""
+def setup(context_ranks: int, minutes: float) -> None:
+    """Every `context_ranks` neighbours become a unit, who wait for each other so many minutes. Collective, when first
+    called."""
     global _unit
     if context_ranks > 1 and _unit is None:
         for first in range(0, dist.get_world_size(), context_ranks):  # every rank makes all groups
-            group = dist.new_group(list(range(first, first + context_ranks)))
+            unit = list(range(first, first + context_ranks))
+            group = dist.new_group(unit, timeout=timedelta(minutes=minutes))
             _unit = group if first <= dist.get_rank() < first + context_ranks else _unit
 
 

@@ -143,16 +143,18 @@ def test_the_gradient_is_that_of_plain_transformers(ranks, context, recompute, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, ranks, flags",
+    "script, ranks, flags, both",
     [
-        ("dpo", 4, ("--context_ranks", 2, "--pack_tokens", 40)),
-        ("ppo", 4, ("--context_ranks", 2, "--pack_tokens", 30)),
-        ("grpo", 3, ("--context_ranks", 2, "--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 30)),
+        ("dpo", 4, ("--context_ranks", 2, "--pack_tokens", 40), ()),
+        ("ppo", 4, ("--context_ranks", 2, "--pack_tokens", 30), ()),
+        ("grpo", 3, ("--context_ranks", 2, "--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 30), ()),
+        ("grpo", 4, ("--context_ranks", 2, "--shard_ranks", 2, "--offload", "all"), ("--lora_rank", 4, "--beta", 0.1)),
     ],
 )
-def test_scripts_with_context_ranks(main, script, ranks, flags, tmp_path):
-    """Two units of two ranks, or one beside a rank that only generates, are one rank; saved and exported like it."""
-    sampling = () if script == "dpo" else ("--engine", "transformers", "--prompts_per_step", 16)
+def test_scripts_with_context_ranks(main, script, ranks, flags, both, tmp_path):
+    """Two units of two ranks, or one beside a rank that only generates, are one rank; saved and exported like it. Also
+    with two copies of a model under adapters that lives on the host."""
+    sampling = () if script == "dpo" else ("--engine", "transformers", "--prompts_per_step", 16, *both)
     steps = ("--max_steps", 3, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *sampling)
     main(script, *steps, "--output_dir", tmp_path / "one")
     run(ranks, f"{script}.py", *steps, *flags, "--output_dir", tmp_path / "many")
