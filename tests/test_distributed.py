@@ -29,7 +29,7 @@ seen = dict(
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
     objects=distributed.gather_objects(dict(rank=rank)), dict=distributed.gather_dict({{rank: "x" * rank}}),
     world=(size, distributed.world_size()), same=torch.rand(1).item(),
-    packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (3 * rank), 4, device)), before=distributed.stop_requested(),
+    packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)), before=distributed.stop_requested(),
 )
 problems = []
 here = Path(sys.argv[2], str(rank))  # of each rank a folder of its own, as on machines that share none
@@ -60,7 +60,7 @@ def test_what_two_ranks_agree_on(tmp_path):
     assert seen["mine"] == 0.5  # a sum is not put where a summand was
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
-    assert seen["packs"] == 2  # as many as the rank with more
+    assert seen["packs"] == 2  # of five samples that one rank owns the two compute four at a time
     no_folder, not_shared = seen["problems"]  # the first only rank 0 has met, the second only rank 1
     assert no_folder.startswith(f"--output_dir {tmp_path}/file/run: ")
     assert not_shared == (

@@ -263,6 +263,7 @@ def test_transformers_samples_from_what_is_trained(path, device):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])  # olmoe has the names and the kernel of the first
 def test_vllm_samples_from_what_is_trained(model_type):
     """Weights come twice, as at every step: vLLM packs experts for its kernel."""
     pytest.importorskip("vllm")
