@@ -33,7 +33,7 @@ class BadRows:
     def tell(self) -> None:
         """A line for each kind, by rank 0."""
         for errors in self.found.values() if distributed.is_main() else ():
-            print(f"--on_bad_row skip: {len(errors)} rows left out, such as {errors[0]}", flush=True)
+            print(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}", flush=True)
 
 
 def kind_of(path: Path) -> str:

@@ -144,8 +144,8 @@ class PackedBatch(Stream):
     def source_masks_T(self) -> dict[str, Tensor]:
         """The trained tokens of each dataset that has a weight, by `/name`."""
         names = [sample.row.get("_dataset") for sample in self.samples]
-        of = {name: torch.tensor([n == name for n in names]).to(self.loss_mask_T.device) for name in {*names} - {None}}
-        return {f"/{name}": self.loss_mask_T & of_N[self.sequence_ids_T] for name, of_N in of.items()}
+        of_N = {name: self.per_sequence(own == name for own in names).bool() for name in sorted({*names} - {None})}
+        return {f"/{name}": self.loss_mask_T & own_N[self.sequence_ids_T] for name, own_N in of_N.items()}
 
     def to_samples(self, **values_N: Tensor) -> None:
         """Give every sample its number: `mb.to_samples(kl=kl_N)`."""

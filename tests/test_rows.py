@@ -120,10 +120,9 @@ def test_bad_lines_end_the_run_or_are_left_out_and_counted(tmp_path, capsys):
     assert [(row["text"], row["_source"]) for row in rows] == [("a", "rows.jsonl:1"), ("b", "rows.jsonl:4")]
     said = capsys.readouterr().out.splitlines()
     assert said == [
-        f"--on_bad_row skip: 2 rows left out, such as --dataset {path}: line 2 is not valid JSON: Expecting value",
-        f"--on_bad_row skip: 1 rows left out, such as --dataset {path}: rows.jsonl:3 is not an object",
-        f"--on_bad_row skip: 1 rows left out, such as --dataset {path}: line 5 is not valid JSON: "
-        "Expecting ':' delimiter",
+        f"--on_bad_row skip: 2 left out, such as --dataset {path}: line 2 is not valid JSON: Expecting value",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: rows.jsonl:3 is not an object",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: line 5 is not valid JSON: Expecting ':' delimiter",
     ]
     path.write_text("oops\n")
     with pytest.raises(ValueError, match="rows.jsonl has no row that can be read"):
@@ -144,8 +143,8 @@ def test_rows_that_cannot_be_encoded(capsys):
         list(usable(rows, encode, "error"))
     assert list(usable(rows, encode, "skip")) == [(rows[0], 0), (rows[2], 20)]
     assert capsys.readouterr().out.splitlines() == [
-        "--on_bad_row skip: 3 rows left out, such as x:1: 1 is odd",
-        "--on_bad_row skip: 1 rows left out, such as x:4: four",
+        "--on_bad_row skip: 3 left out, such as x:1: 1 is odd",
+        "--on_bad_row skip: 1 left out, such as x:4: four",
     ]
 
     def refuse(row: dict) -> int:
