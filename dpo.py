@@ -27,7 +27,7 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import PreferenceArgs, TrainArgs
-from common.data import Encoder, RowOrder, encode_pairs
+from common.data import Encoder, encode_pairs
 from common.flags import Fraction, Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps, weighted_logps
@@ -36,6 +36,7 @@ from common.meter import Meter
 from common.metrics import wilson_interval
 from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
+from common.order import make_order
 from common.packing import PackedBatch, Sample, pack_groups
 from common.preference_losses import (
     LOSSES,
@@ -99,9 +100,7 @@ def encode_rows(
 ) -> tuple[list[list[Sample]], Counter]:
     """Rows -> [chosen, rejected] pairs no longer than `--max_length`, their tokens weighted as `--ld_alpha` says; and
     how many rows something was done to, by what."""
-    pairs, counts = encode_pairs(
-        rows, lambda row: encoder.pair(row, columns), args.max_length, args.overlong, args.identical_pairs
-    )
+    pairs, counts = with_flags(encode_pairs, args)(rows, lambda row: encoder.pair(row, columns))
     for pair in pairs if args.ld_alpha < 1 else ():
         shared = min(sum(sample.loss_mask) for sample in pair)
         for sample in pair:
@@ -219,14 +218,14 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", train_rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS)
     pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(train_counts)}")
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
     if eval_rows and not eval_pairs:
         raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
-    order = RowOrder(len(pairs), args.seed)
+    order = make_order([chosen.row for chosen, _ in pairs], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters; the reference scores the data, then it is let go ----

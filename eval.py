@@ -158,7 +158,9 @@ def print_results(args: Args, results: dict) -> None:
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
 
-    table = Table("", "", "95%", title=escape(f"{results['model']} on {overall['prompts']} prompts of {args.dataset}"))
+    table = Table(
+        "", "", "95%", title=escape(f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}")
+    )
     lines = shown(overall) | {name: (results[name], 1.0) for name in curve.BESIDE if results.get(name)}
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
@@ -188,10 +190,8 @@ class Task:
 def load_task(args: Args, path: str, device: torch.device) -> Task:
     """All that is named, looked at before anything slow. `path` is the model's folder."""
     tokenizer = load_tokenizer(path, args)
-    rows = rows_of_split(
-        "--dataset", args.dataset, "--dataset_split", args.dataset_split, args.dataset_config, args.columns,
-        whole_file=True,
-    )[: args.max_prompts]  # fmt: skip
+    rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True)
+    rows = rows[: args.max_prompts]
     columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
     rewards = Rewards(args, rows, tokenizer, device)
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
@@ -246,7 +246,7 @@ def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> d
     for line, row in zip(both[0], task.prompts.rows, strict=True):
         of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
     domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)} if len(of_domain) > 1 else {}
-    results = dict(model=model, dataset=args.dataset, overall=measure(args, both[0]), domains=domains)
+    results = dict(model=model, dataset=" ".join(args.dataset), overall=measure(args, both[0]), domains=domains)
     judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
     if "reward_model" in others:
         judge = RewardModel("--reward_model", others["reward_model"], args, task.prompts.rows, task.tokenizer, device)

@@ -27,7 +27,7 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import TrainArgs
-from common.data import Encoder, RowOrder, cut, encode_pairs
+from common.data import Encoder, cut, encode_pairs
 from common.flags import Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
@@ -36,6 +36,7 @@ from common.meter import Meter
 from common.metrics import wilson_interval
 from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
+from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
 from common.preference_losses import kto, wpo_weights
 from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, train_and_eval_rows
@@ -96,7 +97,7 @@ def encode_rows(
             raise ValueError(f"{row['_source']}: column label must be true or false")
         return [encoder.completion(row, "prompt", "completion")]
 
-    found, counts = encode_pairs(rows, encode, args.max_length, args.overlong, args.identical_pairs)
+    found, counts = with_flags(encode_pairs, args)(rows, encode)
     for chosen, *rejected in found:
         for sample, label in ((chosen, True), *((r, False) for r in rejected)):
             sample.row = dict(label=label) | sample.row
@@ -219,15 +220,15 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS))
+    columns = require_columns(args.dataset_flag, train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS))
     groups, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_groups, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not groups:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(train_counts)}")
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
     if eval_rows and not eval_groups:
         raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
     require_both_labels(groups)
-    order = RowOrder(len(groups), args.seed)
+    order = make_order([completion.row for completion, _ in groups], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(groups) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters; the reference scores the data, then it is let go ----

@@ -30,17 +30,18 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import TrainArgs
-from common.data import Encoder, RowOrder, encode_pairs
-from common.flags import NotNegative, Positive
+from common.data import Encoder, encode_pairs
+from common.flags import NotNegative, Positive, with_flags
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
 from common.meter import Meter
 from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
+from common.order import make_order
 from common.packing import PackedBatch, Sample, pack_groups
 from common.rewards.models import at_end, score
-from common.rows import PAIR_COLUMNS, load_rows, reasons, require_columns, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split, train_and_eval_rows
 from common.run import Run
 
 
@@ -84,13 +85,15 @@ def encode_rows(
 ) -> tuple[list[list[Sample]], Counter]:
     """Rows -> [chosen, rejected] pairs no longer than `--max_length`, of which the last token counts, and how many
     something was done to, by what."""
-    for row in rows if any("margin" in row for row in rows) else ():
+    with_margins = any("margin" in row for row in rows)
+
+    def encode(row: dict) -> list[Sample]:
         margin = row.get("margin")
-        if type(margin) not in (int, float) or not math.isfinite(margin):
+        if with_margins and (type(margin) not in (int, float) or not math.isfinite(margin)):
             raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
-    pairs, counts = encode_pairs(
-        rows, lambda row: encoder.pair(row, columns), args.max_length, args.overlong, args.identical_pairs
-    )
+        return encoder.pair(row, columns)
+
+    pairs, counts = with_flags(encode_pairs, args)(rows, encode)
     return [[at_end(sample.ids, sample.row) for sample in pair] for pair in pairs], counts
 
 
@@ -160,14 +163,12 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
 
     A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
     """
-    rows = load_rows("--dataset", args.dataset, args.dataset_split, args.dataset_config, args.columns)
-    if rows is None:
-        raise ValueError(f"--dataset {args.dataset} has no split {args.dataset_split!r}: see --dataset_split")
-    columns = require_columns(f"--dataset {args.dataset}", rows, PAIR_COLUMNS)
+    rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
+    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS)
     pairs, counts = encode_rows(rows, columns, encoder, args)
     if not pairs:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(counts)}")
-    if args.relabel is not None and Path(args.relabel).resolve() == Path(args.dataset).resolve():
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
+    if args.relabel is not None and Path(args.relabel).resolve() in [Path(data).resolve() for data in args.dataset]:
         raise ValueError(f"--relabel {args.relabel} is the --dataset itself")
     outputs = {"--output_dir": Path(args.output_dir) / "scores.jsonl"}
     if args.relabel is not None:
@@ -175,7 +176,9 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
         try:
             json.dumps([pair[0].row for pair in pairs])
         except TypeError as error:
-            raise ValueError(f"--relabel: the rows of {args.dataset} cannot be written as JSON: {error}") from error
+            raise ValueError(
+                f"--relabel: the rows of {args.dataset_flag} cannot be written as JSON: {error}"
+            ) from error
     works = {flag: writable(flag, output) for flag, output in outputs.items()} if distributed.is_main() else {}
     model = load_scalar_model(path, args, device, trainable=False)
     mine = [sample.ids[:-1] for pair in pairs[rank::world_size] for sample in pair]
@@ -221,14 +224,14 @@ def main(args: Args) -> None:
         score_dataset(args, path, encoder, device, rank, world_size)
         return distributed.cleanup()
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", train_rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS)
     pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left: {reasons(train_counts)}")
+        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
     if eval_rows and not eval_pairs:
         raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
-    order = RowOrder(len(pairs), args.seed)
+    order = make_order([chosen.row for chosen, _ in pairs], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters, with a head of one number ----

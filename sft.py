@@ -12,6 +12,7 @@ prediction of targets_T[t].
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,15 +22,16 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import TrainArgs
-from common.data import Encoder, RowOrder
+from common.data import Encoder
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
+from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
-from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows, usable
 from common.run import Run
 
 
@@ -68,14 +70,14 @@ def encode_rows(
 ) -> tuple[list[Sample], Counter]:
     """Rows -> samples no longer than `--max_length`, and how many rows something was done to, by what."""
     samples, counts = [], Counter()
-    for row in rows:
-        sample = encoder.sft(row, columns, args.train_on == "all")
+    encode = partial(encoder.sft, columns=columns, train_on_all=args.train_on == "all")
+    for row, sample in usable(rows, encode, args.on_bad_row):
         if (length := len(sample.ids)) > args.max_length:
-            if args.overlong == "error":
+            if args.overlong == "error" and args.on_bad_row == "error":
                 raise ValueError(
                     f"{row['_source']} has {length} tokens, --max_length is {args.max_length} (--overlong)"
                 )
-            if args.overlong == "drop":
+            if args.overlong != "truncate":
                 counts["dropped as too long"] += 1
                 continue
             counts["truncated"] += 1
@@ -93,7 +95,8 @@ def measure(
     meter: Meter, prefix: str, mb: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, correct_T: Tensor
 ) -> None:
     """Loss (nats per token), entropy and teacher-forced accuracy over the trained tokens of a micro-batch."""
-    meter.masked_mean(f"{prefix}loss", -logprobs_T, mb.loss_mask_T)
+    for name, mask_T in {"": mb.loss_mask_T, **mb.source_masks_T}.items():
+        meter.masked_mean(f"{prefix}loss{name}", -logprobs_T, mask_T)
     meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
     meter.masked_mean(f"{prefix}mean_token_accuracy", correct_T, mb.loss_mask_T)
 
@@ -118,14 +121,14 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(f"--dataset {args.dataset}", train_rows, SFT_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS)
     samples, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not samples:
-        raise ValueError(f"--dataset {args.dataset}: no rows are left, {dict(train_counts)}; see --max_length")
+        raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
     if eval_rows and not eval_samples:
         raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
-    order = RowOrder(len(samples), args.seed)
+    order = make_order([sample.row for sample in samples], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters ----

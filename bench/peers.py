@@ -64,7 +64,7 @@ def write_model(folder: Path) -> None:
 
 def write_rows(dataset: str, folder: Path, count: int) -> None:
     """`rows.jsonl` for us, who shuffle it, and `ordered.jsonl` for TRL: in the order in which we shall draw."""
-    from common.data import RowOrder
+    from common.order import RowOrder
 
     lines = Path(dataset).read_text().splitlines()
     rows = [json.loads(line) for line in random.Random(0).sample(lines, count)]

@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": ("model", "dtype", "compile", "activation_checkpointing", "pack_tokens", "context_ranks", "shard_ranks",
               "offload", "lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "adapter"),
     "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "columns",
-             "prompt_format", "prompt_template", "system_prompt", "chat_template", "template_kwargs",
+             "on_bad_row", "prompt_format", "prompt_template", "system_prompt", "chat_template", "template_kwargs",
              "overlong_prompts"),
     "sampling": ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "environment", "max_turns",
                  "reward", "reward_weights", "max_reward_errors", "reward_timeout", "reward_workers",
@@ -188,8 +188,9 @@ def _yaml_to_argv(args_class: type, path: str) -> list[str]:
 
 
 def _is_list(hint: type) -> bool:
+    """Of a fixed number of values, so that one of them alone would not do."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return any(typing.get_origin(option) in (list, tuple) for option in options)
+    return any(typing.get_origin(option) is tuple and ... not in typing.get_args(option) for option in options)
 
 
 def _unframe(console: str) -> str:

@@ -1,17 +1,12 @@
-"""Rows -> token ids with loss masks, and the order in which rows are drawn.
+"""Rows -> token ids with loss masks. What a row is for follows from its columns, as in TRL."""
 
-What a row is for follows from its columns, as in TRL. The order never depends on the number of ranks: each takes its
-share of every batch.
-"""
-
-import random
 from collections import Counter
 from collections.abc import Callable
 
-from common import distributed
 from common.chat import ChatTemplate, messages_field, text_field
 from common.config import BaseArgs
 from common.packing import Sample
+from common.rows import usable
 
 
 def _split_prompt(row: dict) -> dict:
@@ -160,29 +155,30 @@ class Encoder:
 
 
 def encode_pairs(
-    rows: list[dict], encode: Callable[[dict], list[Sample]], max_length: int, overlong: str, identical_pairs: str
-) -> tuple[list[list[Sample]], Counter]:
+    rows: list[dict], encode: Callable[[dict], list[Sample]],
+    *, max_length: int, overlong: str, identical_pairs: str, on_bad_row: str,
+) -> tuple[list[list[Sample]], Counter]:  # fmt: skip
     """What `encode` makes of each row, [chosen, rejected] or a single completion, none longer than `max_length` tokens;
-    and how many rows something was done to, by what. `overlong` and `identical_pairs` are as the flags say.
+    and how many rows something was done to, by what. `overlong`, `identical_pairs` and `on_bad_row` are as the flags
+    say; with `skip` nothing that is an error by the others is one.
 
     Raises `ValueError` naming the row.
     """
-    pairs, counts = [], Counter()
-    for row in rows:
-        pair = encode(row)
+    pairs, counts, strict = [], Counter(), on_bad_row == "error"
+    for row, pair in usable(rows, encode, on_bad_row):
         if (length := max(len(sample.ids) for sample in pair)) > max_length:
-            if overlong == "error":
+            if overlong == "error" and strict:
                 raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
-            if overlong == "drop" or max(sample.prompt_length for sample in pair) >= max_length:
+            if overlong != "truncate" or max(sample.prompt_length for sample in pair) >= max_length:
                 counts["dropped as too long (--max_length)"] += 1
                 continue
             counts["truncated (--max_length)"] += 1
             pair = [cut(sample, max_length) for sample in pair]
         if len(pair) == 2 and pair[0].ids == pair[1].ids:
-            if identical_pairs == "error":
+            if identical_pairs == "error" and strict:
                 raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
             counts["with chosen = rejected (--identical_pairs)"] += 1
-            if identical_pairs == "drop":
+            if identical_pairs != "keep":
                 continue
         pairs.append(pair)
     return pairs, counts
@@ -192,46 +188,3 @@ def cut(sample: Sample, length: int) -> Sample:
     """The sample without its tokens beyond so many."""
     sample.ids, sample.loss_mask = sample.ids[:length], sample.loss_mask[:length]
     return sample
-
-
-# ---- order ----
-
-
-class RowOrder:
-    """An endless stream of row indices, each epoch a new permutation. Its state, (epoch, index), is every rank's."""
-
-    def __init__(self, num_rows: int, seed: int):
-        self.num_rows, self.seed = num_rows, seed
-        self.epoch = self.index = 0
-        self._shuffle()
-
-    def _shuffle(self) -> None:
-        self._order = list(range(self.num_rows))
-        random.Random(distributed.fold_seed(self.seed, self.epoch)).shuffle(self._order)
-
-    def draw(self, count: int) -> list[int]:
-        """The next `count` rows; goes on into the next epoch where this one ends."""
-        rows: list[int] = []
-        while len(rows) < count:
-            if self.index == self.num_rows:
-                self.epoch, self.index = self.epoch + 1, 0
-                self._shuffle()
-            taken = self._order[self.index : self.index + count - len(rows)]
-            self.index += len(taken)
-            rows += taken
-        return rows
-
-    @property
-    def epochs_done(self) -> float:
-        return self.epoch + self.index / self.num_rows
-
-    def state_dict(self) -> dict:
-        return dict(epoch=self.epoch, index=self.index, num_rows=self.num_rows)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Raises `ValueError` if the order was of another number of rows: the data has changed."""
-        if state["num_rows"] != self.num_rows:
-            was, now = state["num_rows"], self.num_rows
-            raise ValueError(f"the checkpoint is of {was} training rows, now there are {now}: other data or flags")
-        self.epoch, self.index = state["epoch"], state["index"]
-        self._shuffle()

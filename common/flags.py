@@ -103,6 +103,31 @@ def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
     return out
 
 
+def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
+    """What `--dataset a.jsonl:0.6 b/c:0.4` says: datasets and their weights, of which all or none may be given.
+
+    Raises `ValueError` for other weights, and for a dataset that comes twice.
+    """
+    out: dict[str, float | None] = {}
+    for given in datasets:
+        dataset, _, end = given.rpartition(":")
+        try:
+            weight = float(end) if dataset else None
+        except ValueError:  # no weight, but what the dataset is called
+            weight = None
+        dataset = given if weight is None else dataset
+        if weight is not None and not 0 < weight <= MAX_FLOAT:
+            raise ValueError(f"--dataset {given}: a weight must be greater than 0")
+        if dataset in out:
+            raise ValueError(f"--dataset {given}: {dataset} stands there twice")
+        out[dataset] = weight
+    if len(out) > 1 and len({weight is None for weight in out.values()}) > 1:
+        raise ValueError(f"--dataset {' '.join(datasets)}: give all of them weights, or none")
+    if not out:
+        raise ValueError("--dataset needs at least one")
+    return out
+
+
 # ---- flags and functions ----
 
 
@@ -147,9 +172,10 @@ class BaseArgs:
     """tokens per forward pass on one rank: the memory knob. It never changes the gradient"""
     context_ranks: MayChange[Positive[int]] = 1
     """neighbouring ranks that run each pack together, so that a sequence may have so many times pack_tokens"""
-    dataset: str = "arithmetic"
-    """Hugging Face id, a .jsonl/.json/.parquet/.csv file, a folder of them, or a built-in task: `arithmetic`,
-    `calculator`, `guess_number`, `sliding_puzzle`"""
+    dataset: tuple[str, ...] = ("arithmetic",)
+    """Hugging Face id, a file (.jsonl or .json, also .gz or .zst, .parquet, .arrow, .csv), several as 'data/*.jsonl', a
+    folder of them, or a built-in task: `arithmetic`, `calculator`, `guess_number`, `sliding_puzzle`; several of these
+    are one, or are drawn from by weights: `a.jsonl:0.6 b/c:0.4`"""
     dataset_split: str = "train"
     """split to train on (files without splits are one split, `train`)"""
     dataset_config: str | None = None
@@ -157,6 +183,9 @@ class BaseArgs:
     columns: tuple[str, ...] = ()
     """other names for columns of the data, training and held-out rows alike, as new=old: `prompt=problem
     answer=solution`"""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """rows that are malformed or empty or, where that is an error, too long: end the run, or leave them out and say how
+    many, for what reason"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """chat: prompts become user turns of the chat template; plain: text goes in as it is; auto: chat for message lists
     and `question` columns (where the tokenizer has a template), plain for other strings"""
@@ -180,11 +209,19 @@ class BaseArgs:
     not; never: start over and delete what is there"""
 
     def __post_init__(self) -> None:
+        if isinstance(self.dataset, str):  # as one may write it in Python
+            self.dataset = (self.dataset,)
         check_bounds(self)
+        weights_of(self.dataset)
         for flag in ("columns", "template_kwargs"):
             pairs_of(flag, getattr(self, flag))
         for flag in ("chat_template", "template_kwargs"):
             self.require_read(flag, self.prompt_format != "plain", "--prompt_format is plain")
+
+    @property
+    def dataset_flag(self) -> str:
+        """For messages."""
+        return f"--dataset {' '.join(self.dataset)}"
 
     @property
     def room(self) -> int:

@@ -140,6 +140,13 @@ class PackedBatch(Stream):
         padded = torch.cat([values_N, values_N.new_zeros(1)])  # a filler's tokens are of sequence 0, of no sample
         return padded[self.sequence_ids_T].float()
 
+    @property
+    def source_masks_T(self) -> dict[str, Tensor]:
+        """The trained tokens of each dataset that has a weight, by `/name`."""
+        names = [sample.row.get("_dataset") for sample in self.samples]
+        of_N = {name: self.per_sequence(own == name for own in names).bool() for name in sorted({*names} - {None})}
+        return {f"/{name}": self.loss_mask_T & own_N[self.sequence_ids_T] for name, own_N in of_N.items()}
+
     def to_samples(self, **values_N: Tensor) -> None:
         """Give every sample its number: `mb.to_samples(kl=kl_N)`."""
         for name, of_samples in values_N.items():

@@ -11,7 +11,7 @@ from common.config import SamplingArgs
 from common.data import Encoder
 from common.environments import load_environment
 from common.rewards.scoring import load_reward
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows
+from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows, usable
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
                 raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
         return ("_prompt",)
     if args.prompt_template is None:
-        return require_columns(f"--dataset {args.dataset}", rows, PROMPT_COLUMNS)
+        return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)
     columns = [re.split(r"[.\[]", field)[0] for field in fields_of(args.prompt_template)]
     for row in rows:
         if missing := [column for column in columns if row.get(column) is None]:
@@ -90,20 +90,24 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
 def encode_prompts(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: SamplingArgs
 ) -> Prompts:
-    """Prompts of at most `room` tokens. Raises `ValueError` for a longer one with `--overlong_prompts error`, and if no
-    row is left."""
-    prompts = [encoder.prompt(row, columns) for row in rows]
-    for row, prompt in zip(rows, prompts, strict=True):
-        if not prompt:
+    """Prompts of at most `room` tokens. Raises `ValueError` for a longer one with `--overlong_prompts error`, unless
+    bad rows are skipped, and if no row is left."""
+
+    def encode(row: dict) -> list[int]:
+        if not (prompt := encoder.prompt(row, columns)):
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
-        if room < 1:
-            raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
-        if len(prompt) > room and args.overlong_prompts == "error":
+        return prompt
+
+    if rows and room < 1:
+        raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
+    found = list(usable(rows, encode, args.on_bad_row))
+    for row, prompt in found:
+        if len(prompt) > room and args.overlong_prompts == "error" and args.on_bad_row == "error":
             raise ValueError(
                 f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "
                 f"--max_new_tokens {args.max_new_tokens}; --overlong_prompts drop leaves such rows out"
             )
-    kept = [(prompt, row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) <= room]
+    kept = [(prompt, row) for row, prompt in found if len(prompt) <= room]
     if rows and not kept:
         raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
-    return Prompts([prompt for prompt, _ in kept], [row for _, row in kept], len(rows) - len(kept))
+    return Prompts([prompt for prompt, _ in kept], [row for _, row in kept], len(found) - len(kept))

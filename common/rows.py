@@ -4,63 +4,101 @@ A row is a dict of the dataset's columns plus `_source` (`train.jsonl:17`), whic
 rank reads all rows.
 """
 
-import json
+import glob
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from common import distributed
 from common.config import TrainArgs
-from common.flags import pairs_of
+from common.files import BadRows, files_of, kind_of, read_file, read_folder, read_hub
+from common.flags import BaseArgs, pairs_of, weights_of
 from common.tasks import TASKS
+
+T = TypeVar("T")
 
 # What the supervised scripts can train on: the first of these whose columns the dataset has.
 SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",), ("input", "output"))
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
 KTO_COLUMNS = (("prompt", "completion", "label"),)
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # what the online scripts can sample from
+OUR_COLUMNS = ("_source", "_dataset")  # where a row stands, and with weights of which dataset it is
+
+
+def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> Iterator[tuple[dict, T]]:
+    """Each row with what `encode` makes of it, of those that `--on_bad_row` allows: `encode` raises `ValueError`."""
+    bad = BadRows(on_bad_row)
+    for row in rows:
+        try:
+            value = encode(row)
+        except ValueError as error:
+            bad.add(error, row["_source"])
+        else:
+            yield row, value
+    bad.tell()
+
+
+def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
+    """What training rows are drawn from, with the weight of each: every dataset by its name in metrics or, where they
+    have no weights, all of them as one without a name."""
+    weights = weights_of(datasets)
+    if len(weights) == 1 or None in weights.values():
+        return {"": (list(weights), 1.0)}
+    short = [Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset in weights]
+    names = short if len(set(short)) == len(short) and all(short) else weights
+    return {name: ([dataset], weight) for name, (dataset, weight) in zip(names, weights.items(), strict=True)}
 
 
 def load_rows(
-    flag: str, dataset: str, split: str, config: str | None = None, columns: Sequence[str] = ()
-) -> list[dict] | None:
-    """All rows of one split: a built-in task, a file, a folder or a Hugging Face dataset. `columns` is the flag.
+    flag: str, dataset: str, split: str, config: str | None = None, columns: Sequence[str] = (),
+    on_bad_row: str = "error",
+) -> list[dict] | None:  # fmt: skip
+    """All rows of one split: a built-in task, a file, files by a glob, a folder or a Hugging Face dataset. `columns`
+    and `on_bad_row` are the flags.
 
     None if the dataset is there but has no such split. Raises `ValueError` naming `flag`, the file or the row.
     """
-    path = Path(dataset).expanduser()
+    path, bad = Path(dataset).expanduser(), BadRows(on_bad_row)
     if dataset in TASKS:
         rows, name = TASKS[dataset](split) if split in ("train", "test") else None, f"{dataset}/{split}"
-    elif path.is_file():
-        rows, name = _read_file(flag, path) if split == "train" else None, path.name
+    elif files := files_of(path):
+        rows = [row for f in files for row in read_file(flag, f, bad)] if split == "train" else None
+        name = path.name
     elif path.is_dir():
-        rows, name = _read_folder(flag, path, split), f"{path.name}/{split}"
-    elif path.suffix in (".jsonl", ".json", ".parquet", ".csv") or dataset.startswith((".", "/", "~")):
+        rows, name = read_folder(flag, path, split, bad), f"{path.name}/{split}"
+    elif kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
         raise ValueError(f"{flag} {dataset}: no such file")
     else:
-        rows, name = _read_hub(flag, dataset, split, config), f"{dataset}/{split}"
+        rows, name = read_hub(flag, dataset, split, config), f"{dataset}/{split}"
     if rows is None:
         return None
+    bad.tell()
     if not rows:
-        raise ValueError(f"{flag} {dataset}: {name} is empty")
+        raise ValueError(f"{flag} {dataset}: {name} {'has no row that can be read' if bad.found else 'is empty'}")
     for number, row in enumerate(rows, 1):
         row.setdefault("_source", f"{name}:{number}")
     return renamed(f"{flag} {dataset}", rows, pairs_of("columns", columns)) if columns else rows
 
 
 def rows_of_split(
-    flag: str, dataset: str, split_flag: str, split: str, config: str | None, columns: Sequence[str],
-    whole_file: bool = False,
-) -> list[dict]:  # fmt: skip
-    """`load_rows`, where there has to be such a split; with `whole_file` a file, which has no splits, is taken whole.
+    flag: str, datasets: Sequence[str], split_flag: str, split: str, args: BaseArgs, whole_file: bool = False
+) -> list[dict]:
+    """`load_rows` of each dataset, where there has to be such a split; with `whole_file` a file, which has no splits,
+    is taken whole.
 
     Raises `ValueError` naming `split_flag`.
     """
-    rows = load_rows(flag, dataset, split, config, columns)
-    if rows is None and whole_file and Path(dataset).is_file():
-        rows = load_rows(flag, dataset, "train", columns=columns)
-    if rows is None:
-        raise ValueError(f"{flag} {dataset} has no split {split!r}: see {split_flag}")
+    rows: list[dict] = []
+    if any(weights_of(datasets).values()):
+        raise ValueError(f"{flag} {' '.join(datasets)}: weights are of the --dataset of scripts that train")
+    for dataset in datasets:
+        whole = whole_file and files_of(Path(dataset).expanduser())
+        found = load_rows(
+            flag, dataset, "train" if whole else split, args.dataset_config, args.columns, args.on_bad_row
+        )
+        if found is None:
+            raise ValueError(f"{flag} {dataset} has no split {split!r}: see {split_flag}")
+        rows += found
     return rows
 
 
@@ -80,106 +118,52 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
     ]
 
 
-def _read_file(flag: str, path: Path) -> list[dict]:
-    if path.suffix in (".parquet", ".csv"):
-        return _with_datasets(f"{flag} {path}", path.suffix[1:], data_files=str(path), split="train")
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{flag} {path}: expected a .jsonl, .json, .parquet or .csv file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
-    rows = []
-    # not splitlines(): it also breaks at U+2028, which JSON strings may hold
-    lines = [text] if path.suffix == ".json" else text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{flag} {path}: line {number + error.lineno - 1} is not valid JSON: {error.msg}"
-            ) from error
-        for item in value if path.suffix == ".json" and isinstance(value, list) else [value]:
-            where = f"{path.name}:{number if path.suffix == '.jsonl' else len(rows) + 1}"
-            if not isinstance(item, dict):
-                raise ValueError(f"{flag} {path}: {where} is not an object")
-            rows.append(item | {"_source": where})
-    return rows
-
-
-def _read_folder(flag: str, folder: Path, split: str) -> list[dict] | None:
-    """`train.jsonl`, `train-00000-of-00002.parquet`, ... ; a folder whose files name no split is all `train`."""
-    files = sorted(f for f in folder.rglob("*") if f.suffix in (".jsonl", ".json", ".parquet", ".csv"))
-    if not files:
-        raise ValueError(f"{flag} {folder}: no .jsonl, .json, .parquet or .csv files in it")
-    named = [f for f in files if f.stem.split("-")[0].split(".")[0] in ("train", "test", "validation", "eval", split)]
-    if named:
-        files = [f for f in files if f.stem.split("-")[0].split(".")[0] == split]
-    elif split != "train":
-        return None
-    return [row for f in files for row in _read_file(flag, f)] or None
-
-
-def _read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
-    try:
-        return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
-    except ValueError as error:  # openai/gsm8k and others have several configurations, `main` being the usual one
-        if config is None and "Config name is missing" in str(error) and "'main'" in str(error.__cause__):
-            return _with_datasets(f"{flag} {dataset}", dataset, "main", split=split)
-        raise
-
-
-def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
-    import datasets
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-    from pyarrow import ArrowException
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
-    huggingface_hub.logging.set_verbosity_error()
-    try:
-        return datasets.load_dataset(*where, split=split, **options).to_list()
-    except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
-        raise ValueError(
-            f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
-        ) from error
-    except (datasets.exceptions.DatasetsError, ArrowException) as error:
-        raise ValueError(f"{what}: cannot be read: {distributed.first_line(error.__cause__ or error)}") from error
-    except (ValueError, RuntimeError) as error:
-        if "Unknown split" in str(error) or "Bad split" in str(error):
-            return None
-        raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
-
-
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
-    own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`."""
-    config, columns = args.dataset_config, args.columns
-    train = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, config, columns)
-    if not args.eval_every:
-        return train, []
-    held_out = None
-    if args.eval_dataset is not None:
-        held_out = rows_of_split(
-            "--eval_dataset", args.eval_dataset, "--eval_split", args.eval_split, config, columns, whole_file=True
+    own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`.
+
+    Datasets with weights each have an equal part of the held-out rows, and every row says in `_dataset` whose it is.
+    """
+    sources, train, held_out = sources_of(args.dataset), [], []
+    if args.eval_every and args.eval_size < len(sources):
+        many = f"{len(sources)} datasets"
+        raise ValueError(f"--eval_size {args.eval_size} is less than a row of each of {many}; or --eval_every 0")
+    for name, (datasets, _) in sources.items():
+        mark = dict(_dataset=name) if name else {}
+        ours = _with_held_out(datasets, args, args.eval_size // len(sources))
+        for rows, found in zip((train, held_out), ours, strict=True):
+            rows += [row | mark for row in found] if mark else found
+    if args.eval_every and args.eval_dataset is not None:
+        rows = rows_of_split(
+            "--eval_dataset", [args.eval_dataset], "--eval_split", args.eval_split, args, whole_file=True
         )
-    elif args.eval_split != args.dataset_split:
-        held_out = load_rows("--dataset", args.dataset, args.eval_split, config, columns)
+        held_out = random.Random(0).sample(rows, min(args.eval_size, len(rows)))
+    return train, held_out
+
+
+def _with_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple[list[dict], list[dict]]:
+    """The training rows of these datasets, and as many of their own held-out rows or set aside from them."""
+    train = rows_of_split("--dataset", datasets, "--dataset_split", args.dataset_split, args)
+    if not args.eval_every or args.eval_dataset is not None:
+        return train, []
+    held_out: list[dict] = []
+    for dataset in datasets if args.eval_split != args.dataset_split else ():
+        config, columns, on_bad_row = args.dataset_config, args.columns, args.on_bad_row
+        held_out += load_rows("--dataset", dataset, args.eval_split, config, columns, on_bad_row) or []
     order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
-    if held_out is not None:
-        return train, order.sample(held_out, min(args.eval_size, len(held_out)))
-    if len(train) <= args.eval_size:
-        raise ValueError(f"--eval_size {args.eval_size} leaves no training rows of {len(train)}; or --eval_every 0")
+    if held_out:
+        return train, order.sample(held_out, min(size, len(held_out)))
+    if len(train) <= size:
+        raise ValueError(f"--eval_size {size} leaves no training rows of {len(train)}; or --eval_every 0")
     order.shuffle(train)
-    return train[args.eval_size :], train[: args.eval_size]
+    return train[size:], train[:size]
 
 
 def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first of `choices` that the rows have. Raises `ValueError` saying what was found and what would do."""
-    found = [column for column in rows[0] if column != "_source"]
+    """The first of `choices` that the rows have, to go by the first row of each dataset. Raises `ValueError` saying
+    what was found and what would do."""
+    firsts = {row.get("_dataset"): row for row in reversed(rows)}.values()
+    found = [column for column in rows[0] if column not in OUR_COLUMNS and all(column in first for first in firsts)]
     for columns in choices:
         if all(column in found for column in columns):
             if "input" in columns and "instruction" in found:

@@ -22,6 +22,7 @@ from common.meter import Meter
 from common.metrics import RunLogger
 from common.models import PackedModel
 from common.optim import learning_rate
+from common.order import epochs_of
 from common.packing import Sample
 
 
@@ -42,7 +43,7 @@ class Run:
         **stateful,
     ):
         """Restores the newest whole checkpoint into the model, the optimizer and all of `stateful` (what has
-        `state_dict`; one of them also says how many `epochs_done`). `value` is a second model with its optimizer.
+        `state_dict`; one of them also a data `cursor`). `value` is a second model with its optimizer.
         `show`: metrics beside the progress bar; `curves`: those drawn. Collective.
 
         Raises `ValueError` if there are checkpoints and none is whole.
@@ -50,7 +51,7 @@ class Run:
         self.args, self.total_steps, self.meter = args, total_steps, Meter()
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
-        self.data = next(part for part in stateful.values() if hasattr(part, "epochs_done"))
+        self.data = next(part for part in stateful.values() if hasattr(part, "cursor"))
         self.num_tokens, self.latest = 0, {}
         self.best: float | None = None  # of --keep_best
         self.best_step = self.without_gain = 0  # evaluations since then
@@ -121,7 +122,7 @@ class Run:
         metrics = self.meter.reduce() | known
         tokens, flops, sampled = metrics.pop("trained"), metrics.pop("flops"), metrics.pop("sampled", 0)
         self.num_tokens += int(tokens)
-        metrics |= dict(epoch=self.data.epochs_done, num_tokens=self.num_tokens)
+        metrics |= epochs_of(self.data.cursor) | dict(num_tokens=self.num_tokens)
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
         if sampled:
             metrics["speed/sampled_tokens_per_second"] = sampled / metrics.get("time/generate", metrics["time/rollout"])

@@ -1,12 +1,10 @@
 """Rows become exactly the ids and masks they should, in an order that resumes."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data import Encoder, RowOrder, cut, encode_pairs
+from common.data import Encoder, cut, encode_pairs
 from common.flags import BaseArgs
 from common.packing import Sample
 from common.rows import PAIR_COLUMNS, SFT_COLUMNS
@@ -172,14 +170,18 @@ def test_malformed_rows_are_named():
 # ---- pairs that are too long, or the same ----
 
 
-def encoded_pairs(lengths: list[tuple[int, ...]], overlong: str, identical_pairs: str = "drop"):
+def encoded_pairs(
+    lengths: list[tuple[int, ...]], overlong: str, identical_pairs: str = "drop", on_bad_row: str = "error"
+):
     """Rows of so many ids each, of which two are prompt; those that differ in length differ."""
     rows = [dict(lengths=row, _source=f"rows:{i}") for i, row in enumerate(lengths)]
 
     def encode(row):
         return [Sample(list(range(n)), [i >= 2 for i in range(n)], prompt_length=2, row=row) for n in row["lengths"]]
 
-    pairs, counts = encode_pairs(rows, encode, 5, overlong, identical_pairs)
+    pairs, counts = encode_pairs(
+        rows, encode, max_length=5, overlong=overlong, identical_pairs=identical_pairs, on_bad_row=on_bad_row
+    )
     return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
 
 
@@ -189,6 +191,7 @@ def test_pairs_of_which_one_is_too_long():
     assert encoded_pairs(lengths, "truncate") == ([[3, 4], [3, 5], [5, 4], [5, 4]], {"truncated (--max_length)": 2})
     with pytest.raises(ValueError, match=r"rows:1 has 6 tokens, more than --max_length \(--overlong\)"):
         encoded_pairs(lengths, "error")
+    assert encoded_pairs(lengths, "error", on_bad_row="skip") == encoded_pairs(lengths, "drop")
     assert encoded_pairs([(4,), (9,)], "truncate") == ([[4], [5]], {"truncated (--max_length)": 1})
     sample = cut(Sample([1, 2, 3], [False, True, True]), 2)
     assert (sample.ids, sample.loss_mask) == ([1, 2], [False, True])
@@ -200,39 +203,6 @@ def test_identical_pairs():
     assert encoded_pairs([(3, 3), (3, 4)], "drop", "keep") == ([[3, 3], [3, 4]], same)
     with pytest.raises(ValueError, match="rows:0: chosen and rejected are the same"):
         encoded_pairs([(3, 3)], "drop", "error")
+    assert encoded_pairs([(3, 3), (3, 4)], "drop", "error", on_bad_row="skip") == ([[3, 4]], same)
     # Cut to their prompt and what they share, they have become the same.
     assert encoded_pairs([(6, 7)], "truncate") == ([], same | {"truncated (--max_length)": 1})
-
-
-# ---- the order of rows ----
-
-
-@given(st.integers(1, 30), st.integers(0, 3))
-def test_every_epoch_is_a_permutation(num_rows, seed):
-    order = RowOrder(num_rows, seed)
-    epochs = [order.draw(num_rows) for _ in range(3)]
-    assert all(sorted(epoch) == list(range(num_rows)) for epoch in epochs)
-    assert order.epochs_done == 3
-    if num_rows > 10:
-        assert epochs[0] != epochs[1] and epochs[0] != RowOrder(num_rows, seed + 1).draw(num_rows)
-
-
-@given(st.integers(1, 12), st.lists(st.integers(1, 30), max_size=8))
-def test_draws_do_not_depend_on_how_they_are_chunked(num_rows, counts):
-    chunked, order = RowOrder(num_rows, 5), RowOrder(num_rows, 5)
-    assert [i for count in counts for i in chunked.draw(count)] == order.draw(sum(counts))
-
-
-@given(st.integers(1, 12), st.integers(0, 40), st.integers(1, 40))
-def test_order_resumes_exactly(num_rows, before, after):
-    order = RowOrder(num_rows, 5)
-    order.draw(before)
-    state = json.loads(json.dumps(order.state_dict()))
-    expected, resumed = order.draw(after), RowOrder(num_rows, 5)
-    resumed.load_state_dict(state)
-    assert resumed.draw(after) == expected and resumed.epochs_done == order.epochs_done
-
-
-def test_an_order_of_other_rows_does_not_resume():
-    with pytest.raises(ValueError, match="the checkpoint is of 4 training rows, now there are 5: other data or flags"):
-        RowOrder(5, 0).load_state_dict(RowOrder(4, 0).state_dict())

@@ -25,6 +25,7 @@ def test_overlong_prompts_are_refused_or_dropped():
     prompts = encode(rows, 5, overlong_prompts="drop")
     assert [len(ids) for ids in prompts.ids] == [3, 5] and prompts.rows == [rows[0], rows[2]]
     assert (len(prompts), prompts.dropped, str(prompts)) == (2, 1, "2 prompts (1 too long)")
+    assert encode(rows, 5, on_bad_row="skip") == prompts
     with pytest.raises(ValueError, match="no prompt has at most 2 tokens: see --max_new_tokens and --pack_tokens"):
         encode(rows, 2, overlong_prompts="drop")
     with pytest.raises(ValueError, match="--max_new_tokens 256 leaves the context no room for a prompt"):
@@ -37,6 +38,7 @@ def test_prompts_without_text_are_named(what):
     rows = [dict(prompt="1+1=", _source="a:1"), dict(prompt="" if what == "empty" else None, _source="a:2")]
     with pytest.raises(ValueError, match=f"a:2: column prompt is {what}"):
         encode(rows, 40)
+    assert encode(rows, 40, on_bad_row="skip").rows == rows[:1]
 
 
 def test_prompts_of_a_script(tmp_path):

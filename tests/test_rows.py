@@ -12,7 +12,10 @@ from common.rows import (
     reasons,
     renamed,
     require_columns,
+    rows_of_split,
+    sources_of,
     train_and_eval_rows,
+    usable,
 )
 
 PAIR = ("prompt", "completion")
@@ -47,6 +50,111 @@ def test_json_parquet_and_csv(tmp_path):
     dataset.to_csv(tmp_path / "rows.csv", index=False)
     for name in ("rows.json", "rows.parquet", "rows.csv"):
         assert load(tmp_path / name) == ROWS, name
+
+
+def compressed(path, text: str) -> str:
+    """The file, compressed as its name says."""
+    import pyarrow
+
+    with pyarrow.output_stream(str(path), compression="detect") as stream:
+        stream.write(text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("end", ["gz", "zst"])
+def test_compressed_files(end, tmp_path):
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+    path = compressed(tmp_path / f"rows.jsonl.{end}", lines)
+    assert load(path) == ROWS and load(compressed(tmp_path / f"rows.json.{end}", json.dumps(ROWS))) == ROWS
+    assert [row["_source"] for row in load_rows("--dataset", path, "train")] == [
+        f"rows.jsonl.{end}:1", f"rows.jsonl.{end}:3",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=f"^--dataset .*broken.jsonl.{end}: line 2 is not valid JSON"):
+        load(compressed(tmp_path / f"broken.jsonl.{end}", '{"a": 1}\noops\n'))
+    whole = (tmp_path / f"rows.jsonl.{end}").read_bytes()
+    for name, content in (("cut", whole[:-3]), ("plain", lines.encode())):
+        (tmp_path / f"{name}.jsonl.{end}").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^--dataset .*{name}.jsonl.{end}: "):
+            load(tmp_path / f"{name}.jsonl.{end}")
+
+
+def test_arrow_files_and_what_was_saved_to_disk(tmp_path):
+    import datasets
+
+    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[1:])}
+    parts["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    (arrow,) = (tmp_path / "one").glob("*.arrow")
+    assert load(arrow) == load(tmp_path / "one") == load(tmp_path / "both") == ROWS
+    assert load(tmp_path / "both", "test") == ROWS[1:] and load(tmp_path / "one", "test") is None
+    assert [row["_source"] for row in load_rows("--dataset", str(arrow), "train")] == [
+        f"{arrow.name}:{n}" for n in (1, 2)
+    ]
+
+
+def test_files_by_a_glob_come_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("part-2", "part-10", "part-1", "other", "b/part-0"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(dict(text=name)) + "\n")
+    compressed(tmp_path / "part-3.jsonl.gz", '{"text": "part-3"}')
+    rows = load_rows("--dataset", str(tmp_path / "part-*"), "train")
+    assert [row["text"] for row in rows] == ["part-1", "part-10", "part-2", "part-3"]
+    assert rows[3]["_source"] == "part-3.jsonl.gz:1" and load(tmp_path / "part-*", "test") is None
+    assert [row["text"] for row in load(tmp_path / "**" / "part-[01].jsonl")] == ["b/part-0", "part-1"]
+    with pytest.raises(ValueError, match="absent-.*: no such file"):
+        load("absent-*.jsonl")
+    (tmp_path / "part-4.txt").touch()
+    with pytest.raises(ValueError, match="part-4.txt: expected a .jsonl"):
+        load(tmp_path / "part-*")
+
+
+# ---- rows that cannot be used ----
+
+
+def test_bad_lines_end_the_run_or_are_left_out_and_counted(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\noops\n[1]\n{"text": "b"}\n{"text"\nhm\n')
+    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
+        load(path)
+    rows = load_rows("--dataset", str(path), "train", on_bad_row="skip")
+    assert [(row["text"], row["_source"]) for row in rows] == [("a", "rows.jsonl:1"), ("b", "rows.jsonl:4")]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"--on_bad_row skip: 2 left out, such as --dataset {path}: line 2 is not valid JSON: Expecting value",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: rows.jsonl:3 is not an object",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: line 5 is not valid JSON: Expecting ':' delimiter",
+    ]
+    path.write_text("oops\n")
+    with pytest.raises(ValueError, match="rows.jsonl has no row that can be read"):
+        load_rows("--dataset", str(path), "train", on_bad_row="skip")
+
+
+def test_rows_that_cannot_be_encoded(capsys):
+    rows = [dict(n=n, _source=f"x:{n}") for n in range(6)]
+
+    def encode(row: dict) -> int:
+        if row["n"] % 2:
+            raise ValueError(f"{row['_source']}: {row['n']} is odd")
+        if row["n"] == 4:
+            raise ValueError(f"{row['_source']}: four")
+        return 10 * row["n"]
+
+    with pytest.raises(ValueError, match="x:1: 1 is odd"):
+        list(usable(rows, encode, "error"))
+    assert list(usable(rows, encode, "skip")) == [(rows[0], 0), (rows[2], 20)]
+    assert capsys.readouterr().out.splitlines() == [
+        "--on_bad_row skip: 3 left out, such as x:1: 1 is odd",
+        "--on_bad_row skip: 1 left out, such as x:4: four",
+    ]
+
+    def refuse(row: dict) -> int:
+        raise ValueError("--system_prompt: not about a row")
+
+    with pytest.raises(ValueError, match="--system_prompt"):
+        list(usable(rows, refuse, "skip"))
+
+
+# ---- folders ----
 
 
 def test_a_folder_with_files_of_several_splits(tmp_path):
@@ -131,6 +239,67 @@ def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(tmp_path):
         train_and_eval_rows(TrainArgs(dataset=file, eval_size=50))
 
 
+def test_several_datasets_without_weights_are_one(tmp_path):
+    files = (numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30))
+    both = numbered(tmp_path / "both.jsonl", 50)
+    for rows, of_one in zip(
+        *(train_and_eval_rows(TrainArgs(dataset=d, eval_size=8)) for d in (files, both)), strict=True
+    ):
+        assert [row["text"] for row in rows] == [row["text"] for row in of_one]
+
+
+def test_datasets_with_weights_are_held_out_from_one_by_one(tmp_path):
+    files = (numbered(tmp_path / "a.jsonl", 30) + ":3", numbered(tmp_path / "b.jsonl", 20, start=30) + ":1")
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=files, eval_size=9))
+    for rows, counts in ((train, (26, 16)), (held_out, (4, 4))):
+        assert tuple([row["_dataset"] for row in rows].count(name) for name in "ab") == counts
+        assert all((row["_dataset"] == "a") == (int(row["text"]) < 30) for row in rows)
+    with pytest.raises(ValueError, match="--eval_size 1 is less than a row of each of 2 datasets; or --eval_every 0"):
+        train_and_eval_rows(TrainArgs(dataset=files, eval_size=1))
+    alone = train_and_eval_rows(TrainArgs(dataset=files[0], eval_size=4))
+    assert [row["text"] for row in alone[0]] == [row["text"] for row in train if row["_dataset"] == "a"]
+    assert "_dataset" not in alone[0][0]
+    named = train_and_eval_rows(
+        TrainArgs(dataset=files, eval_dataset=str(tmp_path / "b.jsonl"), eval_size=9, eval_split="x")
+    )
+    assert [len(rows) for rows in named] == [50, 9]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ((), "--dataset needs at least one"),
+        (("a", "a"), "--dataset a: a stands there twice"),
+        (("a:1", "a:2"), "--dataset a:2: a stands there twice"),
+        (("a:1", "b"), "--dataset a:1 b: give all of them weights, or none"),
+        (("a:0", "b:1"), "--dataset a:0: a weight must be greater than 0"),
+        (("a:nan",), "--dataset a:nan: a weight must be greater than 0"),
+        (("a:inf",), "--dataset a:inf: a weight must be greater than 0"),
+    ],
+)
+def test_weights_that_are_none(dataset, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        TrainArgs(dataset=dataset)
+
+
+def test_names_of_datasets():
+    assert list(sources_of(("x/a.jsonl.gz:1", "b/c:2", "d/part-*.parquet:1"))) == ["a", "c", "part-*"]
+    assert list(sources_of(("x/a.jsonl:1", "y/a.jsonl:2"))) == ["x/a.jsonl", "y/a.jsonl"]
+    assert sources_of(("a", "b")) == {"": (["a", "b"], 1.0)} and sources_of(("a:7",)) == {"": (["a"], 1.0)}
+
+
+def test_columns_that_all_datasets_have():
+    rows = [dict(prompt="", completion="", _dataset="a"), dict(prompt="", completion="", text="", _dataset="b")]
+    assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
+    with pytest.raises(ValueError, match="has the columns prompt, completion; needed: text"):
+        require_columns("--dataset", rows, (("text",),))
+
+
+def test_weights_are_for_training():
+    with pytest.raises(ValueError, match="--dataset a:1 b:2: weights are of the --dataset of scripts that train"):
+        rows_of_split("--dataset", ("a:1", "b:2"), "--dataset_split", "train", TrainArgs())
+
+
 def test_a_held_out_split_or_file_is_used_and_capped(tmp_path):
     (tmp_path / "data").mkdir()
     numbered(tmp_path / "data" / "train.jsonl", 5)
@@ -171,7 +340,7 @@ FILE_ERRORS = [
     ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
     ("number.json", '[{"prompt": "a"}, 3]', "number.json:2 is not an object"),
     ("bytes.jsonl", b"\xff\xfe", "can't decode"),
-    ("rows.txt", "a", "expected a .jsonl, .json, .parquet or .csv file"),
+    ("rows.txt", "a", "expected a .jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv file"),
     ("rows.parquet", "not parquet", "cannot be read"),
     ("empty.csv", "", "cannot be read"),
 ]
@@ -205,7 +374,7 @@ def test_dataset_not_found(dataset, words, monkeypatch):
 
 
 def test_empty_folder(tmp_path):
-    with pytest.raises(ValueError, match="--dataset .*: no .jsonl, .json, .parquet or .csv files in it"):
+    with pytest.raises(ValueError, match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow or .csv files in it"):
         load_rows("--dataset", str(tmp_path), "train")
 
 

@@ -13,10 +13,10 @@ from test_models import whole
 from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.config import TrainArgs
-from common.data import RowOrder
 from common.hub import load_tokenizer
 from common.models import load_policy
 from common.optim import adamw
+from common.order import RowOrder
 from common.packing import Sample
 from common.run import Run
 from common.tiny import tiny_model

@@ -156,6 +156,28 @@ def test_it_resumes_exactly_with_held_out_rows(data, tmp_path, main):
 
 
 @pytest.mark.slow
+def test_datasets_are_drawn_by_their_weights(data, tmp_path, main):
+    """On any number of ranks and resumed; the loss of each is that of its own rows."""
+    lines = data.read_text().splitlines(keepends=True)
+    (tmp_path / "short.jsonl").write_text("".join(sorted(lines, key=len)[:20]))
+    (tmp_path / "long.jsonl").write_text("".join(sorted(lines, key=len)[20:]))
+    datasets = [f"{tmp_path}/{name}.jsonl:{weight}" for name, weight in (("short", 3), ("long", 1))]
+    flags = ("--dataset", *datasets, "--batch_size", 8, "--max_steps", 4, "--save_every", 2, "--eval_every", 3,
+             "--eval_size", 6, "--lr", 1e-3)  # fmt: skip
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["epoch/short"] == pytest.approx(24 / 17) and lines[-1]["epoch/long"] == pytest.approx(8 / 37)
+    for line in lines:
+        low, high = sorted((line["loss/short"], line["loss/long"]))
+        assert low < line["loss"] < high
+    assert {"eval_loss/short", "eval_loss/long"} <= lines[-1].keys()
+    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
+    same = (*SAME, "loss/short", "loss/long", "epoch/short", "epoch/long")
+    assert_close_metrics(tmp_path / "run", tmp_path / "two", same, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
     flags = ("--dataset", data, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0, "--max_length", 120)
     main("sft", *flags, "--output_dir", tmp_path / "drop")

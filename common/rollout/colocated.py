@@ -13,10 +13,10 @@ import torch
 
 from common import distributed
 from common.config import OnlineArgs
-from common.data import RowOrder
 from common.hub import eos_token_ids
 from common.meter import Meter
 from common.models import Policy
+from common.order import make_order
 from common.packing import Sample
 from common.prompts import Prompts
 from common.rollout.engine import make_engine, whole_weights
@@ -51,7 +51,7 @@ class Rollouts:
         device: torch.device,
     ):
         self.model, self.prompts, self.args, self.device = model, prompts, args, device
-        self.order, self.next_number = RowOrder(len(prompts), args.seed), 0
+        self.order, self.next_number = make_order(prompts.rows, args), 0
         self.pending: deque[Batch] = deque()  # drawn and not collected
         self.collected: list[Batch] = []  # in the present step
         self.step = -1
@@ -117,10 +117,9 @@ class Rollouts:
         self.order.load_state_dict(state["order"])
 
     @property
-    def epochs_done(self) -> float:
-        """Passes over the data, without what is drawn and not collected."""
-        cursor = self.state_dict()["order"]
-        return cursor["epoch"] + cursor["index"] / cursor["num_rows"]
+    def cursor(self) -> dict:
+        """The state of the order, without what is drawn and not collected."""
+        return self.state_dict()["order"]
 
     def close(self) -> None:
         """Shut the engine down, before `distributed.cleanup`. Collective."""

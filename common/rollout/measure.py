@@ -131,6 +131,9 @@ def measure_groups(
     meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
     meter.mean("reward_std", std_P.sum(), len(std_P))
     meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
+    for group, valid_G, rewards_G in zip(groups, valid_PG, rewards_PG, strict=True):
+        if name := group[0].row.get("_dataset"):
+            meter.mean(f"reward/{name}", rewards_G.nansum(), valid_G.sum())
     for name, part_PG in parts.items():
         meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
     for sample in chain(*groups):

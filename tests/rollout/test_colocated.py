@@ -9,6 +9,7 @@ from conftest import Args
 
 from common import distributed
 from common.meter import Meter
+from common.order import epochs_of
 from common.packing import Sample
 from common.prompts import Prompts
 from common.rollout import colocated
@@ -81,7 +82,7 @@ def test_every_row_once_an_epoch_with_seeds_and_version(make):
         groups = step(rollouts, number)
         drawn += rows(groups)
         assert [len(group) for group in groups] == [2] * 4 and {s.version for g in groups for s in g} == {number}
-        assert rollouts.epochs_done == pytest.approx(4 * (number + 1) / ROWS)
+        assert epochs_of(rollouts.cursor) == dict(epoch=pytest.approx(4 * (number + 1) / ROWS))
     assert set(drawn[:ROWS]) == set(drawn[ROWS:]) and len(set(drawn)) == ROWS and drawn[:ROWS] != drawn[ROWS:]
     assert rollouts.engine.seeds == [distributed.fold_seed(0, number, i) for number in range(5) for i in range(4)]
     assert len(set(rollouts.engine.seeds)) == 20
@@ -128,19 +129,19 @@ def test_a_restored_cursor_draws_and_samples_what_would_have_come(make):
     for number in range(3, 6):
         whole, again = step(rollouts, number), step(resumed, number)
         assert rows(whole) == rows(again) and [g[0].text for g in whole] == [g[0].text for g in again]
-        assert rollouts.epochs_done == resumed.epochs_done
+        assert rollouts.cursor == resumed.cursor
 
 
 def test_what_a_step_that_was_broken_off_had_drawn_counts_as_never_drawn(make, monkeypatch):
     """With dynamic sampling a step draws several times: all of them come again."""
     rollouts = make()
     step(rollouts, 0)
-    before, epochs = rollouts.state_dict(), rollouts.epochs_done
+    before, epochs = rollouts.state_dict(), rollouts.cursor
     first = step(rollouts, 1)
     assert rollouts.state_dict() != before
     monkeypatch.setattr(distributed, "stop_requested", lambda: True)
     assert step(rollouts, 1) is None
-    assert rollouts.state_dict() == before and rollouts.epochs_done == epochs
+    assert rollouts.state_dict() == before and rollouts.cursor == epochs
     monkeypatch.setattr(distributed, "stop_requested", lambda: False)
     resumed = make()
     resumed.load_state_dict(rollouts.state_dict())
@@ -150,9 +151,9 @@ def test_what_a_step_that_was_broken_off_had_drawn_counts_as_never_drawn(make, m
 def test_prompts_that_are_submitted_and_not_collected_come_again(make):
     rollouts = make()
     step(rollouts, 0)
-    before, epochs = rollouts.state_dict(), rollouts.epochs_done
+    before, epochs = rollouts.state_dict(), rollouts.cursor
     rollouts.submit(1, 100)
-    assert rollouts.state_dict() == before and rollouts.epochs_done == epochs
+    assert rollouts.state_dict() == before and rollouts.cursor == epochs
 
 
 def test_batches_ahead_end_with_the_run(make):

@@ -70,6 +70,13 @@ def test_measured_rewards_leave_missing_ones_out():
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2) / 2) and metrics["frac_reward_zero_std"] == 0.5
     assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 6)
     assert metrics["completions/mean_length"] == 4
+    assert not any(name.startswith("reward/") for name in metrics)
+    for name, group in zip("ab", groups, strict=True):
+        for sample in group:
+            sample.row = dict(_dataset=name)
+    measure.measure_groups(meter, groups, rewards + torch.tensor([[1.0], [0.0]]), {})
+    metrics = meter.reduce()
+    assert (metrics["reward/a"], metrics["reward/b"]) == (3, 2)
     assert [s.reward for s in groups[1]] == [2, 2, 2] and math.isnan(groups[0][2].reward)
 
 

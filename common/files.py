@@ -1,0 +1,151 @@
+"""What `--dataset` may name beside the built-in tasks: files, folders, the hub -> rows.
+
+A row of a file says in `_source` where it stands: `train.jsonl:17`.
+"""
+
+import glob
+import json
+import re
+from pathlib import Path
+
+from common import distributed
+
+# What files may be: an object per line, one value, tables.
+LINES, WHOLE = (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".json", ".json.gz", ".json.zst")
+TABLES = (".parquet", ".arrow", ".csv")
+KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv"
+
+
+class BadRows:
+    """Rows that cannot be used, by `--on_bad_row`: the first ends the run, or they are left out and counted."""
+
+    def __init__(self, on_bad_row: str):
+        self.skip = on_bad_row == "skip"
+        self.found: dict[str, list[str]] = {}
+        """what is wrong with each, by what that is apart from numbers"""
+
+    def add(self, error: ValueError, where: str) -> None:
+        """Raises `error` unless it is about the row at `where`, and such rows are left out."""
+        if not self.skip or not str(error).startswith(where):
+            raise error
+        self.found.setdefault(re.sub(r"\d+", "N", str(error).removeprefix(where)), []).append(str(error))
+
+    def tell(self) -> None:
+        """A line for each kind, by rank 0."""
+        for errors in self.found.values() if distributed.is_main() else ():
+            print(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}", flush=True)
+
+
+def kind_of(path: Path) -> str:
+    """The end of a name that says what the file is; nothing for those that we cannot read."""
+    return next((kind for kind in (*LINES, *WHOLE, *TABLES) if path.name.endswith(kind)), "")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or those that it stands for as a glob, sorted; none if it is a folder or not there."""
+    if path.exists():
+        return [path] if path.is_file() else []
+    return [file for name in sorted(glob.glob(str(path), recursive=True)) if (file := Path(name)).is_file()]
+
+
+def _text(flag: str, path: Path) -> str:
+    try:
+        if path.suffix not in (".gz", ".zst"):
+            return path.read_text(encoding="utf-8")
+        import pyarrow
+
+        with pyarrow.input_stream(str(path), compression="detect") as stream:  # by the name
+            return stream.read().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
+
+
+def read_file(flag: str, path: Path, bad: BadRows) -> list[dict]:
+    if not (kind := kind_of(path)):
+        raise ValueError(f"{flag} {path}: expected a {KINDS} file")
+    if kind in TABLES:
+        rows = _with_datasets(f"{flag} {path}", kind[1:], data_files=glob.escape(str(path)), split="train")
+        return [row | {"_source": f"{path.name}:{number}"} for number, row in enumerate(rows, 1)]
+    text, rows = _text(flag, path), []
+    # not splitlines(): it also breaks at U+2028, which JSON strings may hold
+    for number, line in enumerate([text] if kind in WHOLE else text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            where = f"{flag} {path}: line {number + error.lineno - 1} is not valid JSON"
+            problem = ValueError(f"{where}: {error.msg}")
+            if kind in WHOLE:
+                raise problem from error
+            bad.add(problem, where)
+            continue
+        items = value if kind in WHOLE and isinstance(value, list) else [value]
+        for place, item in enumerate(items, number):
+            where = f"{path.name}:{place}"
+            if isinstance(item, dict):
+                rows.append(item | {"_source": where})
+            else:
+                where = f"{flag} {path}: {where}"
+                bad.add(ValueError(f"{where} is not an object"), where)
+    return rows
+
+
+def read_folder(flag: str, folder: Path, split: str, bad: BadRows) -> list[dict] | None:
+    """`train.jsonl`, `train-00000-of-00002.parquet`, ... ; a folder whose files name no split is all `train`."""
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _read_saved(flag, folder, split)
+    files = sorted(f for f in folder.rglob("*") if kind_of(f))
+    if not files:
+        raise ValueError(f"{flag} {folder}: no {KINDS} files in it")
+    named = [f for f in files if f.stem.split("-")[0].split(".")[0] in ("train", "test", "validation", "eval", split)]
+    if named:
+        files = [f for f in files if f.stem.split("-")[0].split(".")[0] == split]
+    elif split != "train":
+        return None
+    return [row for f in files for row in read_file(flag, f, bad)] or None
+
+
+def _read_saved(flag: str, folder: Path, split: str) -> list[dict] | None:
+    """What `save_to_disk` of a `datasets.Dataset` or `DatasetDict` has left."""
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag} {folder}: cannot be read: {distributed.first_line(error)}") from error
+    if not isinstance(saved, datasets.DatasetDict):
+        saved = dict(train=saved)
+    return saved[split].to_list() if split in saved else None
+
+
+def read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
+    try:
+        return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
+    except ValueError as error:  # openai/gsm8k and others have several configurations, `main` being the usual one
+        if config is None and "Config name is missing" in str(error) and "'main'" in str(error.__cause__):
+            return _with_datasets(f"{flag} {dataset}", dataset, "main", split=split)
+        raise
+
+
+def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from pyarrow import ArrowException
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
+    huggingface_hub.logging.set_verbosity_error()
+    try:
+        return datasets.load_dataset(*where, split=split, **options).to_list()
+    except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
+        raise ValueError(
+            f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
+        ) from error
+    except (datasets.exceptions.DatasetsError, ArrowException) as error:
+        raise ValueError(f"{what}: cannot be read: {distributed.first_line(error.__cause__ or error)}") from error
+    except (ValueError, RuntimeError) as error:
+        if "Unknown split" in str(error) or "Bad split" in str(error):
+            return None
+        raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
