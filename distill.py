@@ -178,8 +178,8 @@ def main(args: Args) -> None:
     )  # fmt: skip
     meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
     run.message(
-        f"{prompts}, of {args.prompts_per_step} in a step the student completes {own}, {held_out} held out, "
-        f"{total_steps} steps on {world_size} ranks, {rollouts}, {updates} updates per rollout"
+        f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {updates} updates per "
+        f"rollout; the student completes {own} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})"
     )
     evaluates = len(held_out) > 0 and len(args.reward) > 0
     if evaluates and run.first_step == 0:
