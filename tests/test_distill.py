@@ -67,6 +67,7 @@ SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "samp
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [(), SAMPLED], ids=["full", "sampled"])
 def test_one_gradient_whatever_the_ranks_and_packing(main, flags, changed, tmp_path):
+    flags = (*flags, "--max_steps", 2)
     run(2, "distill.py", *flags, *changed, "--output_dir", tmp_path / "two")
     main("distill", *flags, *changed, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
     assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
@@ -87,12 +88,24 @@ def test_resumes_exactly(main, flags, tmp_path):
     [
         (("--divergence", "reverse_kl", "--jsd_beta", 0.5), ""),
         (("--divergence", "forward_kl", "--jsd_beta", 0.5, "--on_policy_fraction", 0), "data/"),
-        ((*SAMPLED, "--samples_per_prompt", 8), ""),
     ],
-    ids=["reverse_kl", "forward_kl_on_data_alone", "sampled"],
+    ids=["reverse_kl", "forward_kl_on_data_alone"],
 )
 def test_the_student_comes_closer(main, flags, changed, where, tmp_path):
-    steps = ("--max_steps", 12, "--save_every", 100, "--minibatches", 1, "--epochs_per_rollout", 1, "--lr", 3e-3)
+    steps = (
+        "--max_steps",
+        10,
+        "--max_new_tokens",
+        6,
+        "--save_every",
+        100,
+        "--minibatches",
+        1,
+        "--epochs_per_rollout",
+        1,
+        "--lr",
+        3e-3,
+    )
     main("distill", *flags, *steps, *changed, "--output_dir", tmp_path)
     lines = metrics(tmp_path)
     assert lines[-1][f"{where}reverse_kl"] < 0.8 * lines[0][f"{where}reverse_kl"]
