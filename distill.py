@@ -137,11 +137,11 @@ def measure_both(meter: Meter, prefix: str, both: Comparison, mask_T: Tensor) ->
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, identical Args everywhere ----
-    if args.teacher is None:
-        raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
     device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until the others are done
+    if args.teacher is None:
+        raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, for some steps' rows with the data's completions ----
