@@ -35,12 +35,12 @@ import torch
 
 from bench.logprobs import peak, reset_peak
 from common import distributed
-from common.attention import packed_attention
+from common.attention import packed_attention, packed_inputs
 from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.hardware import forward_flops
 from common.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.logprobs import token_logprobs
-from common.models import load_policy, packed_inputs
+from common.models import load_policy
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, Sample, pack
 from common.rollout.engine import make_engine, whole_weights

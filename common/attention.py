@@ -15,6 +15,18 @@ from common.sharing import Stream, exchange
 GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether varlen_attn takes fewer heads of keys
 
 
+def packed_inputs(stream: Stream) -> dict:
+    """Keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
+    return dict(
+        input_ids=stream.input_ids_T[None],
+        position_ids=stream.position_ids_T[None],
+        use_cache=False,
+        cu_seq_lens_q=stream.cu_seqlens_N1,
+        max_length_q=stream.max_seqlen,
+        pack=stream,  # not its list of offsets: a compiled block would be compiled anew for each
+    )
+
+
 @exchange
 def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, **kwargs):
     """Causal attention within each sequence of the pack; nothing crosses a boundary and nothing is quadratic in T.

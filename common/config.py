@@ -130,7 +130,7 @@ class SamplingArgs(BaseArgs):
         super().__post_init__()
         if self.max_new_tokens is None:
             self.max_new_tokens = min(256, max(1, self.room // 2))
-        if not self.reward:
+        if not self.reward and type(self).reward:  # a script whose default is none does without
             raise ValueError("--reward needs at least one name")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise ValueError(f"--reward_weights has {len(self.reward_weights)} values for {len(self.reward)} rewards")

@@ -27,8 +27,8 @@ def chunk_size(vocabulary: int, on_cuda: bool) -> int:
     return max(CUDA_CHUNK, CUDA_BYTES // (4 * vocabulary)) if on_cuda else LOGPROB_CHUNK
 
 
-def _chunks(hidden_TD: Tensor, head_VD: Tensor) -> list[slice]:
-    size = chunk_size(len(head_VD), hidden_TD.is_cuda)
+def chunks(hidden_TD: Tensor, vocabulary: int) -> list[slice]:
+    size = chunk_size(vocabulary, hidden_TD.is_cuda)
     return [slice(start, start + size) for start in range(0, len(hidden_TD), size)]
 
 
@@ -49,8 +49,8 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_TD.new_empty(len(hidden_TD), dtype=wide) for _ in range(4)
         )
         correct_T = torch.empty_like(targets_T, dtype=torch.bool)
-        for c in _chunks(hidden_TD, head_VD):
-            logits_CV, _ = _logits(hidden_TD[c], head_VD, bias_V, *numbers)
+        for c in chunks(hidden_TD, len(head_VD)):
+            logits_CV, _ = chunk_logits(hidden_TD[c], head_VD, bias_V, *numbers)
             largest_C1 = logits_CV.amax(-1, keepdim=True)
             logits_CV.sub_(largest_C1)  # log-probs and entropy do not change, and nothing overflows or cancels
             exp_CV = logits_CV.exp()
@@ -73,8 +73,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # beside adapters the head is frozen
             grad_head_VD = torch.zeros_like(head_VD, dtype=logsumexp_T.dtype)
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
-        for c in _chunks(hidden_TD, head_VD):
-            logits_CV, slope_CV = _logits(hidden_TD[c], head_VD, bias_V, *ctx.numbers)
+        for c in chunks(hidden_TD, len(head_VD)):
+            logits_CV, slope_CV = chunk_logits(hidden_TD[c], head_VD, bias_V, *ctx.numbers)
             logp_CV = logits_CV.sub_(logsumexp_T[c, None])
             probs_CV = logp_CV.exp()
             grad_CV = torch.zeros_like(probs_CV) if grad_logprobs_T is None else probs_CV * -grad_logprobs_T[c, None]
@@ -83,21 +83,27 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
             grad_CV.mul_(slope_CV)
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
-            grad_CV = grad_CV.to(head_VD.dtype)
-            grad_hidden_TD[c] = _mm(grad_CV, head_VD)
-            if grad_head_VD is None:
-                continue
-            if head_VD.dtype == torch.bfloat16:
-                grad_head_VD += _mm(grad_CV.T, hidden_TD[c])
-            else:
-                grad_head_VD.addmm_(grad_CV.T, hidden_TD[c])  # without a second [V, D]
+            grad_hidden_TD[c] = through_head(grad_CV, hidden_TD[c], head_VD, grad_head_VD, grad_bias_V)
         grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
         return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
 
 
-def _logits(
+def through_head(
+    grad_CV: Tensor, hidden_CD: Tensor, head_VD: Tensor, grad_head_VD: Tensor | None, grad_bias_V: Tensor | None
+) -> Tensor:
+    """The gradient of a chunk's hidden states from that of hidden head^T + bias; adds the head's and the bias's."""
+    if grad_bias_V is not None:
+        grad_bias_V += grad_CV.sum(0)
+    grad_CV = grad_CV.to(head_VD.dtype)
+    if grad_head_VD is not None:
+        if head_VD.dtype == torch.bfloat16:
+            grad_head_VD += _mm(grad_CV.T, hidden_CD)
+        else:
+            grad_head_VD.addmm_(grad_CV.T, hidden_CD)  # without a second [V, D]
+    return _mm(grad_CV, head_VD)
+
+
+def chunk_logits(
     hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, temperature: float, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | float]:
     """Logits of a chunk [C, V], and what they change by with hidden head^T: a number, or [C, V] under a soft cap."""

@@ -7,12 +7,19 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import distribute_tensor
 
 from common import distributed, lora
-from common.attention import packed_attention
+from common.attention import packed_attention, packed_inputs
 from common.config import BaseArgs, TrainArgs
+from common.divergences import Comparison, Divergence, Logits, compare, logits_of
 from common.hardware import forward_flops, matrix_weights
 from common.loading import EXPERTS, load_weights
 from common.logprobs import token_logprobs
@@ -60,16 +67,22 @@ class PackedModel(nn.Module):
 class Policy(PackedModel):
     """A causal language model."""
 
-    def forward(self, mb: PackedBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`."""
-        hidden_tD = self.hidden_states(mb.computed)
-        head, config = self.hf.get_output_embeddings(), self.hf.config.get_text_config()
-        # What some models do to their logits: Cohere, Granite, Gemma 2. `check_packing` refuses what is missing here.
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        softcap = getattr(config, "final_logit_softcapping", None)
+    def forward(
+        self, mb: PackedBatch, temperature: float = 1.0, teacher: Logits | None = None, divergence: Divergence = None
+    ) -> tuple[Tensor, ...]:
+        """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`. Beside what a
+        `teacher` makes of the pack, a `Comparison` of the two."""
         # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
-        targets_t = mb.computed.targets_T
-        return own(token_logprobs(hidden_tD, head.weight, targets_t, temperature, head.bias, scale, softcap), mb.shared)
+        logits, targets_t = logits_of(self.hf, self.hidden_states(mb.computed)), mb.computed.targets_T
+        if teacher is not None:
+            return Comparison(*own(compare(logits, teacher, targets_t, temperature, divergence), mb.shared))
+        hidden_tD, head_VD, *rest = logits
+        return own(token_logprobs(hidden_tD, head_VD, targets_t, temperature, *rest), mb.shared)
+
+    def teach(self, mb: PackedBatch) -> Logits:
+        """What a student's forward takes as its teacher. It holds a head of its own: use it, and let it go."""
+        with torch.no_grad():
+            return logits_of(self.hf, self.hidden_states(mb.computed)).kept()
 
 
 class ScalarModel(PackedModel):
@@ -81,18 +94,6 @@ class ScalarModel(PackedModel):
         not `targets_T[t]`."""
         scalars_t = self.hidden_states(mb.computed).float() @ self.hf.score.weight[0].float()
         return own((scalars_t,), mb.shared)[0]
-
-
-def packed_inputs(stream: Stream) -> dict:
-    """Keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
-    return dict(
-        input_ids=stream.input_ids_T[None],
-        position_ids=stream.position_ids_T[None],
-        use_cache=False,
-        cu_seq_lens_q=stream.cu_seqlens_N1,
-        max_length_q=stream.max_seqlen,
-        pack=stream,  # not its list of offsets: a compiled block would be compiled anew for each
-    )
 
 
 # ---- loading ----
@@ -210,6 +211,8 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
     setup(R, args.nccl_timeout)
     stored = lora.add_adapters(hf, args, what) if trainable and lora.has_adapters(args) else {}
     shard(model, blocks, args, device, reshard_root=not trainable)
+    if isinstance(model, Policy):
+        register_fsdp_forward_method(model, "teach")
     model.compute_dtype, model.device = compute_dtype(args, device), device
     require_room(model, what, args)
     new_head = load_weights(hf, model.path, what, torch.device("cpu") if on_host(args) else device)

@@ -121,13 +121,14 @@ class Rewards:
                 f"{len(all_failures)} of {total} rewards could not be computed (--max_reward_errors "
                 f"{self.args.max_reward_errors}); the first: {all_failures[0]}"
             )
-        failed_N = torch.tensor([any(isinstance(v, Failure) for v in of) for of in zip(*values.values(), strict=True)])
+        failed_KN = torch.tensor([[isinstance(v, Failure) for v in of_name] for of_name in values.values()])
         parts_KN = torch.tensor(
             [[v if isinstance(v, float) else math.nan for v in of_name] for of_name in values.values()],
             dtype=torch.float64,
         )
+        failed_KN, parts_KN = (x.reshape(len(values), len(samples)) for x in (failed_KN.bool(), parts_KN))  # K may be 0
         rewards_N = (self.weights[:, None] * parts_KN).nansum(0)
-        rewards_N[failed_N.bool() | parts_KN.isnan().all(0)] = math.nan
+        rewards_N[failed_KN.any(0) | parts_KN.isnan().all(0)] = math.nan
         return rewards_N.reshape(shape), {
             name: part_N.reshape(shape) for name, part_N in zip(values, parts_KN, strict=True)
         }

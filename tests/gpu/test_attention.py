@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from on_gpu import HERE_AND_THERE, relative_error
 from torch.utils.checkpoint import checkpoint
 
-from common.attention import packed_attention
-from common.models import packed_inputs
+from common.attention import packed_attention, packed_inputs
 from common.packing import Sample, pack
 
 LENGTHS = (131, 64, 64, 37, 17, 2, 1)

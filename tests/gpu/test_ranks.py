@@ -24,21 +24,23 @@ from helpers import (
     until,
 )
 from on_gpu import ENGINES, ON_CPU, gpu, launch, needs_vllm
+from test_distill import write_teacher
 
 pytestmark = gpu(2)
 STEPS = 2 if ON_CPU else 3
 SHORT = ("--max_steps", STEPS, "--eval_size", 16, "--save_every", 100)
-SCRIPTS = ("sft", "dpo", "kto", "rm", "grpo", "dapo", "reinforce", "rloo", "ppo", "online_dpo", "bok")
+SCRIPTS = ("sft", "dpo", "kto", "rm", "grpo", "dapo", "reinforce", "rloo", "ppo", "online_dpo", "bok", "distill")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_one_gradient_on_one_gpu_and_on_two(script, tmp_path):
     """NCCL adds up where gloo did, and a rank's device is not always the first: loss and gradient norm of every script
     in float32 are those of one GPU, to rounding. CPU twins: the like-named tests of each script, to 1e-5."""
+    teacher = ("--teacher", write_teacher(tmp_path / "teacher")) if script == "distill" else ()
     for ranks in (1, 2):
         sampling = () if script in ("sft", "dpo", "kto", "rm") else ("--engine", "transformers")
         flags = (*SHORT, *sampling, "--dtype", "float32", "--output_dir", tmp_path / str(ranks))
-        launch(ranks, f"{script}.py", *flags)
+        launch(ranks, f"{script}.py", *flags, *teacher)
     names = ("loss", "grad_norm")
     # A loss may be a sum of terms of size 1 that nearly cancel.
     assert_close_metrics(tmp_path / "1", tmp_path / "2", names, rel=2e-3, floor=0.1)

@@ -95,6 +95,7 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
     (2, 1, "grpo.py", ()), (2, 1, "dapo.py", ("--max_draws", 3)), (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
+    (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
 def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, extra, flags, tmp_path):
     where = ("--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)

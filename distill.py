@@ -1,0 +1,257 @@
+"""On-policy distillation: a student learns from a teacher on what it writes itself (GKD, Agarwal et al. 2023,
+arXiv:2306.13649; MiniLLM, Gu et al. 2023, arXiv:2306.08543).
+
+    torchrun --nproc_per_node 8 distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --dataset openai/gsm8k
+
+The student samples, and at each of its tokens its distribution is drawn to the teacher's: no reward, no advantage over
+a group, and as many numbers to learn from as the vocabulary has tokens, at every token. `--on_policy_fraction` below 1
+has the rest of a step's completions from the data.
+
+Differences from the papers: the fraction is of each step's prompts, not a coin for each step; nothing is learned
+through the sampling (as in GKD) and no reward is mixed in. See docs/distill.md.
+
+Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch. Every per-token stream is
+aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from common import distributed
+from common.checkpoint import prepare_output_dir
+from common.cli import parse
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.correction import CorrectionArgs, correction_weights
+from common.data import Encoder, RowOrder, cut
+from common.divergences import DIVERGENCES, Comparison
+from common.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive, require_flags_read, with_flags
+from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.logprobs import add_logprobs
+from common.lora import LoRAArgs
+from common.losses import clip_policy_loss
+from common.meter import Meter
+from common.models import Policy, load_policy
+from common.optim import adamw, optimizer_step
+from common.packing import Sample, pack_minibatches
+from common.prompts import Prompts, load_prompts
+from common.rewards.scoring import Rewards
+from common.rollout import measure
+from common.rollout.remote import make_rollouts, serve
+from common.rows import SFT_COLUMNS, require_columns
+from common.run import Run
+
+
+@dataclass
+class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
+    TINY: ClassVar[dict] = dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
+    output_dir: str = "runs/distill"
+    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
+    teacher: str | None = None
+    """Hugging Face id or folder of the model to learn from; it has the student's tokenizer. There must be one"""
+    samples_per_prompt: Positive[int] = 1
+    """completions sampled for each prompt (G)"""
+    reward: tuple[str, ...] = ()
+    """what to measure completions by, nothing is learned from it: exact_match, gsm8k, math, ... (docs/rewards.md);
+    evaluations need it"""
+    lr: Positive[float] = 1e-5
+    """peak learning rate of AdamW"""
+    on_policy_fraction: Fraction = 1.0
+    """the fraction of a step's prompts that the student completes (lambda of the paper); the others' completions are
+    the data's, of other rows"""
+    divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
+    """what is minimised at each token, over the whole vocabulary: the table in docs/distill.md"""
+    jsd_beta: OpenFraction = 0.5
+    """jsd: weight of the teacher in the mixture; towards 0 it is like forward_kl, towards 1 like reverse_kl"""
+    estimator: Literal["full", "sampled"] = "full"
+    """full: of the whole vocabulary; sampled: log(teacher / student) of each sampled token as its advantage in PPO's
+    clipped loss, of which the expected gradient is that of reverse_kl"""
+    clip_low: BelowOne = 0.2
+    """sampled: the importance ratio is clipped below at 1 - clip_low"""
+    clip_high: NotNegative[float] = 0.2
+    """sampled: the importance ratio is clipped above at 1 + clip_high"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_flags_read(self, DIVERGENCES, self.divergence, flag="divergence")
+        self.require_read("missing_eos_penalty", False, "rewards are measured, not learned from")
+        self.require_read("divergence", self.estimator == "full", "--estimator sampled is of reverse_kl")
+        for flag in ("clip_low", "clip_high", "correction", "correction_mode", "correction_low", "correction_high",
+                     "correction_filter"):  # fmt: skip
+            self.require_read(flag, self.estimator == "sampled", "--estimator is full")
+        if self.estimator == "sampled" and self.on_policy_fraction < 1:
+            raise ValueError("--estimator sampled is for the student's own samples: --on_policy_fraction 1")
+        if 0 < self.on_policy_fraction < 1 and self.own_prompts in (0, self.prompts_per_step):
+            raise ValueError(f"{self._fraction} is {self.own_prompts}: all or nothing is 1 or 0")
+
+    @property
+    def own_prompts(self) -> int:
+        """How many of a step's prompts the student completes."""
+        return round(self.on_policy_fraction * self.prompts_per_step)
+
+    @property
+    def _fraction(self) -> str:
+        return f"--on_policy_fraction {self.on_policy_fraction} of --prompts_per_step {self.prompts_per_step}"
+
+    def check_ranks(self, ranks: int) -> None:
+        super().check_ranks(ranks)
+        if self.own_prompts % (shares := self.ranks_that_train(ranks) * self.minibatches):
+            of = "the ranks that train times --minibatches"
+            raise ValueError(f"{self._fraction} is {self.own_prompts}, not a multiple of {of} ({shares})")
+
+
+def given_samples(prompts: Prompts, encoder: Encoder, args: Args) -> list[Sample]:
+    """Each prompt with the data's completion, which ends where the student's own would: after `--max_new_tokens`."""
+    prompt, completion = require_columns(
+        f"--dataset {args.dataset}", prompts.rows, tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)
+    )
+    samples = []
+    for row in prompts.rows:
+        sample = encoder.completion(row, "_prompt" if "_prompt" in row else prompt, completion)
+        samples.append(cut(sample, sample.prompt_length + args.max_new_tokens))
+    return samples
+
+
+def require_known(samples: Iterable[Sample], teacher: Policy, args: Args) -> None:
+    """Raises `RunError` for a sampled id that the teacher has no embedding of: a row of the student's beyond their
+    tokenizer's tokens, which an untrained student may sample."""
+    known = teacher.hf.get_input_embeddings().num_embeddings
+    if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
+        what = f"the student sampled token {unknown[0]}, --teacher {args.teacher} has {known}"
+        raise distributed.RunError(f"{what}: begin with a student that has learned its tokenizer's tokens")
+
+
+def measure_both(meter: Meter, prefix: str, both: Comparison, mask_T: Tensor) -> None:
+    """Student beside teacher, over the trained tokens of a micro-batch: nats, and how often they have the same most
+    likely token."""
+    meter.masked_mean(f"{prefix}reverse_kl", both.reverse_kl_T, mask_T)
+    meter.masked_mean(f"{prefix}agreement", both.agree_T, mask_T)
+    meter.masked_mean(f"{prefix}entropy", both.entropy_T, mask_T)
+    meter.masked_mean(f"{prefix}teacher_entropy", both.teacher_entropy_T, mask_T)
+
+
+def main(args: Args) -> None:
+    # ---- setup: one process per GPU, identical Args everywhere ----
+    device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
+    if distributed.is_rollout_rank():
+        return serve(args, device)  # generates until the others are done
+    if args.teacher is None:
+        raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
+    prepare_output_dir(args)
+
+    # ---- data: prompts as token ids, for some steps' rows with the data's completions ----
+    path, teacher_path = resolve_model(args.model), resolve_model(args.teacher, "--teacher")
+    tokenizer = load_tokenizer(path, args)
+    require_same_tokenizer("--teacher", teacher_path, tokenizer)
+    context = min(context_length(path, args), context_length(teacher_path, args))
+    prompts, held_out = load_prompts(args, tokenizer, context)
+    own, given = args.own_prompts, []
+    if own < args.prompts_per_step:
+        given = given_samples(prompts, Encoder(tokenizer, args), args)
+    order = RowOrder(len(prompts), distributed.fold_seed(args.seed, 1))  # of `given`, not in step with the prompts'
+    rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
+
+    # ---- models: FSDP2 shards train, and frozen ones teach; vLLM samples ----
+    model = load_policy(path, args, device)
+    teacher = load_policy(teacher_path, args, device, trainable=False, flag="--teacher")
+    optimizer = adamw(model, args)
+    sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
+    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device)
+
+    # ---- the objective, its floats bound to the flags of their names ----
+    divergence = with_flags(DIVERGENCES[args.divergence], args) if args.estimator == "full" else None
+    policy_loss, correction = with_flags(clip_policy_loss, args), with_flags(correction_weights, args)
+
+    # ---- resume: everything else is a function of (seed, step) ----
+    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order, rollouts=rollouts)
+    run = Run(
+        args, model, optimizer, tokenizer, total_steps, **cursors,  # the first says how many epochs are done
+        show=("loss", "reverse_kl", "agreement", "eval/pass_at_1", "time/step"),
+        curves=("loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy", "teacher_entropy",
+                "completions/mean_length", "grad_norm"),
+    )  # fmt: skip
+    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
+    run.message(
+        f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {updates} updates per "
+        f"rollout; the student completes {own} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})"
+    )
+    evaluates = len(held_out) > 0 and len(args.reward) > 0
+    if evaluates and run.first_step == 0:
+        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+
+    for step in run.steps():
+        # ---- 1. batch: what the student writes, by its weights of now or somewhat older ones, and what is given ----
+        with meter.time("step"):
+            groups: list[list[Sample]] = []
+            if own:
+                rollouts.submit(step, total_steps)
+                groups = rollouts.collect(step, meter)
+                if groups is None:  # told to stop
+                    break
+                require_known(chain(*groups), teacher, args)
+                with meter.time("reward"):
+                    measure.measure_groups(meter, groups, *rewards(groups, meter), first=step == 0)
+            count = (args.prompts_per_step - own) * args.samples_per_prompt
+            from_data = [[given[i]] for i in order.draw(count)[rank::world_size]]
+
+            # ---- 2. pack: the two apart, so that engine and trainer are compared on what was sampled ----
+            own_packs, data_packs = (
+                pack_minibatches(x, args.minibatches, args.pack_tokens, device) if x else [[]] * args.minibatches
+                for x in (groups, from_data)
+            )
+            with meter.time("logprobs"):
+                if own and (updates > 1 or run.compares(step)):  # else the update's own forward will do
+                    add_logprobs("old", model, own_packs, args.temperature)
+            if own and run.compares(step):
+                measure.check_agreement(own_packs, step, args, device)
+
+            # ---- 3. update: one optimizer step per minibatch ----
+            with meter.time("train"):
+                for own_packs_of, data_packs_of in [*zip(own_packs, data_packs, strict=True)] * args.epochs_per_rollout:
+                    # The denominator counts the *global* minibatch, before the first backward.
+                    tokens, _ = measure.count_trained(own_packs_of + data_packs_of)
+                    minibatch_loss = torch.zeros((), device=device)
+                    packs = [("", mb) for mb in own_packs_of] + [("data/", mb) for mb in data_packs_of]
+                    for prefix, mb in packs:
+                        both = model(mb, args.temperature, teacher=teacher.teach(mb), divergence=divergence)
+                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
+                            mb.old_logprobs_T = both.logprobs_T.detach()
+                        if args.estimator == "full":
+                            loss_T = both.divergence_T
+                        else:
+                            mb.advantages_T = both.teacher_logprobs_T - mb.old_logprobs_T
+                            engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
+                            mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
+                            log_ratio_T = both.logprobs_T - mb.old_logprobs_T
+                            loss_T = policy_loss(log_ratio_T, mb.advantages_T) * mb.correction_T
+                        loss = (loss_T * mb.loss_mask_T).sum() / tokens
+                        (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                        minibatch_loss += loss.detach()
+                        measure_both(meter, prefix, both, mb.loss_mask_T)
+                        if not prefix:
+                            measure.measure_sampling(meter, mb)
+                    lr = run.learning_rate(step)
+                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                    meter.mean("loss", minibatch_loss, 1 / world_size)
+
+        # ---- 4. log and evaluate ----
+        metrics = run.reduce(chain(*groups, *from_data), lr=lr)
+        if evaluates and run.evaluates(step + 1):
+            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+        run.log(step + 1, metrics)
+        if own:
+            run.show_samples(step + 1, groups, rollouts.positions)
+
+    run.end()
+    rollouts.close()
+    distributed.cleanup()
+
+
+if __name__ == "__main__":
+    main(parse(Args))

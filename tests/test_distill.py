@@ -1,0 +1,174 @@
+"""distill.py: one gradient whatever the ranks, exact resume, the student comes closer, what is refused."""
+
+import json
+import shutil
+
+import inprocess
+import pytest
+import torch
+from helpers import assert_close_metrics, metrics, run
+from test_grpo import REWARD, samples
+
+import distill
+from common.config import TrainArgs
+from common.data import Encoder
+from common.distributed import RunError
+from common.hub import load_tokenizer
+from common.meter import Meter
+from common.models import load_policy
+from common.packing import Sample
+from common.prompts import Prompts
+from common.rewards.scoring import Rewards
+from common.tiny import tiny_model
+
+main = inprocess.main
+SAME = ("loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
+        "teacher_entropy", "completions/mean_length", "num_tokens", "epoch", "reward")  # fmt: skip
+
+
+def write_teacher(folder, vocabulary: int = 364):
+    """Another model than `tiny`, narrower, of fewer layers and with rows that no token has; its logits are not flat."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(tiny_model(), folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.hidden_size, config.num_hidden_layers, config.vocab_size = 64, 2, vocabulary
+    config.layer_types = config.layer_types[:2]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        hf = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        hf.get_input_embeddings().weight.mul_(10)
+    hf.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return write_teacher(tmp_path_factory.mktemp("teacher") / "hf")
+
+
+@pytest.fixture(scope="module")
+def flags(teacher, tmp_path_factory):
+    reward = tmp_path_factory.mktemp("reward") / "reward.py"
+    reward.write_text(REWARD)
+    return (
+        "--teacher", teacher, "--reward", f"{reward}:digits", "--max_steps", 3, "--save_every", 2,
+        "--prompts_per_step", 8, "--samples_per_prompt", 2, "--minibatches", 2, "--epochs_per_rollout", 2,
+        "--on_policy_fraction", 0.5, "--divergence", "jsd", "--jsd_beta", 0.3, "--temperature", 0.8,
+        "--max_new_tokens", 12, "--lr", 1e-4, "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1,
+        "--max_logprob_difference", 1e-4, "--engine", "transformers",
+    )  # fmt: skip
+
+
+SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "sampled", "--on_policy_fraction", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [(), SAMPLED], ids=["full", "sampled"])
+def test_one_gradient_whatever_the_ranks_and_packing(main, flags, changed, tmp_path):
+    flags = (*flags, "--max_steps", 2)
+    run(2, "distill.py", *flags, *changed, "--output_dir", tmp_path / "two")
+    main("distill", *flags, *changed, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
+    assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
+    names = SAME if not changed else [name for name in SAME if not name.startswith("data/")]
+    assert_close_metrics(tmp_path / "two", tmp_path / "one", names, rel=1e-5, floor=0.1)
+    assert ("data/reverse_kl" in metrics(tmp_path / "one")[0]) == (not changed)
+
+
+@pytest.mark.slow
+def test_resumes_exactly(main, flags, tmp_path):
+    main("distill", *flags, "--output_dir", tmp_path / "run")
+    inprocess.assert_resumes_exactly(main, "distill", *flags, folder=tmp_path / "run", finished=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        (("--divergence", "reverse_kl", "--jsd_beta", 0.5), ""),
+        (("--divergence", "forward_kl", "--jsd_beta", 0.5, "--on_policy_fraction", 0), "data/"),
+    ],
+    ids=["reverse_kl", "forward_kl_on_data_alone"],
+)
+def test_the_student_comes_closer(main, flags, changed, where, tmp_path):
+    steps = (
+        "--max_steps",
+        10,
+        "--max_new_tokens",
+        6,
+        "--save_every",
+        100,
+        "--minibatches",
+        1,
+        "--epochs_per_rollout",
+        1,
+        "--lr",
+        3e-3,
+    )
+    main("distill", *flags, *steps, *changed, "--output_dir", tmp_path)
+    lines = metrics(tmp_path)
+    assert lines[-1][f"{where}reverse_kl"] < 0.8 * lines[0][f"{where}reverse_kl"]
+    assert ("reverse_kl" in lines[0]) == ("completions/mean_length" in lines[0]) == (where == "")
+
+
+@pytest.mark.slow
+def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, tmp_path):
+    own = ("--teacher", tiny_model(), "--reward", "--max_steps", 1, "--eval_every", 1)
+    own += ("--minibatches", 1, "--epochs_per_rollout", 1)  # a step along a gradient that is not quite 0 is a step
+    main("distill", *flags, *own, "--output_dir", tmp_path)
+    (line,) = metrics(tmp_path)
+    assert line["reverse_kl"] == pytest.approx(0, abs=1e-6) and line["agreement"] == line["data/agreement"] == 1
+    assert not {"reward", "eval/pass_at_1"} & line.keys() and line["completions/mean_length"] > 0
+
+
+def test_no_reward_is_no_number(device):
+    rows = [dict(prompt="1+1=", _source="a:1")] * 2
+    groups = [[Sample(ids=[0], loss_mask=[True], row=row)] * 3 for row in rows]
+    rewards_PG, parts = Rewards(distill.Args(), rows, None, device)(groups, Meter())
+    assert rewards_PG.shape == (2, 3) and rewards_PG.isnan().all() and parts == {}
+
+
+def test_what_is_given_is_the_datas_completion_up_to_the_longest_that_is_sampled():
+    tokenizer = load_tokenizer(tiny_model())
+    args = distill.Args(max_new_tokens=3)
+    rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
+    prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
+    short, long = distill.given_samples(prompts, Encoder(tokenizer, args), args)
+    assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
+    assert tokenizer.decode(long.completion_ids) == "123" and long.loss_mask == [False] * 4 + [True] * 3
+    assert short.ids[: short.prompt_length] == prompts.ids[0]
+
+
+# ---- bad input ----
+
+
+def test_another_tokenizer(main, flags, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_model(), folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["é"] = tokenizer["model"]["vocab"].pop("0")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="--teacher .*: another tokenizer than --model's, 2 entries differ"):
+        main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
+
+
+def test_no_teacher_and_no_such_teacher(main, tmp_path):
+    with pytest.raises(ValueError, match="^--teacher: there is none; name a folder or a Hugging Face id"):
+        main("distill", "--output_dir", tmp_path)
+    with pytest.raises(ValueError, match="^--teacher ./absent: no such folder"):
+        main("distill", "--teacher", "./absent", "--output_dir", tmp_path)
+
+
+def test_data_without_completions(main, flags, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
+    with pytest.raises(ValueError, match="--dataset .*a.jsonl.*(prompt|completion)"):
+        main("distill", *flags, "--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--output_dir", tmp_path / "run")
+
+
+def test_a_token_that_the_teacher_does_not_know(device, teacher):
+    policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+    known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
+    distill.require_known([known], policy, distill.Args(teacher="t"))
+    with pytest.raises(RunError, match="the student sampled token 364, --teacher t has 364: begin with"):
+        distill.require_known([known, unknown], policy, distill.Args(teacher="t"))
