@@ -28,7 +28,7 @@ from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.correction import CorrectionArgs, correction_weights
-from common.data import Encoder, RowOrder, cut
+from common.data import Encoder, cut
 from common.divergences import DIVERGENCES, Comparison
 from common.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive, require_flags_read, with_flags
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
@@ -38,6 +38,7 @@ from common.losses import clip_policy_loss
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
+from common.order import make_order
 from common.packing import Sample, pack_minibatches
 from common.prompts import Prompts, load_prompts
 from common.rewards.scoring import Rewards
@@ -108,7 +109,7 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
 def given_samples(prompts: Prompts, encoder: Encoder, args: Args) -> list[Sample]:
     """Each prompt with the data's completion, which ends where the student's own would: after `--max_new_tokens`."""
     prompt, completion = require_columns(
-        f"--dataset {args.dataset}", prompts.rows, tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)
+        args.dataset_flag, prompts.rows, tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)
     )
     samples = []
     for row in prompts.rows:
@@ -153,7 +154,7 @@ def main(args: Args) -> None:
     own, given = args.own_prompts, []
     if own < args.prompts_per_step:
         given = given_samples(prompts, Encoder(tokenizer, args), args)
-    order = RowOrder(len(prompts), distributed.fold_seed(args.seed, 1))  # of `given`, not in step with the prompts'
+    order = make_order(prompts.rows, replace(args, seed=distributed.fold_seed(args.seed, 1)))  # of `given`
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
