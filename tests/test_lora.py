@@ -9,7 +9,7 @@ import inprocess
 import pytest
 import torch
 import transformers
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from safetensors.torch import load_file, save_file
 from test_models import ARCHITECTURES, hf_model, samples, separate, small, whole, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
@@ -568,3 +568,19 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path
     assert len(adapter) == 2 * 7 * 4 and all(tensor.any() for tensor in adapter.values())
     kl = [line["objective/kl" if script == "ppo" else "kl"] for line in metrics(tmp_path / "run")]
     assert kl[0] == 0 != kl[1]
+
+
+@pytest.mark.slow
+def test_ppo_with_one_base_is_ppo_with_two_and_ranks_are_one(tmp_path, main):
+    """Bit for bit with a value model of another path, of which the files are the same; also with two copies of two
+    ranks that share sequences, on the host."""
+    copied = shutil.copytree(tiny_model(), tmp_path / "copied")
+    flags = (*ONLINE, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
+    names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")
+    main("ppo", *flags, "--output_dir", tmp_path / "one")
+    main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")
+    assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=0)
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
+    many = ("--context_ranks", 2, "--shard_ranks", 2, "--offload", "all")
+    run(4, "ppo.py", *flags, *many, "--output_dir", tmp_path / "many")
+    assert_close_metrics(tmp_path / "one", tmp_path / "many", names, rel=1e-3, floor=0.1)
