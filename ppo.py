@@ -36,7 +36,7 @@ from common.logprobs import add_logprobs, add_values
 from common.lora import LoRAArgs
 from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
 from common.meter import Meter
-from common.models import load_policy, load_reference, load_scalar_model
+from common.models import load_reference
 from common.optim import adamw, optimizer_step
 from common.packing import PackedBatch, pack_minibatches, to_samples
 from common.prompts import load_prompts
@@ -45,6 +45,7 @@ from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
 from common.run import Run
 from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.values import load_with_value_model
 
 
 @dataclass
@@ -193,8 +194,7 @@ def main(args: Args) -> None:
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
-    model = load_policy(path, args, device)
-    value_model = load_scalar_model(value_path, args, device, flag="--value_model")
+    model, value_model = load_with_value_model(path, value_path, args, device)
     reference = load_reference(model, args, device) if args.beta else None
     optimizer, value_optimizer = adamw(model, args), adamw(value_model, args)
     rollouts = make_rollouts(model, prompts, args, tokenizer, device)

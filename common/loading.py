@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common import distributed
@@ -93,6 +94,13 @@ def load_weights(hf: nn.Module, path: str, what: str, device: torch.device) -> T
     with one_line_errors(what):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
     return new_head
+
+
+def draw_head(head: DTensor, seed: int) -> None:
+    """Fill a scalar head [1, D] from N(0, 1 / (D + 1)), the same on any number of ranks. Collective."""
+    width, generator = head.shape[1], torch.Generator().manual_seed(seed)
+    drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
+    head.copy_(distribute_tensor(drawn.to(head.device), head.device_mesh, head.placements))
 
 
 @contextlib.contextmanager

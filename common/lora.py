@@ -86,19 +86,39 @@ class _MergedLinear(torch.autograd.Function):
         return grad_x, None, None, ctx.scale * (grad @ b_OR).T @ x, ctx.scale * grad.T @ (x @ a_RI.T), None
 
 
+class Adapter(nn.Module):
+    """Of a linear layer, float32, beside the one that is in it."""
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        super().__init__()
+        empty = dict(dtype=torch.float32, device=layer.weight.device)
+        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, **empty))
+        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, **empty))
+
+
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter. What it was keeps its names."""
+    """A linear layer with an adapter. What it was keeps its names. `lora_second`, if there is one, is computed with
+    while `use` says so."""
 
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     scale: float
+    second = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return _MergedLinear.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+        adapter = self.lora_second if self.second else self
+        return _MergedLinear.apply(x, self.weight, self.bias, adapter.lora_A, adapter.lora_B, self.scale)
 
     def merged(self) -> Tensor:
         """What the layer multiplies with, where its parameters are whole."""
         return merge(self.weight, self.lora_A, self.lora_B, self.scale)
+
+
+def use(hf: nn.Module, second: bool) -> None:
+    """From now on compute with the second adapters of its layers, or with the first."""
+    for layer in hf.modules():
+        if isinstance(layer, LoRALinear):
+            layer.second = second
 
 
 def add_adapters(hf: nn.Module, args: LoRAArgs, what: str) -> dict[str, Tensor]:
@@ -116,10 +136,9 @@ def add_adapters(hf: nn.Module, args: LoRAArgs, what: str) -> dict[str, Tensor]:
             raise ValueError(f"--lora_targets {target}: no linear layer of {what} is that; there are {there}")
     hf.requires_grad_(False)
     for layer in {linear[name] for names in found.values() for name in names}:
-        layer.__class__, empty = LoRALinear, dict(dtype=torch.float32, device=layer.weight.device)
+        layer.__class__, adapter = LoRALinear, Adapter(layer, args.lora_rank)
         layer.scale = args.lora_alpha / (math.sqrt(args.lora_rank) if args.lora_rslora else args.lora_rank)
-        layer.lora_A = nn.Parameter(torch.empty(args.lora_rank, layer.in_features, **empty))
-        layer.lora_B = nn.Parameter(torch.empty(layer.out_features, args.lora_rank, **empty))
+        layer.lora_A, layer.lora_B = adapter.lora_A, adapter.lora_B
     if hasattr(hf, "score"):
         hf.score.float().requires_grad_(True)
     # It is of --model; a value model beside it starts anew.

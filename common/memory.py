@@ -217,7 +217,7 @@ def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None
 
 # ---- of this process ----
 
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # loaded, and not gone again
+_models: weakref.WeakKeyDictionary[nn.Module, Shapes] = weakref.WeakKeyDictionary()  # loaded, and not gone again
 
 
 def recomputes(args: TrainArgs, device: torch.device) -> bool:
@@ -256,7 +256,7 @@ def capacity_of(device: torch.device) -> int | None:
 def loaded() -> list[Shapes]:
     """Of the models of this process."""
     gc.collect()  # one that is gone may be part of a circle
-    return [shapes_of(model.hf) for model in _models]
+    return list(_models.values())
 
 
 def require_room(model: nn.Module, what: str, args: BaseArgs) -> None:
@@ -265,7 +265,7 @@ def require_room(model: nn.Module, what: str, args: BaseArgs) -> None:
     capacity = capacity_of(model.device)
     if capacity is None or not isinstance(args, TrainArgs):
         return
-    _models.add(model)
+    _models[model] = shapes_of(model.hf)  # a value model's adapters are in it now
     if problem := refusal(loaded(), plan_of(model, args, capacity), capacity):
         raise ValueError(f"{what}: {problem}")
 

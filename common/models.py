@@ -3,8 +3,6 @@
 Shapes: T packed tokens, D hidden size, V vocabulary, N sequences.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
@@ -14,14 +12,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import distribute_tensor
 
 from common import distributed, lora
 from common.attention import packed_attention, packed_inputs
 from common.config import BaseArgs, TrainArgs
 from common.divergences import Comparison, Divergence, Logits, compare, logits_of
 from common.hardware import forward_flops, matrix_weights
-from common.loading import EXPERTS, load_weights
+from common.loading import EXPERTS, draw_head, load_weights
 from common.logprobs import token_logprobs
 from common.losses import expert_balance
 from common.memory import recomputes, require_room
@@ -42,8 +39,9 @@ class PackedModel(nn.Module):
         self.hf, self.path = hf, path
         self.matrix_weights, self.flops = matrix_weights(hf), 0.0
 
-    def hidden_states(self, stream: Stream) -> Tensor:
-        """Last hidden states [t, D]."""
+    def hidden_states(self, stream: Stream, second: bool = False) -> Tensor:
+        """Last hidden states [t, D]; with the `second` adapters, those of its value model."""
+        lora.use(self.hf, second)
         flops = forward_flops(self.hf.config, self.matrix_weights, stream)
         if torch.is_grad_enabled():
             frozen = not self.hf.get_input_embeddings().weight.requires_grad  # all but adapters: those are not counted
@@ -53,7 +51,10 @@ class PackedModel(nn.Module):
         if router_logits := getattr(output, "router_logits", None):
             lengths_N, top_k = stream.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
             self.expert_balance_N = expert_balance(router_logits, lengths_N, top_k)[: stream.sequences]
-        return output.last_hidden_state[0]
+        hidden_tD = output.last_hidden_state[0]
+        if hidden_tD.requires_grad:  # blocks may be computed again in the backward
+            hidden_tD.register_hook(lambda _: lora.use(self.hf, second))
+        return hidden_tD
 
     def watch_experts(self, flag: str) -> None:
         """Raises `ValueError` naming `flag` for a model without experts."""
@@ -121,10 +122,10 @@ def load_reference(policy: Policy, args: BaseArgs, device: torch.device, path: s
 
 
 def load_policy(
-    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
+    path: str, args: BaseArgs, device: torch.device, trainable=True, flag="--model", values: nn.Module | None = None
 ) -> Policy:
     """Causal LM of a local checkpoint folder as FSDP2 shards: float32 masters, `--dtype` compute, float32 reduction.
-    With `--lora_rank` its adapters alone are trained (common/lora.py).
+    With `--lora_rank` its adapters alone are trained (common/lora.py); `values` join them (common/values.py).
 
     Built on meta, sharded, then each rank reads only its slices. `trainable=False` gives a frozen reference, kept in
     the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. `flag` is
@@ -135,7 +136,7 @@ def load_policy(
     what = f"{flag} {path}"
     config = _packable_config(path, what)
     hf = _on_meta(AutoModelForCausalLM, config, what, master_dtype(args, device, trainable))
-    return _load(Policy(hf, path), what, args, device, trainable)
+    return _load(Policy(hf, path), what, args, device, trainable, values)
 
 
 def load_scalar_model(
@@ -199,7 +200,9 @@ def on_host(args: BaseArgs) -> bool:
     return isinstance(args, TrainArgs) and args.offload == "all"
 
 
-def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool) -> PackedModel:
+def _load(
+    model: PackedModel, what: str, args: BaseArgs, device: torch.device, trainable: bool, values=None
+) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
     if trainable and recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
@@ -210,21 +213,24 @@ def _load(model: PackedModel, what: str, args: BaseArgs, device: torch.device, t
         raise ValueError(f"{what}: --context_ranks {R} does not divide its {heads} attention heads")
     setup(R, args.nccl_timeout)
     stored = lora.add_adapters(hf, args, what) if trainable and lora.has_adapters(args) else {}
+    if values is not None:
+        values.join(model)
     shard(model, blocks, args, device, reshard_root=not trainable)
     if isinstance(model, Policy):
         register_fsdp_forward_method(model, "teach")
     model.compute_dtype, model.device = compute_dtype(args, device), device
     require_room(model, what, args)
-    new_head = load_weights(hf, model.path, what, torch.device("cpu") if on_host(args) else device)
+    home = torch.device("cpu") if on_host(args) else device
+    new_head = load_weights(hf, model.path, what, home)
     for module in hf.modules():  # only what FSDP gathers may be elsewhere
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     if new_head is not None:
         if not trainable:
             raise ValueError(f"{what}: a language model without a reward head")
-        width, generator = new_head.shape[1], torch.Generator().manual_seed(args.seed)
-        drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
-        new_head.copy_(distribute_tensor(drawn.to(device), new_head.device_mesh, new_head.placements))
+        draw_head(new_head, args.seed)
+    if values is not None:
+        values.leave(args.seed, home)
     if trainable and lora.has_adapters(args):
         lora.fill_adapters(hf, stored, args.seed)
     check_packing(model, what, args, device)

@@ -9,10 +9,11 @@ import inprocess
 import pytest
 import torch
 import transformers
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from safetensors.torch import load_file, save_file
 from test_models import ARCHITECTURES, hf_model, samples, separate, small, whole, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FSDPModule
 
 import common.lora
 from common.checkpoint import Checkpointer, export_hf
@@ -24,6 +25,7 @@ from common.optim import adamw, optimizer_step
 from common.packing import pack
 from common.rollout.engine import whole_weights
 from common.tiny import tiny_model
+from common.values import load_with_value_model
 
 main = inprocess.main
 
@@ -241,6 +243,71 @@ def test_the_reference_is_the_starting_model(path, device, tmp_path):
     other = load_reference(policy, args, device, path)  # the bare base, because it was asked for
     assert not any(p.requires_grad for p in other.parameters())
     assert all(map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device)))
+
+
+# ---- the value model ----
+
+
+def trained(model) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@torch.no_grad()
+def as_one_of_its_own(values, path, args, device):
+    """A scalar model with frozen weights of its own, and the same adapters and head."""
+    model = load_scalar_model(path, args, device)
+    for ours, theirs in zip(trained(model), trained(values), strict=True):
+        ours.to_local().copy_(theirs.to_local())
+    return model
+
+
+@pytest.mark.parametrize("how", ["in turns", "in turns, recomputed", "one backward, recomputed"])
+def test_a_value_model_in_the_policy_is_as_one_beside_it(how, path, device):
+    """Numbers and gradients of both, bit for bit, in whichever order they are computed."""
+    args = replace(ARGS, activation_checkpointing="recomputed" in how)
+    policy, values = load_with_value_model(path, path, args, device)
+    new = load_scalar_model(path, args, device)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained(values), trained(new), strict=True))
+    plain, alone = move(load_policy(path, args, device)), as_one_of_its_own(move(values, seed=6), path, args, device)
+    move(policy)
+    for mb in pack(samples(), 100, device):
+        for model, value_model in ((policy, values), (plain, alone)):
+            policy_loss, value_loss = -model(mb)[0].sum(), value_model(mb).square().sum()
+            if how == "one backward, recomputed":
+                (policy_loss + value_loss).backward()
+            else:
+                policy_loss.backward()
+                value_loss.backward()
+        with torch.no_grad():
+            assert torch.equal(values(mb), alone(mb)) and torch.equal(policy(mb)[0], plain(mb)[0])
+        values.reshard(), alone.reshard()
+    assert len(trained(policy)) == 42 and len(trained(values)) == 43
+    for ours, theirs in ((values, alone), (policy, plain)):
+        for p, q in zip(trained(ours), trained(theirs), strict=True):
+            assert torch.equal(whole(p.grad), whole(q.grad)) and p.grad.to_local().any()
+
+
+def test_the_value_model_shares_the_frozen_weights_and_nothing_of_it_is_the_policys(path, device, tmp_path):
+    """Of FSDP's shards, in bytes; the engine, hf/ and adapter/ are as without it."""
+    policy, values = load_with_value_model(path, path, ARGS, device)
+    plain, scalar = load_policy(path, ARGS, device), load_scalar_model(path, ARGS, device)
+    move(policy), move(plain), move(values, seed=6)
+    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    held = [p for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+    sizes = {p.sharded_param.to_local().data_ptr(): p.sharded_param.to_local().nbytes for p in held}
+    added = sum(p.to_local().nbytes for p in trained(scalar))
+    assert sum(sizes.values()) == sum(p.to_local().nbytes for p in plain.parameters()) + added
+    assert {p.to_local().data_ptr() for p in values.parameters()} < sizes.keys()
+    assert policy.state_dict().keys() == plain.state_dict().keys()
+    for model, other in ((policy, plain), (plain, policy)):
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in other.named_parameters()]
+    pairs = zip(whole_weights(policy, torch.float32), whole_weights(plain, torch.float32), strict=True)
+    assert all(ours[0] == theirs[0] and torch.equal(ours[1], theirs[1]) for ours, theirs in pairs)
+    for model, name in ((policy, "ours"), (plain, "plain")):
+        save_adapter(model.hf, path, replace(ARGS, model=path), tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # ---- checkpoints ----
@@ -501,3 +568,19 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path
     assert len(adapter) == 2 * 7 * 4 and all(tensor.any() for tensor in adapter.values())
     kl = [line["objective/kl" if script == "ppo" else "kl"] for line in metrics(tmp_path / "run")]
     assert kl[0] == 0 != kl[1]
+
+
+@pytest.mark.slow
+def test_ppo_with_one_base_is_ppo_with_two_and_ranks_are_one(tmp_path, main):
+    """Bit for bit with a value model of another path, of which the files are the same; also with two copies of two
+    ranks that share sequences, on the host."""
+    copied = shutil.copytree(tiny_model(), tmp_path / "copied")
+    flags = (*ONLINE, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
+    names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")
+    main("ppo", *flags, "--output_dir", tmp_path / "one")
+    main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")
+    assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=0)
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
+    many = ("--context_ranks", 2, "--shard_ranks", 2, "--offload", "all")
+    run(4, "ppo.py", *flags, *many, "--output_dir", tmp_path / "many")
+    assert_close_metrics(tmp_path / "one", tmp_path / "many", names, rel=1e-3, floor=0.1)
