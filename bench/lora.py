@@ -28,7 +28,7 @@ RUNS = {
     "sft_full": (*SFT, "--lr", 5e-4),
     "sft_lora": (*SFT, "--lr", 2e-3, "--lora_rank", 16),
     "dpo_full": DPO,
-    "dpo_lora": (*DPO, "--lr", 2e-3, "--lora_rank", 16),
+    "dpo_lora": (*DPO, "--lr", 8e-3, "--lora_rank", 16),
 }
 PANELS = {"sft": ("eval_loss", "eval_mean_token_accuracy"), "dpo": ("eval_loss", "eval_rewards/accuracies")}
 
