@@ -144,7 +144,7 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 # ---- the tables ----
 
 
-def with_adapters(m: Shapes, rank: int = 16) -> Shapes:
+def with_adapters(m: Shapes, rank: int) -> Shapes:
     """Adapters on all matrices of the blocks but experts: `rank` numbers for each of their rows and columns."""
     widths = 2 * m.queries + 2 * m.keys + 4 * m.hidden  # of q, k, v and o
     adapters = rank * (widths if m.experts else widths + 3 * (m.inner + m.hidden))  # of gate, up and down
@@ -168,9 +168,9 @@ SCRIPTS = {  # models that train, frozen ones, whether an engine samples
 
 def plan_for(m: Shapes, script: str, lora: bool, ranks: int, offload: str) -> tuple[list[Shapes], Plan]:
     trains, stays, samples = SCRIPTS[script]
-    trained = with_adapters(m) if lora else m
+    trained = with_adapters(m, rank=16 * trains) if lora else m
     models = [trained, *([replace(trained, head=0)] if trains == 2 else [])]
-    # The reference is the adapter switched off, and the value model an adapter on the same weights.
+    # The reference is the policy as it started, and the value model has adapters on the same weights.
     models = models[:1] if lora else models + [frozen(m)] * stays
     engine = 0.4 * CAPACITY * GIB if samples else 0.0
     together = min(ranks, 2 ** math.ceil(math.log2(max(1, 2 * m.weights / (0.9 * (engine or math.inf))))))

@@ -53,7 +53,7 @@ class ValueModel(nn.Module):
                 layer.__dict__["lora_second"] = layer._modules.pop("lora_second")
         self.to_empty(device=home)
         lora.fill_adapters(self, {}, seed)
-        draw_head(self.score.weight.data, seed)
+        draw_head(self.score.weight.detach(), seed)
         self.copies, policy.values = policy.copies, self._values
         register_fsdp_forward_method(policy, "values")  # the head is whole in the root's forward alone
 
