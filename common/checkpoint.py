@@ -87,6 +87,7 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml in it is not one of ours"
         then = type(args)().to_dict() | then  # a flag that is newer than that run had its default
+        then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # or took one
         free = args.may_change(then)
         changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
         if changed:

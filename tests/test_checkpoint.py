@@ -85,6 +85,11 @@ def test_a_folder_belongs_to_a_run_with_its_flags(tmp_path):
         with pytest.raises(ValueError, match=f"^--output_dir {tmp_path} .*{words}"):
             begin(tmp_path, **flags)
     assert (tmp_path / "args.yaml").read_text() == before
+    older = before.replace("dataset:\n- arithmetic\n", "dataset: arithmetic\n")  # when it was one
+    assert older != before
+    (tmp_path / "args.yaml").write_text(older)
+    begin(tmp_path)
+    assert (tmp_path / "args.yaml").read_text() != older
     (tmp_path / "args.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="args.yaml in it is not one of ours"):
         begin(tmp_path)
