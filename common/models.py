@@ -5,13 +5,8 @@ Shapes: T packed tokens, D hidden size, V vocabulary, N sequences.
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 
 from common import distributed, lora
 from common.attention import packed_attention, packed_inputs
@@ -32,7 +27,9 @@ from common.sharing import Stream, own, setup, unit_size
 class PackedModel(nn.Module):
     """A transformer that takes a PackedBatch. `hf` is the Hugging Face model, with its own names; `flops` counts what
     its forwards and backwards compute; `expert_balance_N` is that of the sequences that it last computed, if it is
-    watched."""
+    watched, and `values` the forward of a value model in it (common/values.py)."""
+
+    values = None
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
@@ -41,7 +38,8 @@ class PackedModel(nn.Module):
 
     def hidden_states(self, stream: Stream, second: bool = False) -> Tensor:
         """Last hidden states [t, D]; with the `second` adapters, those of its value model."""
-        lora.use(self.hf, second)
+        if self.values is not None:
+            lora.use(self.hf, second)
         flops = forward_flops(self.hf.config, self.matrix_weights, stream)
         if torch.is_grad_enabled():
             frozen = not self.hf.get_input_embeddings().weight.requires_grad  # all but adapters: those are not counted
@@ -52,7 +50,7 @@ class PackedModel(nn.Module):
             lengths_N, top_k = stream.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
             self.expert_balance_N = expert_balance(router_logits, lengths_N, top_k)[: stream.sequences]
         hidden_tD = output.last_hidden_state[0]
-        if hidden_tD.requires_grad:  # blocks may be computed again in the backward
+        if self.values is not None and hidden_tD.requires_grad:  # blocks may be computed again in the backward
             hidden_tD.register_hook(lambda _: lora.use(self.hf, second))
         return hidden_tD
 
@@ -93,8 +91,12 @@ class ScalarModel(PackedModel):
     def forward(self, mb: PackedBatch) -> Tensor:
         """Scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` has seen the inputs up to t,
         not `targets_T[t]`."""
-        scalars_t = self.hidden_states(mb.computed).float() @ self.hf.score.weight[0].float()
-        return own((scalars_t,), mb.shared)[0]
+        return scalars(self.hidden_states(mb.computed), self.hf.score, mb)
+
+
+def scalars(hidden_tD: Tensor, head: nn.Linear, mb: PackedBatch) -> Tensor:
+    """What a scalar head makes of computed hidden states, on this rank's own tokens: [T], float32."""
+    return own((hidden_tD.float() @ head.weight[0].float(),), mb.shared)[0]
 
 
 # ---- loading ----
@@ -217,7 +219,7 @@ def _load(
         values.join(model)
     shard(model, blocks, args, device, reshard_root=not trainable)
     if isinstance(model, Policy):
-        register_fsdp_forward_method(model, "teach")
+        register_forward(model, "teach")
     model.compute_dtype, model.device = compute_dtype(args, device), device
     require_room(model, what, args)
     home = torch.device("cpu") if on_host(args) else device

@@ -139,7 +139,7 @@ class Ids:
             for key in keys:
                 places[key] = unit, at
                 at += sum(self.groups[key])
-        longest, own_T = max(parts), [torch.zeros(0, dtype=torch.int64)]
+        longest, own_T = max(parts), []
         for key in own:
             unit, at = places[key]
             in_unit = torch.arange(at, at + sum(self.groups[key]))

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from common import lora
 from common.config import TrainArgs
 from common.loading import draw_head
-from common.models import Policy, ScalarModel, load_policy, load_scalar_model
+from common.models import Policy, ScalarModel, load_policy, load_scalar_model, scalars
 from common.packing import PackedBatch
-from common.sharing import own
 
 
 def load_with_value_model(
@@ -58,8 +57,7 @@ class ValueModel(nn.Module):
         register_fsdp_forward_method(policy, "values")  # the head is whole in the root's forward alone
 
     def _values(self, mb: PackedBatch) -> Tensor:
-        hidden_tD = self.policy[0].hidden_states(mb.computed, second=True)
-        return own((hidden_tD.float() @ self.score.weight[0].float(),), mb.shared)[0]
+        return scalars(self.policy[0].hidden_states(mb.computed, second=True), self.score, mb)
 
     def forward(self, mb: PackedBatch) -> Tensor:
         """Scalars [T], float32, as `ScalarModel`'s."""
