@@ -126,7 +126,7 @@ def main(args: Args) -> None:
     model = load_policy(path, args, device)
     reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
         stored = sample_offline(args, prompts, rollouts, rewards, tokenizer)
         if stored is None:

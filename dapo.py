@@ -107,7 +107,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
     model = load_policy(path, args, device)
     optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
 
     # ---- the objective, its floats bound to the flags of their names ----
     policy_loss, outside_clip = with_flags(clip_policy_loss, args), with_flags(clipped, args)

@@ -163,7 +163,7 @@ def main(args: Args) -> None:
     teacher = load_policy(teacher_path, args, device, trainable=False, flag="--teacher")
     optimizer = adamw(model, args)
     sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
-    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device, rewards)
 
     # ---- the objective, its floats bound to the flags of their names ----
     divergence = with_flags(DIVERGENCES[args.divergence], args) if args.estimator == "full" else None

@@ -131,7 +131,7 @@ def main(args: Args) -> None:
     referenced = not set(args.loss) <= REFERENCE_FREE
     reference = load_reference(model, args, device) if referenced else None
     optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
 
     # ---- the objectives, their floats bound to the flags of their names ----
     objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}

@@ -116,7 +116,7 @@ def main(args: Args) -> None:
     model = load_policy(path, args, device)
     reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
 
     # ---- the objective, its floats bound to the flags of their names ----
     policy_loss, correction = with_flags(LOSSES[args.loss], args), with_flags(correction_weights, args)

@@ -80,7 +80,7 @@ def main(args: Args) -> None:
     model = load_policy(path, args, device)
     reference = load_reference(model, args, device) if args.beta else None
     optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
 
     # ---- the objective, its floats bound to the flags of their names ----
     policy_loss, outside_clip = with_flags(clip_policy_loss, args), with_flags(clipped, args)

@@ -174,8 +174,14 @@ class OnlineArgs(BaseArgs):
     """the last so many ranks only generate, the others only train, both at the same time; 0: every rank does both in
     turn"""
     max_staleness: NotNegative[int] = 1
-    """with --rollout_ranks: how many steps old the weights may be that sampled what a step learns from; 0: the two
-    kinds of ranks take turns, more than 1: a longer queue"""
+    """with --rollout_ranks or --oversample: how many steps old the weights may be that sampled a token that a step
+    learns from; 0: the two kinds of ranks take turns, more than 1: more prompts in work"""
+    oversample: Annotated[float, Interval(ge=1, le=2)] = 1.0
+    """so many times the prompts of a step are in work, and it takes the oldest of those that are complete; the others
+    go on into the next one, by its weights; 1: it waits for the oldest"""
+    partial_rollouts: bool = True
+    """with --rollout_ranks: completions in work go on with new weights when there are any; false: they are ended with
+    the old ones first"""
     max_logprob_difference: Positive[float] | None = None
     """stop if engine and trainer differ by more nats on one of a thousand sampled tokens, or by a tenth of it on
     average; default: 1e-3 in float32, 0.5 in bfloat16; 1e9: go on whatever they do"""
@@ -186,7 +192,11 @@ class OnlineArgs(BaseArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_read("max_staleness", self.rollout_ranks > 0, "--rollout_ranks is 0")
+        mixed = self.rollout_ranks > 0 or self.oversample > 1
+        self.require_read("max_staleness", mixed, "--rollout_ranks is 0 and --oversample 1")
+        self.require_read("partial_rollouts", self.rollout_ranks > 0, "--rollout_ranks is 0")
+        if self.oversample > 1 and self.max_staleness == 0:
+            raise ValueError(f"--oversample {self.oversample:g} leaves completions to later steps: --max_staleness 0")
         self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
 
     def check_ranks(self, ranks: int) -> None:

@@ -20,7 +20,7 @@ from common.losses import sequence_mean, sequence_sum
 from common.sharing import Ids, Shared, Stream, assign, unit_size
 
 # Per-token streams that a Sample may carry and a PackedBatch then has as `<name>_T`.
-STREAMS = ("rollout_logprobs", "weights")
+STREAMS = ("rollout_logprobs", "versions", "weights")
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Sample:
     """which of `ids` are trained on; same length. The first token is never predicted, so its entry is ignored"""
     rollout_logprobs: list[float] | None = None
     """log-probs of `ids` by the engine that sampled them, 0 where it did not; same length"""
+    versions: list[int] | None = None
+    """how many steps had been finished with the weights that sampled each of `ids`, -1 where none did; same length"""
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
     reward: float = 0.0
@@ -52,7 +54,7 @@ class Sample:
     finish_reason: str = ""
     """`stop` (an EOS was sampled) or `length` (cut off by max_new_tokens or max_turns)"""
     version: int = 0
-    """how many steps had been finished with the weights that sampled it"""
+    """the oldest of `versions`"""
     text: str = ""
     """the completion decoded, of several turns the last: for rewards and for people; never tokenised again"""
     turns: int = 1
@@ -91,6 +93,7 @@ class PackedBatch(Stream):
     samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
     shared: Shared | None = None  # what this rank computes of the micro-batch, its own tokens or those of others
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
+    versions_T: Tensor | None = None
     weights_T: Tensor | None = None
     advantages_T: Tensor | None = None  # on each token its sample's when it was packed, or what a script puts there
     # What scripts put beside the samples' own streams:

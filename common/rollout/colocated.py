@@ -3,11 +3,20 @@
     rollouts.submit(step, total_steps)       draws the prompts of a step
     groups = rollouts.collect(step, meter)   their completions, this rank's share
 
-Here the engine is in the training process and `collect` does the work; in `remote.py` other ranks do it.
+Here the engine is in the training process and `collect` does the work; in `remote.py` other ranks do it. Rewards that
+can be computed apart are begun the moment that a prompt's completions are there.
+
+Prompts are numbered as they are drawn. Number d belongs to the d % ranks-th of the ranks that train, and every step
+takes as many of each of them: the oldest. With `--oversample` more are in work than a step needs, and it takes the
+oldest of those that are complete. What it leaves goes on into the next step, and nothing is left so long that a token
+of it would be older than `--max_staleness` steps. So every prompt that is drawn is learned from, once, and over a run
+no length of completions is favoured.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -17,17 +26,15 @@ from common.hub import eos_token_ids
 from common.meter import Meter
 from common.models import Policy
 from common.order import make_order
-from common.packing import Sample
 from common.prompts import Prompts
+from common.rewards.scoring import Rewards
 from common.rollout.engine import make_engine, whole_weights
-from common.rollout.episodes import Episodes
-
-Group = list[Sample]
+from common.rollout.episodes import Episodes, Group
 
 
 @dataclass
 class Batch:
-    """Prompts that were drawn, of all ranks, and what it takes to draw them again."""
+    """As many prompts as a step takes, of all ranks, and what it takes to draw them again."""
 
     number: int
     """of the batches drawn in this run, from 0"""
@@ -36,11 +43,28 @@ class Batch:
     drawn: list[int]
     """rows"""
 
+    @property
+    def numbers(self) -> range:
+        """Of its prompts."""
+        return range(self.number * len(self.drawn), (self.number + 1) * len(self.drawn))
+
+
+@dataclass
+class Prompt:
+    """What is asked for a number of completions."""
+
+    number: int
+    ids: list[int]
+    row: dict
+    seed: int
+    samples: int
+    temperature: float
+
 
 class Rollouts:
     """Completions from an engine in the same process, by the weights that are about to be trained."""
 
-    ahead = 0  # batches that may be drawn beyond the one a step needs
+    ahead = 0  # steps whose prompts may be in work beside those of the present one
 
     def __init__(
         self,
@@ -49,15 +73,21 @@ class Rollouts:
         args: OnlineArgs,
         tokenizer,
         device: torch.device,
+        rewards: Rewards | None = None,
     ):
-        self.model, self.prompts, self.args, self.device = model, prompts, args, device
+        self.model, self.prompts, self.args, self.device, self.rewards = model, prompts, args, device, rewards
         self.order, self.next_number = make_order(prompts.rows, args), 0
-        self.pending: deque[Batch] = deque()  # drawn and not collected
-        self.collected: list[Batch] = []  # in the present step
+        self.pending: deque[Batch] = deque()  # drawn, and not all of their prompts collected before the present step
+        self.used: set[int] = set()  # those of their prompts that were
+        self.in_work: dict[int, int] = {}  # those that were begun: in which step
+        self.collected: list[int] = []  # in the present step
         self.step = -1
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.positions = range(self.rank, args.prompts_per_step, self.ranks)
-        """of this rank's groups in a batch"""
+        """of this rank's groups in a step"""
+        self.rows: dict[int, dict] = {}  # of this rank's prompts in work, urgent ones too
+        self.done: dict[int, Group] = {}  # those of them that are complete
+        self.urgent = 0  # minus the number of prompts that went before all that were drawn
         self._start(tokenizer)
 
     def _start(self, tokenizer) -> None:
@@ -68,52 +98,70 @@ class Rollouts:
     def __str__(self) -> str:
         return type(self.engine).__name__
 
+    # ---- what scripts call ----
+
     def submit(self, step: int, total_steps: int) -> None:
-        """Draw the prompts of step `step` (from 0), and of later steps that may be sampled by weights as old."""
-        while len(self.pending) <= min(self.ahead, total_steps - step - 1):
-            batch = Batch(self.next_number, self.order.state_dict(), self.order.draw(self.args.prompts_per_step))
-            self.next_number += 1
-            self._send(batch, needed_at=step + len(self.pending))
-            self.pending.append(batch)
+        """Draw the prompts of step `step` (from 0), and those that may be in work beside them."""
+        size, left = self.args.prompts_per_step, max(0, total_steps - step - 1)
+        beside = min(round((self.ahead + self.args.oversample - 1) * size), left * size)
+        in_work = Counter(number % self.ranks for number in self.in_work)
+        missing = {rank: (size + beside) // self.ranks - in_work[rank] for rank in range(self.ranks)}
+        fresh, numbers = [], self._numbers()
+        while any(count > 0 for count in missing.values()):
+            number = next(numbers)
+            if number not in self.used and number not in self.in_work and missing[number % self.ranks] > 0:
+                missing[number % self.ranks] -= 1
+                fresh.append(number)
+        self.in_work |= dict.fromkeys(fresh, step)
+        self._ask([self._prompt(number) for number in fresh])
 
     def collect(self, step: int, meter: Meter) -> list[Group] | None:
-        """`samples_per_prompt` completions for each of this rank's prompts in the oldest batch, in the order of
-        `positions`. Each knows its row and the version of the weights that sampled it. Collective.
+        """`samples_per_prompt` completions for as many of this rank's prompts as a step takes, in the order of
+        `positions`. Each knows its row and the versions of the weights that sampled it. Collective.
 
         None if the run was told to stop meanwhile: what this step has collected counts as never drawn, so that the
         resumed run samples it again.
         """
         if step != self.step:
             self.step, self.collected = step, []
-        batch = self.pending.popleft()
-        self.collected.append(batch)
-        groups = self._sampled(batch, step, meter)
-        for i, group in zip(self.positions, groups, strict=True):
-            for sample in group:
-                sample.row = self.prompts.rows[batch.drawn[i]]
-        meter.sum("sampled", sum(sum(sample.loss_mask) for group in groups for sample in group))
+            while self.pending and self.used.issuperset(self.pending[0].numbers):
+                self.used.difference_update(self.pending.popleft().numbers)
+        self._sample(step, meter)
+        chosen = self._chosen(step)
+        groups = [self._take(number) for number in chosen]
+        for number in chain(*distributed.gather_objects(chosen)):
+            del self.in_work[number]
+            self.used.add(number)
+            self.collected.append(number)
+        self._measure(step, groups, meter)
         if distributed.stop_requested():
-            self.pending.extendleft(reversed(self.collected))
+            self.used.difference_update(self.collected)
             return None
         return groups
 
     def sample_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
         """`n` completions by the weights after `step` steps, for this rank's share of the prompts of all ranks: every
         `ranks`-th from the `rank`-th. Each knows its row. Collective."""
-        groups = self._sampled_now(step, prompts, seeds, n, temperature)
-        for group, row in zip(groups, prompts.rows[self.rank :: self.ranks], strict=True):
-            for sample in group:
-                sample.row = row
-        return groups
+        self.urgent -= len(prompts) + -len(prompts) % self.ranks  # the first one's belongs to rank 0
+        asked = [
+            Prompt(self.urgent + i, prompts.ids[i], prompts.rows[i], seeds[i], n, temperature)
+            for i in range(len(prompts))
+        ]
+        self._ask(asked)
+        mine = [prompt.number for prompt in asked if self._is_mine(prompt.number)]
+        self._sample_all(step, mine)
+        return [self._take(number) for number in mine]
 
     def state_dict(self) -> dict:
-        """The data cursor: batches that were drawn and not trained on are drawn again, and sampled again."""
-        if self.pending:
-            return dict(number=self.pending[0].number, order=self.pending[0].cursor)
-        return dict(number=self.next_number, order=self.order.state_dict())
+        """The data cursor: prompts that were drawn and not trained on are drawn again, and sampled again."""
+        oldest = next((batch for batch in self.pending if not self.used.issuperset(batch.numbers)), None)
+        if oldest is None:
+            return dict(number=self.next_number, order=self.order.state_dict())
+        used = sorted(number for number in self.used if number >= oldest.numbers.start)
+        return dict(number=oldest.number, order=oldest.cursor) | (dict(used=used) if used else {})
 
     def load_state_dict(self, state: dict) -> None:
-        self.next_number = state["number"]
+        self.next_number, self.used = state["number"], set(state.get("used", ()))
         self.order.load_state_dict(state["order"])
 
     @property
@@ -123,37 +171,102 @@ class Rollouts:
 
     def close(self) -> None:
         """Shut the engine down, before `distributed.cleanup`. Collective."""
+        self.episodes.close()
         self.engine.close()
+
+    # ---- prompts ----
+
+    def _numbers(self) -> Iterator[int]:
+        """Of all prompts that are pending, and then of more, which are drawn when they are asked for."""
+        for batch in self.pending:
+            yield from batch.numbers
+        while True:
+            drawn = Batch(self.next_number, self.order.state_dict(), self.order.draw(self.args.prompts_per_step))
+            self.next_number += 1
+            self.pending.append(drawn)
+            yield from drawn.numbers
+
+    def _prompt(self, number: int) -> Prompt:
+        """Its seed is of its position in the batch: completions do not depend on the number of ranks."""
+        args, (batch, position) = self.args, divmod(number, self.args.prompts_per_step)
+        row = self.pending[batch - self.pending[0].number].drawn[position]
+        seed = distributed.fold_seed(args.seed, batch, position)
+        return Prompt(
+            number, self.prompts.ids[row], self.prompts.rows[row], seed, args.samples_per_prompt, args.temperature
+        )
+
+    def _is_mine(self, number: int) -> bool:
+        return number % self.ranks == self.rank
+
+    def _arrived(self, number: int, group: Group) -> Group:
+        """A group that is complete, and whose rewards can be begun."""
+        for sample in group:
+            sample.row = self.rows[number]
+        if self.rewards is not None:
+            self.rewards.begin([group])
+        return group
+
+    def _chosen(self, step: int) -> list[int] | None:
+        """Which of this rank's prompts the step takes, oldest first. None while one of them is not complete, or one
+        that is left could then not be learned from in time."""
+        count, mine = len(self.positions), sorted(filter(self._is_mine, self.in_work))
+        if self.args.oversample == 1 or all(number in self.done for number in mine):
+            chosen = mine[:count]
+            return chosen if all(number in self.done for number in chosen) else None
+        chosen = [number for number in mine if number in self.done][:count]
+        left = [number for number in mine if number not in chosen]
+        late = any(self.in_work[x] + self.args.max_staleness < step + 1 + i // count for i, x in enumerate(left))
+        return None if len(chosen) < count or late else chosen
+
+    def _take(self, number: int) -> Group:
+        del self.rows[number]
+        return self.done.pop(number)
+
+    def _measure(self, step: int, groups: list[Group], meter: Meter) -> None:
+        """How many tokens were sampled and how old the weights were, in steps."""
+        meter.sum("sampled", sum(sum(sample.loss_mask) for group in groups for sample in group))
+        if not self.args.rollout_ranks and self.args.oversample == 1:
+            return
+        for sample in chain(*groups):
+            versions = Counter(sample.versions)
+            del versions[-1]
+            meter.mean("sampling/staleness/mean", sum((step - v) * n for v, n in versions.items()), versions.total())
+            meter.max("sampling/staleness/max", step - min(versions))
+            meter.mean("sampling/version_spread/mean", max(versions) - min(versions))
+            meter.max("sampling/version_spread/max", max(versions) - min(versions))
 
     # ---- what differs where the engine is elsewhere ----
 
-    def _send(self, batch: Batch, needed_at: int) -> None:
-        """The batch is known; step `needed_at` is the last that may be the one to collect it."""
+    def _ask(self, prompts: list[Prompt]) -> None:
+        """Put prompts, of all ranks, in work."""
+        for prompt in prompts:
+            if self._is_mine(prompt.number):
+                self.rows[prompt.number] = prompt.row
+                self.episodes.begin(*vars(prompt).values())
 
-    def _seeds(self, batch: Batch, positions: range) -> list[int]:
-        """A seed per prompt, from its position in the whole batch: completions do not depend on the number of ranks."""
-        return [distributed.fold_seed(self.args.seed, batch.number, i) for i in positions]
-
-    def _wake(self) -> None:
-        self.engine.wake()
-        self.engine.load_weights(whole_weights(self.model, self.engine.dtype))
-
-    def _sampled_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
-        mine = slice(self.rank, None, self.ranks)
-        self._wake()
-        groups = self.episodes.generate(prompts.ids[mine], prompts.rows[mine], seeds[mine], n, temperature)
-        self.engine.sleep()
-        return groups
-
-    def _sampled(self, batch: Batch, step: int, meter: Meter) -> list[Group]:
+    def _sample(self, step: int, meter: Meter) -> None:
+        """Until what the step takes is complete."""
         with meter.time("sync"):
-            self._wake()
+            self._wake(step)
         with meter.time("rollout"):
-            drawn = [batch.drawn[i] for i in self.positions]
-            prompts, rows = ([x[row] for row in drawn] for x in (self.prompts.ids, self.prompts.rows))
-            seeds, args = self._seeds(batch, self.positions), self.args
-            groups = self.episodes.generate(prompts, rows, seeds, args.samples_per_prompt, args.temperature)
-            self.engine.sleep()  # hand weights and KV-cache memory back to the trainer
-        for sample in (sample for group in groups for sample in group):
-            sample.version = step
-        return groups
+            while self.engine.anybody(self._chosen(step) is None):
+                self._advance()
+            self._sleep()  # hand weights and KV-cache memory back to the trainer
+
+    def _sample_all(self, step: int, numbers: list[int]) -> None:
+        """Until these are complete, by the weights after `step` steps."""
+        self._wake(step)
+        while self.engine.anybody(not all(number in self.done for number in numbers)):
+            self._advance()
+        self._sleep()
+
+    def _advance(self) -> None:
+        self.done |= {number: self._arrived(number, group) for number, group in self.episodes.step()}
+
+    def _wake(self, step: int) -> None:
+        self.engine.wake()
+        self.engine.load_weights(whole_weights(self.model, self.engine.dtype), step)
+
+    def _sleep(self) -> None:
+        self.engine.interrupt()
+        self.engine.sleep()

@@ -3,96 +3,172 @@
 What was sampled stays as it was, token for token; what the environment says is appended as the token ids that the chat
 template makes of it, without loss. An episode is one `Sample` whose completion begins with the model's first turn and
 ends with its last: the environment's last words are context for nothing.
+
+No episode waits for another: its next turn is asked for when its environment has answered.
 """
 
-import copy
+from dataclasses import dataclass
 
 from common import distributed
 from common.config import SamplingArgs
 from common.data import Encoder
-from common.environments import Environment, load_environment
 from common.packing import Sample
-from common.rollout.base import Engine
+from common.rollout.base import SEED_SPACING, Completion, Engine
+from common.rollout.environment_processes import Answer, Environments
+
+Group = list[Sample]
+
+
+@dataclass(eq=False)
+class Asked:
+    """A prompt of which so many completions are in work."""
+
+    number: int
+    row: dict
+    seed: int
+    temperature: float
+    samples: list[Sample | None]
+
+    @property
+    def is_done(self) -> bool:
+        return None not in self.samples
+
+
+@dataclass(eq=False)
+class Episode:
+    """One of a prompt's completions, in work."""
+
+    asked: Asked
+    place: int
+    """which of them"""
+    number: int
+    """among all episodes"""
+    turn: int = 0
+    """turns that have been spoken"""
+    sample: Sample | None = None
+    """so far"""
+    answered: int = 0
+    """tokens that the environment has said since"""
 
 
 class Episodes:
-    """What samples: the engine, or the engine and `--environment` in turn."""
+    """What samples: the engine, or the engine and `--environment` in turn.
+
+    `begin` puts a prompt in work, `step` advances all and returns groups that are done. A completion may have up to
+    `--max_turns` turns and `--max_new_tokens` tokens, those of the environment included; an episode that one of the two
+    cuts off has finish_reason `length`. Every turn has a seed of its own: episodes do not depend on the ranks, nor on
+    what else is in work.
+    """
 
     def __init__(self, engine: Engine, args: SamplingArgs, tokenizer):
         self.engine, self.args, self.tokenizer = engine, args, tokenizer
-        self.environment = load_environment(args.environment) if args.environment is not None else None
-        self.encoder = Encoder(tokenizer, args) if self.environment else None
+        self.environments = self.encoder = None
+        if args.environment is not None:
+            self.environments = Environments(args.environment, args.environment_timeout)
+            self.encoder = Encoder(tokenizer, args)
+        self.speaking: dict[Completion, Episode] = {}
+        self.listening: dict[int, Episode] = {}  # to their environments, by number
+        self.done: list[tuple[int, Group]] = []
+        self.count = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything of this rank's is in work."""
+        return bool(self.speaking or self.listening or self.done)
+
+    def begin(self, number: int, prompt: list[int], row: dict, seed: int, n: int, temperature: float) -> None:
+        """Put `n` completions of a prompt in work; `number` will name them, and those with smaller ones go first."""
+        asked = Asked(number, row, seed, temperature, [None] * n)
+        for i in range(n):
+            self.count += 1
+            completion = Completion(prompt, self.args.max_new_tokens, seed * SEED_SPACING + i, temperature, number)
+            self._speak(Episode(asked, i, self.count), completion)
+
+    def step(self) -> list[tuple[int, Group]]:
+        """One turn of the engine, and what environments have answered: `(number, group)` of the prompts that are done
+        with it. If only environments are at work it waits a moment for them. Collective with tensor parallelism."""
+        if self.speaking or self.engine.group is not None:
+            for completion in self.engine.step():
+                self._spoken(self.speaking.pop(completion), completion)
+        if self.listening:
+            for number, answer in self.environments.answers(wait=0.0 if self.speaking else 0.05):
+                self._answered(self.listening.pop(number), answer)
+        done, self.done = self.done, []
+        return done
+
+    def finish(self) -> list[tuple[int, Group]]:
+        """All that have begun to their ends, and no other; what is done. Collective with tensor parallelism."""
+        done, self.engine.admits_new = [], False
+        while self.engine.anybody(bool(self.listening) or any(e.turn or c.ids for c, e in self.speaking.items())):
+            done += self.step()
+        self.engine.admits_new = True
+        return done
 
     def generate(
         self, prompts: list[list[int]], rows: list[dict], seeds: list[int], n: int, temperature: float
-    ) -> list[list[Sample]]:
-        """`Engine.generate`, where a completion may have up to `--max_turns` turns and `--max_new_tokens` tokens, those
-        of the environment included. An episode that one of the two cuts off has finish_reason `length`.
+    ) -> list[Group]:
+        """`n` completions of each prompt of this rank, in order, with nothing else in work; one seed per prompt.
+        Collective with tensor parallelism."""
+        for i, (prompt, row, seed) in enumerate(zip(prompts, rows, seeds, strict=True)):
+            self.begin(i, prompt, row, seed, n, temperature)
+        groups = {}
+        while self.engine.anybody(self.busy):
+            groups |= self.step()
+        return [groups[i] for i in range(len(prompts))]
 
-        All episodes that go on advance together, in one call of the engine a turn. Every turn has a seed of its own, so
-        that episodes do not depend on the number of ranks. Collective with tensor parallelism.
-        """
-        groups = self.engine.generate(prompts, n, seeds, temperature, [self.args.max_new_tokens] * len(prompts))
-        if self.environment is None:
-            return groups
-        live: list[tuple[Sample, Environment, int]] = []
-        for group, row, seed in zip(groups, rows, seeds, strict=True):
-            for i, sample in enumerate(group):
-                live.append((sample, self._reset(sample, row), distributed.fold_seed(seed, i)))
-        for turn in range(1, self.args.max_turns + 1):
-            answered = []
-            for sample, environment, seed in live:
-                answer = self._step(sample, environment, turn)
-                if answer is not None:
-                    answered.append((sample, environment, seed, answer))
-            if not self._anybody(answered):
-                break
-            contexts = [sample.ids + answer for sample, _, _, answer in answered]
-            turn_seeds = [distributed.fold_seed(seed, turn) for _, _, seed, _ in answered]
-            room = [self._longest(s) - len(c) for (s, *_), c in zip(answered, contexts, strict=True)]
-            turns = self.engine.generate(contexts, 1, turn_seeds, temperature, room)
-            for (sample, _, _, answer), (spoken,) in zip(answered, turns, strict=True):
-                _append(sample, len(answer), spoken)
-            live = [(sample, environment, seed) for sample, environment, seed, _ in answered]
-        for sample in (sample for group in groups for sample in group):
-            sample.transcript = self.tokenizer.decode(sample.completion_ids)
-        return groups
+    def close(self) -> None:
+        if self.environments is not None:
+            self.environments.close()
 
-    def _reset(self, sample: Sample, row: dict) -> Environment | None:
-        try:
-            environment = self.environment()
-            if environment.reset(copy.deepcopy(row)) != row["_prompt"]:
-                raise ValueError("not the same messages as at the start of the run")
-            return environment
-        except (Exception, SystemExit) as error:  # counted as a reward that could not be computed
-            sample.error = f"reset: {type(error).__name__}: {distributed.first_line(error)}"
+    # ---- one episode ----
 
-    def _step(self, sample: Sample, environment: Environment, turn: int) -> list[int] | None:
-        """What the environment says to the sample's last turn, as ids; None if the episode ends here."""
-        if sample.error or sample.finish_reason == "length":
-            return None
-        try:
-            messages, reward, done = environment.step(sample.text)
-            sample.turn_rewards.append((len(sample.ids) - 1, float(reward)))
-            ids = [] if done else self.encoder.reply(messages)
-        except (Exception, SystemExit) as error:  # counted as a reward that could not be computed
-            sample.error = f"step {turn}: {type(error).__name__}: {distributed.first_line(error)}"
-            return None
-        if done:
-            return None
-        if turn == self.args.max_turns or len(sample.ids) + len(ids) >= self._longest(sample):
+    def _speak(self, episode: Episode, completion: Completion) -> None:
+        self.speaking[completion] = episode
+        self.engine.submit(completion)
+
+    def _spoken(self, episode: Episode, completion: Completion) -> None:
+        spoken, first = self.engine.sample(completion), episode.sample is None
+        if first:
+            episode.sample = spoken
+        else:
+            _append(episode.sample, episode.answered, spoken)
+        episode.turn += 1
+        if self.environments is None:
+            return self._end(episode)
+        if first:
+            self.environments.reset(episode.number, episode.asked.row)
+        if spoken.finish_reason == "length":
+            return self._end(episode)
+        self.environments.step(episode.number, spoken.text)
+        self.listening[episode.number] = episode
+
+    def _answered(self, episode: Episode, answer: Answer) -> None:
+        sample = episode.sample
+        sample.error = answer.error
+        if not sample.error:
+            sample.turn_rewards.append((len(sample.ids) - 1, answer.reward))
+            try:
+                said = [] if answer.done else self.encoder.reply(answer.messages)
+            except Exception as error:  # of messages that a user's code made
+                sample.error = f"step {episode.turn}: {type(error).__name__}: {distributed.first_line(error)}"
+        if sample.error or answer.done:
+            return self._end(episode)
+        room = sample.prompt_length + self.args.max_new_tokens - len(sample.ids) - len(said)
+        if episode.turn == self.args.max_turns or room <= 0:
             sample.finish_reason = "length"
-            return None
-        return ids
+            return self._end(episode)
+        asked, episode.answered = episode.asked, len(said)
+        seed = distributed.fold_seed(distributed.fold_seed(asked.seed, episode.place), episode.turn) * SEED_SPACING
+        self._speak(episode, Completion(sample.ids + said, room, seed, asked.temperature, asked.number, goes_on=True))
 
-    def _longest(self, sample: Sample) -> int:
-        return sample.prompt_length + self.args.max_new_tokens
-
-    def _anybody(self, live: list) -> bool:
-        """Whether the engine is needed: by anyone, where ranks must call it together."""
-        if self.args.tensor_parallel_size == 1:
-            return bool(live)
-        return bool(distributed.all_max(len(live)))
+    def _end(self, episode: Episode) -> None:
+        asked = episode.asked
+        asked.samples[episode.place] = episode.sample
+        if self.environments is not None:
+            self.environments.end(episode.number)
+            episode.sample.transcript = self.tokenizer.decode(episode.sample.completion_ids)
+        if asked.is_done:
+            self.done.append((asked.number, asked.samples))
 
 
 def _append(sample: Sample, answered: int, spoken: Sample) -> None:
@@ -101,5 +177,7 @@ def _append(sample: Sample, answered: int, spoken: Sample) -> None:
     sample.ids = spoken.ids
     sample.loss_mask = sample.loss_mask + [False] * answered + [True] * sampled
     sample.rollout_logprobs = sample.rollout_logprobs + [0.0] * answered + spoken.rollout_logprobs[-sampled:]
+    sample.versions = sample.versions + [-1] * answered + spoken.versions[-sampled:]
+    sample.version = min(sample.version, spoken.version)
     sample.finish_reason, sample.text = spoken.finish_reason, spoken.text
     sample.turns += 1

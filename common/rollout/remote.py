@@ -1,21 +1,21 @@
 """Generating and training at the same time, on different ranks (Noukhovitch et al. 2024, arXiv:2410.18252).
 
-`submit` sends prompts to the rollout ranks, which are in `serve`: a step's, and up to `--max_staleness` batches beyond
-it. `collect` gives them new weights and waits for what is not there yet.
+`submit` sends prompts to the rollout ranks, which are in `serve`: a step's, and those of up to `--max_staleness` steps
+beyond it. Each rollout rank has its own share of them in work, all the time, as many as its engine has room for, and
+sends a prompt's completions to the rank that will learn from them when they are there. `collect` waits for what it
+needs.
 
-Weights have the number of finished steps as their version. A batch says which version it needs at least; while the
-rollout ranks have it they go on to the next batch by themselves, with the newest they were given. They are given new
-ones between two steps when nobody would be held up: they have nothing they may do, or the trainers need the very batch
-they are at.
+Weights have the number of finished steps as their version. `collect` first hands over those of now: the rollout ranks
+stop after the token they are at, or with `--partial_rollouts false` after the completions they are at, take them, and
+go on.
 """
 
 import pickle
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,36 +26,33 @@ from common.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.meter import Meter
 from common.models import Policy, compute_dtype
 from common.prompts import Prompts
-from common.rollout.colocated import Batch, Group, Rollouts
+from common.rewards.scoring import Rewards
+from common.rollout.colocated import Group, Prompt, Rollouts
 from common.rollout.engine import make_engine, whole_weights
 from common.rollout.episodes import Episodes
 
 NO_WEIGHTS = -(1 << 62)  # the version of an engine that has not been given any
 
 
-def make_rollouts(model: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device) -> Rollouts:
-    """Completions of `prompts` by `model`, by this process or by the rollout ranks. Call it on every rank that trains.
+def make_rollouts(
+    model: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards | None = None
+) -> Rollouts:
+    """Completions of `prompts` by `model`, by this process or by the rollout ranks, and their `rewards` begun. Call it
+    on every rank that trains.
 
     Raises `ValueError` for an engine that cannot be had.
     """
-    return (RemoteRollouts if args.rollout_ranks else Rollouts)(model, prompts, args, tokenizer, device)
+    return (RemoteRollouts if args.rollout_ranks else Rollouts)(model, prompts, args, tokenizer, device, rewards)
 
 
 # ---- messages ----
 
 
 @dataclass
-class Request:
+class Work:
     """Rank 0 to the rollout ranks: complete these prompts."""
 
-    number: int
-    prompts: list[list[int]]
-    rows: list[dict]  # for the environment, if there is one
-    seeds: list[int]
-    samples: int
-    temperature: float
-    min_version: int
-    """not by older weights than these"""
+    prompts: list[Prompt]
 
 
 @dataclass
@@ -72,49 +69,59 @@ class Ready:
 
 
 @dataclass
-class Share:
-    """A rollout rank to a training rank: its completions of that rank's prompts."""
+class Done:
+    """A rollout rank to a training rank: the completions of one of its prompts."""
 
     number: int
-    groups: dict[int, Group]
-    """by position in the batch"""
-    began: float
-    ended: float
-    """seconds since 1970"""
+    group: Group
     stop: bool
     """whether the rollout rank was told to stop"""
+    load: dict[str, tuple[float, float]]
+    """what the rollout rank measured of itself since it last said so: sums and weights"""
+
+
+def worker(number: int) -> int:
+    """The rollout rank that completes the prompt of this number."""
+    return distributed.rollout_ranks[number % len(distributed.rollout_ranks)]
+
+
+def leaders(args: OnlineArgs) -> range:
+    """The rollout ranks that are written to: the first of those that share an engine, for all of them."""
+    return distributed.rollout_ranks[:: args.tensor_parallel_size]
 
 
 class Mail:
-    """Messages between training and rollout ranks, pickled, over gloo. A thread receives: whoever sends never waits for
-    the other side's work. It also notices at once when a rank of the other side dies, and then ends this one."""
+    """Messages between training and rollout ranks, pickled, over gloo. A thread for each sender receives: whoever sends
+    never waits for the other side's work. It also notices at once when a rank of the other side dies, and then ends
+    this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, receive: Callable[[object], None] | None = None) -> None:
+        """`receive` is called in those threads with each message; without it they go to the inbox."""
         everyone = [*distributed.training_ranks, *distributed.rollout_ranks]
         self.link = distributed.link("mail", everyone, torch.device("cpu"))
         self.inbox: queue.Queue = queue.Queue()
+        self.receive = receive or self.inbox.put
         senders = distributed.training_ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
-        self.thread = threading.Thread(target=self._listen, args=(senders,), daemon=True)
-        if not distributed.is_rollout_rank() or torch.distributed.get_rank() == 0:  # rank 0 writes to the first alone
-            self.thread.start()
+        self.threads = [threading.Thread(target=self._listen, args=(sender,), daemon=True) for sender in senders]
+        for thread in self.threads:
+            thread.start()
 
     def send(self, message: object, receiver: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         self.link.send([torch.tensor([len(data)])], receiver, 0).wait()
         self.link.send([data], receiver, 0).wait()
 
-    def _listen(self, senders: range) -> None:
-        """One message of each sender in turn, until they send None."""
-        sender, message = senders[0], True
+    def _listen(self, sender: int) -> None:
+        """Until it sends None."""
+        message = self
         try:
             while message is not None:
-                for sender in senders:
-                    size = torch.empty(1, dtype=torch.int64)
-                    self.link.recv([size], sender, 0).wait()
-                    data = torch.empty(int(size), dtype=torch.uint8)
-                    self.link.recv([data], sender, 0).wait()
-                    message = pickle.loads(data.numpy())
-                    self.inbox.put(message)
+                size = torch.empty(1, dtype=torch.int64)
+                self.link.recv([size], sender, 0).wait()
+                data = torch.empty(int(size), dtype=torch.uint8)
+                self.link.recv([data], sender, 0).wait()
+                message = pickle.loads(data.numpy())
+                self.receive(message)
         except RuntimeError as error:  # gloo: connection closed, or reset, by peer
             kind = "training" if sender in distributed.training_ranks else "rollout"
             lost = distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}")
@@ -136,66 +143,63 @@ class RemoteRollouts(Rollouts):
     """Completions from the rollout ranks. Rank 0 speaks to them; they answer every training rank."""
 
     def _start(self, tokenizer) -> None:
-        self.ahead = self.args.max_staleness
+        # What a step may leave to the next one is as old as what would else be begun a step earlier.
+        self.ahead = self.args.max_staleness - (self.args.oversample > 1)
         self.dtype = compute_dtype(self.args, self.device)
-        self.mail = Mail()  # waits for the rollout ranks; the signals are still the system's, see distributed.setup
+        self.mail = Mail(self._receive)  # waits for the rollout ranks; the signals are still the system's
         self.link = weights_link(self.device) if self.rank == 0 else None
         distributed.install_signal_handlers()
         self.names_and_shapes = [(name, w.shape) for name, w in whole_weights(self.model, self.dtype)]
         self.sent_version = NO_WEIGHTS
-        self.urgent = 0  # minus the number of requests that went before all batches
-        self.requests: dict[int, Request] = {}  # not answered
-        self.shares: dict[int, list[Share]] = {}
+        self.unsent: list[Prompt] = []  # which wait for weights that they may begin with
         self.ready = 0  # rollout ranks that wait for weights
+        self.loads: list[dict[str, tuple[float, float]]] = []  # of rollout ranks
+        self.collected_at = time.perf_counter()
 
     def __str__(self) -> str:
-        return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.ahead})"
+        return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.args.max_staleness})"
 
-    def _send(self, batch: Batch, needed_at: int) -> None:
-        prompts, rows = ([x[row] for row in batch.drawn] for x in (self.prompts.ids, self.prompts.rows))
-        seeds, args, oldest = self._seeds(batch, range(len(prompts))), self.args, needed_at - self.ahead
-        self._request(Request(batch.number, prompts, rows, seeds, args.samples_per_prompt, args.temperature, oldest))
+    def _ask(self, prompts: list[Prompt]) -> None:
+        self.rows |= {prompt.number: prompt.row for prompt in prompts if self._is_mine(prompt.number)}
+        self.unsent += prompts
 
-    def _request(self, request: Request) -> None:
-        request.rows = request.rows if self.args.environment else [{}] * len(request.prompts)
-        self.requests[request.number] = request
-        self._tell(request)
+    def _send(self, step: int, meter: Meter) -> None:
+        """The weights of now, and what may begin with them."""
+        if self.sent_version != step:
+            self._give_weights(step, meter)
+        if not self.args.environment:
+            self.unsent = [replace(prompt, row={}) for prompt in self.unsent]
+        for leader in leaders(self.args):
+            theirs = range(leader, leader + self.args.tensor_parallel_size)
+            self._tell(leader, Work([prompt for prompt in self.unsent if worker(prompt.number) in theirs]))
+        self.unsent = []
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, rollout_rank: int, message: object) -> None:
         if self.rank == 0:
-            self.mail.send(message, distributed.rollout_ranks[0])
+            self.mail.send(message, rollout_rank)
 
-    def _receive(self, message: Ready | Share) -> None:
+    def _receive(self, message: Ready | Done | None) -> None:
+        """In the threads of the mail."""
+        if isinstance(message, Done):
+            self._arrived(message.number, message.group)
+        self.mail.inbox.put(message)
+
+    def _next_message(self) -> None:
+        message = self.mail.inbox.get()
         if isinstance(message, Ready):
             self.ready += 1
-            return
-        if message.stop:
-            distributed.tell_to_stop()
-        shares = self.shares.setdefault(message.number, [])
-        shares.append(message)
-        if len(shares) == len(distributed.rollout_ranks):
-            del self.requests[message.number]
+        elif message is not None:
+            self.done[message.number] = message.group
+            self.loads.append(message.load)
+            if message.stop:
+                distributed.tell_to_stop()
 
-    def _answer(self, number: int) -> list[Group]:
-        """This rank's groups of a request, waiting for them if need be."""
-        while number in self.requests:
-            self._receive(self.mail.inbox.get())
-        groups = {i: group for share in self.shares[number] for i, group in share.groups.items()}
-        return [groups[i] for i in sorted(groups)]
-
-    def _give_weights(self, step: int, number: int, meter: Meter) -> None:
-        """Send the weights of now, if the rollout ranks have nothing to do or are at the request with this number."""
-        while not self.mail.inbox.empty():
-            self._receive(self.mail.inbox.get())
-        first = next(iter(self.requests.values()), None)  # what they are at, if they may be
-        free = first is None or first.min_version > self.sent_version or number in self.requests
-        # What has arrived may differ between the ranks, and gathering the weights takes all of them.
-        if self.sent_version == step or not distributed.gather_objects(free)[0]:
-            return
-        self._tell(NewWeights(step, self.names_and_shapes))
+    def _give_weights(self, step: int, meter: Meter) -> None:
+        for leader in leaders(self.args):
+            self._tell(leader, NewWeights(step, self.names_and_shapes))
         with meter.time("rollout"):
             while self.ready < len(distributed.rollout_ranks):
-                self._receive(self.mail.inbox.get())
+                self._next_message()
         with meter.time("sync"):
             for _, weight in whole_weights(self.model, self.dtype):
                 if self.link is not None:
@@ -203,39 +207,56 @@ class RemoteRollouts(Rollouts):
         meter.max("clock/weights_given", time.time())
         self.ready, self.sent_version = 0, step
 
-    def _sampled(self, batch: Batch, step: int, meter: Meter) -> list[Group]:
-        self._give_weights(step, batch.number, meter)
+    def _sample(self, step: int, meter: Meter) -> None:
+        self._send(step, meter)
+        began = time.perf_counter()
         with meter.time("rollout"):
-            groups = self._answer(batch.number)
-        shares = self.shares.pop(batch.number)
-        meter.max("time/generate", max(share.ended - share.began for share in shares))
-        meter.min("clock/generation_began", min(share.began for share in shares))
-        meter.max("clock/generation_ended", max(share.ended for share in shares))
-        meter.max("clock/collected", time.time())
-        for sample in (sample for group in groups for sample in group):
-            meter.mean("sampling/staleness/mean", step - sample.version)
-            meter.max("sampling/staleness/max", step - sample.version)
-        return groups
+            while self._chosen(step) is None:
+                self._next_message()
+        now = time.perf_counter()
+        meter.mean("idle/training_ranks", now - began, now - self.collected_at)
+        self.collected_at = now
+        for load in self.loads:
+            for name, (total, weight) in load.items():
+                meter.mean(name, total, weight)
+        self.loads = []
 
-    def _sampled_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
-        self.urgent -= 1
-        self._request(Request(self.urgent, prompts.ids, prompts.rows, seeds, n, temperature, step))
-        self._give_weights(step, self.urgent, Meter())
-        groups = self._answer(self.urgent)
-        del self.shares[self.urgent]
-        return groups
+    def _sample_all(self, step: int, numbers: list[int]) -> None:
+        self._send(step, Meter())
+        while not all(number in self.done for number in numbers):
+            self._next_message()
 
     def close(self) -> None:
-        self._tell(None)
-        self.mail.thread.join()
+        for rollout_rank in distributed.rollout_ranks:
+            self._tell(rollout_rank, None)
+        for thread in self.mail.threads:
+            thread.join()
         close_link(self.link)
 
 
-def serve(args: OnlineArgs, device: torch.device) -> None:
-    """What a rollout rank does instead of training: generate until the training ranks are done.
+# ---- the other side ----
 
-    All rollout ranks do the same at the same time, each for every R-th prompt of a request.
-    """
+
+class Load:
+    """How busy a rollout rank is: sums and their weights, since it was last asked."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float]] = {}
+        self.since = time.perf_counter()
+
+    def add(self, name: str, total: float, weight: float = 1.0) -> None:
+        before, weights = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = before + total, weights + weight
+
+    def take(self) -> dict[str, tuple[float, float]]:
+        now = time.perf_counter()
+        self.add("idle/rollout_ranks", 0.0, now - self.since)
+        sums, self.sums, self.since = self.sums, {}, now
+        return sums
+
+
+def serve(args: OnlineArgs, device: torch.device) -> None:
+    """What a rollout rank does instead of training: generate until the training ranks are done."""
     distributed.default_signals()  # until the training ranks can be told
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
@@ -243,40 +264,40 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     episodes = Episodes(engine, args, tokenizer)
     engine.wake()
     distributed.default_signals()  # it has put our handlers back
-    mail, link = Mail(), weights_link(device)
+    mail, link, load = Mail(), weights_link(device), Load()
     distributed.install_signal_handlers()
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    version, requests = NO_WEIGHTS, deque()
+    rank, trainers = distributed.rollout_ranks[torch.distributed.get_rank()], distributed.training_ranks
+
+    def send(groups: list[tuple[int, Group]]) -> None:
+        for number, group in groups:
+            done = Done(number, group, distributed.told_to_stop(), load.take())
+            mail.send(done, trainers[number % len(trainers)])
+
     while True:
-        ready = bool(requests) and requests[0].min_version <= version
-        messages = distributed.gather_objects(_messages(mail, wait=not ready) if rank == 0 else None)[0]
+        began, idle = time.perf_counter(), not engine.anybody(episodes.busy)
+        messages = engine.together(_messages(mail, wait=idle) if engine.place == 0 else None)[0]
+        load.add("idle/rollout_ranks", time.perf_counter() - began if idle else 0.0, 0.0)
         for message in messages:
             if message is None:
-                for trainer in distributed.training_ranks:
+                for trainer in trainers:
                     mail.send(None, trainer)
                 close_link(link)
+                episodes.close()
                 engine.close()
                 return distributed.cleanup()
             if isinstance(message, NewWeights):
-                version = message.version
-                for trainer in distributed.training_ranks:
+                if not args.partial_rollouts:
+                    send(episodes.finish())
+                for trainer in trainers:
                     mail.send(Ready(), trainer)
-                engine.load_weights(_received(message, link, engine.dtype, device))
-            elif message.number < 0:  # the trainers wait for it
-                requests.appendleft(message)
+                engine.load_weights(_received(message, link, engine.dtype, device), message.version)
             else:
-                requests.append(message)
-        if requests and requests[0].min_version <= version:
-            request = requests.popleft()
-            mine, began = range(rank, len(request.prompts), ranks), time.time()
-            asked = ([every[i] for i in mine] for every in (request.prompts, request.rows, request.seeds))
-            groups = dict(zip(mine, episodes.generate(*asked, request.samples, request.temperature), strict=True))
-            ended, stop = time.time(), distributed.told_to_stop()
-            for sample in (sample for group in groups.values() for sample in group):
-                sample.version = version
-            for trainer in distributed.training_ranks:
-                theirs = {i: group for i, group in groups.items() if i % len(distributed.training_ranks) == trainer}
-                mail.send(Share(request.number, theirs, began, ended, stop), trainer)
+                for prompt in message.prompts:
+                    if worker(prompt.number) == rank:
+                        episodes.begin(*vars(prompt).values())
+        send(episodes.step())
+        for name, value in engine.occupancy().items():
+            load.add(f"engine/{name}", value)
 
 
 def _messages(mail: Mail, wait: bool) -> list:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.rollout.base import SEED_SPACING, Engine
+from common.rollout.base import Engine
+
+BATCH = 64  # completions that `generate` samples together
 
 
 class TransformersEngine(Engine):
@@ -17,21 +19,16 @@ class TransformersEngine(Engine):
         self.replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # not the model's own penalties
 
-    @torch.no_grad()
-    def _generate(self, prompts, n, seeds, temperature, limits):
-        rows = [
-            (prompt, seed * SEED_SPACING + i, limit)
-            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
-            for i in range(n)
-        ]
-        done: list = [None] * len(rows)
-        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-        for start in range(0, len(rows), 64):
-            batch = by_length[start : start + 64]
-            for i, completion in zip(batch, self._batch([rows[i] for i in batch], temperature), strict=True):
-                done[i] = completion
-        return [done[i : i + n] for i in range(0, len(done), n)]
+    def _advance(self):
+        """Some of those that are running, those with the shortest prompts, to their ends."""
+        chosen = sorted(self.running.values(), key=lambda c: len(c.prompt + c.ids))[:BATCH]
+        for temperature in {c.temperature for c in chosen}:
+            batch = [c for c in chosen if c.temperature == temperature]
+            rows = [(c.prompt + c.ids, c.piece_seed, c.limit - len(c.ids)) for c in batch]
+            for completion, said in zip(batch, self._batch(rows, temperature), strict=True):
+                self._said(completion, *said)
 
+    @torch.no_grad()
     def _batch(self, rows, temperature):
         longest = max(len(prompt) for prompt, *_ in rows)
         pad = self.eos_ids[0]
@@ -52,7 +49,7 @@ class TransformersEngine(Engine):
             completions.append((tokens[:length], token_logprobs[:length], reason))
         return completions
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         mine = self.replica.state_dict()
         with torch.no_grad():
             for name, whole in weights:

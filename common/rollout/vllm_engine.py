@@ -11,9 +11,7 @@ from torch import Tensor
 from common import distributed
 from common.hub import context_length
 from common.loading import hub_weights
-from common.rollout.base import SEED_SPACING, Engine
-
-MAX_SEQUENCES = 256  # sampled at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several times
+from common.rollout.base import SLOTS, Engine
 
 
 def lost_asleep(worker) -> list[str]:
@@ -82,7 +80,7 @@ class VLLMEngine(Engine):
                 generation_config="vllm",  # not the model's own top_p, top_k and penalties
                 max_model_len=max_model_len,
                 gpu_memory_utilization=self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9),
-                max_num_seqs=MAX_SEQUENCES,
+                max_num_seqs=SLOTS,
                 seed=0,  # unused: every request brings its own
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
@@ -105,54 +103,52 @@ class VLLMEngine(Engine):
         (self.has_head, *_) = self.llm.collective_rpc(
             lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
         )
+        self.core = self.llm.llm_engine.engine_core.engine_core
         size = self.args.tensor_parallel_size
         first = dist.get_rank() // size * size
-        self.group_start, self.group = first, None
+        self.place = dist.get_rank() - first
         for start in range(0, dist.get_world_size(), size):  # new_group is collective: every rank makes all of them
             group = dist.new_group(list(range(start, start + size)), backend="gloo") if size > 1 else None
             self.group = group if start == first else self.group
 
-    def _generate(self, prompts, n, seeds, temperature, limits):
+    def _begin(self, name, completion):
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
-        counts = [len(prompts)]
-        if self.group is not None:  # the ranks of a tensor-parallel group must all ask for all of the group's prompts
-            shares: list = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(shares, (prompts, seeds, limits), group=self.group)
-            counts = [len(share) for share, _, _ in shares]
-            prompts, seeds, limits = ([x for share in column for x in share] for column in zip(*shares, strict=True))
-        params = [
-            SamplingParams(
-                n=n,
-                seed=seed * SEED_SPACING,
-                temperature=temperature,
-                max_tokens=limit,
-                stop_token_ids=self.eos_ids,
-                logprobs=0,  # of the sampled token alone
-                detokenize=False,
-            )
-            for seed, limit in zip(seeds, limits, strict=True)
-        ]
+        params = SamplingParams(
+            seed=completion.piece_seed,
+            temperature=completion.temperature,
+            max_tokens=completion.limit - len(completion.ids),
+            stop_token_ids=self.eos_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,  # what is new, at every step
+        )
+        self.llm.llm_engine.add_request(name, tokens_input(completion.prompt + completion.ids), params)
+
+    def _advance(self):
         # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
         stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()
         with stance:
-            requests = [dict(prompt_token_ids=prompt) for prompt in prompts]
-            outputs = self.llm.generate(requests, params, use_tqdm=False) if requests else []
-        mine = dist.get_rank() - self.group_start if self.group is not None else 0
-        start = sum(counts[:mine])
-        return [
-            [
-                (
-                    list(c.token_ids),
-                    [p[t].logprob for p, t in zip(c.logprobs, c.token_ids, strict=True)],
-                    c.finish_reason,
-                )
-                for c in output.outputs
-            ]
-            for output in outputs[start : start + counts[mine]]
-        ]
+            outputs = self.llm.llm_engine.step()
+        for output in outputs:
+            (new,) = output.outputs
+            logprobs = [of_token[t].logprob for of_token, t in zip(new.logprobs, new.token_ids, strict=True)]
+            self._said(self.running[output.request_id], list(new.token_ids), logprobs, new.finish_reason)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _stop(self, names):
+        self.llm.llm_engine.abort_request(names)
+        while self.core.batch_queue:  # what was computed ahead for them
+            self.llm.llm_engine.step()
+
+    def occupancy(self) -> dict[str, float]:
+        """And what fraction of its cache is taken, and how many of the running ones it had to put off for that."""
+        scheduler = self.core.scheduler
+        put_off = sum(request.num_preemptions > 0 for request in scheduler.requests.values())
+        return super().occupancy() | dict(kv_cache=scheduler.kv_cache_manager.usage, preempted=put_off)
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not self.has_head:
             weights = ((name, whole) for name, whole in weights if name != "lm_head.weight")
         weights = (each for name, whole in weights for each in hub_weights(self.model_type, name, whole))

@@ -207,7 +207,7 @@ def test_disagreement_on_a_sampled_token_is_an_error(device):
 def test_few_tokens_may_be_far_off_and_many_may_not(device, far, near, fails):
     """Of 2,000 tokens two are a thousandth: they may differ by more than the limit, as rounding in bfloat16 makes the
     worst of many do; a third, or all of them by more than a tenth of the limit, is a model that is not the same."""
-    sample = Sample([1] * 2001, [False] + [True] * 2000, rollout_logprobs=[0.0] * 2001, version=7)
+    sample = Sample([1] * 2001, [False] + [True] * 2000, rollout_logprobs=[0.0] * 2001, version=7, versions=[7] * 2001)
     (mb,) = pack([sample], 2000, CPU)
     mb.old_logprobs_T = torch.full((2000,), near)
     mb.old_logprobs_T[:far] = -3.0
