@@ -8,6 +8,7 @@ Shapes: N sequences and T tokens in one micro-batch.
 """
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -69,6 +70,8 @@ class Sample:
     """what rewards measured beside the reward, as `reward/number`"""
     row: dict = field(default_factory=dict)
     """the data row it came from, for the reward"""
+    scores: Future | None = None
+    """what rewards return for it, while they are computed"""
 
     @property
     def completion_ids(self) -> list[int]:

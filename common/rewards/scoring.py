@@ -5,11 +5,15 @@ attributes: `columns`, those it reads (a dataset without them is refused at star
 every row at start and raises `ValueError` for one it cannot use. What may hang runs in processes of its own, with a
 deadline for each completion: math, code, and the user's own functions, which may be `async`, look at the completions of
 a prompt together, and give numbers of their own beside the reward (user_code.py has their forms).
+
+All but reward models, which are collective, is computed in a thread: of samples that are complete, while others are
+sampled or trained on.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from itertools import chain
 
@@ -22,6 +26,7 @@ from common.hub import resolve_model
 from common.meter import Meter
 from common.packing import Sample
 from common.rewards import code_reward, math_reward
+from common.rewards.background import Background
 from common.rewards.functions import REWARDS, Failure, Reward, Value
 from common.rewards.models import RewardModel, short_names
 from common.rewards.pool import Pool, Result
@@ -85,6 +90,36 @@ class Rewards:
             self.first_names = self.first_names or list(new)
             weights += [weight] * len(new)
         self.weights = torch.tensor(weights, dtype=torch.float64)
+        self.collective = [name for name, scorer in self.scorers.items() if isinstance(scorer, RewardModel)]
+        self.begun: deque[tuple[Group, list[Future]]] = deque()
+        self.background = Background(1)  # one thread: it owns the pool
+
+    def begin(self, groups: list[Group]) -> None:
+        """Starts on what needs no other rank, and returns at once. From any thread; not collective. The samples keep
+        what comes of it until they are called with, and cannot be pickled meanwhile."""
+        for group in groups:
+            assert all(sample.scores is None for sample in group), "begun twice"
+            for sample in group:
+                sample.scores = Future()
+            self.begun.append((group, [sample.scores for sample in group]))
+        self.background.submit(self._score)
+
+    def _score(self) -> None:
+        """All that is begun by now, in one go, so that the pool has enough to do; but groups of unequal size apart: a
+        function of a group has the time of as many calls as the group has samples."""
+        taken = [self.begun.popleft() for _ in range(len(self.begun))]
+        for size in dict.fromkeys(len(group) for group, _ in taken):
+            groups = [group for group, _ in taken if len(group) == size]
+            futures = [future for group, of_group in taken if len(group) == size for future in of_group]
+            try:
+                each = {name: scorer(groups) for name, scorer in self.scorers.items() if name not in self.collective}
+                results = [{name: values[i] for name, values in each.items()} for i in range(len(futures))]
+            except BaseException as error:  # a bug: whoever waits for a score is to see it
+                for future in futures:
+                    future.set_exception(error)
+                continue
+            for future, result in zip(futures, results, strict=True):
+                future.set_result(result)
 
     def __call__(self, groups: list[list[Sample]], meter: Meter) -> tuple[Tensor, dict[str, Tensor]]:
         """`(rewards_PG, {name: rewards_PG})`, float64. NaN among the latter: the reward does not apply to the row, or
@@ -96,7 +131,13 @@ class Rewards:
         Raises `RunError` when more than `--max_reward_errors` of all ranks' rewards could not be computed.
         """
         samples, shape = list(chain(*groups)), (len(groups), -1 if groups else 0)
-        read = {name: [_read(value) for value in scorer(groups)] for name, scorer in self.scorers.items()}
+        self.begin([group for group in groups if group[0].scores is None])
+        returned = {name: self.scorers[name](groups) for name in self.collective}  # while the thread is at the others
+        scores = [sample.scores.result() for sample in samples]
+        for sample in samples:
+            sample.scores = None
+        returned |= {name: [of_sample[name] for of_sample in scores] for name in self.scorers.keys() - returned.keys()}
+        read = {name: [_read(value) for value in returned[name]] for name in self.scorers}
         for name, of_name in read.items():
             for sample, (_, numbers) in zip(samples, of_name, strict=True):
                 for key, number in numbers.items():
@@ -197,6 +238,7 @@ class Rewards:
         if (problem := program.problem()) and not self.args.unsafe_code_execution:
             raise ValueError(f"--reward {name}: {problem}; --unsafe_code_execution runs programs all the same")
         limits = program.Limits(seconds=self.args.reward_timeout)
+        threads = Background(self.args.reward_workers)  # they only wait for the processes
 
         def run(sample: Sample) -> Value:
             try:
@@ -205,8 +247,7 @@ class Rewards:
                 return Failure(distributed.first_line(error))
 
         def scorer(groups: list[Group]) -> list[Value]:
-            with ThreadPoolExecutor(self.args.reward_workers) as threads:  # they only wait for the processes
-                return list(threads.map(run, chain(*groups)))
+            return [future.result() for future in [threads.submit(run, sample) for sample in chain(*groups)]]
 
         return scorer
 

@@ -332,7 +332,9 @@ def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     args = Args(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
     ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
     samples = [Sample(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
-    total_PG, parts = Rewards(args, [ROW], tokenizer, device)([samples[:2], samples[2:]], Meter())
+    rewards = Rewards(args, [ROW], tokenizer, device)
+    rewards.begin([samples[2:]])
+    total_PG, parts = rewards([samples[:2], samples[2:]], Meter())
     alone = torch.tensor([score(model, [i], 100, device)[0] for i in ids]).reshape(2, 2)
     torch.testing.assert_close(parts["model"].float(), alone)
     torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])
