@@ -14,7 +14,6 @@ from common.config import SamplingArgs
 from common.data import Encoder
 from common.packing import Sample
 from common.rollout.base import SEED_SPACING, Completion, Engine
-from common.rollout.environment_processes import Answer, Environments
 
 Group = list[Sample]
 
@@ -64,6 +63,7 @@ class Episodes:
         self.engine, self.args, self.tokenizer = engine, args, tokenizer
         self.environments = self.encoder = None
         if args.environment is not None:
+            from common.rollout.environment_processes import Environments
             self.environments = Environments(args.environment, args.environment_timeout)
             self.encoder = Encoder(tokenizer, args)
         self.speaking: dict[Completion, Episode] = {}
@@ -142,7 +142,7 @@ class Episodes:
         self.environments.step(episode.number, spoken.text)
         self.listening[episode.number] = episode
 
-    def _answered(self, episode: Episode, answer: Answer) -> None:
+    def _answered(self, episode: Episode, answer) -> None:
         sample = episode.sample
         sample.error = answer.error
         if not sample.error:

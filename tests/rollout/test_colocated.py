@@ -1,6 +1,8 @@
-"""Rollouts of an engine in this process: which prompts, which seeds, whose weights, and where a resumed run goes on.
-The engine is one that notes what it is asked."""
+"""Rollouts of an engine in this process: which prompts, which seeds, whose weights, what a step takes and leaves, and
+where a resumed run goes on. The engine is one that notes what it is asked."""
 
+from collections import Counter
+from itertools import chain, groupby
 from types import SimpleNamespace
 
 import pytest
@@ -10,47 +12,53 @@ from conftest import Args
 from common import distributed
 from common.meter import Meter
 from common.order import epochs_of
-from common.packing import Sample
 from common.prompts import Prompts
-from common.rollout import colocated
+from common.rollout import base, colocated
+from common.rollout.base import SEED_SPACING
 from common.rollout.colocated import Rollouts
+from common.hub import load_tokenizer
+from common.tiny import tiny_model
 
 ROWS = 10
 
 
-class Engine:
-    """Its completions are the seeds; `did` has what was called, in order."""
+class Engine(base.Engine):
+    """A turn samples one token of each completion, until there are as many as the prompt's own id says; `did` has what
+    was called, in order."""
 
-    dtype = torch.float32
+    def __init__(self, args):
+        super().__init__("", args, [], load_tokenizer(tiny_model()), torch.device("cpu"), trained=False)
 
-    def __init__(self):
-        self.did, self.seeds = [], []
+    def _start(self, path):
+        self.did, self.seeds = [], {}
 
     def wake(self):
         self.did.append("wake")
 
-    def load_weights(self, weights):
-        self.did.append(f"load {weights}")
-
     def sleep(self):
+        assert not self.running
         self.did.append("sleep")
 
     def close(self):
         self.did.append("close")
 
-    def generate(self, prompts, n, seeds, temperature, limits):
-        self.did.append(f"generate {temperature:g}")
-        self.seeds += seeds
-        return [
-            [Sample(prompt + [i], [False] * len(prompt) + [True], text=f"{seed}") for i in range(n)]
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+    def _load(self, weights):
+        self.did.append(f"load {weights}")
+
+    def _begin(self, name, completion):
+        if not completion.ids:
+            self.seeds.setdefault(completion.order, completion.seed)
+
+    def _advance(self):
+        self.did.append(f"step {next(iter(self.running.values())).temperature:g}")
+        for completion in self.running.values():
+            ended = len(completion.ids) >= completion.prompt[0]
+            self._said(completion, [completion.seed % SEED_SPACING], [-1.0], "stop" if ended else None)
 
 
 @pytest.fixture
 def make(device, monkeypatch):
-    engine = Engine()
-    monkeypatch.setattr(colocated, "make_engine", lambda *_: engine)
+    monkeypatch.setattr(colocated, "make_engine", lambda path, args, *_: Engine(args))
     monkeypatch.setattr(colocated, "eos_token_ids", lambda *_: [1])
     monkeypatch.setattr(colocated, "whole_weights", lambda model, dtype: f"{model.version} as {dtype}")
     prompts = Prompts([[i] for i in range(ROWS)], [dict(prompt=f"{i}?") for i in range(ROWS)], 0)
@@ -71,8 +79,10 @@ def step(rollouts: Rollouts, number: int, total: int = 100):
 
 
 def rows(groups) -> list[str]:
-    assert all(sample.row is group[0].row for group in groups for sample in group)
-    assert all(sample.ids[:-1] == [int(sample.row["prompt"][:-1])] for group in groups for sample in group)
+    for sample in (sample for group in groups for sample in group):
+        number = int(sample.row["prompt"][:-1])
+        assert sample.row is groups[0][0].row or sample.ids[0] == number
+        assert len(sample.completion_ids) == number + 1 and sample.finish_reason == "stop"
     return [group[0].row["prompt"] for group in groups]
 
 
@@ -81,11 +91,12 @@ def test_every_row_once_an_epoch_with_seeds_and_version(make):
     for number in range(5):
         groups = step(rollouts, number)
         drawn += rows(groups)
-        assert [len(group) for group in groups] == [2] * 4 and {s.version for g in groups for s in g} == {number}
+        assert [len(group) for group in groups] == [2] * 4
+        assert {v for group in groups for s in group for v in s.versions[1:] + [s.version]} == {number}
         assert epochs_of(rollouts.cursor) == dict(epoch=pytest.approx(4 * (number + 1) / ROWS))
     assert set(drawn[:ROWS]) == set(drawn[ROWS:]) and len(set(drawn)) == ROWS and drawn[:ROWS] != drawn[ROWS:]
-    assert rollouts.engine.seeds == [distributed.fold_seed(0, number, i) for number in range(5) for i in range(4)]
-    assert len(set(rollouts.engine.seeds)) == 20
+    seeds = [distributed.fold_seed(0, number, i) * SEED_SPACING for number in range(5) for i in range(4)]
+    assert rollouts.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
 
 
 def test_ranks_divide_a_step_without_changing_it(make):
@@ -93,9 +104,7 @@ def test_ranks_divide_a_step_without_changing_it(make):
     for number in range(3):
         groups, mine, theirs = (step(rollouts, number) for rollouts in (whole, first, second))
         for share, positions in ((mine, first.positions), (theirs, second.positions)):
-            assert [(s.ids, s.text) for g in share for s in g] == [
-                (s.ids, s.text) for i in positions for s in groups[i]
-            ]
+            assert [s.ids for g in share for s in g] == [s.ids for i in positions for s in groups[i]]
     assert sorted([*first.positions, *second.positions]) == [*whole.positions]
 
 
@@ -105,19 +114,89 @@ def test_the_engine_is_given_the_weights_of_now_before_it_samples_and_sleeps_aft
     rollouts.model.version = 1
     rollouts.sample_now(1, rollouts.prompts, [0] * ROWS, n=1, temperature=0.0)
     rollouts.close()
-    assert rollouts.engine.did == [
-        "wake", "load 0 as torch.float32", "generate 0.5", "sleep",
-        "wake", "load 1 as torch.float32", "generate 0", "sleep", "close",
+    did = [what for what, _ in groupby(rollouts.engine.did)]
+    assert did == [
+        "wake", "load 0 as torch.float32", "step 0.5", "sleep",
+        "wake", "load 1 as torch.float32", "step 0", "sleep", "close",
     ]  # fmt: skip
 
 
 def test_held_out_prompts_are_divided_among_the_ranks(make):
-    seeds = list(range(ROWS))
-    shares = [make(rank, 3).sample_now(0, make().prompts, seeds, n=1, temperature=0.0) for rank in range(3)]
+    everyone = [make(rank, 3) for rank in range(3)]
+    shares = [r.sample_now(0, r.prompts, list(range(ROWS)), n=1, temperature=0.0) for r in everyone]
     assert [rows(share) for share in shares] == [[f"{i}?" for i in range(rank, ROWS, 3)] for rank in range(3)]
-    assert [sample.text for share in shares for (sample,) in share] == [
-        f"{i}" for r in range(3) for i in range(r, 10, 3)
-    ]
+    seeds = [sorted(seed // SEED_SPACING for seed in r.engine.seeds.values()) for r in everyone]
+    assert seeds == [list(range(rank, ROWS, 3)) for rank in range(3)]
+
+
+def oversampled(make, steps: int, **flags) -> tuple[Rollouts, list[list[str]]]:
+    rollouts = make(oversample=1.5, **flags)
+    return rollouts, [rows(step(rollouts, number, total=steps)) for number in range(steps)]
+
+
+def test_of_more_prompts_than_it_needs_a_step_takes_the_oldest_that_are_complete_and_leaves_the_others(make):
+    """Six of ten are in work: the first step takes the four shortest of them."""
+    rollouts, taken = oversampled(make, 5)
+    whole = make()
+    drawn = [name for number in range(5) for name in rows(step(whole, number))]
+    assert sorted(taken[0]) == sorted(drawn[:6], key=lambda name: int(name[:-1]))[:4]
+    assert taken[0] == [name for name in drawn[:6] if name in taken[0]], "in the order in which they were drawn"
+    assert Counter(name for names in taken for name in names) == Counter(drawn), "nothing is lost, nothing comes twice"
+    assert rollouts.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_what_is_left_goes_on_with_the_next_weights_and_never_too_long(make, staleness):
+    rollouts, meters = make(oversample=1.5, max_staleness=staleness, samples_per_prompt=1), []
+    for number in range(12):
+        meters.append(Meter())
+        rollouts.submit(number, 12)
+        for (sample,) in rollouts.collect(number, meters[-1]):
+            versions = sample.versions[1:]
+            assert versions == sorted(versions) and number - staleness <= versions[0] <= versions[-1] <= number
+            assert sample.version == versions[0]
+    metrics = [meter.reduce() for meter in meters]
+    assert max(line["sampling/staleness/max"] for line in metrics) == staleness
+    assert max(line["sampling/version_spread/max"] for line in metrics) >= 1
+
+
+def test_over_a_run_no_length_is_favoured(make):
+    """Ten epochs have every length ten times. Thrown away what a step leaves, the short ones come more often."""
+    _, taken = oversampled(make, 25)
+    names = [name for step in taken for name in step]
+    assert set(Counter(names).values()) == {10}
+    rollouts, kept = make(oversample=1.5), []
+    for number in range(25):
+        kept += rows(step(rollouts, number))
+        rollouts.used |= rollouts.in_work.keys()
+        rollouts.in_work.clear()
+    lengths = [int(name[:-1]) + 1 for name in kept]
+    assert sum(lengths) / len(lengths) < 4.9, "5.5 tokens is the mean of all"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_prompts_left_over_resumes_with_each_of_them_once(make, ranks):
+    """Also on another number of ranks, of which one may be left with more of the last ones."""
+    rollouts, taken = make(oversample=1.5), []
+    for number in range(3):
+        step(rollouts, number, total=10)
+        taken += rollouts.collected
+    state = rollouts.state_dict()
+    assert state["used"] and epochs_of(rollouts.cursor)["epoch"] < len(taken) / ROWS
+    shares = [make(rank, ranks, oversample=1.5) for rank in range(ranks)]
+    for resumed in shares:
+        resumed.load_state_dict(state)
+    for number in range(3, 10):
+        for resumed in shares:
+            resumed.submit(number, 10)
+            resumed.collect(number, Meter())
+        chosen = [resumed.collected for resumed in shares]
+        taken += chain(*chosen)
+        for resumed, own in zip(shares, chosen, strict=True):  # what a gather would have told it
+            for other in set(chain(*chosen)) - set(own):
+                del resumed.in_work[other]
+                resumed.used.add(other)
+    assert len(set(taken)) == 40 and set(taken) >= set(range(40 if ranks == 1 else 37))
 
 
 def test_a_restored_cursor_draws_and_samples_what_would_have_come(make):
@@ -128,7 +207,7 @@ def test_a_restored_cursor_draws_and_samples_what_would_have_come(make):
     resumed.load_state_dict(rollouts.state_dict())
     for number in range(3, 6):
         whole, again = step(rollouts, number), step(resumed, number)
-        assert rows(whole) == rows(again) and [g[0].text for g in whole] == [g[0].text for g in again]
+        assert rows(whole) == rows(again)
         assert rollouts.cursor == resumed.cursor
 
 
@@ -156,13 +235,14 @@ def test_prompts_that_are_submitted_and_not_collected_come_again(make):
     assert rollouts.state_dict() == before and rollouts.cursor == epochs
 
 
-def test_batches_ahead_end_with_the_run(make):
+def test_prompts_ahead_end_with_the_run(make):
     rollouts = make()
     rollouts.ahead = 2
-    assert [rollouts.submit(0, 100) or len(rollouts.pending)] == [3]
-    numbers = []
+    rollouts.submit(0, 100)
+    assert len(rollouts.in_work) == 12
+    in_work = []
     for number in range(4):
         rollouts.submit(number, total_steps=4)
-        numbers.append(len(rollouts.pending))
+        in_work.append(len(rollouts.in_work))
         rollouts.collect(number, Meter())
-    assert numbers == [3, 3, 2, 1] and rollouts.next_number == 4
+    assert in_work == [12, 12, 8, 4] and rollouts.next_number == 4

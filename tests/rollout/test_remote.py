@@ -89,7 +89,7 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
     for line in metrics(tmp_path)[1:]:
         stale = line["sampling/staleness/max"] > 0
         assert stale == (line["sampling/sampling_logp_difference/max"] > 1e-4), "old weights, other probabilities"
-        assert line["clock/generation_began"] < line["clock/generation_ended"] <= line["clock/collected"]
+        assert 0 < line["idle/rollout_ranks"] < 1 and 0 < line["idle/training_ranks"] < 1 and line["engine/running"] > 0
 
 
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
