@@ -30,7 +30,7 @@ from common.models import PackedModel, ScalarModel
 
 # What every run keeps in its folder; scripts name what else they own.
 FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
-FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard")
+FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline")
 
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:

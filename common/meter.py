@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
+from common.timeline import Span
 
 
 class Meter:
@@ -18,6 +19,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[str, list]] = {}
+        self.spans: list[Span] = []  # of `time`, on this rank
 
     def _entry(self, kind: str, name: str) -> list:
         entry = self.values.setdefault(name, (kind, []))
@@ -59,7 +61,9 @@ class Meter:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._entry("time", f"time/{name}").append((time.perf_counter() - start, 0.0))
+        seconds, now = time.perf_counter() - start, time.time()
+        self._entry("time", f"time/{name}").append((seconds, 0.0))
+        self.spans.append(Span(name, now - seconds, now))
 
     def reduce(self) -> dict[str, float]:
         """The global values of everything added since the last call, by name. Collective.

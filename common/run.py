@@ -24,6 +24,7 @@ from common.models import PackedModel
 from common.optim import learning_rate
 from common.order import epochs_of
 from common.packing import Sample
+from common.timeline import Timeline
 
 
 class Run:
@@ -58,6 +59,7 @@ class Run:
         self.checkpointer = Checkpointer(args, model, optimizer, tokenizer, value=value, totals=self, **stateful)
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
+        self.timeline = Timeline(args.output_dir)
         self.told_to_stop = False
         if line := memory.expected(model, args):
             self.message(line)
@@ -125,7 +127,8 @@ class Run:
         metrics |= epochs_of(self.data.cursor) | dict(num_tokens=self.num_tokens)
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
         if sampled:
-            metrics["speed/sampled_tokens_per_second"] = sampled / metrics.get("time/generate", metrics["time/rollout"])
+            apart = "idle/rollout_ranks" in metrics  # ranks that do nothing else
+            metrics["speed/sampled_tokens_per_second"] = sampled / metrics["time/step" if apart else "time/rollout"]
         seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
         rate = flops / seconds / distributed.world_size()
         metrics["speed/tflops"] = rate / 1e12
@@ -144,6 +147,8 @@ class Run:
         """
         self.latest = metrics
         self.logger.log(finished, metrics)
+        self.timeline.add(self.meter.spans)
+        self.meter.spans = []
         if self.args.keep_best and self.evaluates(finished):
             self._keep_best(finished, metrics)
 

@@ -1,8 +1,8 @@
 """The engine that samples completions from the policy being trained, and the weights it is given.
 
 `make_engine` returns a vLLM engine (one per rank, or per tensor-parallel group), or where vLLM is not installed a
-short one over transformers. Both have `submit`, `step`, `load_weights`, `sleep`, `wake` and `close`. `colocated.py` drives it
-on the ranks that train:
+short one over transformers. Both have `submit`, `step`, `load_weights`, `sleep`, `wake` and `close`. `colocated.py`
+drives it on the ranks that train:
 
     engine.wake(); engine.load_weights(whole_weights(model, engine.dtype)); engine.step() ...; engine.sleep()
 

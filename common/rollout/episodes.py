@@ -64,6 +64,7 @@ class Episodes:
         self.environments = self.encoder = None
         if args.environment is not None:
             from common.rollout.environment_processes import Environments
+
             self.environments = Environments(args.environment, args.environment_timeout)
             self.encoder = Encoder(tokenizer, args)
         self.speaking: dict[Completion, Episode] = {}

@@ -10,12 +10,10 @@ stop after the token they are at, or with `--partial_rollouts false` after the c
 go on.
 """
 
-import pickle
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,6 +28,8 @@ from common.rewards.scoring import Rewards
 from common.rollout.colocated import Group, Prompt, Rollouts
 from common.rollout.engine import make_engine, whole_weights
 from common.rollout.episodes import Episodes
+from common.rollout.mail import Done, Mail, NewWeights, Ready, Work, close_link, leaders, weights_link, worker
+from common.timeline import Span, Timeline
 
 NO_WEIGHTS = -(1 << 62)  # the version of an engine that has not been given any
 
@@ -43,100 +43,6 @@ def make_rollouts(
     Raises `ValueError` for an engine that cannot be had.
     """
     return (RemoteRollouts if args.rollout_ranks else Rollouts)(model, prompts, args, tokenizer, device, rewards)
-
-
-# ---- messages ----
-
-
-@dataclass
-class Work:
-    """Rank 0 to the rollout ranks: complete these prompts."""
-
-    prompts: list[Prompt]
-
-
-@dataclass
-class NewWeights:
-    """Rank 0 to the rollout ranks: every weight follows, in this order."""
-
-    version: int
-    names_and_shapes: list[tuple[str, torch.Size]]
-
-
-@dataclass
-class Ready:
-    """A rollout rank to all training ranks: the weights may come."""
-
-
-@dataclass
-class Done:
-    """A rollout rank to a training rank: the completions of one of its prompts."""
-
-    number: int
-    group: Group
-    stop: bool
-    """whether the rollout rank was told to stop"""
-    load: dict[str, tuple[float, float]]
-    """what the rollout rank measured of itself since it last said so: sums and weights"""
-
-
-def worker(number: int) -> int:
-    """The rollout rank that completes the prompt of this number."""
-    return distributed.rollout_ranks[number % len(distributed.rollout_ranks)]
-
-
-def leaders(args: OnlineArgs) -> range:
-    """The rollout ranks that are written to: the first of those that share an engine, for all of them."""
-    return distributed.rollout_ranks[:: args.tensor_parallel_size]
-
-
-class Mail:
-    """Messages between training and rollout ranks, pickled, over gloo. A thread for each sender receives: whoever sends
-    never waits for the other side's work. It also notices at once when a rank of the other side dies, and then ends
-    this one."""
-
-    def __init__(self, receive: Callable[[object], None] | None = None) -> None:
-        """`receive` is called in those threads with each message; without it they go to the inbox."""
-        everyone = [*distributed.training_ranks, *distributed.rollout_ranks]
-        self.link = distributed.link("mail", everyone, torch.device("cpu"))
-        self.inbox: queue.Queue = queue.Queue()
-        self.receive = receive or self.inbox.put
-        senders = distributed.training_ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
-        self.threads = [threading.Thread(target=self._listen, args=(sender,), daemon=True) for sender in senders]
-        for thread in self.threads:
-            thread.start()
-
-    def send(self, message: object, receiver: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        self.link.send([torch.tensor([len(data)])], receiver, 0).wait()
-        self.link.send([data], receiver, 0).wait()
-
-    def _listen(self, sender: int) -> None:
-        """Until it sends None."""
-        message = self
-        try:
-            while message is not None:
-                size = torch.empty(1, dtype=torch.int64)
-                self.link.recv([size], sender, 0).wait()
-                data = torch.empty(int(size), dtype=torch.uint8)
-                self.link.recv([data], sender, 0).wait()
-                message = pickle.loads(data.numpy())
-                self.receive(message)
-        except RuntimeError as error:  # gloo: connection closed, or reset, by peer
-            kind = "training" if sender in distributed.training_ranks else "rollout"
-            lost = distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}")
-            distributed.fail_in_thread(lost)
-
-
-def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
-    """The group that weights are broadcast in: rank 0, which sees them whole, and all rollout ranks."""
-    return distributed.link("weights", [0, *distributed.rollout_ranks], device)
-
-
-def close_link(link: torch.distributed.ProcessGroup | None) -> None:
-    """NCCL complains of groups that are open at exit; gloo's close by themselves."""
-    if link is not None and link.name() == "nccl":
-        link.abort()
 
 
 class RemoteRollouts(Rollouts):
@@ -204,7 +110,6 @@ class RemoteRollouts(Rollouts):
             for _, weight in whole_weights(self.model, self.dtype):
                 if self.link is not None:
                     self.link.broadcast(weight, 0).wait()
-        meter.max("clock/weights_given", time.time())
         self.ready, self.sent_version = 0, step
 
     def _sample(self, step: int, meter: Meter) -> None:
@@ -238,20 +143,30 @@ class RemoteRollouts(Rollouts):
 
 
 class Load:
-    """How busy a rollout rank is: sums and their weights, since it was last asked."""
+    """How busy a rollout rank is: sums and their weights, since it was last asked; and when it did what."""
 
-    def __init__(self) -> None:
+    def __init__(self, output_dir: str) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
-        self.since = time.perf_counter()
+        self.timeline, self.spans = Timeline(output_dir), []
+        self.what, self.since = "wait", time.time()
+        self.began = self.since  # of what it does now
 
     def add(self, name: str, total: float, weight: float = 1.0) -> None:
         before, weights = self.sums.get(name, (0.0, 0.0))
         self.sums[name] = before + total, weights + weight
 
+    def does(self, what: str) -> None:
+        """`sample`, `wait` or `weights`, from now on."""
+        now = time.time()
+        self.add("idle/rollout_ranks", (now - self.since) * (self.what == "wait"), now - self.since)
+        if what != self.what:
+            self.spans.append(Span(self.what, self.began, now))
+            self.what, self.began = what, now
+        self.since = now
+
     def take(self) -> dict[str, tuple[float, float]]:
-        now = time.perf_counter()
-        self.add("idle/rollout_ranks", 0.0, now - self.since)
-        sums, self.sums, self.since = self.sums, {}, now
+        self.timeline.add(self.spans)
+        sums, self.sums, self.spans = self.sums, {}, []
         return sums
 
 
@@ -264,7 +179,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     episodes = Episodes(engine, args, tokenizer)
     engine.wake()
     distributed.default_signals()  # it has put our handlers back
-    mail, link, load = Mail(), weights_link(device), Load()
+    mail, link, load = Mail(), weights_link(device), Load(args.output_dir)
     distributed.install_signal_handlers()
     rank, trainers = distributed.rollout_ranks[torch.distributed.get_rank()], distributed.training_ranks
 
@@ -274,9 +189,9 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
             mail.send(done, trainers[number % len(trainers)])
 
     while True:
-        began, idle = time.perf_counter(), not engine.anybody(episodes.busy)
+        idle = not engine.anybody(episodes.busy)
+        load.does("wait" if idle else "sample")
         messages = engine.together(_messages(mail, wait=idle) if engine.place == 0 else None)[0]
-        load.add("idle/rollout_ranks", time.perf_counter() - began if idle else 0.0, 0.0)
         for message in messages:
             if message is None:
                 for trainer in trainers:
@@ -290,6 +205,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
                     send(episodes.finish())
                 for trainer in trainers:
                     mail.send(Ready(), trainer)
+                load.does("weights")
                 engine.load_weights(_received(message, link, engine.dtype, device), message.version)
             else:
                 for prompt in message.prompts:

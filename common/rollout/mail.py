@@ -1,0 +1,105 @@
+"""What training and rollout ranks say to each other, and how: messages by gloo, weights by broadcast."""
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common import distributed
+from common.config import OnlineArgs
+from common.rollout.colocated import Prompt
+from common.rollout.episodes import Group
+
+
+@dataclass
+class Work:
+    """Rank 0 to the rollout ranks: complete these prompts."""
+
+    prompts: list[Prompt]
+
+
+@dataclass
+class NewWeights:
+    """Rank 0 to the rollout ranks: every weight follows, in this order."""
+
+    version: int
+    names_and_shapes: list[tuple[str, torch.Size]]
+
+
+@dataclass
+class Ready:
+    """A rollout rank to all training ranks: the weights may come."""
+
+
+@dataclass
+class Done:
+    """A rollout rank to a training rank: the completions of one of its prompts."""
+
+    number: int
+    group: Group
+    stop: bool
+    """whether the rollout rank was told to stop"""
+    load: dict[str, tuple[float, float]]
+    """what the rollout rank measured of itself since it last said so: sums and weights"""
+
+
+def worker(number: int) -> int:
+    """The rollout rank that completes the prompt of this number."""
+    return distributed.rollout_ranks[number % len(distributed.rollout_ranks)]
+
+
+def leaders(args: OnlineArgs) -> range:
+    """The rollout ranks that are written to: the first of those that share an engine, for all of them."""
+    return distributed.rollout_ranks[:: args.tensor_parallel_size]
+
+
+class Mail:
+    """Messages between training and rollout ranks, pickled, over gloo. A thread for each sender receives: whoever sends
+    never waits for the other side's work. It also notices at once when a rank of the other side dies, and then ends
+    this one."""
+
+    def __init__(self, receive: Callable[[object], None] | None = None) -> None:
+        """`receive` is called in those threads with each message; without it they go to the inbox."""
+        everyone = [*distributed.training_ranks, *distributed.rollout_ranks]
+        self.link = distributed.link("mail", everyone, torch.device("cpu"))
+        self.inbox: queue.Queue = queue.Queue()
+        self.receive = receive or self.inbox.put
+        senders = distributed.training_ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
+        self.threads = [threading.Thread(target=self._listen, args=(sender,), daemon=True) for sender in senders]
+        for thread in self.threads:
+            thread.start()
+
+    def send(self, message: object, receiver: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        self.link.send([torch.tensor([len(data)])], receiver, 0).wait()
+        self.link.send([data], receiver, 0).wait()
+
+    def _listen(self, sender: int) -> None:
+        """Until it sends None."""
+        message = self
+        try:
+            while message is not None:
+                size = torch.empty(1, dtype=torch.int64)
+                self.link.recv([size], sender, 0).wait()
+                data = torch.empty(int(size), dtype=torch.uint8)
+                self.link.recv([data], sender, 0).wait()
+                message = pickle.loads(data.numpy())
+                self.receive(message)
+        except RuntimeError as error:  # gloo: connection closed, or reset, by peer
+            kind = "training" if sender in distributed.training_ranks else "rollout"
+            lost = distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}")
+            distributed.fail_in_thread(lost)
+
+
+def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
+    """The group that weights are broadcast in: rank 0, which sees them whole, and all rollout ranks."""
+    return distributed.link("weights", [0, *distributed.rollout_ranks], device)
+
+
+def close_link(link: torch.distributed.ProcessGroup | None) -> None:
+    """NCCL complains of groups that are open at exit; gloo's close by themselves."""
+    if link is not None and link.name() == "nccl":
+        link.abort()
