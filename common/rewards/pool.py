@@ -168,23 +168,13 @@ class Pool:
         self.pending.clear()
 
 
-class _Worker:
-    """A process, as its parent sees it. It may hang at any time, so no read or write waits for it."""
+class Connection:
+    """Messages to a process and from it. It may hang at any time, so no read or write waits for it."""
 
-    def __init__(self, setup: tuple):
-        self.socket, theirs = socket.socketpair()
-        # -P: without the script's folder on sys.path. A session of its own: Ctrl-C at the terminal is for the parent.
-        command = [sys.executable, "-P", "-u", process.__file__, str(theirs.fileno()), str(os.getpid())]
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])  # what is printed goes to stderr
-        with theirs:
-            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+    def __init__(self, ours: socket.socket):
+        self.socket = ours
         self.socket.setblocking(False)
         self.incoming, self.outgoing, self.closed = bytearray(), bytearray(), False
-        self.target: str | None = None  # loaded last
-        self.loading: str | None = None
-        self.calls: dict[int, None] = {}  # numbers of those it has not answered, in the order in which they were sent
-        self.deadline = math.inf  # of the load or of the first call
-        self.send(LOAD, pickle.dumps(setup))
 
     def send(self, number: int, payload: bytes) -> None:
         self.outgoing += HEADER.pack(number, len(payload)) + payload
@@ -213,6 +203,24 @@ class _Worker:
             messages.append((number, bytes(self.incoming[HEADER.size : HEADER.size + length])))
             del self.incoming[: HEADER.size + length]
         return messages
+
+
+class _Worker(Connection):
+    """A process, as its parent sees it."""
+
+    def __init__(self, setup: tuple):
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        # -P: without the script's folder on sys.path. A session of its own: Ctrl-C at the terminal is for the parent.
+        command = [sys.executable, "-P", "-u", process.__file__, str(theirs.fileno()), str(os.getpid())]
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])  # what is printed goes to stderr
+        with theirs:
+            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+        self.target: str | None = None  # loaded last
+        self.loading: str | None = None
+        self.calls: dict[int, None] = {}  # numbers of those it has not answered, in the order in which they were sent
+        self.deadline = math.inf  # of the load or of the first call
+        self.send(LOAD, pickle.dumps(setup))
 
     def kill(self) -> int:
         """Also what the function has started. Returns the exit code."""

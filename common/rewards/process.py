@@ -22,12 +22,7 @@ class Server:
     """Answers one connection until the parent closes it."""
 
     def __init__(self, descriptor: int, parent: int):
-        if sys.platform == "linux":  # the end of the connection does not end an endless loop
-            import ctypes
-
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the parent
-        if os.getppid() != parent:  # it died before; if it had forked, the connection does not end either
-            os._exit(0)
+        end_with(parent)  # the end of the connection does not end an endless loop
         self.connection = socket.socket(fileno=descriptor)
         self.connection.set_inheritable(False)
         self.stream, self.pid = self.connection.makefile("rb"), os.getpid()
@@ -101,6 +96,16 @@ class Server:
         except BaseException as problem:
             payload = pickle.dumps((None, f"the result cannot be pickled: {one_line(problem)}", False))
         self.connection.sendall(HEADER.pack(number, len(payload)) + payload)
+
+
+def end_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """This process gets the signal when its parent, or the thread of it that has started this process, ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before; if it had forked, the connection does not end either
+        os._exit(0)
 
 
 @cache
