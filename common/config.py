@@ -102,6 +102,8 @@ class SamplingArgs(BaseArgs):
     `path/to/file.py:Class`; its rewards are `--reward environment`"""
     max_turns: Positive[int] = 8
     """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
+    environment_timeout: MayChange[Positive[float]] = 10.0
+    """seconds that an environment of your own may take for one answer; one that takes longer costs its episode"""
     reward: tuple[str, ...] = ("exact_match",)
     """exact_match, gsm8k, math, ... (docs/rewards.md has them all); your own as `path/to/file.py:function`; reward
     models as `model:PATH`; by_row: what the column `reward` names; several are added up"""
@@ -137,7 +139,8 @@ class SamplingArgs(BaseArgs):
         if ("environment" in self.reward) != (self.environment is not None):
             raise ValueError("--environment and --reward environment, what it gives, belong together")
         self.require_read("prompt_template", self.environment is None, "the --environment says what is asked")
-        self.require_read("max_turns", self.environment is not None, "there is no --environment")
+        for flag in ("max_turns", "environment_timeout"):
+            self.require_read(flag, self.environment is not None, "there is no --environment")
         self.require_read("batch_invariant", self.engine != "transformers", "--engine is transformers")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             raise ValueError("--tensor_parallel_size needs --engine vllm")
@@ -179,7 +182,7 @@ class OnlineArgs(BaseArgs):
     oversample: Annotated[float, Interval(ge=1, le=2)] = 1.0
     """so many times the prompts of a step are in work, and it takes the oldest of those that are complete; the others
     go on into the next one, by its weights; 1: it waits for the oldest"""
-    partial_rollouts: bool = True
+    partial_rollouts: MayChange[bool] = True
     """with --rollout_ranks: completions in work go on with new weights when there are any; false: they are ended with
     the old ones first"""
     max_logprob_difference: Positive[float] | None = None
@@ -218,7 +221,8 @@ class OnlineArgs(BaseArgs):
         return self.rollout_ranks or ranks
 
     def may_change(self, then: dict) -> set[str]:
-        both_read_it = then.get("rollout_ranks") and self.rollout_ranks
+        read_then = then.get("rollout_ranks", 0) > 0 or then.get("oversample", 1) > 1
+        both_read_it = read_then and (self.rollout_ranks > 0 or self.oversample > 1)
         return super().may_change(then) | (set() if both_read_it else {"max_staleness"})
 
 

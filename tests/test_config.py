@@ -101,7 +101,7 @@ def test_what_may_change_between_a_run_and_its_continuation():
         "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
         "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks", "offload",
         "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
-        "reward_workers", "max_reward_errors",
+        "reward_workers", "max_reward_errors", "environment_timeout", "partial_rollouts",
     }  # fmt: skip
 
 
@@ -133,7 +133,14 @@ def test_what_may_change_between_two_runs_of_eval():
         (dict(max_new_tokens=100, pack_tokens=100), "--max_new_tokens 100 leaves no prompt in --pack_tokens 100"),
         (dict(gpu_memory_utilization=1.0), r"--gpu_memory_utilization 1.0 must be in \(0, 1\)"),
         (dict(minibatches=3), r"--prompts_per_step 64 is not a multiple of --minibatches \(3\)"),
-        (dict(max_staleness=2), "--max_staleness 2 would not be read: --rollout_ranks is 0"),
+        (dict(max_staleness=2), "--max_staleness 2 would not be read: --rollout_ranks is 0 and --oversample 1"),
+        (dict(partial_rollouts=False), "--partial_rollouts False would not be read: --rollout_ranks is 0"),
+        (dict(oversample=2.5), r"--oversample 2.5 must be in \[1, 2\]"),
+        (
+            dict(oversample=1.5, max_staleness=0),
+            "--oversample 1.5 leaves completions to later steps: --max_staleness 0",
+        ),
+        (dict(environment_timeout=3.0), "--environment_timeout 3.0 would not be read: there is no --environment"),
         (dict(rollout_ranks=-1), "--rollout_ranks -1 must not be negative"),
         (dict(max_logprob_difference=0.0), "--max_logprob_difference 0.0 must be greater than 0"),
         (dict(correction_low=2.0), "--correction_low and --correction_high: the bounds 2 and 2 cross"),

@@ -14,6 +14,7 @@ from common.config import SamplingArgs
 from common.data import Encoder
 from common.packing import Sample
 from common.rollout.base import SEED_SPACING, Completion, Engine
+from common.rollout.environment_processes import Answer, Environments
 
 Group = list[Sample]
 
@@ -48,6 +49,8 @@ class Episode:
     """so far"""
     answered: int = 0
     """tokens that the environment has said since"""
+    listened: bool = False
+    """whether there is an environment"""
 
 
 class Episodes:
@@ -63,8 +66,6 @@ class Episodes:
         self.engine, self.args, self.tokenizer = engine, args, tokenizer
         self.environments = self.encoder = None
         if args.environment is not None:
-            from common.rollout.environment_processes import Environments
-
             self.environments = Environments(args.environment, args.environment_timeout)
             self.encoder = Encoder(tokenizer, args)
         self.speaking: dict[Completion, Episode] = {}
@@ -128,22 +129,21 @@ class Episodes:
         self.engine.submit(completion)
 
     def _spoken(self, episode: Episode, completion: Completion) -> None:
-        spoken, first = self.engine.sample(completion), episode.sample is None
-        if first:
+        spoken = self.engine.sample(completion)
+        if episode.turn == 0:
             episode.sample = spoken
         else:
             _append(episode.sample, episode.answered, spoken)
         episode.turn += 1
-        if self.environments is None:
+        if self.environments is None or spoken.finish_reason == "length":
             return self._end(episode)
-        if first:
+        if episode.turn == 1:
             self.environments.reset(episode.number, episode.asked.row)
-        if spoken.finish_reason == "length":
-            return self._end(episode)
+            episode.listened = True
         self.environments.step(episode.number, spoken.text)
         self.listening[episode.number] = episode
 
-    def _answered(self, episode: Episode, answer) -> None:
+    def _answered(self, episode: Episode, answer: Answer) -> None:
         sample = episode.sample
         sample.error = answer.error
         if not sample.error:
@@ -166,7 +166,8 @@ class Episodes:
         asked = episode.asked
         asked.samples[episode.place] = episode.sample
         if self.environments is not None:
-            self.environments.end(episode.number)
+            if episode.listened:
+                self.environments.end(episode.number)
             episode.sample.transcript = self.tokenizer.decode(episode.sample.completion_ids)
         if asked.is_done:
             self.done.append((asked.number, asked.samples))

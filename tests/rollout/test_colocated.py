@@ -10,13 +10,13 @@ import torch
 from conftest import Args
 
 from common import distributed
+from common.hub import load_tokenizer
 from common.meter import Meter
 from common.order import epochs_of
 from common.prompts import Prompts
 from common.rollout import base, colocated
 from common.rollout.base import SEED_SPACING
 from common.rollout.colocated import Rollouts
-from common.hub import load_tokenizer
 from common.tiny import tiny_model
 
 ROWS = 10

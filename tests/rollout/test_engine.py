@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from common.hub import context_length, load_tokenizer
 from common.models import Policy
 from common.packing import Sample, pack
-from common.rollout.base import Engine
+from common.rollout import base
+from common.rollout.base import Completion, Engine
 from common.rollout.engine import make_engine, whole_weights
 from common.rollout.vllm_engine import lost_asleep
 from common.tiny import tiny_model
@@ -61,6 +62,64 @@ def test_engine_and_trainer_agree_on_the_synced_weights(synced, policy, device, 
     groups = synced.generate(prompts(synced), 4, SEEDS, temperature)
     assert difference(policy, groups, temperature, device) < 1e-4
     assert difference(policy, groups, temperature * 1.1, device) > 1e-3  # the temperature matters
+
+
+def in_work(engine: Engine, count: int, temperature: float = 1.0) -> list[Completion]:
+    given = prompts(engine)
+    completions = [Completion(given[i % len(given)], NEW_TOKENS, 1000 * i, temperature) for i in range(count)]
+    for completion in completions:
+        engine.submit(completion)
+    return completions
+
+
+def test_completions_in_work_go_on_with_new_weights_and_know_which_sampled_each_token(synced, policy, device):
+    """Every token has the log-prob of the very weights that sampled it, and of no others."""
+    completions = in_work(synced, 80)
+    for _ in range(1 if type(synced).__name__ == "TransformersEngine" else 5):  # that one samples 64 to their ends
+        synced.step()
+    with scaled(policy, "hf.lm_head.weight", 2.0):
+        synced.load_weights(whole_weights(policy, synced.dtype), version=7)
+        while not all(completion.finish_reason for completion in completions):
+            synced.step()
+        packs = pack([synced.sample(completion) for completion in completions], 1000, device)
+        with torch.no_grad():
+            new = [policy(mb)[0] for mb in packs]
+    with torch.no_grad():
+        old = [policy(mb)[0] for mb in packs]
+    own, other = [], []
+    for mb, new_T, old_T in zip(packs, new, old, strict=True):
+        by_new_T, sampled_T = mb.versions_T == 7, mb.loss_mask_T
+        own.append((torch.where(by_new_T, new_T, old_T) - mb.rollout_logprobs_T)[sampled_T].abs())
+        other.append((torch.where(by_new_T, old_T, new_T) - mb.rollout_logprobs_T)[sampled_T].abs())
+        assert set(mb.versions_T[sampled_T].tolist()) <= {0, 7} and (mb.versions_T[~sampled_T] == -1).all()
+    assert torch.cat(own).max() < 1e-4 and torch.cat(other).mean() > 1e-2
+    spread = {(min(completion.versions), max(completion.versions)) for completion in completions}
+    assert {(0, 7), (7, 7)} & spread and (0, 0) in spread | {(0, 0)}
+
+
+def test_interrupted_ones_end_as_if_they_had_not_been(synced):
+    whole = synced.generate(prompts(synced), 1, [0] * len(TEXTS), 0.0)
+    completions = in_work(synced, len(TEXTS), temperature=0.0)
+    while not all(completion.finish_reason for completion in completions):
+        synced.step()
+        synced.interrupt()
+    assert [synced.sample(completion).ids for completion in completions] == [s.ids for s in flat(whole)]
+
+
+def test_smaller_orders_go_first_and_only_what_has_begun_when_nothing_new_may(synced, monkeypatch):
+    monkeypatch.setattr(base, "SLOTS", 2)
+    completions = in_work(synced, 4)
+    completions[3].order, ended = -1, []
+    while len(ended) < 2:
+        ended += synced.step()
+    assert completions[3] in ended and completions[0] in ended
+    synced.admits_new = False
+    while synced.running:
+        ended += synced.step()
+    assert synced.step() == []
+    synced.admits_new = True
+    while len(ended) < 4:
+        ended += synced.step()
 
 
 def test_without_the_sync_they_differ(synced, policy, device):
