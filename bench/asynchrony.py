@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import timeline
 from seeds import launch
 
 from common.metrics import read_metrics
@@ -35,45 +36,31 @@ SETTINGS = {
 }
 
 
+def folder(name: str, seed: int) -> Path:
+    return ROOT / "runs/asynchrony" / f"{name.replace(' ', '_')}_seed{seed}"
+
+
 def measured(name: str, seed: int) -> list[dict]:
     """The metrics of one run."""
-    folder = ROOT / "runs/asynchrony" / f"{name.replace(' ', '_')}_seed{seed}"
-    launch(folder, "online_dpo.py", *map(str, (*LOAD, *SETTINGS[name], "--seed", seed)))
-    return read_metrics(folder / "metrics.jsonl")
+    launch(folder(name, seed), "online_dpo.py", *map(str, (*LOAD, *SETTINGS[name], "--seed", seed)))
+    return read_metrics(folder(name, seed) / "metrics.jsonl")
 
 
-def busy(line: dict) -> float:
-    """Seconds of one step in which the trainer worked on its own."""
-    return sum(line[f"time/{part}"] for part in ("reward", "logprobs", "train"))
-
-
-def timeline(runs: dict[str, list[dict]], picture: Path, first: int, count: int) -> None:
-    """Who did what when, for `count` steps of each run."""
+def picture(runs: dict[str, Path], file: Path, seconds: float) -> None:
+    """Who did what when, in the middle of each run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(runs), 1, figsize=(10, 1.7 * len(runs)), sharex=True, layout="constrained")
-    for axis, (name, lines) in zip(axes, runs.items(), strict=True):
-        lines = lines[first : first + count]
-        start = lines[0]["clock/weights_given"] - lines[0]["time/sync"]
-        for i, line in enumerate(lines):
-            collected = line["clock/collected"] - start
-            began, ended = line["clock/generation_began"] - start, line["clock/generation_ended"] - start
-            given = line["clock/weights_given"] - start
-            label = dict(ha="center", va="center", fontsize=7, clip_on=True)
-            axis.barh(1, ended - began, left=began, color=f"C{i % 5}", alpha=0.6, edgecolor="black", linewidth=0.5)
-            axis.text((began + ended) / 2, 1, f"batch {line['step']}", **label)
-            axis.barh(0, busy(line), left=collected, color=f"C{i % 5}", edgecolor="black", linewidth=0.5)
-            axis.text(collected + busy(line) / 2, 0, f"step {line['step']}", **label)
-            for row in (0, 1):
-                axis.barh(row, line["time/sync"], left=given - line["time/sync"], color="black")
-        axis.set_yticks([0, 1], ["trains", "generates"])
-        axis.set_title(name, fontsize=9, loc="left")
-        axis.set_xlim(left=0)
-    axes[-1].set_xlabel("seconds (black: weights go over)")
-    figure.savefig(picture, dpi=110)
+    figure, axes = plt.subplots(len(runs), 1, figsize=(10, 1.4 * len(runs)), sharex=True, layout="constrained")
+    for axis, (title, run) in zip(axes, runs.items(), strict=True):
+        ranks = timeline.read(run)
+        start, end = timeline.duration(ranks)
+        timeline.draw(axis, ranks, (start + end) / 2, seconds)
+        axis.set_title(title, fontsize=9, loc="left")
+    axes[-1].set_xlabel("seconds")
+    figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
@@ -89,9 +76,10 @@ def main() -> None:
             seconds[name].append(sum(line["time/step"] for line in steps))
             scores[name].append(steps[-1]["eval/pass_at_1"])
             parts = f"step {median(line['time/step'] for line in steps):.3f} s"
-            if "time/generate" in steps[0]:
-                generate = median(line["time/generate"] for line in steps)
-                parts += f" (generating {generate:.3f}, training {median(map(busy, steps)):.3f})"
+            for kind in ("rollout_ranks", "training_ranks"):
+                if f"idle/{kind}" in steps[-1]:
+                    idle = fmean(line.get(f"idle/{kind}", 0) for line in steps)
+                    parts += f", {kind.replace('_', ' ')} idle {100 * idle:.0f}%"
             stale = fmean(line.get("sampling/staleness/mean", 0) for line in steps)
             print(f"{name:17s} seed {seed}: {seconds[name][-1]:6.1f} s, {parts}, staleness {stale:.2f}, "
                   f"greedy {lines[0]['eval/pass_at_1']:.3f} -> {scores[name][-1]:.3f}", flush=True)  # fmt: skip
@@ -100,8 +88,8 @@ def main() -> None:
         print(f"{name:17s}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as S = 0; greedy exact match "
               + " ".join(f"{score:.3f}" for score in scores[name]))  # fmt: skip
     pictured = {"S = 0": "in turns (--max_staleness 0)", "S = 1": "one step off-policy (--max_staleness 1)"}
-    runs = {title: [x for x in measured(name, 0) if x["step"] > 0] for name, title in pictured.items()}
-    timeline(runs, ROOT / "docs" / "asynchronous.png", first=40, count=5)
+    runs = {title: folder(name, 0) for name, title in pictured.items()}
+    picture(runs, ROOT / "docs" / "asynchronous.png", seconds=2.0)
 
 
 if __name__ == "__main__":

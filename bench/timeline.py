@@ -33,6 +33,31 @@ def between(spans: list[dict], began: float, ended: float) -> list[dict]:
     return [span for span in cut if span["ended"] > span["began"] and span["what"] not in WITHIN]
 
 
+def draw(axis, ranks: dict[int, list[dict]], began: float, seconds: float) -> None:
+    """A stretch of time, a row for every rank."""
+    import matplotlib.pyplot as plt
+
+    found = set()
+    for row, spans in enumerate(ranks.values()):
+        for span in between(spans, began, began + seconds):
+            found.add(span["what"])
+            colour = COLOURS.get(span["what"], "C7")
+            axis.barh(row, span["ended"] - span["began"], left=span["began"] - began, color=colour, height=0.8)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS.get(what, "C7")) for what in sorted(found)]
+    axis.legend(handles, sorted(found), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axis.invert_yaxis()
+    axis.set_xlim(0, seconds)
+
+
+def duration(ranks: dict[int, list[dict]]) -> tuple[float, float]:
+    """When the first step began and the last one ended. Exits with a line if none has."""
+    steps = [span for spans in ranks.values() for span in spans if span["what"] == "step"]
+    if not steps:
+        sys.exit("no step has ended")
+    return min(span["began"] for span in steps), max(span["ended"] for span in steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="output_dir of a run")
@@ -40,37 +65,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="how much of the run is drawn")
     args = parser.parse_args()
     ranks = read(args.run)
-    steps = [span for spans in ranks.values() for span in spans if span["what"] == "step"]
-    if not steps:
-        sys.exit(f"{args.run}: no step has ended")
-    start, end = min(span["began"] for span in steps), max(span["ended"] for span in steps)
-    first = start + ((end - start - args.seconds) / 2 if args.first is None else args.first)
-    first = max(start, first)
+    start, end = duration(ranks)
+    first = max(0.0, (end - start - args.seconds) / 2) if args.first is None else args.first
+    for rank, spans in ranks.items():
+        spent: dict[str, float] = defaultdict(float)
+        for span in between(spans, start, end):
+            spent[span["what"]] += span["ended"] - span["began"]
+        parts = ", ".join(f"{what} {100 * seconds / (end - start):.0f}%" for what, seconds in spent.items())
+        print(f"rank {rank}, {end - start:.1f} s: {parts}")
 
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(11, 1.2 + 0.45 * len(ranks)), layout="constrained")
-    for row, (rank, spans) in enumerate(ranks.items()):
-        seconds: dict[str, float] = defaultdict(float)
-        for span in between(spans, start, end):
-            seconds[span["what"]] += span["ended"] - span["began"]
-        parts = ", ".join(f"{what} {100 * spent / (end - start):.0f}%" for what, spent in seconds.items())
-        print(f"rank {rank}, {end - start:.1f} s: {parts}")
-        for span in between(spans, first, first + args.seconds):
-            colour = COLOURS.get(span["what"], "C7")
-            axis.barh(row, span["ended"] - span["began"], left=span["began"] - first, color=colour, height=0.8)
-    used = {span["what"] for spans in ranks.values() for span in between(spans, first, first + args.seconds)}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS.get(what, "C7")) for what in sorted(used)]
-    axis.legend(handles, sorted(used), ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
-    axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axis.invert_yaxis()
-    axis.set_xlim(0, args.seconds)
-    axis.set_xlabel(f"seconds, from {first - start:.1f} s after the first step began")
+    figure, axis = plt.subplots(figsize=(11, 1 + 0.4 * len(ranks)), layout="constrained")
+    draw(axis, ranks, start + first, args.seconds)
+    axis.set_xlabel(f"seconds, from {first:.1f} s after the first step began")
     figure.savefig(args.run / "timeline.png", dpi=110)
-    print(f"{args.run / 'timeline.png'}")
+    print(args.run / "timeline.png")
 
 
 if __name__ == "__main__":

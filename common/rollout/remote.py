@@ -198,6 +198,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
                     mail.send(None, trainer)
                 close_link(link)
                 episodes.close()
+                engine.interrupt()
                 engine.close()
                 return distributed.cleanup()
             if isinstance(message, NewWeights):
