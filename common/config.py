@@ -102,6 +102,8 @@ class SamplingArgs(BaseArgs):
     `path/to/file.py:Class`; its rewards are `--reward environment`"""
     max_turns: Positive[int] = 8
     """with --environment: how often the model may speak; max_new_tokens bounds all turns of a completion together"""
+    environment_timeout: MayChange[Positive[float]] = 10.0
+    """seconds that your own --environment may take for one answer"""
     reward: tuple[str, ...] = ("exact_match",)
     """exact_match, gsm8k, math, ... (docs/rewards.md has them all); your own as `path/to/file.py:function`; reward
     models as `model:PATH`; by_row: what the column `reward` names; several are added up"""
@@ -137,7 +139,8 @@ class SamplingArgs(BaseArgs):
         if ("environment" in self.reward) != (self.environment is not None):
             raise ValueError("--environment and --reward environment, what it gives, belong together")
         self.require_read("prompt_template", self.environment is None, "the --environment says what is asked")
-        self.require_read("max_turns", self.environment is not None, "there is no --environment")
+        for flag in ("max_turns", "environment_timeout"):
+            self.require_read(flag, self.environment is not None, "there is no --environment")
         self.require_read("batch_invariant", self.engine != "transformers", "--engine is transformers")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             raise ValueError("--tensor_parallel_size needs --engine vllm")

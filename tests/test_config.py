@@ -101,7 +101,7 @@ def test_what_may_change_between_a_run_and_its_continuation():
         "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
         "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks", "offload",
         "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
-        "reward_workers", "max_reward_errors",
+        "reward_workers", "max_reward_errors", "environment_timeout",
     }  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def test_what_may_change_between_two_runs_of_eval():
         (dict(reward=("environment",)), "--environment and --reward environment, what it gives, belong together"),
         (dict(environment="x", reward=("environment",), prompt_template="y"), "--prompt_template y would not be read"),
         (dict(max_turns=3), "--max_turns 3 would not be read: there is no --environment"),
+        (dict(environment_timeout=3.0), "--environment_timeout 3.0 would not be read: there is no --environment"),
         (dict(tensor_parallel_size=2, engine="transformers"), "--tensor_parallel_size needs --engine vllm"),
         (dict(max_new_tokens=100, pack_tokens=100), "--max_new_tokens 100 leaves no prompt in --pack_tokens 100"),
         (dict(gpu_memory_utilization=1.0), r"--gpu_memory_utilization 1.0 must be in \(0, 1\)"),
