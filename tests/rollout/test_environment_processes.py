@@ -275,8 +275,9 @@ def test_hundreds_of_episodes(doers):
 
 def test_a_zygote_that_dies_is_replaced(doers):
     doers.reset(0, row())
-    pid_of(doers, 0)
-    os.kill(doers.zygote.process.pid, signal.SIGKILL)
+    pids = [doers.zygote.process.pid, pid_of(doers, 0)]
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: not any(map(alive, pids)))
     doers.step(0, FINE)
     assert all_answers(doers) == {0: [Answer([], 0.0, True, "step 2: the process died")]}
     doers.reset(1, row())
