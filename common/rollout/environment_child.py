@@ -123,6 +123,8 @@ class Zygote:
                 signal.signal(number, signal.SIG_DFL)
             for other in (self.control, self.woken, self.waker, *self.connections.values()):
                 other.close()
+            if "numpy.random" in sys.modules:  # else all episodes drew the same; Python does so for its own generator
+                sys.modules["numpy.random"].seed()
             with suppress(ConnectionError):  # the parent has gone without reading everything
                 play(connection, self.make)
             os._exit(0)

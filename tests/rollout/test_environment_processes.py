@@ -17,7 +17,9 @@ from common.rollout.environment_processes import Answer, Environments
 
 # What the model says is Python, and what it comes to is the environment's answer.
 USER_FILE = """
-import os, signal, subprocess, sys, threading, time
+import os, random, signal, subprocess, sys, threading, time
+
+import numpy.random
 
 def touch(path): open(path, "w").close()
 
@@ -159,6 +161,14 @@ def test_output_and_forks_do_not_disturb(doers, capfd):
     assert out == "" and err.count("hello") == err.count("directly") == err.count("far") == 1
 
 
+def test_every_episode_draws_numbers_of_its_own(doers):
+    for number in range(4):
+        doers.reset(number, row())
+        doers.step(number, f"[], {'random' if number % 2 else 'numpy.random'}.random(), True")
+    assert len({answer.reward for [answer] in all_answers(doers).values()}) == 4
+
+
+@pytest.mark.slow  # the second that it is given to clean up
 def test_an_environment_that_hangs_is_ended_alone(doers, monkeypatch, tmp_path):
     clock = Clock(monkeypatch, module)
     hang = "(touch(self.row['here']), [0 for _ in iter(int, 1)])"
@@ -182,13 +192,16 @@ def test_an_environment_that_hangs_is_ended_alone(doers, monkeypatch, tmp_path):
 
 def test_a_slow_parent_costs_nothing(doers, monkeypatch, tmp_path):
     """An answer that lies there when the parent comes back is an answer; and the next turn's time begins then."""
-    clock = Clock(monkeypatch, module)
+    clock, here, there = Clock(monkeypatch, module), tmp_path / "here", tmp_path / "there"
     doers.reset(0, row())
+    pid_of(doers, 0)
     doers.step(0, FINE)
-    doers.step(0, f"(touch({str(tmp_path / 'here')!r}), {FINE})[1:]")
-    until((tmp_path / "here").exists)
+    doers.step(0, f"(touch({str(here)!r}), wait_for({str(there)!r}), ({FINE}))[2]")
+    until(here.exists)
     clock.ahead += 100
-    assert all_answers(doers) == {0: [fine(1), fine(2)]}
+    assert doers.answers() == [(0, fine(2))]
+    there.touch()
+    assert all_answers(doers) == {0: [fine(3)]}
 
 
 def test_environments_work_at_the_same_time(doers, tmp_path):
@@ -198,6 +211,7 @@ def test_environments_work_at_the_same_time(doers, tmp_path):
     assert all_answers(doers) == {0: [fine(1)], 1: [fine(1)]}
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_an_environment_that_reads_nothing(doers, monkeypatch, tmp_path):
     clock, spaces = Clock(monkeypatch, module), " " * 4_000_000
     doers.reset(0, row(do=f"(touch({str(tmp_path / 'here')!r}), time.sleep(9999))"))
@@ -261,8 +275,9 @@ def test_hundreds_of_episodes(doers):
 
 def test_a_zygote_that_dies_is_replaced(doers):
     doers.reset(0, row())
-    pid_of(doers, 0)
-    os.kill(doers.zygote.process.pid, signal.SIGKILL)
+    pids = [doers.zygote.process.pid, pid_of(doers, 0)]
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: not any(map(alive, pids)))
     doers.step(0, FINE)
     assert all_answers(doers) == {0: [Answer([], 0.0, True, "step 2: the process died")]}
     doers.reset(1, row())
