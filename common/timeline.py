@@ -26,10 +26,10 @@ class Timeline:
     def __init__(self, output_dir: str):
         role = distributed.rollout_ranks if distributed.is_rollout_rank() else distributed.training_ranks
         self.path = Path(output_dir) / "timeline" / f"rank_{role[dist.get_rank()]}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, spans: list[Span]) -> None:
         if not spans:
             return
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may have cleared the folder since
         with self.path.open("a") as file:
             file.writelines(json.dumps(span._asdict()) + "\n" for span in spans)

@@ -251,6 +251,8 @@ class Rollouts:
         with meter.time("rollout"):
             while self.engine.anybody(self._chosen(step) is None):
                 self._advance()
+                for name, value in self.engine.occupancy().items():
+                    meter.mean(f"engine/{name}", value)
             self._sleep()  # hand weights and KV-cache memory back to the trainer
 
     def _sample_all(self, step: int, numbers: list[int]) -> None:
