@@ -18,6 +18,7 @@ from common.meter import Meter
 from common.packing import Sample, pack
 from common.prompts import encode_prompts, prompt_columns
 from common.rewards.scoring import Rewards
+from common.rollout import base
 from common.rollout.episodes import Episodes
 from common.tasks import TASKS
 
@@ -140,6 +141,25 @@ def test_engine_and_trainer_agree_on_every_sampled_token(synced, policy, user_fi
         logprobs_T, *_ = policy(mb, temperature=1.0)
         assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
         assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (mb.rollout_logprobs_T[mb.loss_mask_T] < 0).all()
+
+
+def test_what_has_begun_can_be_ended_alone(synced, user_file, monkeypatch):
+    """Before new weights, where no completion may be of two versions."""
+    monkeypatch.setattr(base, "SLOTS", 4)
+    play = Play(synced, user_file)
+    with short_turns(synced):
+        for i, (prompt, row) in enumerate(zip(play.prompts, play.rows, strict=True)):
+            play.episodes.begin(i, prompt, row, 31 * i, 3, 1.0)
+        done = play.episodes.step()
+        done += play.episodes.finish()
+        assert not synced.running and not play.episodes.listening and play.episodes.busy
+        assert all(not completion.ids and not episode.turn for completion, episode in play.episodes.speaking.items())
+        synced.version = 1
+        while play.episodes.busy:
+            done += play.episodes.step()
+    synced.version = 0
+    versions = {tuple(sorted({*sample.versions} - {-1})) for _, group in done for sample in group}
+    assert versions == {(0,), (1,)} and sorted(number for number, _ in done) == [0, 1, 2, 3]
 
 
 def test_episodes_do_not_depend_on_how_they_are_split(synced, user_file):

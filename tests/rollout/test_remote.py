@@ -92,6 +92,23 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
         assert 0 < line["idle/rollout_ranks"] < 1 and 0 < line["idle/training_ranks"] < 1 and line["engine/running"] > 0
 
 
+def test_completions_go_on_over_new_weights_unless_they_are_to_be_ended_first(flags, tmp_path):
+    flags = (*flags, "--engine", "vllm", "--max_new_tokens", 150, "--max_steps", 4, "--eval_every", 0)
+    flags = (*flags, "--rollout_ranks", 1, "--max_staleness", 2)
+    run(2, "rloo.py", *flags, "--oversample", 1.5, "--output_dir", tmp_path / "partial")
+    run(2, "rloo.py", *flags, "--partial_rollouts", "false", "--output_dir", tmp_path / "ended")
+    partial, ended = metrics(tmp_path / "partial"), metrics(tmp_path / "ended")
+    assert max(line["sampling/version_spread/max"] for line in partial) > 0
+    assert max(line["sampling/version_spread/max"] for line in ended) == 0
+    assert max(line["sampling/staleness/max"] for line in [*partial, *ended]) <= 2
+    assert {line["what"] for line in timeline(tmp_path / "partial", 1)} >= {"sample", "weights"}
+    assert {line["what"] for line in timeline(tmp_path / "partial", 0)} >= {"rollout", "train", "step", "sync"}
+
+
+def timeline(folder, rank: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"timeline/rank_{rank}.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
     (2, 1, "grpo.py", ()), (2, 1, "dapo.py", ("--max_draws", 3)), (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
