@@ -46,6 +46,7 @@ from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
 from common.rows import SFT_COLUMNS, require_columns
 from common.run import Run
+from common.teachers import require_top_k
 
 
 @dataclass
@@ -69,6 +70,9 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     """what is minimised at each token, over the whole vocabulary: the table in docs/distill.md"""
     jsd_beta: OpenFraction = 0.5
     """jsd: weight of the teacher in the mixture; towards 0 it is like forward_kl, towards 1 like reverse_kl"""
+    top_k: NotNegative[int] = 0
+    """keep so many of the teacher's most likely tokens and take all others as one: the divergence is then a lower bound
+    of that over the whole vocabulary; 0: the whole vocabulary"""
     estimator: Literal["full", "sampled"] = "full"
     """full: of the whole vocabulary; sampled: log(teacher / student) of each sampled token as its advantage in PPO's
     clipped loss, of which the expected gradient is that of reverse_kl"""
@@ -82,6 +86,7 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
         require_flags_read(self, DIVERGENCES, self.divergence, flag="divergence")
         self.require_read("missing_eos_penalty", False, "rewards are measured, not learned from")
         self.require_read("divergence", self.estimator == "full", "--estimator sampled is of reverse_kl")
+        self.require_read("top_k", self.estimator == "full", "--estimator sampled is of the sampled token")
         for flag in ("clip_low", "clip_high", "correction", "correction_mode", "correction_low", "correction_high",
                      "correction_filter"):  # fmt: skip
             self.require_read(flag, self.estimator == "sampled", "--estimator is full")
@@ -134,6 +139,7 @@ def measure_both(meter: Meter, prefix: str, both: Comparison, mask_T: Tensor) ->
     meter.masked_mean(f"{prefix}agreement", both.agree_T, mask_T)
     meter.masked_mean(f"{prefix}entropy", both.entropy_T, mask_T)
     meter.masked_mean(f"{prefix}teacher_entropy", both.teacher_entropy_T, mask_T)
+    meter.masked_mean(f"{prefix}teacher_mass", both.teacher_mass_T, mask_T)
 
 
 def main(args: Args) -> None:
@@ -149,6 +155,7 @@ def main(args: Args) -> None:
     path, teacher_path = resolve_model(args.model), resolve_model(args.teacher, "--teacher")
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--teacher", teacher_path, tokenizer)
+    require_top_k(args.top_k, path, teacher_path)
     context = min(context_length(path, args), context_length(teacher_path, args))
     prompts, held_out = load_prompts(args, tokenizer, context)
     own, given = args.own_prompts, []
@@ -220,7 +227,7 @@ def main(args: Args) -> None:
                     minibatch_loss = torch.zeros((), device=device)
                     packs = [("", mb) for mb in own_packs_of] + [("data/", mb) for mb in data_packs_of]
                     for prefix, mb in packs:
-                        both = model(mb, args.temperature, teacher=teacher.teach(mb), divergence=divergence)
+                        both = model(mb, args.temperature, teacher.teach(mb), divergence, args.top_k)
                         if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
                             mb.old_logprobs_T = both.logprobs_T.detach()
                         if args.estimator == "full":
