@@ -79,12 +79,12 @@ def test_one_gradient_whatever_the_ranks_and_packing(main, flags, changed, tmp_p
 @pytest.mark.slow
 def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, tmp_path):
     flags = (*flags, "--max_steps", 1, "--epochs_per_rollout", 1, "--minibatches", 1)
-    for top_k in (0, 356, 3):
+    for top_k in (0, 356, 1):
         main("distill", *flags, "--top_k", top_k, "--output_dir", tmp_path / str(top_k))
     names = [name for name in SAME if name != "epoch"]
     assert_close_metrics(tmp_path / "0", tmp_path / "356", (*names, "teacher_mass"), rel=1e-5)
-    (whole,), (top,) = metrics(tmp_path / "0"), metrics(tmp_path / "3")
-    assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.99
+    (whole,), (top,) = metrics(tmp_path / "0"), metrics(tmp_path / "1")
+    assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.9999
     assert top["loss"] < whole["loss"] and top["reverse_kl"] < whole["reverse_kl"]
     assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
     with pytest.raises(ValueError, match="^--top_k 357 is more than the 356 tokens that --model and --teacher share"):
