@@ -46,7 +46,7 @@ from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
 from common.rows import SFT_COLUMNS, require_columns
 from common.run import Run
-from common.teachers import require_top_k
+from common.teachers import load_teacher, shared_vocabulary
 
 
 @dataclass
@@ -73,6 +73,9 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     top_k: NotNegative[int] = 0
     """keep so many of the teacher's most likely tokens and take all others as one: the divergence is then a lower bound
     of that over the whole vocabulary; 0: the whole vocabulary"""
+    teacher_logprobs: Literal["live", "stored"] = "live"
+    """stored: the teacher's `top_k` log-probs of the data's completions are written once, before training, which then
+    goes without the teacher in memory; for `--on_policy_fraction 0`"""
     estimator: Literal["full", "sampled"] = "full"
     """full: of the whole vocabulary; sampled: log(teacher / student) of each sampled token as its advantage in PPO's
     clipped loss, of which the expected gradient is that of reverse_kl"""
@@ -92,6 +95,9 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
             self.require_read(flag, self.estimator == "sampled", "--estimator is full")
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
             raise ValueError("--estimator sampled is for the student's own samples: --on_policy_fraction 1")
+        self.require_read("rollout_ranks", self.needs_engine, "nothing is sampled")
+        if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
+            raise ValueError("--teacher_logprobs stored needs --on_policy_fraction 0 and --top_k above 0")
         if 0 < self.on_policy_fraction < 1 and self.own_prompts in (0, self.prompts_per_step):
             raise ValueError(f"{self._fraction} is {self.own_prompts}: all or nothing is 1 or 0")
 
@@ -99,6 +105,11 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     def own_prompts(self) -> int:
         """How many of a step's prompts the student completes."""
         return round(self.on_policy_fraction * self.prompts_per_step)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether anything is sampled, be it to measure."""
+        return self.on_policy_fraction > 0 or len(self.reward) > 0
 
     @property
     def _fraction(self) -> str:
@@ -149,13 +160,13 @@ def main(args: Args) -> None:
         return serve(args, device)  # generates until the others are done
     if args.teacher is None:
         raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
-    prepare_output_dir(args)
+    prepare_output_dir(args, owned=("teacher_logprobs/*",))
 
     # ---- data: prompts as token ids, for some steps' rows with the data's completions ----
     path, teacher_path = resolve_model(args.model), resolve_model(args.teacher, "--teacher")
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--teacher", teacher_path, tokenizer)
-    require_top_k(args.top_k, path, teacher_path)
+    vocabulary = shared_vocabulary(path, teacher_path, args.top_k)
     context = min(context_length(path, args), context_length(teacher_path, args))
     prompts, held_out = load_prompts(args, tokenizer, context)
     own, given = args.own_prompts, []
@@ -167,23 +178,24 @@ def main(args: Args) -> None:
 
     # ---- models: FSDP2 shards train, and frozen ones teach; vLLM samples ----
     model = load_policy(path, args, device)
-    teacher = load_policy(teacher_path, args, device, trainable=False, flag="--teacher")
+    teacher = load_teacher(teacher_path, given, vocabulary, args, device)
     optimizer = adamw(model, args)
     sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
-    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device)
+    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device) if args.needs_engine else None
 
     # ---- the objective, its floats bound to the flags of their names ----
     divergence = with_flags(DIVERGENCES[args.divergence], args) if args.estimator == "full" else None
     policy_loss, correction = with_flags(clip_policy_loss, args), with_flags(correction_weights, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
-    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order, rollouts=rollouts)
+    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order)
     run = Run(
         args, model, optimizer, tokenizer, total_steps, **cursors,  # the first says how many epochs are done
         show=("loss", "reverse_kl", "agreement", "eval/pass_at_1", "time/step"),
         curves=("loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy", "teacher_entropy",
                 "completions/mean_length", "grad_norm"),
     )  # fmt: skip
+    run.models.append(teacher)  # its forwards count too
     meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
     run.message(
         f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {updates} updates per "
@@ -257,7 +269,8 @@ def main(args: Args) -> None:
             run.show_samples(step + 1, groups, rollouts.positions)
 
     run.end()
-    rollouts.close()
+    if rollouts is not None:
+        rollouts.close()
     distributed.cleanup()
 
 

@@ -6,10 +6,12 @@ import shutil
 import inprocess
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run
+from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
+from safetensors.torch import load_file, save_file
 from test_grpo import REWARD, samples
 
 import distill
+from common import teachers
 from common.config import TrainArgs
 from common.data import Encoder
 from common.distributed import RunError
@@ -89,6 +91,74 @@ def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, 
     assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
     with pytest.raises(ValueError, match="^--top_k 357 is more than the 356 tokens that --model and --teacher share"):
         main("distill", *flags, "--top_k", 357, "--output_dir", tmp_path / "357")
+
+
+OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--dataset_split", "test", "--eval_split", "train",
+           "--pack_tokens", 200)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, teacher, tmp_path, monkeypatch):
+    """Also written by two ranks, of which one is killed meanwhile, or in two goes, or by the run before: then the model
+    is not loaded."""
+    flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
+    main("distill", *flags, "--output_dir", tmp_path / "live")
+    monkeypatch.setattr(teachers, "CHUNK", 64)
+    main("distill", *flags, *stored, "--output_dir", tmp_path / "stored")
+    files = sorted((tmp_path / "stored/teacher_logprobs").glob("*.safetensors"))
+    assert len(files) == 8 and load_file(files[-1])["logprobs"].shape[1] == 8
+    names = [name for name in SAME if name.startswith("data/")] + [
+        "loss",
+        "grad_norm",
+        "data/teacher_mass",
+        "num_tokens",
+    ]
+    assert_close_metrics(tmp_path / "live", tmp_path / "stored", names, rel=1e-6, floor=0.1)
+    assert not any(name.startswith(("sampling/", "completions/")) for name in metrics(tmp_path / "stored")[0])
+
+    went_on = tmp_path / "went_on"
+    shutil.copytree(tmp_path / "stored/teacher_logprobs", went_on / "teacher_logprobs")
+    for file in sorted(went_on.glob("teacher_logprobs/*.safetensors"))[2:5]:
+        file.unlink()
+    written = []
+    monkeypatch.setattr(
+        teachers, "save_file", lambda tensors, file: (written.append(file.name), save_file(tensors, file))
+    )
+    main("distill", *flags, *stored, "--output_dir", went_on)
+    assert written == [f"{i:06d}.tmp" for i in (2, 3, 4)]
+    assert_same_weights(went_on, tmp_path / "stored")
+    assert all(file.read_bytes() == (went_on / "teacher_logprobs" / file.name).read_bytes() for file in files)
+
+    shutil.rmtree(went_on / "checkpoints")
+    (went_on / "metrics.jsonl").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(teachers, "load_policy", None)
+        main("distill", *flags, *stored, "--output_dir", went_on)
+    assert_same_weights(went_on, tmp_path / "stored")
+
+    with_kill, without, two = tmp_path / "killed.py", tmp_path / "whole.py", tmp_path / "two"
+    with_kill.write_text(f"""
+import os, runpy, signal
+from common import teachers
+teachers.CHUNK, save, written = 64, teachers.save_file, []
+
+def save_some(tensors, file):
+    save(tensors, file)
+    written.append(file)
+    if len(written) == 3:  # of this rank, and not renamed yet
+        os.kill(os.getpid(), signal.SIGKILL)
+
+teachers.save_file = save_some
+runpy.run_path({str(ROOT / "distill.py")!r}, run_name="__main__")
+""")
+    without.write_text(with_kill.read_text().replace("== 3", "== 0"))
+    run(2, with_kill, *flags, *stored, "--output_dir", two, code=1)
+    before = {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*.safetensors")}
+    assert 4 <= len(before) < 8 and not (two / "metrics.jsonl").exists()
+    run(2, without, *flags, *stored, "--output_dir", two)
+    assert before.items() <= {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*")}.items()
+    assert_close_metrics(tmp_path / "live", two, names, rel=1e-5, floor=0.1)
+    assert {file.name for file in two.glob("teacher_logprobs/*")} == {"digest", *(file.name for file in files)}
 
 
 @pytest.mark.slow
