@@ -4,7 +4,7 @@ completions, stored once.
 Shapes: T own tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 
@@ -46,6 +46,15 @@ def load_teacher(
     if args.teacher_logprobs == "live":
         return load()
     return StoredTeacher(Path(args.output_dir) / "teacher_logprobs", path, load, samples, vocabulary, args, device)
+
+
+def require_known(samples: Iterable[Sample], teacher: Policy) -> None:
+    """Raises `RunError` for a sampled id that the teacher has no embedding of: a row of the student's beyond their
+    tokenizer's tokens, which an untrained student may sample."""
+    known = teacher.hf.get_input_embeddings().num_embeddings
+    if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
+        what = f"the student sampled token {unknown[0]}, --teacher {teacher.path} has {known}"
+        raise distributed.RunError(f"{what}: begin with a student that has learned its tokenizer's tokens")
 
 
 class StoredTeacher:

@@ -21,6 +21,7 @@ from common.models import load_policy
 from common.packing import Sample
 from common.prompts import Prompts
 from common.rewards.scoring import Rewards
+from common.teachers import require_known
 from common.tiny import tiny_model
 
 main = inprocess.main
@@ -91,6 +92,74 @@ def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, 
     assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
     with pytest.raises(ValueError, match="^--top_k 357 is more than the 356 tokens that --model and --teacher share"):
         main("distill", *flags, "--top_k", 357, "--output_dir", tmp_path / "357")
+
+
+@pytest.mark.slow
+def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
+    """Number for number. With both weights above 0 it is neither."""
+    flags = [*flags[2:], "--samples_per_prompt", 4, "--missing_eos_penalty", 0.5]
+    del flags[flags.index("--on_policy_fraction") : flags.index("--temperature")]
+    ours = ("--teacher", teacher, "--estimator", "sampled", "--on_policy_fraction", 1, "--reward_coef", 1)
+    main("grpo", *flags, "--clip_high", 0.2, "--output_dir", tmp_path / "grpo")
+    flags = [*flags, *ours]
+    main("distill", *flags, "--teacher_coef", 0, "--output_dir", tmp_path / "alone")
+    names = ("loss", "grad_norm", "reward", "reward_std", "entropy", "clip_ratio/region_mean")
+    assert_close_metrics(tmp_path / "grpo", tmp_path / "alone", names, rel=1e-5, floor=0.1)
+    assert samples(tmp_path / "grpo", 1) == samples(tmp_path / "alone", 1)
+    main("distill", *flags, "--max_steps", 1, "--output_dir", tmp_path / "both")
+    both, alone = (metrics(tmp_path / name)[0] for name in ("both", "alone"))
+    assert both["reward"] == alone["reward"] and both["grad_norm"] != pytest.approx(alone["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_held_out_completions(main, flags, tmp_path):
+    """The loss that training has on the same rows, as it was before its step; whatever is trained on."""
+    rows = [json.dumps(dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1))) for i in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows[:8]))
+    (tmp_path / "b.jsonl").write_text("\n".join(rows[8:]))
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_dataset", tmp_path / "a.jsonl", "--eval_every", 2)
+    alone = (
+        "--on_policy_fraction",
+        0,
+        "--samples_per_prompt",
+        1,
+        "--minibatches",
+        1,
+        "--epochs_per_rollout",
+        1,
+        "--reward",
+    )
+    main("distill", *flags, *data, *alone, "--output_dir", tmp_path / "data")
+    lines = metrics(tmp_path / "data")
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 2, 3]
+    for before, trained in ((lines[0], lines[1]), (lines[2], lines[3])):
+        assert before["eval_loss"] == pytest.approx(trained["loss"], rel=1e-5)
+        assert before["eval/reverse_kl"] == pytest.approx(trained["data/reverse_kl"], rel=1e-5)
+        assert before["eval/agreement"] == pytest.approx(trained["data/agreement"])
+    main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "sampled")
+    line = metrics(tmp_path / "sampled")[-1]
+    assert line["eval_loss"] == line["eval/reverse_kl"] > 0 and "eval/pass_at_1" in line
+
+
+@pytest.mark.slow
+def test_held_out_rows_without_completions(main, flags, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--eval_every", 1, "--max_steps", 1)
+    main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
+    assert "no eval_loss: the held-out rows have no completions" in capsys.readouterr().out
+    assert all("eval_loss" not in line and "eval/pass_at_1" in line for line in metrics(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_the_teachers_forwards_are_counted(main, flags, tmp_path):
+    """A forward of the same model beside a forward and a backward: a third more than with what it has stored."""
+    flops = []
+    for stored in ("live", "stored"):
+        own = (*OFFLINE, "--teacher", tiny_model(), "--teacher_logprobs", stored, "--max_steps", 1)
+        main("distill", *flags, *own, "--output_dir", tmp_path / stored)
+        (line,) = metrics(tmp_path / stored)
+        flops.append(line["speed/tflops"] * (line["time/train"] + line["time/logprobs"]))
+    assert flops[0] == pytest.approx(4 / 3 * flops[1])
 
 
 OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--dataset_split", "test", "--eval_split", "train",
@@ -202,7 +271,9 @@ def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, tmp_pa
     own = ("--teacher", tiny_model(), "--reward", "--max_steps", 1, "--eval_every", 1)
     own += ("--minibatches", 1, "--epochs_per_rollout", 1)  # a step along a gradient that is not quite 0 is a step
     main("distill", *flags, *own, "--output_dir", tmp_path)
-    (line,) = metrics(tmp_path)
+    (before, line) = metrics(tmp_path)
+    assert before["step"] == 0 and before["eval_loss"] == pytest.approx(0, abs=1e-6) and before["eval/agreement"] == 1
+    assert line["eval_loss"] >= 0
     assert line["reverse_kl"] == pytest.approx(0, abs=1e-6) and line["agreement"] == line["data/agreement"] == 1
     assert not {"reward", "eval/pass_at_1"} & line.keys() and line["completions/mean_length"] > 0
 
@@ -219,7 +290,7 @@ def test_what_is_given_is_the_datas_completion_up_to_the_longest_that_is_sampled
     args = distill.Args(max_new_tokens=3)
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
-    short, long = distill.given_samples(prompts, Encoder(tokenizer, args), args)
+    short, long = distill.given_samples(prompts, Encoder(tokenizer, args), args, needed=True)
     assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
     assert tokenizer.decode(long.completion_ids) == "123" and long.loss_mask == [False] * 4 + [True] * 3
     assert short.ids[: short.prompt_length] == prompts.ids[0]
@@ -254,6 +325,6 @@ def test_data_without_completions(main, flags, tmp_path):
 def test_a_token_that_the_teacher_does_not_know(device, teacher):
     policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
     known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
-    distill.require_known([known], policy, distill.Args(teacher="t"))
-    with pytest.raises(RunError, match="the student sampled token 364, --teacher t has 364: begin with"):
-        distill.require_known([known, unknown], policy, distill.Args(teacher="t"))
+    require_known([known], policy)
+    with pytest.raises(RunError, match="the student sampled token 364, --teacher .*hf has 364: begin with"):
+        require_known([known, unknown], policy)
