@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import helpers
 import inprocess
 import pytest
 import torch
@@ -15,10 +16,11 @@ from common import teachers
 from common.config import TrainArgs
 from common.data import Encoder
 from common.distributed import RunError
+from common.divergences import most_likely
 from common.hub import load_tokenizer
 from common.meter import Meter
 from common.models import load_policy
-from common.packing import Sample
+from common.packing import Sample, pack
 from common.prompts import Prompts
 from common.rewards.scoring import Rewards
 from common.teachers import require_known
@@ -67,16 +69,53 @@ def flags(teacher, tmp_path_factory):
 SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "sampled", "--on_policy_fraction", 1)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run(2, "distill.py", *flags, "--save_every", 1, "--output_dir", folder)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", [(), SAMPLED], ids=["full", "sampled"])
-def test_one_gradient_whatever_the_ranks_and_packing(main, flags, changed, tmp_path):
-    flags = (*flags, "--max_steps", 2)
-    run(2, "distill.py", *flags, *changed, "--output_dir", tmp_path / "two")
-    main("distill", *flags, *changed, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
+def test_one_gradient_whatever_the_ranks_and_packing(main, two_ranks, flags, tmp_path):
+    main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path)
+    assert samples(two_ranks, 1) == samples(tmp_path, 1)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
+    assert "data/reverse_kl" in metrics(tmp_path)[0]
+
+
+@pytest.mark.slow
+def test_one_gradient_with_the_sampled_estimator_and_a_reward(main, flags, tmp_path):
+    flags = (*flags, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
+    run(2, "distill.py", *flags, "--output_dir", tmp_path / "two")
+    main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
     assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
-    names = SAME if not changed else [name for name in SAME if not name.startswith("data/")]
+    names = [name for name in SAME if not name.startswith("data/")]
     assert_close_metrics(tmp_path / "two", tmp_path / "one", names, rel=1e-5, floor=0.1)
-    assert ("data/reverse_kl" in metrics(tmp_path / "one")[0]) == (not changed)
+    assert "data/reverse_kl" not in metrics(tmp_path / "one")[0]
+
+
+@pytest.mark.slow
+def test_a_denominator_per_rank_would_be_noticed(two_ranks, flags, tmp_path):
+    """The negative control of the first test: the same script with a token count per rank."""
+    source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
+    count = "tokens, _ = measure.count_trained(own_packs_of + data_packs_of)"
+    assert source.count(count) == 1
+    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in own_packs_of + data_packs_of) * world_size"
+    wrong.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank))
+    run(2, wrong, *flags, "--output_dir", tmp_path / "out")
+    with pytest.raises(AssertionError, match="grad_norm"):
+        assert_close_metrics(two_ranks, tmp_path / "out", ("grad_norm",), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
+    flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "distill.py", *flags, folder=tmp_path, after_step=2)
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    assert "resuming from" in run(2, "distill.py", *flags).stdout
+    assert_same_weights(two_ranks, tmp_path)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
 
 
 @pytest.mark.slow
@@ -97,7 +136,8 @@ def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, 
 @pytest.mark.slow
 def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
     """Number for number. With both weights above 0 it is neither."""
-    flags = [*flags[2:], "--samples_per_prompt", 4, "--missing_eos_penalty", 0.5]
+    flags = [*flags[2:], "--prompts_per_step", 4, "--samples_per_prompt", 4, "--missing_eos_penalty", 0.5]
+    flags += ["--max_steps", 1]
     del flags[flags.index("--on_policy_fraction") : flags.index("--temperature")]
     ours = ("--teacher", teacher, "--estimator", "sampled", "--on_policy_fraction", 1, "--reward_coef", 1)
     main("grpo", *flags, "--clip_high", 0.2, "--output_dir", tmp_path / "grpo")
@@ -106,7 +146,7 @@ def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
     names = ("loss", "grad_norm", "reward", "reward_std", "entropy", "clip_ratio/region_mean")
     assert_close_metrics(tmp_path / "grpo", tmp_path / "alone", names, rel=1e-5, floor=0.1)
     assert samples(tmp_path / "grpo", 1) == samples(tmp_path / "alone", 1)
-    main("distill", *flags, "--max_steps", 1, "--output_dir", tmp_path / "both")
+    main("distill", *flags, "--output_dir", tmp_path / "both")
     both, alone = (metrics(tmp_path / name)[0] for name in ("both", "alone"))
     assert both["reward"] == alone["reward"] and both["grad_norm"] != pytest.approx(alone["grad_norm"], rel=1e-3)
 
@@ -305,7 +345,8 @@ def test_another_tokenizer(main, flags, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = tokenizer["model"]["vocab"].pop("0")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="--teacher .*: another tokenizer than --model's, 2 entries differ"):
+    words = "--teacher .*: another tokenizer than --model's, 2 entries differ; name a model with the same one"
+    with pytest.raises(ValueError, match=words):
         main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
 
 
@@ -320,6 +361,54 @@ def test_data_without_completions(main, flags, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     with pytest.raises(ValueError, match="--dataset .*a.jsonl.*(prompt|completion)"):
         main("distill", *flags, "--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--output_dir", tmp_path / "run")
+
+
+def stored(device, folder, teacher, samples, loaded=None):
+    """A teacher's store as a script has it; `loaded` counts how often the model is."""
+
+    def load():
+        loaded.append(1)
+        return load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+
+    args = distill.Args(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=2, dtype="float32")
+    return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
+
+
+def test_a_store_of_something_else_is_written_anew_and_a_damaged_one_is_named(device, teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(teachers, "CHUNK", 2)
+    rows, loaded, folder = [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)], [], tmp_path / "a"
+    stored(device, folder, teacher, rows, loaded)
+    stored(device, folder, teacher, rows, loaded)
+    assert len(loaded) == 1 and len([*folder.glob("*.safetensors")]) == 3
+    first, last = folder / "000000.safetensors", folder / "000002.safetensors"
+    content = first.read_bytes()
+    first.write_bytes(content[:-8])
+    with pytest.raises(ValueError, match="000000.safetensors is damaged, delete it: "):
+        stored(device, folder, teacher, rows, loaded)
+    first.write_bytes(last.read_bytes())
+    with pytest.raises(ValueError, match="000000.safetensors is damaged, delete it: another number of tokens"):
+        stored(device, folder, teacher, rows, loaded)
+    first.unlink()
+    stored(device, folder, teacher, rows, loaded)
+    assert first.read_bytes() == content and len(loaded) == 2
+    rows[4].ids[1] = 9
+    stored(device, folder, teacher, rows[:2] + rows[4:], loaded)
+    assert len(loaded) == 3 and len([*folder.glob("*.safetensors")]) == 2
+
+
+def test_what_is_stored_is_of_the_token_that_it_is_asked_for(device, teacher, tmp_path, monkeypatch):
+    """Of samples in another order, of several files, with untrained tokens between."""
+    monkeypatch.setattr(teachers, "CHUNK", 2)
+    rows = [Sample([3, *range(i, i + 7)], [i % 2 == 0, False, True, False, i % 3 > 0, True, False, True])
+            for i in range(10, 17)]  # fmt: skip
+    store = stored(device, tmp_path / "a", teacher, rows, [])
+    policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+    (mb,) = pack([rows[i] for i in (5, 0, 6, 3)], 100, device)
+    ours, live = store.teach(mb), most_likely(policy.teach(mb), mb.targets_T, 1.0, 356, 2)
+    assert torch.equal(ours.tokens_TK[mb.loss_mask_T], live.tokens_TK[mb.loss_mask_T])
+    for name in ("logprobs_TS", "targets_T", "entropy_T"):
+        torch.testing.assert_close(getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T])
+    assert ours.logprobs_TS.isfinite().all()
 
 
 def test_a_token_that_the_teacher_does_not_know(device, teacher):
