@@ -8,7 +8,7 @@ a group, and as many numbers to learn from as the vocabulary has tokens, at ever
 has the rest of a step's completions from the data.
 
 Differences from the papers: the fraction is of each step's prompts, not a coin for each step; nothing is learned
-through the sampling (as in GKD) and no reward is mixed in. See docs/distill.md.
+through the sampling (as in GKD), and a reward is mixed in with `--estimator sampled` alone. See docs/distill.md.
 
 Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch. Every per-token stream is
 aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
