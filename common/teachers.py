@@ -4,6 +4,7 @@ completions, stored once.
 Shapes: T own tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from common import distributed
 from common.config import TrainArgs
@@ -82,32 +84,30 @@ class StoredTeacher:
             if distributed.is_main():
                 print(f"{path} scores {sum(len(chunks[i]) for i in missing)} completions, into {folder}", flush=True)
             teacher = load()
-            for first in range(0, len(missing), world_size := distributed.world_size()):
-                mine = missing[first : first + world_size][rank : rank + 1]  # every rank writes a file, if any is left
-                self._write(teacher, [(files[i], chunks[i], self.starts[i]) for i in mine], args)
+            mine = missing[rank :: distributed.world_size()]
+            for turn in range(math.ceil(len(missing) / distributed.world_size())):
+                number = mine[turn] if turn < len(mine) else None  # at the end a rank may have no file to write
+                chunk, start = ([], 0) if number is None else (chunks[number], self.starts[number])
+                columns_MX = self._scored(teacher, chunk, start, args)
+                if number is not None:
+                    _save(files[number], columns_MX, args.top_k)
             distributed.barrier()
         self.parts = [_read(file, count) for file, count in zip(files, counts, strict=True)]
 
     @torch.no_grad()
-    def _write(self, teacher: Policy, mine: list[tuple[Path, list[Sample], int]], args: TrainArgs) -> None:
-        """At most one file of this rank's. Collective."""
-        samples = [sample for _, chunk, _ in mine for sample in chunk]
-        found = []
+    def _scored(self, teacher: Policy, samples: list[Sample], start: int, args: TrainArgs) -> Tensor:
+        """What is stored of each trained token of this rank's samples, of which the first is number `start`: the
+        log-probs of S, K tokens, the log-prob of the target and the entropy, float32 [M, X]. Collective."""
+        places, columns = [], []
         for mb in pack(samples, args.pack_tokens, self.device):
             targets_t = mb.computed.targets_T
             top = most_likely(teacher.teach(mb), targets_t, args.temperature, self.vocabulary, args.top_k)
             columns_t = (*top.logprobs_TS.unbind(1), *top.tokens_TK.unbind(1), top.targets_T, top.entropy_T)
-            columns_TX = torch.stack(own(columns_t, mb.shared), dim=1)  # ids too: float32 has all below 2^24
-            found.append((_places(mb), columns_TX[mb.loss_mask_T].cpu()))
+            columns_TX = torch.stack([x_T.float() for x_T in own(columns_t, mb.shared)], 1)  # ids too: all below 2^24
+            columns.append(columns_TX[mb.loss_mask_T].cpu())
+            places.append(_places(mb))
         teacher.reshard()  # a forward without backward leaves the root whole
-        for file, _, start in mine:
-            places_M, columns_MX = (torch.cat(parts) for parts in zip(*found, strict=True))
-            columns_MX[places_M - start] = columns_MX.clone()
-            logprobs_MS, tokens_MK, rest_M2 = columns_MX.split([columns_MX.shape[1] - 2 - args.top_k, args.top_k, 2], 1)
-            work = file.with_suffix(".tmp")
-            tensors = dict(logprobs=logprobs_MS, tokens=tokens_MK.int(), target=rest_M2[:, 0], entropy=rest_M2[:, 1])
-            save_file({name: x.contiguous() for name, x in tensors.items()}, work)
-            work.rename(file)
+        return torch.cat(columns)[(torch.cat(places) - start).argsort()]
 
     def teach(self, mb: PackedBatch) -> TopK:
         """What a student's forward takes as its teacher. Collective."""
@@ -132,10 +132,19 @@ def _trained(sample: Sample) -> int:
     return sum(sample.loss_mask[1:])
 
 
-def _places(mb: PackedBatch) -> torch.Tensor:
+def _places(mb: PackedBatch) -> Tensor:
     """Of a micro-batch's trained tokens among those of all stored samples, int64, on the host."""
     ranges = [torch.arange(sample.stored_at, sample.stored_at + _trained(sample)) for sample in mb.samples]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *ranges])
+
+
+def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
+    logprobs_MS, tokens_MK, others_M2 = columns_MX.split([columns_MX.shape[1] - 2 - top_k, top_k, 2], 1)
+    target_M, entropy_M = others_M2.unbind(1)
+    tensors = dict(logprobs=logprobs_MS, tokens=tokens_MK.int(), target=target_M, entropy=entropy_M)
+    work = file.with_suffix(".tmp")
+    save_file({name: x.contiguous() for name, x in tensors.items()}, work)
+    work.rename(file)
 
 
 def _claim(folder: Path, digest: str) -> None:
@@ -150,12 +159,13 @@ def _claim(folder: Path, digest: str) -> None:
     distributed.barrier()
 
 
-def _read(file: Path, count: int) -> list[torch.Tensor]:
+def _read(file: Path, count: int) -> list[Tensor]:
     """What a file has of so many tokens; memory-mapped."""
     try:
         found = load_file(file)
-        if any(len(found[name]) != count for name in ("logprobs", "tokens", "target", "entropy")):
+        columns = [found[name] for name in ("logprobs", "tokens", "target", "entropy")]
+        if any(len(x) != count for x in columns):
             raise ValueError("another number of tokens")
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"{file} is damaged, delete it: {distributed.first_line(error)}") from error
-    return [found[name] for name in ("logprobs", "tokens", "target", "entropy")]
+    return columns
