@@ -8,14 +8,13 @@ a group, and as many numbers to learn from as the vocabulary has tokens, at ever
 has the rest of a step's completions from the data.
 
 Differences from the papers: the fraction is of each step's prompts, not a coin for each step; nothing is learned
-through the sampling (as in GKD) and no reward is mixed in. See docs/distill.md.
+through the sampling (as in GKD), and a reward is mixed in with `--estimator sampled` alone. See docs/distill.md.
 
 Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch. Every per-token stream is
 aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, Literal
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
+from common.advantages import group_advantages
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import OnlineArgs, SamplingArgs, TrainArgs
@@ -34,18 +34,22 @@ from common.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive
 from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import add_logprobs
 from common.lora import LoRAArgs
-from common.losses import clip_policy_loss
+from common.losses import clip_policy_loss, clipped
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.order import make_order
-from common.packing import Sample, pack_minibatches
+from common.packing import Sample, pack, pack_minibatches, to_samples
 from common.prompts import Prompts, load_prompts
 from common.rewards.scoring import Rewards
 from common.rollout import measure
 from common.rollout.remote import make_rollouts, serve
-from common.rows import SFT_COLUMNS, require_columns
+from common.rows import SFT_COLUMNS, require_columns, usable
 from common.run import Run
+from common.shaping import truncation_penalties
+from common.teachers import StoredTeacher, load_teacher, require_known, shared_vocabulary
+
+COLUMNS = tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)  # a prompt and its completion
 
 
 @dataclass
@@ -58,8 +62,8 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     samples_per_prompt: Positive[int] = 1
     """completions sampled for each prompt (G)"""
     reward: tuple[str, ...] = ()
-    """what to measure completions by, nothing is learned from it: exact_match, gsm8k, math, ... (docs/rewards.md);
-    evaluations need it"""
+    """what to measure completions by: exact_match, gsm8k, math, ... (docs/rewards.md); nothing is learned from it
+    unless reward_coef is above 0"""
     lr: Positive[float] = 1e-5
     """peak learning rate of AdamW"""
     on_policy_fraction: Fraction = 1.0
@@ -69,9 +73,20 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     """what is minimised at each token, over the whole vocabulary: the table in docs/distill.md"""
     jsd_beta: OpenFraction = 0.5
     """jsd: weight of the teacher in the mixture; towards 0 it is like forward_kl, towards 1 like reverse_kl"""
+    top_k: NotNegative[int] = 0
+    """keep so many of the teacher's most likely tokens and take all others as one: the divergence is then a lower bound
+    of that over the whole vocabulary; 0: the whole vocabulary"""
+    teacher_logprobs: Literal["live", "stored"] = "live"
+    """stored: the teacher's `top_k` log-probs of the data's completions are written once, before training, which then
+    goes without the teacher in memory; for `--on_policy_fraction 0`"""
     estimator: Literal["full", "sampled"] = "full"
     """full: of the whole vocabulary; sampled: log(teacher / student) of each sampled token as its advantage in PPO's
     clipped loss, of which the expected gradient is that of reverse_kl"""
+    teacher_coef: NotNegative[float] = 1.0
+    """sampled: weight of log(teacher / student) in a token's advantage"""
+    reward_coef: NotNegative[float] = 0.0
+    """sampled: weight of the completion's advantage by `reward` over its group, (r - mean) / std as in grpo.py, on each
+    of its tokens"""
     clip_low: BelowOne = 0.2
     """sampled: the importance ratio is clipped below at 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
@@ -80,13 +95,21 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_flags_read(self, DIVERGENCES, self.divergence, flag="divergence")
-        self.require_read("missing_eos_penalty", False, "rewards are measured, not learned from")
+        self.require_read("missing_eos_penalty", self.reward_coef > 0, "rewards are measured, not learned from")
         self.require_read("divergence", self.estimator == "full", "--estimator sampled is of reverse_kl")
+        self.require_read("top_k", self.estimator == "full", "--estimator sampled is of the sampled token")
         for flag in ("clip_low", "clip_high", "correction", "correction_mode", "correction_low", "correction_high",
-                     "correction_filter"):  # fmt: skip
+                     "correction_filter", "teacher_coef", "reward_coef"):  # fmt: skip
             self.require_read(flag, self.estimator == "sampled", "--estimator is full")
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
             raise ValueError("--estimator sampled is for the student's own samples: --on_policy_fraction 1")
+        if self.reward_coef and (not self.reward or self.samples_per_prompt == 1):
+            raise ValueError(f"--reward_coef {self.reward_coef} needs --reward and --samples_per_prompt above 1")
+        if not self.teacher_coef and not self.reward_coef:
+            raise ValueError("--teacher_coef 0 leaves nothing to learn from without --reward_coef")
+        self.require_read("rollout_ranks", self.needs_engine, "nothing is sampled")
+        if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
+            raise ValueError("--teacher_logprobs stored needs --on_policy_fraction 0 and --top_k above 0")
         if 0 < self.on_policy_fraction < 1 and self.own_prompts in (0, self.prompts_per_step):
             raise ValueError(f"{self._fraction} is {self.own_prompts}: all or nothing is 1 or 0")
 
@@ -94,6 +117,11 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     def own_prompts(self) -> int:
         """How many of a step's prompts the student completes."""
         return round(self.on_policy_fraction * self.prompts_per_step)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether anything is sampled, be it to measure."""
+        return self.on_policy_fraction > 0 or len(self.reward) > 0
 
     @property
     def _fraction(self) -> str:
@@ -106,25 +134,23 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
             raise ValueError(f"{self._fraction} is {self.own_prompts}, not a multiple of {of} ({shares})")
 
 
-def given_samples(prompts: Prompts, encoder: Encoder, args: Args) -> list[Sample]:
-    """Each prompt with the data's completion, which ends where the student's own would: after `--max_new_tokens`."""
-    prompt, completion = require_columns(
-        args.dataset_flag, prompts.rows, tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)
-    )
-    samples = []
-    for row in prompts.rows:
-        sample = encoder.completion(row, "_prompt" if "_prompt" in row else prompt, completion)
-        samples.append(cut(sample, sample.prompt_length + args.max_new_tokens))
+def given_samples(prompts: Prompts, encoder: Encoder, args: Args, needed: bool) -> list[Sample]:
+    """Each prompt with the data's completion, which ends where the student's own would: after `--max_new_tokens`. Where
+    they are not `needed`, rows without one are left out."""
+    if needed:
+        columns = require_columns(args.dataset_flag, prompts.rows, COLUMNS)
+    else:
+        columns = next((pair for pair in COLUMNS if all({*pair} <= row.keys() for row in prompts.rows)), None)
+
+    def encode(row: dict) -> Sample:
+        sample = encoder.completion(row, "_prompt" if "_prompt" in row else columns[0], columns[1])
+        return cut(sample, sample.prompt_length + args.max_new_tokens)
+
+    rows = prompts.rows if columns else []
+    samples = [sample for _, sample in usable(rows, encode, args.on_bad_row if needed else "skip")]
+    if needed and not samples:
+        raise ValueError(f"{args.dataset_flag}: no row has a completion that can be read")
     return samples
-
-
-def require_known(samples: Iterable[Sample], teacher: Policy, args: Args) -> None:
-    """Raises `RunError` for a sampled id that the teacher has no embedding of: a row of the student's beyond their
-    tokenizer's tokens, which an untrained student may sample."""
-    known = teacher.hf.get_input_embeddings().num_embeddings
-    if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
-        what = f"the student sampled token {unknown[0]}, --teacher {args.teacher} has {known}"
-        raise distributed.RunError(f"{what}: begin with a student that has learned its tokenizer's tokens")
 
 
 def measure_both(meter: Meter, prefix: str, both: Comparison, mask_T: Tensor) -> None:
@@ -134,6 +160,21 @@ def measure_both(meter: Meter, prefix: str, both: Comparison, mask_T: Tensor) ->
     meter.masked_mean(f"{prefix}agreement", both.agree_T, mask_T)
     meter.masked_mean(f"{prefix}entropy", both.entropy_T, mask_T)
     meter.masked_mean(f"{prefix}teacher_entropy", both.teacher_entropy_T, mask_T)
+    meter.masked_mean(f"{prefix}teacher_mass", both.teacher_mass_T, mask_T)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Policy, teacher: Policy | StoredTeacher, samples: list[Sample], args: Args, device: torch.device
+) -> dict[str, float]:
+    """Student beside teacher on the data's completions of held-out rows; `samples` is this rank's share. Collective."""
+    meter, divergence = Meter(), with_flags(DIVERGENCES[args.divergence], args)
+    for mb in pack(samples, args.pack_tokens, device):
+        both = model(mb, args.temperature, teacher.teach(mb), divergence, args.top_k)
+        meter.masked_mean("eval_loss", both.divergence_T, mb.loss_mask_T)
+        meter.masked_mean("eval/reverse_kl", both.reverse_kl_T, mb.loss_mask_T)
+        meter.masked_mean("eval/agreement", both.agree_T, mb.loss_mask_T)
+    return meter.reduce()
 
 
 def main(args: Args) -> None:
@@ -143,48 +184,59 @@ def main(args: Args) -> None:
         return serve(args, device)  # generates until the others are done
     if args.teacher is None:
         raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
-    prepare_output_dir(args)
+    prepare_output_dir(args, owned=("teacher_logprobs/*",))
 
     # ---- data: prompts as token ids, for some steps' rows with the data's completions ----
     path, teacher_path = resolve_model(args.model), resolve_model(args.teacher, "--teacher")
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--teacher", teacher_path, tokenizer)
+    vocabulary = shared_vocabulary(path, teacher_path, args.top_k)
     context = min(context_length(path, args), context_length(teacher_path, args))
     prompts, held_out = load_prompts(args, tokenizer, context)
-    own, given = args.own_prompts, []
-    if own < args.prompts_per_step:
-        given = given_samples(prompts, Encoder(tokenizer, args), args)
-    order = make_order(prompts.rows, replace(args, seed=distributed.fold_seed(args.seed, 1)))  # of `given`
+    own, encoder = args.own_prompts, Encoder(tokenizer, args)
+    given = given_samples(prompts, encoder, args, needed=True) if own < args.prompts_per_step else []
+    given_held_out = given_samples(held_out, encoder, args, needed=False)
+    rows = [sample.row for sample in given] or prompts.rows
+    order = make_order(rows, replace(args, seed=distributed.fold_seed(args.seed, 1)))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
     # ---- models: FSDP2 shards train, and frozen ones teach; vLLM samples ----
     model = load_policy(path, args, device)
-    teacher = load_policy(teacher_path, args, device, trainable=False, flag="--teacher")
+    teacher = load_teacher(teacher_path, given + given_held_out, vocabulary, args, device)
     optimizer = adamw(model, args)
     sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
-    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device, rewards)
+    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device, rewards) if args.needs_engine else None
 
     # ---- the objective, its floats bound to the flags of their names ----
     divergence = with_flags(DIVERGENCES[args.divergence], args) if args.estimator == "full" else None
     policy_loss, correction = with_flags(clip_policy_loss, args), with_flags(correction_weights, args)
+    outside_clip, cut_off = with_flags(clipped, args), with_flags(truncation_penalties, args)
 
     # ---- resume: everything else is a function of (seed, step) ----
-    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order, rollouts=rollouts)
+    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order)
     run = Run(
         args, model, optimizer, tokenizer, total_steps, **cursors,  # the first says how many epochs are done
-        show=("loss", "reverse_kl", "agreement", "eval/pass_at_1", "time/step"),
-        curves=("loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy", "teacher_entropy",
-                "completions/mean_length", "grad_norm"),
+        show=("loss", "reverse_kl", "agreement", "eval_loss", "eval/pass_at_1", "time/step"),
+        curves=("loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy",
+                "teacher_entropy", "completions/mean_length", "grad_norm"),
     )  # fmt: skip
+    run.models.append(teacher)  # its forwards count too
     meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    run.message(
-        f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {updates} updates per "
-        f"rollout; the student completes {own} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})"
-    )
-    evaluates = len(held_out) > 0 and len(args.reward) > 0
-    if evaluates and run.first_step == 0:
-        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+    how = f"{rollouts or 'no engine'}, {updates} updates per rollout"
+    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {how}")
+    run.message(f"the student completes {own} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})")
+    if len(held_out) and not given_held_out:
+        run.message("no eval_loss: the held-out rows have no completions")
+
+    def evaluated(step: int) -> dict[str, float]:
+        """After so many steps: what the student writes, if there is a reward, and on what is given."""
+        solved = measure.evaluate(rollouts, step, held_out, rewards) if len(held_out) and args.reward else {}
+        share = given_held_out[rank::world_size]
+        return solved | (evaluate(model, teacher, share, args, device) if given_held_out else {})
+
+    if run.first_step == 0 and (metrics := evaluated(0)):
+        run.log(0, metrics)
 
     for step in run.steps():
         # ---- 1. batch: what the student writes, by its weights of now or somewhat older ones, and what is given ----
@@ -195,9 +247,12 @@ def main(args: Args) -> None:
                 groups = rollouts.collect(step, meter)
                 if groups is None:  # told to stop
                     break
-                require_known(chain(*groups), teacher, args)
+                require_known(chain(*groups), teacher)
                 with meter.time("reward"):
-                    measure.measure_groups(meter, groups, *rewards(groups, meter), first=step == 0)
+                    rewards_PG, parts = rewards(groups, meter)
+                measure.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+                of_group_PG = group_advantages(rewards_PG + cut_off(measure.truncated(groups)))
+                to_samples(groups, advantage=args.reward_coef * of_group_PG)
             count = (args.prompts_per_step - own) * args.samples_per_prompt
             from_data = [[given[i]] for i in order.draw(count)[rank::world_size]]
 
@@ -220,17 +275,20 @@ def main(args: Args) -> None:
                     minibatch_loss = torch.zeros((), device=device)
                     packs = [("", mb) for mb in own_packs_of] + [("data/", mb) for mb in data_packs_of]
                     for prefix, mb in packs:
-                        both = model(mb, args.temperature, teacher=teacher.teach(mb), divergence=divergence)
+                        both = model(mb, args.temperature, teacher.teach(mb), divergence, args.top_k)
                         if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
                             mb.old_logprobs_T = both.logprobs_T.detach()
                         if args.estimator == "full":
                             loss_T = both.divergence_T
                         else:
-                            mb.advantages_T = both.teacher_logprobs_T - mb.old_logprobs_T
+                            of_teacher_T = both.teacher_logprobs_T - mb.old_logprobs_T
+                            mb.advantages_T = args.teacher_coef * of_teacher_T + mb.on_tokens("advantage")
                             engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
                             mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
                             log_ratio_T = both.logprobs_T - mb.old_logprobs_T
                             loss_T = policy_loss(log_ratio_T, mb.advantages_T) * mb.correction_T
+                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
+                            meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
                         loss = (loss_T * mb.loss_mask_T).sum() / tokens
                         (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
                         minibatch_loss += loss.detach()
@@ -243,14 +301,15 @@ def main(args: Args) -> None:
 
         # ---- 4. log and evaluate ----
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
-        if evaluates and run.evaluates(step + 1):
-            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+        if run.evaluates(step + 1):
+            metrics |= evaluated(step + 1)
         run.log(step + 1, metrics)
         if own:
             run.show_samples(step + 1, groups, rollouts.positions)
 
     run.end()
-    rollouts.close()
+    if rollouts is not None:
+        rollouts.close()
     distributed.cleanup()
 
 

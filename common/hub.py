@@ -111,7 +111,8 @@ def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
     theirs = load_tokenizer(path, flag=flag)
     if theirs.get_vocab() != tokenizer.get_vocab():
         ours, others = (set(t.get_vocab().items()) for t in (tokenizer, theirs))
-        raise ValueError(f"{flag} {path}: another tokenizer than --model's, {len(ours ^ others)} entries differ")
+        what = f"another tokenizer than --model's, {len(ours ^ others)} entries differ"
+        raise ValueError(f"{flag} {path}: {what}; name a model with the same one, of the same family")
 
 
 def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int]:

@@ -173,6 +173,17 @@ def weighted_logps(mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
     return mb.sequence_sums(logprobs_T if mb.weights_T is None else logprobs_T * mb.weights_T)
 
 
+def digest_of(samples: list[Sample], model_path: str, weights: list[str], *more: object) -> str:
+    """Of what decides the log-probs of samples: the model, by its path and by name, size and time of the files in the
+    folders of its `weights`; what `more` there is; the tokens."""
+    files = [file for folder in weights for file in sorted(Path(folder).expanduser().glob("*.safetensors"))]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    hashed = hashlib.blake2b(repr((model_path, stats, *more)).encode())
+    for sample in samples:
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
+    return hashed.hexdigest()
+
+
 @torch.no_grad()
 def store_reference_logps(
     samples: list[Sample],
@@ -187,13 +198,8 @@ def store_reference_logps(
 
     Raises `ValueError` for a file that is damaged.
     """
-    path, parts = folder / "reference_logps.json", [Path(part) for part in (reference_path, args.adapter) if part]
-    weights = [file for part in parts for file in sorted(part.expanduser().glob("*.safetensors"))]
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    hashed = hashlib.blake2b(repr((reference_path, files, args.dtype)).encode())
-    for sample in samples:
-        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
-    digest, stored = hashed.hexdigest(), {}
+    path, weights = folder / "reference_logps.json", [part for part in (reference_path, args.adapter) if part]
+    digest, stored = digest_of(samples, reference_path, weights, args.dtype), {}
     if distributed.is_main() and path.is_file():
         try:
             stored = json.loads(path.read_text())

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as register_forw
 from common import distributed, lora
 from common.attention import packed_attention, packed_inputs
 from common.config import BaseArgs, TrainArgs
-from common.divergences import Comparison, Divergence, Logits, compare, logits_of
+from common.divergences import Comparison, Divergence, Logits, Teacher, compare, logits_of
 from common.hardware import forward_flops, matrix_weights
 from common.loading import EXPERTS, draw_head, load_weights
 from common.logprobs import token_logprobs
@@ -67,14 +67,14 @@ class Policy(PackedModel):
     """A causal language model."""
 
     def forward(
-        self, mb: PackedBatch, temperature: float = 1.0, teacher: Logits | None = None, divergence: Divergence = None
+        self, mb: PackedBatch, temperature: float = 1.0, teacher: Teacher = None, divergence: Divergence = None, top_k=0
     ) -> tuple[Tensor, ...]:
         """`(logprobs_T, entropy_T, correct_T, collision_T)` of the targets: see `token_logprobs`. Beside what a
-        `teacher` makes of the pack, a `Comparison` of the two."""
+        `teacher` makes of the pack, a `Comparison` of the two (see `compare`)."""
         # The head is a parameter of the FSDP root: it is whole here, inside the root's forward, and only here.
         logits, targets_t = logits_of(self.hf, self.hidden_states(mb.computed)), mb.computed.targets_T
         if teacher is not None:
-            return Comparison(*own(compare(logits, teacher, targets_t, temperature, divergence), mb.shared))
+            return Comparison(*own(compare(logits, teacher, targets_t, temperature, divergence, top_k), mb.shared))
         hidden_tD, head_VD, *rest = logits
         return own(token_logprobs(hidden_tD, head_VD, targets_t, temperature, *rest), mb.shared)
 

@@ -50,6 +50,8 @@ class Sample:
     """log-prob of the whole completion by the reference model, where only sums matter: nats"""
     kl: float = 0.0
     """estimate of log(policy / reference) of the whole completion, nats"""
+    stored_at: int = 0
+    """where what is stored of its trained tokens begins (common/teachers.py)"""
     prompt_length: int = 0
     """tokens of the prompt; `ids[prompt_length:]` is the completion"""
     finish_reason: str = ""

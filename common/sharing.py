@@ -191,6 +191,17 @@ def own(streams_t: tuple[Tensor, ...], shared: Shared | None) -> tuple[Tensor, .
     return tuple(x_T.to(x_t.dtype) for x_T, x_t in zip(owned.unbind(1), streams_t, strict=True))
 
 
+def lend(x_T: Tensor, shared: Shared | None) -> Tensor:
+    """The way back of `own`, without gradient: an integer stream of this rank's own tokens, 0 on a filler, as that of
+    the tokens that it computes, [t]; 0 on nobody's. Collective."""
+    if shared is None:
+        return x_T
+    everyones = x_T.new_zeros(dist.get_world_size() * shared.longest)
+    everyones[shared.own_T] = x_T
+    dist.all_reduce(everyones)
+    return everyones.view(-1, shared.longest)[dist.get_rank()][: len(shared.targets_T)]
+
+
 # ---- attention of a unit ----
 
 

@@ -123,6 +123,32 @@ FLAG_ERRORS = [
     ("distill", "--estimator sampled --on_policy_fraction 0.5", "--estimator sampled is for the student's own samples"),
     ("distill", "--clip_high 0.3", "--clip_high 0.3 would not be read: --estimator is full"),
     ("distill", "--correction none", "--correction none would not be read: --estimator is full"),
+    ("distill", "--top_k -1", "--top_k -1 must not be negative"),
+    ("distill", "--estimator sampled --top_k 5", "--top_k 5 would not be read: --estimator sampled is of the sampled"),
+    ("distill", "--teacher_logprobs stored --top_k 5", "--teacher_logprobs stored needs --on_policy_fraction 0 and"),
+    ("distill", "--teacher_logprobs stored --on_policy_fraction 0", "needs --on_policy_fraction 0 and --top_k above 0"),
+    (
+        "distill",
+        "--reward --on_policy_fraction 0 --rollout_ranks 1",
+        "--rollout_ranks 1 would not be read: nothing is sampled",
+    ),
+    ("distill", "--reward_coef 1", "--reward_coef 1.0 would not be read: --estimator is full"),
+    ("distill", "--teacher_coef 2", "--teacher_coef 2.0 would not be read: --estimator is full"),
+    (
+        "distill",
+        "--estimator sampled --on_policy_fraction 1 --reward_coef 1 --reward --samples_per_prompt 4",
+        "--reward_coef 1.0 needs --reward and --samples_per_prompt above 1",
+    ),
+    (
+        "distill",
+        "--estimator sampled --on_policy_fraction 1 --reward_coef 1 --reward exact_match",
+        "--reward_coef 1.0 needs --reward and --samples_per_prompt above 1",
+    ),
+    (
+        "distill",
+        "--estimator sampled --on_policy_fraction 1 --teacher_coef 0",
+        "--teacher_coef 0 leaves nothing to learn from without --reward_coef",
+    ),
     ("distill", "--missing_eos_penalty 1", "--missing_eos_penalty 1.0 would not be read: rewards are measured"),
     ("distill", "--on_policy_fraction 1.5", "--on_policy_fraction 1.5 must be in [0, 1]"),
     (

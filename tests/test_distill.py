@@ -1,24 +1,30 @@
-"""distill.py: one gradient whatever the ranks, exact resume, the student comes closer, what is refused."""
+"""distill.py: one gradient whatever the ranks, exact resume, a stored teacher, the student comes closer, what is
+refused."""
 
 import json
 import shutil
 
+import helpers
 import inprocess
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run
+from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
+from safetensors.torch import load_file, save_file
 from test_grpo import REWARD, samples
 
 import distill
+from common import teachers
 from common.config import TrainArgs
 from common.data import Encoder
 from common.distributed import RunError
+from common.divergences import most_likely
 from common.hub import load_tokenizer
 from common.meter import Meter
 from common.models import load_policy
-from common.packing import Sample
+from common.packing import Sample, pack
 from common.prompts import Prompts
 from common.rewards.scoring import Rewards
+from common.teachers import require_known
 from common.tiny import tiny_model
 
 main = inprocess.main
@@ -64,22 +70,210 @@ def flags(teacher, tmp_path_factory):
 SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "sampled", "--on_policy_fraction", 1)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run(2, "distill.py", *flags, "--save_every", 1, "--output_dir", folder)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", [(), SAMPLED], ids=["full", "sampled"])
-def test_one_gradient_whatever_the_ranks_and_packing(main, flags, changed, tmp_path):
-    flags = (*flags, "--max_steps", 2)
-    run(2, "distill.py", *flags, *changed, "--output_dir", tmp_path / "two")
-    main("distill", *flags, *changed, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
+def test_one_gradient_whatever_the_ranks_and_packing(main, two_ranks, flags, tmp_path):
+    main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path)
+    assert samples(two_ranks, 1) == samples(tmp_path, 1)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
+    assert "data/reverse_kl" in metrics(tmp_path)[0]
+
+
+@pytest.mark.slow
+def test_one_gradient_with_the_sampled_estimator_and_a_reward(main, flags, tmp_path):
+    flags = (*flags, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
+    run(2, "distill.py", *flags, "--output_dir", tmp_path / "two")
+    main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
     assert samples(tmp_path / "two", 1) == samples(tmp_path / "one", 1)
-    names = SAME if not changed else [name for name in SAME if not name.startswith("data/")]
+    names = [name for name in SAME if not name.startswith("data/")]
     assert_close_metrics(tmp_path / "two", tmp_path / "one", names, rel=1e-5, floor=0.1)
-    assert ("data/reverse_kl" in metrics(tmp_path / "one")[0]) == (not changed)
+    assert "data/reverse_kl" not in metrics(tmp_path / "one")[0]
 
 
 @pytest.mark.slow
-def test_resumes_exactly(main, flags, tmp_path):
-    main("distill", *flags, "--output_dir", tmp_path / "run")
-    inprocess.assert_resumes_exactly(main, "distill", *flags, folder=tmp_path / "run", finished=3)
+def test_a_denominator_per_rank_would_be_noticed(two_ranks, flags, tmp_path):
+    """The negative control of the first test: the same script with a token count per rank."""
+    source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
+    count = "tokens, _ = measure.count_trained(own_packs_of + data_packs_of)"
+    assert source.count(count) == 1
+    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in own_packs_of + data_packs_of) * world_size"
+    wrong.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank))
+    run(2, wrong, *flags, "--output_dir", tmp_path / "out")
+    with pytest.raises(AssertionError, match="grad_norm"):
+        assert_close_metrics(two_ranks, tmp_path / "out", ("grad_norm",), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
+    flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "distill.py", *flags, folder=tmp_path, after_step=2)
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    assert "resuming from" in run(2, "distill.py", *flags).stdout
+    assert_same_weights(two_ranks, tmp_path)
+    assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
+
+
+@pytest.mark.slow
+def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, tmp_path):
+    flags = (*flags, "--max_steps", 1, "--epochs_per_rollout", 1, "--minibatches", 1)
+    for top_k in (0, 356, 1):
+        main("distill", *flags, "--top_k", top_k, "--output_dir", tmp_path / str(top_k))
+    names = [name for name in SAME if name != "epoch"]
+    assert_close_metrics(tmp_path / "0", tmp_path / "356", (*names, "teacher_mass"), rel=1e-5)
+    (whole,), (top,) = metrics(tmp_path / "0"), metrics(tmp_path / "1")
+    assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.9999
+    assert top["loss"] < whole["loss"] and top["reverse_kl"] < whole["reverse_kl"]
+    assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
+    with pytest.raises(ValueError, match="^--top_k 357 is more than the 356 tokens that --model and --teacher share"):
+        main("distill", *flags, "--top_k", 357, "--output_dir", tmp_path / "357")
+
+
+@pytest.mark.slow
+def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
+    """Number for number. With both weights above 0 it is neither."""
+    flags = [*flags[2:], "--prompts_per_step", 4, "--samples_per_prompt", 4, "--missing_eos_penalty", 0.5]
+    flags += ["--max_steps", 1]
+    del flags[flags.index("--on_policy_fraction") : flags.index("--temperature")]
+    ours = ("--teacher", teacher, "--estimator", "sampled", "--on_policy_fraction", 1, "--reward_coef", 1)
+    main("grpo", *flags, "--clip_high", 0.2, "--output_dir", tmp_path / "grpo")
+    flags = [*flags, *ours]
+    main("distill", *flags, "--teacher_coef", 0, "--output_dir", tmp_path / "alone")
+    names = ("loss", "grad_norm", "reward", "reward_std", "entropy", "clip_ratio/region_mean")
+    assert_close_metrics(tmp_path / "grpo", tmp_path / "alone", names, rel=1e-5, floor=0.1)
+    assert samples(tmp_path / "grpo", 1) == samples(tmp_path / "alone", 1)
+    both = {}
+    for epochs in (1, 2):  # each with the same advantages, as nothing is learned at such a rate
+        folder = tmp_path / f"both{epochs}"
+        main("distill", *flags, "--epochs_per_rollout", epochs, "--lr", 1e-12, "--output_dir", folder)
+        (both[epochs],) = metrics(folder)
+    (alone,) = metrics(tmp_path / "alone")
+    assert both[1]["reward"] == alone["reward"] and both[1]["loss"] != pytest.approx(alone["loss"], rel=1e-2)
+    assert both[2]["loss"] == pytest.approx(both[1]["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_held_out_completions(main, flags, tmp_path):
+    """The loss that training has on the same rows, as it was before its step; whatever is trained on."""
+    rows = [json.dumps(dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1))) for i in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows[:8]))
+    (tmp_path / "b.jsonl").write_text("\n".join(rows[8:]))
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_dataset", tmp_path / "a.jsonl", "--eval_every", 2)
+    alone = (
+        "--on_policy_fraction",
+        0,
+        "--samples_per_prompt",
+        1,
+        "--minibatches",
+        1,
+        "--epochs_per_rollout",
+        1,
+        "--reward",
+    )
+    main("distill", *flags, *data, *alone, "--output_dir", tmp_path / "data")
+    lines = metrics(tmp_path / "data")
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 2, 3]
+    for before, trained in ((lines[0], lines[1]), (lines[2], lines[3])):
+        assert before["eval_loss"] == pytest.approx(trained["loss"], rel=1e-5)
+        assert before["eval/reverse_kl"] == pytest.approx(trained["data/reverse_kl"], rel=1e-5)
+        assert before["eval/agreement"] == pytest.approx(trained["data/agreement"])
+    main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "sampled")
+    line = metrics(tmp_path / "sampled")[-1]
+    assert line["eval_loss"] == line["eval/reverse_kl"] > 0 and "eval/pass_at_1" in line
+
+
+@pytest.mark.slow
+def test_held_out_rows_without_completions(main, flags, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
+    data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--eval_every", 1, "--max_steps", 1)
+    main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
+    assert "no eval_loss: the held-out rows have no completions" in capsys.readouterr().out
+    assert all("eval_loss" not in line and "eval/pass_at_1" in line for line in metrics(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_the_teachers_forwards_are_counted(main, flags, tmp_path):
+    """A forward of the same model beside a forward and a backward: a third more than with what it has stored."""
+    flops = []
+    for stored in ("live", "stored"):
+        own = (*OFFLINE, "--teacher", tiny_model(), "--teacher_logprobs", stored, "--max_steps", 1)
+        main("distill", *flags, *own, "--output_dir", tmp_path / stored)
+        (line,) = metrics(tmp_path / stored)
+        flops.append(line["speed/tflops"] * (line["time/train"] + line["time/logprobs"]))
+    assert flops[0] == pytest.approx(4 / 3 * flops[1])
+
+
+OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--dataset_split", "test", "--eval_split", "train",
+           "--pack_tokens", 200)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, teacher, tmp_path, monkeypatch):
+    """Also written by two ranks, of which one is killed meanwhile, or in two goes, or by the run before: then the model
+    is not loaded."""
+    flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
+    main("distill", *flags, "--output_dir", tmp_path / "live")
+    monkeypatch.setattr(teachers, "CHUNK", 64)
+    main("distill", *flags, *stored, "--output_dir", tmp_path / "stored")
+    files = sorted((tmp_path / "stored/teacher_logprobs").glob("*.safetensors"))
+    assert len(files) == 8 and load_file(files[-1])["logprobs"].shape[1] == 8
+    names = [name for name in SAME if name.startswith("data/")] + [
+        "loss",
+        "grad_norm",
+        "data/teacher_mass",
+        "num_tokens",
+    ]
+    assert_close_metrics(tmp_path / "live", tmp_path / "stored", names, rel=1e-6, floor=0.1)
+    assert not any(name.startswith(("sampling/", "completions/")) for name in metrics(tmp_path / "stored")[0])
+
+    went_on = tmp_path / "went_on"
+    shutil.copytree(tmp_path / "stored/teacher_logprobs", went_on / "teacher_logprobs")
+    for file in sorted(went_on.glob("teacher_logprobs/*.safetensors"))[2:5]:
+        file.unlink()
+    written = []
+    monkeypatch.setattr(
+        teachers, "save_file", lambda tensors, file: (written.append(file.name), save_file(tensors, file))
+    )
+    main("distill", *flags, *stored, "--output_dir", went_on)
+    assert written == [f"{i:06d}.tmp" for i in (2, 3, 4)]
+    assert_same_weights(went_on, tmp_path / "stored")
+    assert all(file.read_bytes() == (went_on / "teacher_logprobs" / file.name).read_bytes() for file in files)
+
+    shutil.rmtree(went_on / "checkpoints")
+    (went_on / "metrics.jsonl").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(teachers, "load_policy", None)
+        main("distill", *flags, *stored, "--output_dir", went_on)
+    assert_same_weights(went_on, tmp_path / "stored")
+
+    with_kill, without, two = tmp_path / "killed.py", tmp_path / "whole.py", tmp_path / "two"
+    with_kill.write_text(f"""
+import os, runpy, signal
+from common import teachers
+teachers.CHUNK, save, written = 64, teachers.save_file, []
+
+def save_some(tensors, file):
+    save(tensors, file)
+    written.append(file)
+    if len(written) == 3:  # of this rank, and not renamed yet
+        os.kill(os.getpid(), signal.SIGKILL)
+
+teachers.save_file = save_some
+runpy.run_path({str(ROOT / "distill.py")!r}, run_name="__main__")
+""")
+    without.write_text(with_kill.read_text().replace("== 3", "== 0"))
+    run(2, with_kill, *flags, *stored, "--output_dir", two, code=1)
+    before = {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*.safetensors")}
+    assert 4 <= len(before) < 8 and not (two / "metrics.jsonl").exists()
+    run(2, without, *flags, *stored, "--output_dir", two)
+    assert before.items() <= {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*")}.items()
+    assert_close_metrics(tmp_path / "live", two, names, rel=1e-5, floor=0.1)
+    assert {file.name for file in two.glob("teacher_logprobs/*")} == {"digest", *(file.name for file in files)}
 
 
 @pytest.mark.slow
@@ -117,7 +311,9 @@ def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, tmp_pa
     own = ("--teacher", tiny_model(), "--reward", "--max_steps", 1, "--eval_every", 1)
     own += ("--minibatches", 1, "--epochs_per_rollout", 1)  # a step along a gradient that is not quite 0 is a step
     main("distill", *flags, *own, "--output_dir", tmp_path)
-    (line,) = metrics(tmp_path)
+    (before, line) = metrics(tmp_path)
+    assert before["step"] == 0 and before["eval_loss"] == pytest.approx(0, abs=1e-6) and before["eval/agreement"] == 1
+    assert line["eval_loss"] >= 0
     assert line["reverse_kl"] == pytest.approx(0, abs=1e-6) and line["agreement"] == line["data/agreement"] == 1
     assert not {"reward", "eval/pass_at_1"} & line.keys() and line["completions/mean_length"] > 0
 
@@ -134,7 +330,7 @@ def test_what_is_given_is_the_datas_completion_up_to_the_longest_that_is_sampled
     args = distill.Args(max_new_tokens=3)
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
-    short, long = distill.given_samples(prompts, Encoder(tokenizer, args), args)
+    short, long = distill.given_samples(prompts, Encoder(tokenizer, args), args, needed=True)
     assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
     assert tokenizer.decode(long.completion_ids) == "123" and long.loss_mask == [False] * 4 + [True] * 3
     assert short.ids[: short.prompt_length] == prompts.ids[0]
@@ -149,7 +345,8 @@ def test_another_tokenizer(main, flags, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = tokenizer["model"]["vocab"].pop("0")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="--teacher .*: another tokenizer than --model's, 2 entries differ"):
+    words = "--teacher .*: another tokenizer than --model's, 2 entries differ; name a model with the same one"
+    with pytest.raises(ValueError, match=words):
         main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
 
 
@@ -166,9 +363,57 @@ def test_data_without_completions(main, flags, tmp_path):
         main("distill", *flags, "--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--output_dir", tmp_path / "run")
 
 
+def stored(device, folder, teacher, samples, loaded=None):
+    """A teacher's store as a script has it; `loaded` counts how often the model is."""
+
+    def load():
+        loaded.append(1)
+        return load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+
+    args = distill.Args(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=2, dtype="float32")
+    return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
+
+
+def test_a_store_of_something_else_is_written_anew_and_a_damaged_one_is_named(device, teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr(teachers, "CHUNK", 2)
+    rows, loaded, folder = [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)], [], tmp_path / "a"
+    stored(device, folder, teacher, rows, loaded)
+    stored(device, folder, teacher, rows, loaded)
+    assert len(loaded) == 1 and len([*folder.glob("*.safetensors")]) == 3
+    first, last = folder / "000000.safetensors", folder / "000002.safetensors"
+    content = first.read_bytes()
+    first.write_bytes(content[:-8])
+    with pytest.raises(ValueError, match="000000.safetensors is damaged, delete it: "):
+        stored(device, folder, teacher, rows, loaded)
+    first.write_bytes(last.read_bytes())
+    with pytest.raises(ValueError, match="000000.safetensors is damaged, delete it: another number of tokens"):
+        stored(device, folder, teacher, rows, loaded)
+    first.unlink()
+    stored(device, folder, teacher, rows, loaded)
+    assert first.read_bytes() == content and len(loaded) == 2
+    rows[4].ids[1] = 9
+    stored(device, folder, teacher, rows[:2] + rows[4:], loaded)
+    assert len(loaded) == 3 and len([*folder.glob("*.safetensors")]) == 2
+
+
+def test_what_is_stored_is_of_the_token_that_it_is_asked_for(device, teacher, tmp_path, monkeypatch):
+    """Of samples in another order, of several files, with untrained tokens between."""
+    monkeypatch.setattr(teachers, "CHUNK", 2)
+    rows = [Sample([3, *range(i, i + 7)], [i % 2 == 0, False, True, False, i % 3 > 0, True, False, True])
+            for i in range(10, 17)]  # fmt: skip
+    store = stored(device, tmp_path / "a", teacher, rows, [])
+    policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+    (mb,) = pack([rows[i] for i in (5, 0, 6, 3)], 100, device)
+    ours, live = store.teach(mb), most_likely(policy.teach(mb), mb.targets_T, 1.0, 356, 2)
+    assert torch.equal(ours.tokens_TK[mb.loss_mask_T], live.tokens_TK[mb.loss_mask_T])
+    for name in ("logprobs_TS", "targets_T", "entropy_T"):
+        torch.testing.assert_close(getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T])
+    assert ours.logprobs_TS.isfinite().all()
+
+
 def test_a_token_that_the_teacher_does_not_know(device, teacher):
     policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
     known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
-    distill.require_known([known], policy, distill.Args(teacher="t"))
-    with pytest.raises(RunError, match="the student sampled token 364, --teacher t has 364: begin with"):
-        distill.require_known([known, unknown], policy, distill.Args(teacher="t"))
+    require_known([known], policy)
+    with pytest.raises(RunError, match="the student sampled token 364, --teacher .*hf has 364: begin with"):
+        require_known([known, unknown], policy)

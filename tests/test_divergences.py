@@ -8,7 +8,7 @@ import torch
 
 from common import logprobs
 from common.config import TrainArgs
-from common.divergences import Logits, compare, forward_kl, jsd, reverse_kl
+from common.divergences import Logits, compare, forward_kl, jsd, most_likely, reverse_kl
 from common.losses import clip_policy_loss
 from common.models import load_policy
 from common.packing import Sample, pack
@@ -72,6 +72,7 @@ def test_values_and_gradients(models, name, temperature, softcap):
         kl(p_TV, q_TV),
         q_TV.log().gather(-1, targets_T[:, None])[:, 0],
         -(q_TV * q_TV.log()).sum(-1),
+        torch.ones(len(q_TV)).double(),
     )
     for value, wanted in zip(ours, expected, strict=False):
         torch.testing.assert_close(value, wanted, **EXACT)
@@ -85,6 +86,100 @@ def test_values_and_gradients(models, name, temperature, softcap):
         )
         for gradient, wanted in zip(*gradients, strict=True):
             torch.testing.assert_close(gradient, wanted, **EXACT)
+
+
+def naive_top(q_TV, top_k, *distributions):
+    """Each as [T, K + 1], token by token: those of q's K largest, and the sum of the others."""
+    ranked = [sorted(range(q_TV.shape[1]), key=lambda v: -q_V[v].item()) for q_V in q_TV]  # noqa: B023
+    return [
+        torch.stack([
+            torch.stack([*(x_V[v] for v in order[:top_k]), *[sum(x_V[v] for v in order[top_k:])][: len(order) - top_k]])
+            for x_V, order in zip(x_TV, ranked, strict=True)
+        ])
+        for x_TV in distributions
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 36, 37])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_teachers_most_likely_tokens_and_the_rest(models, name, top_k):
+    """Values and gradients are those of the coarsened distributions; the value is at most the whole one, and it at
+    K = V. What is kept of the teacher stands in for it."""
+    student, teacher, targets_T, (weights_T, _) = models
+    both = min(len(student.head_VD), len(teacher.head_VD))
+    ours = compare(student, teacher, targets_T, 0.8, CHOSEN[name], top_k)
+    full = compare(student, teacher, targets_T, 0.8, CHOSEN[name])
+    p_TV, q_TV = whole(student, 0.8)[:, :both].softmax(-1), whole(teacher, 0.8)[:, :both].softmax(-1)
+    p_TS, q_TS = naive_top(q_TV, top_k, p_TV, q_TV)
+    wanted_T = naive(name, p_TS, q_TS)
+    torch.testing.assert_close(ours.divergence_T, wanted_T, **EXACT)
+    torch.testing.assert_close(ours.reverse_kl_T, kl(p_TS, q_TS), **EXACT)
+    torch.testing.assert_close(ours.teacher_mass_T, q_TS[:, :top_k].sum(-1), **EXACT)
+    for value, same in zip((*ours[:1], *ours[4:6], ours[7]), (*full[:1], *full[4:6], full[7]), strict=True):
+        torch.testing.assert_close(value, same, **EXACT)
+    assert (ours.divergence_T <= full.divergence_T + 1e-12).all()
+    if top_k == both:
+        torch.testing.assert_close(ours.divergence_T, full.divergence_T, **EXACT)
+    else:
+        assert (ours.divergence_T < full.divergence_T).any()
+    kept = compare(student, most_likely(teacher, targets_T, 0.8, both, top_k), targets_T, 0.8, CHOSEN[name])
+    assert all(torch.equal(a, b) for a, b in zip(kept, ours, strict=True))
+    gradients = (
+        torch.autograd.grad((value_T * weights_T).sum(), student[:3], retain_graph=True)
+        for value_T in (ours.divergence_T, kept.divergence_T, wanted_T)
+    )
+    for gradient, same, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted, **EXACT)
+        assert torch.equal(gradient, same)
+
+
+def test_a_rest_without_mass_has_finite_gradients():
+    """Of the student or of the teacher, in float32, where 1 - sum p would be 0."""
+    head_VD, none_T = torch.eye(4), torch.zeros(2, dtype=torch.int64)
+    peaked, other = (
+        torch.tensor([[300.0, 0, 1, 0], [0.0, 300, 2, 1]]),
+        torch.tensor([[300.0, 0, 0, 1], [300.0, 1, 2, 0]]),
+    )
+    for divergence in CHOSEN.values():
+        hidden_TD = peaked.clone().requires_grad_()
+        out = compare(Logits(hidden_TD, head_VD), Logits(other, head_VD), none_T, 1.0, divergence, top_k=1)
+        out.divergence_T.sum().backward()
+        assert out.divergence_T.isfinite().all() and hidden_TD.grad.isfinite().all()
+
+
+def test_plain_truncation_is_no_bound_and_teaches_the_wrong_tail():
+    """What the rest is there for. The K terms alone are above the whole divergence for some, and where student and
+    teacher are equal they still draw the student's mass to the K; renormalised over the K it is no bound either, and
+    the student's mass on all other tokens is nobody's."""
+    generator = torch.Generator().manual_seed(1)
+    draw = partial(torch.randn, 64, 9, dtype=torch.float64, generator=generator)
+    logp_TV, logq_TV = (2 * draw()).log_softmax(-1), (2 * draw()).log_softmax(-1)
+    top_TK = logq_TV.topk(3).indices
+
+    def alone(logp_TV):
+        p_TK, q_TK = logp_TV.gather(1, top_TK), logq_TV.gather(1, top_TK)
+        return (q_TK.exp() * (q_TK - p_TK)).sum(-1)
+
+    def renormalised(logp_TV):
+        return forward_kl(*(x_TV.gather(1, top_TK).log_softmax(-1) for x_TV in (logp_TV, logq_TV)))[0]
+
+    full_T, head_VD = forward_kl(logp_TV, logq_TV)[0], torch.eye(9, dtype=torch.float64)
+    assert (alone(logp_TV) > full_T + 0.01).any() and (renormalised(logp_TV) > full_T + 0.01).any()
+    outside_TV = torch.ones(64, 9, dtype=torch.bool).scatter(1, top_TK, False)
+
+    def gradient(loss, logits_TV):
+        logits_TV = logits_TV.clone().requires_grad_()
+        return torch.autograd.grad(loss(logits_TV).sum(), logits_TV)[0]
+
+    def ours(logits_TV):
+        student, teacher = Logits(logits_TV, head_VD), Logits(logq_TV, head_VD)
+        return compare(student, teacher, top_TK[:, 0], divergence=forward_kl, top_k=3).divergence_T
+
+    assert gradient(ours, logq_TV).abs().max() < 1e-12
+    drawn_TV = gradient(lambda logits_TV: alone(logits_TV.log_softmax(-1)), logq_TV)
+    assert (drawn_TV[outside_TV] > 0).all() and drawn_TV.abs().max() > 0.1
+    untaught_TV = gradient(lambda logits_TV: renormalised(logits_TV.log_softmax(-1)), logp_TV)
+    assert untaught_TV[outside_TV].abs().max() < 1e-12 < 0.1 < gradient(ours, logp_TV)[outside_TV].abs().max()
 
 
 def test_the_ends_of_jsd_are_the_two_kl():
