@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-1.7B-Base --dataset trl-lib/Capybara --batch_size 128
 
 The loss of a step is the mean over the trained tokens of the whole global batch, whatever the number of ranks and
-however the batch is packed: -1/M sum_t log p(targets_t), M = trained tokens of all ranks. See docs/sft.md.
+however the batch is packed: -1/M sum_t log p(targets_t), M = trained tokens of all ranks, or with `--loss dft` each of
+them times p(targets_t). See docs/sft.md.
 
 Shapes: T packed tokens in one micro-batch. Every per-token stream is aligned with *targets*: x_T[t] describes the
 prediction of targets_T[t].
@@ -26,6 +27,7 @@ from common.data import Encoder
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
+from common.losses import dft_loss, nll_loss
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
@@ -33,6 +35,8 @@ from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
 from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows, usable
 from common.run import Run
+
+LOSSES = dict(nll=nll_loss, dft=dft_loss)
 
 
 @dataclass
@@ -47,6 +51,9 @@ class Args(LoRAArgs, TrainArgs):
     """what to do with longer rows: leave them out, cut their end off (both are counted and reported), or refuse"""
     train_on: Literal["completion", "all"] = "completion"
     """completion: the loss covers completions, or every assistant turn; all: prompts too"""
+    loss: Literal[tuple(LOSSES)] = "nll"
+    """what is minimised: nll: -log p of each token; dft: p times that, p without gradient. Evaluations are of nll always,
+    so that runs compare"""
     lr: Positive[float] = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -91,12 +98,10 @@ def encode_rows(
     return samples, counts
 
 
-def measure(
-    meter: Meter, prefix: str, mb: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, correct_T: Tensor
-) -> None:
+def measure(meter: Meter, prefix: str, mb: PackedBatch, loss_T: Tensor, entropy_T: Tensor, correct_T: Tensor) -> None:
     """Loss (nats per token), entropy and teacher-forced accuracy over the trained tokens of a micro-batch."""
     for name, mask_T in {"": mb.loss_mask_T, **mb.source_masks_T}.items():
-        meter.masked_mean(f"{prefix}loss{name}", -logprobs_T, mask_T)
+        meter.masked_mean(f"{prefix}loss{name}", loss_T, mask_T)
     meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
     meter.masked_mean(f"{prefix}mean_token_accuracy", correct_T, mb.loss_mask_T)
 
@@ -106,7 +111,8 @@ def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.dev
     """Held-out metrics over all ranks; `samples` is this rank's share."""
     meter = Meter()
     for mb in pack(samples, args.pack_tokens, device):
-        measure(meter, "eval_", mb, *model(mb)[:3])
+        logprobs_T, entropy_T, correct_T, _ = model(mb)
+        measure(meter, "eval_", mb, nll_loss(logprobs_T), entropy_T, correct_T)
     return meter.reduce()
 
 
@@ -163,14 +169,15 @@ def main(args: Args) -> None:
                 batch_loss = torch.zeros((), device=device)
                 for mb in micro_batches:
                     logprobs_T, entropy_T, correct_T, _ = model(mb)
+                    loss_T = LOSSES[args.loss](logprobs_T)
                     # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
-                    loss = (-logprobs_T * mb.loss_mask_T).sum() / global_tokens
+                    loss = (loss_T * mb.loss_mask_T).sum() / global_tokens
                     if args.router_aux_loss_coef:  # a mean over sequences: that of all tokens would depend on the packs
                         loss = loss + args.router_aux_loss_coef * model.expert_balance_N.sum() / args.batch_size
                         meter.mean("expert_balance", model.expert_balance_N.sum(), len(model.expert_balance_N))
                     (loss * world_size).backward()
                     batch_loss += loss.detach()
-                    measure(meter, "", mb, logprobs_T, entropy_T, correct_T)
+                    measure(meter, "", mb, loss_T, entropy_T, correct_T)
                 lr = run.learning_rate(step)
                 grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
