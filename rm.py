@@ -34,7 +34,7 @@ from common.data import Encoder, encode_pairs
 from common.flags import NotNegative, Positive, with_flags
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
-from common.meter import Meter
+from common.meter import Meter, of_each_set
 from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
@@ -130,14 +130,14 @@ def pair_rewards(model: ScalarModel, mb: PackedBatch) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> dict[str, float]:
-    """Held-out metrics over all ranks; `pairs` is this rank's share."""
+def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> Meter:
+    """Held-out metrics; `pairs` is this rank's share."""
     meter = Meter()
     for mb in pack_groups(pairs, args.pack_tokens, device):
         chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
         loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
         measure(meter, "eval_", loss_N, chosen_N, rejected_N)
-    return meter.reduce()
+    return meter
 
 
 def agreement(accuracy: float, pairs: int) -> str:
@@ -277,7 +277,7 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if eval_pairs and run.evaluates(step + 1):
-            metrics |= evaluate(model, eval_pairs[rank::world_size], args, device)
+            metrics |= of_each_set(eval_pairs, lambda ours: evaluate(model, ours, args, device))
         run.log(step + 1, metrics)
 
     accuracy = run.latest.get("eval_rewards/accuracies")

@@ -28,7 +28,7 @@ from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
 from common.losses import dft_loss, nll_loss
-from common.meter import Meter
+from common.meter import Meter, of_each_set
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.order import make_order
@@ -52,8 +52,8 @@ class Args(LoRAArgs, TrainArgs):
     train_on: Literal["completion", "all"] = "completion"
     """completion: the loss covers completions, or every assistant turn; all: prompts too"""
     loss: Literal[tuple(LOSSES)] = "nll"
-    """what is minimised: nll: -log p of each token; dft: p times that, p without gradient. Evaluations are of nll always,
-    so that runs compare"""
+    """what is minimised: nll: -log p of each token; dft: p times that, p without gradient; evaluations are always of
+    nll, so that runs compare"""
     lr: Positive[float] = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -100,20 +100,19 @@ def encode_rows(
 
 def measure(meter: Meter, prefix: str, mb: PackedBatch, loss_T: Tensor, entropy_T: Tensor, correct_T: Tensor) -> None:
     """Loss (nats per token), entropy and teacher-forced accuracy over the trained tokens of a micro-batch."""
-    for name, mask_T in {"": mb.loss_mask_T, **mb.source_masks_T}.items():
-        meter.masked_mean(f"{prefix}loss{name}", loss_T, mask_T)
+    meter.masked_mean(f"{prefix}loss", loss_T, mb.loss_mask_T)
     meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
     meter.masked_mean(f"{prefix}mean_token_accuracy", correct_T, mb.loss_mask_T)
 
 
 @torch.no_grad()
-def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.device) -> dict[str, float]:
-    """Held-out metrics over all ranks; `samples` is this rank's share."""
+def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.device) -> Meter:
+    """Held-out metrics; `samples` is this rank's share."""
     meter = Meter()
     for mb in pack(samples, args.pack_tokens, device):
         logprobs_T, entropy_T, correct_T, _ = model(mb)
         measure(meter, "eval_", mb, nll_loss(logprobs_T), entropy_T, correct_T)
-    return meter.reduce()
+    return meter
 
 
 def main(args: Args) -> None:
@@ -178,13 +177,15 @@ def main(args: Args) -> None:
                     (loss * world_size).backward()
                     batch_loss += loss.detach()
                     measure(meter, "", mb, loss_T, entropy_T, correct_T)
+                    for name, mask_T in mb.source_masks_T.items():
+                        meter.masked_mean(f"loss{name}", loss_T, mask_T)
                 lr = run.learning_rate(step)
                 grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
         if eval_samples and run.evaluates(step + 1):
-            metrics |= evaluate(model, eval_samples[rank::world_size], args, device)
+            metrics |= of_each_set(eval_samples, lambda ours: evaluate(model, ours, args, device))
         run.log(step + 1, metrics)
 
     run.end()

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from common import distributed
@@ -177,7 +178,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
-    """One panel per metric that occurs, one line per metrics.jsonl."""
+    """One panel per metric that occurs, one line per metrics.jsonl; of a single run also one per held-out set."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -193,12 +194,17 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
     for axis in axes.flat[len(names) :]:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
-        for i, lines in enumerate(records):
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            label = labels[i] if labels else None
+        drawn = [(lines, name, label) for lines, label in zip_longest(records, labels)]
+        if len(records) == 1 and name.startswith("eval"):
+            sets = sorted({key for line in records[0] for key in line if key.startswith(f"{name}/")})
+            drawn += [(records[0], key, key.removeprefix(f"{name}/")) for key in sets]
+        for lines, key, label in drawn:
+            points = [(line["step"], line[key]) for line in lines if key in line]
             axis.plot(
                 *zip(*points, strict=True) if points else ([], []), label=label, marker="." if len(points) < 30 else ""
             )
+        if len(drawn) > len(records):
+            axis.legend(fontsize=8)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)

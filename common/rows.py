@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from common.config import TrainArgs
 from common.files import BadRows, files_of, kind_of, read_file, read_folder, read_hub
-from common.flags import BaseArgs, pairs_of, weights_of
+from common.flags import BaseArgs, eval_sets_of, pairs_of, weights_of
 from common.tasks import TASKS
 
 T = TypeVar("T")
@@ -44,9 +44,16 @@ def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
     weights = weights_of(datasets)
     if len(weights) == 1 or None in weights.values():
         return {"": (list(weights), 1.0)}
-    short = [Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset in weights]
-    names = short if len(set(short)) == len(short) and all(short) else weights
-    return {name: ([dataset], weight) for name, (dataset, weight) in zip(names, weights.items(), strict=True)}
+    return {name: ([dataset], weights[dataset]) for name, dataset in named(dict.fromkeys(weights)).items()}
+
+
+def named(datasets: dict[str, str | None]) -> dict[str, str]:
+    """Datasets by their names in metrics: those given, else the last parts of their paths or, where these are not
+    unique, all of them as they are."""
+    short = [name or Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset, name in datasets.items()]
+    if len(set(short)) < len(short) or not all(short):
+        short = [name or dataset for dataset, name in datasets.items()]
+    return dict(zip(short, datasets, strict=True))
 
 
 def load_rows(
@@ -119,10 +126,11 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
 
 
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
-    """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
-    own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`.
+    """The training rows and at most `--eval_size` held-out rows, disjoint: from each `--eval_dataset`, from the
+    dataset's own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`.
 
-    Datasets with weights each have an equal part of the held-out rows, and every row says in `_dataset` whose it is.
+    Datasets with weights each have an equal part of the held-out rows, and every row says in `_dataset` whose it is;
+    so it does with several `--eval_dataset`, or one with a name.
     """
     sources, train, held_out = sources_of(args.dataset), [], []
     if args.eval_every and args.eval_size < len(sources):
@@ -134,10 +142,11 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
         for rows, found in zip((train, held_out), ours, strict=True):
             rows += [row | mark for row in found] if mark else found
     if args.eval_every and args.eval_dataset is not None:
-        rows = rows_of_split(
-            "--eval_dataset", [args.eval_dataset], "--eval_split", args.eval_split, args, whole_file=True
-        )
-        held_out = random.Random(0).sample(rows, min(args.eval_size, len(rows)))
+        sets = eval_sets_of(args.eval_dataset)
+        for name, dataset in named(sets).items():
+            rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
+            mark = dict(_dataset=name) if len(sets) > 1 or sets[dataset] else {}
+            held_out += [row | mark for row in random.Random(0).sample(rows, min(args.eval_size, len(rows)))]
     return train, held_out
 
 

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from common.config import TrainArgs
+from common.flags import eval_sets_of
 from common.rows import (
     PROMPT_COLUMNS,
     SFT_COLUMNS,
     load_rows,
+    named,
     reasons,
     renamed,
     require_columns,
@@ -263,6 +265,39 @@ def test_datasets_with_weights_are_held_out_from_one_by_one(tmp_path):
         TrainArgs(dataset=files, eval_dataset=str(tmp_path / "b.jsonl"), eval_size=9, eval_split="x")
     )
     assert [len(rows) for rows in named] == [50, 9]
+
+
+def test_several_held_out_sets(tmp_path):
+    """Each of at most `--eval_size` rows, which do not depend on the others; one without a name has none."""
+    a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 3, start=30)
+    flags = dict(dataset=numbered(tmp_path / "train.jsonl", 9, start=50), eval_size=4)
+    train, held_out = train_and_eval_rows(TrainArgs(eval_dataset=(a, f"hard={b}", "arithmetic"), **flags))
+    assert len(train) == 9 and not any("_dataset" in row for row in train)
+    assert [row["_dataset"] for row in held_out] == ["a"] * 4 + ["hard"] * 3 + ["arithmetic"] * 4
+    alone = {name: train_and_eval_rows(TrainArgs(eval_dataset=name, **flags))[1] for name in (a, f"x={b}")}
+    assert held_out[:4] == [row | dict(_dataset="a") for row in alone[a]] and "_dataset" not in alone[a][0]
+    assert [row["_dataset"] for row in alone[f"x={b}"]] == ["x"] * 3
+    assert named({"x/a.jsonl": None, "y/a.jsonl": None, "c": "d"}) == {
+        "x/a.jsonl": "x/a.jsonl", "y/a.jsonl": "y/a.jsonl", "d": "c"
+    }  # fmt: skip
+    assert eval_sets_of(["./x=1.jsonl", "y=./x=2.jsonl"]) == {"./x=1.jsonl": None, "./x=2.jsonl": "y"}
+
+
+@pytest.mark.parametrize(
+    ("datasets", "words"),
+    [
+        ((), "--eval_dataset needs at least one"),
+        (("a", "a"), "--eval_dataset a: a stands there twice"),
+        (("x=a", "y=a"), "--eval_dataset y=a: a stands there twice"),
+        (("x=a", "x=b"), "--eval_dataset x=b: x stands there twice"),
+        (("a", "a=b"), "--eval_dataset a=b: a stands there twice"),
+        (("x=",), "--eval_dataset x=: expected name=dataset"),
+        (("=x",), "--eval_dataset =x: expected name=dataset"),
+    ],
+)
+def test_held_out_sets_that_are_none(datasets, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        TrainArgs(eval_dataset=datasets)
 
 
 @pytest.mark.parametrize(
