@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from common import distributed
@@ -188,6 +188,9 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
     names = [name for name in names if any(name in line for lines in records for line in lines)]
     if not names:
         return
+    held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))
+    ends = [{key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")} for name in held_out]
+    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # each metric has them, loss has parts
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")
@@ -195,9 +198,7 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
         drawn = [(lines, name, label) for lines, label in zip_longest(records, labels)]
-        if len(records) == 1 and name.startswith("eval"):
-            sets = sorted({key for line in records[0] for key in line if key.startswith(f"{name}/")})
-            drawn += [(records[0], key, key.removeprefix(f"{name}/")) for key in sets]
+        drawn += [(records[0], f"{name}/{of_set}", of_set) for of_set in sets if name in held_out]
         for lines, key, label in drawn:
             points = [(line["step"], line[key]) for line in lines if key in line]
             axis.plot(
