@@ -220,7 +220,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS))
+    columns = require_columns(args.dataset_flag, train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), args.on_bad_row)
     groups, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_groups, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not groups:

@@ -164,7 +164,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
     A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
     """
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
-    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
     pairs, counts = encode_rows(rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
@@ -224,7 +224,7 @@ def main(args: Args) -> None:
         score_dataset(args, path, encoder, device, rank, world_size)
         return distributed.cleanup()
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS, args.on_bad_row)
     pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:

@@ -126,7 +126,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS, args.on_bad_row)
     samples, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not samples:

@@ -168,18 +168,30 @@ def _with_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple
     return train[size:], train[:size]
 
 
-def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first of `choices` that the rows have, to go by the first row of each dataset. Raises `ValueError` saying
-    what was found and what would do."""
-    firsts = {row.get("_dataset"): row for row in reversed(rows)}.values()
-    found = [column for column in rows[0] if column not in OUR_COLUMNS and all(column in first for first in firsts)]
+def require_columns(
+    flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]], on_bad_row: str = "error"
+) -> tuple[str, ...]:
+    """The first of `choices` that the rows have, to go by the first row of each dataset or, where bad rows are skipped,
+    the first that has any of them. Raises `ValueError` saying what was found, where, and what would do."""
+    of_dataset = {row.get("_dataset"): row for row in reversed(rows)}
+    if on_bad_row == "skip":
+        usable_rows = (row for row in reversed(rows) if any(has(row, columns) for columns in choices))
+        of_dataset |= {row.get("_dataset"): row for row in usable_rows}
+    firsts = list(of_dataset.values())[::-1]
+    found = [column for column in firsts[0] if column not in OUR_COLUMNS and all(has(row, [column]) for row in firsts)]
     for columns in choices:
         if all(column in found for column in columns):
             if "input" in columns and "instruction" in found:
                 raise ValueError(f"{flag} would lose its instruction beside input: make one column prompt of both")
             return columns
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
-    raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")
+    where = ", ".join(row["_source"] for row in firsts)
+    raise ValueError(f"{flag} has the columns {', '.join(found)} ({where}); needed: {wanted}")
+
+
+def has(row: dict, columns: Sequence[str]) -> bool:
+    """Whether something is in each of these columns: tables have None in what a row has not."""
+    return all(row.get(column) is not None for column in columns)
 
 
 def reasons(counts: dict[str, int]) -> str:

@@ -176,10 +176,12 @@ def test_a_folder_without_splits_is_all_training(tmp_path):
 
 def test_columns_are_recognised_or_refused():
     assert require_columns("--dataset", [dict(text="", messages=[], _source="")], SFT_COLUMNS) == ("messages",)
+    assert require_columns("--dataset", [dict(text="", messages=None, _source="")], SFT_COLUMNS) == ("text",)
     assert require_columns("--dataset", [dict(prompt="", completion="", answer="")], SFT_COLUMNS) == PAIR
     assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == ("question",)
-    with pytest.raises(ValueError, match="--dataset x has the columns foo; needed: messages, or prompt and completion"):
-        require_columns("--dataset x", [dict(foo=1, _source="")], SFT_COLUMNS)
+    words = r"--dataset x has the columns foo \(x:1\); needed: messages, or prompt and completion"
+    with pytest.raises(ValueError, match=words):
+        require_columns("--dataset x", [dict(foo=1, _source="x:1")], SFT_COLUMNS)
 
 
 def test_an_instruction_is_not_lost_beside_its_input():
@@ -324,10 +326,26 @@ def test_names_of_datasets():
 
 
 def test_columns_that_all_datasets_have():
-    rows = [dict(prompt="", completion="", _dataset="a"), dict(prompt="", completion="", text="", _dataset="b")]
+    a = dict(prompt="", completion="", _dataset="a", _source="a:1")
+    rows = [a, dict(a, text="", _dataset="b", _source="b:1")]
     assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
-    with pytest.raises(ValueError, match="has the columns prompt, completion; needed: text"):
+    with pytest.raises(ValueError, match=r"has the columns prompt, completion \(a:1, b:1\); needed: text"):
         require_columns("--dataset", rows, (("text",),))
+
+
+def test_a_first_row_without_the_columns_of_the_others():
+    """Tables have None where a row has nothing."""
+    useless = [dict(note="x", _source="x:1"), dict(text=None, prompt="a", completion=None, _source="x:2")]
+    rows = [*useless, dict(text="b", prompt=None, completion=None, _source="x:3"), dict(messages=[], _source="x:4")]
+    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+        require_columns("--dataset", rows, SFT_COLUMNS)
+    assert require_columns("--dataset", rows, SFT_COLUMNS, "skip") == ("text",)
+    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+        require_columns("--dataset", useless, SFT_COLUMNS, "skip")
+    of_two = [row | dict(_dataset=name) for name in "ab" for row in rows]
+    assert require_columns("--dataset", of_two, SFT_COLUMNS, "skip") == ("text",)
+    with pytest.raises(ValueError, match=r"has the columns  \(x:3, x:1\)"):
+        require_columns("--dataset", of_two[:6], SFT_COLUMNS, "skip")
 
 
 def test_weights_are_for_training():
@@ -429,7 +447,7 @@ def test_splits(flags, words):
 
 @pytest.mark.parametrize("choices", [SFT_COLUMNS, PROMPT_COLUMNS])
 def test_columns(choices):
-    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar; needed: .*prompt"):
+    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"):
         require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
 
 
