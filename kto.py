@@ -39,7 +39,7 @@ from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
 from common.preference_losses import kto, wpo_weights
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, train_and_eval_rows
+from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, require_held_out, train_and_eval_rows
 from common.run import Run
 
 
@@ -225,8 +225,7 @@ def main(args: Args) -> None:
     eval_groups, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not groups:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    if eval_rows and not eval_groups:
-        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
+    require_held_out(eval_rows, [completion.row for completion, _ in eval_groups], f": {reasons(eval_counts)}")
     require_both_labels(groups)
     order = make_order([completion.row for completion, _ in groups], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(groups) / args.batch_size)

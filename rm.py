@@ -41,7 +41,7 @@ from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack_groups
 from common.rewards.models import at_end, score
-from common.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, reasons, require_columns, require_held_out, rows_of_split, train_and_eval_rows
 from common.run import Run
 
 
@@ -229,8 +229,7 @@ def main(args: Args) -> None:
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    if eval_rows and not eval_pairs:
-        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
+    require_held_out(eval_rows, [chosen.row for chosen, _ in eval_pairs], f": {reasons(eval_counts)}")
     order = make_order([chosen.row for chosen, _ in pairs], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 

@@ -33,7 +33,7 @@ from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
-from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows, usable
+from common.rows import SFT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
 from common.run import Run
 
 LOSSES = dict(nll=nll_loss, dft=dft_loss)
@@ -131,8 +131,8 @@ def main(args: Args) -> None:
     eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
-    if eval_rows and not eval_samples:
-        raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
+    left = [sample.row for sample in eval_samples]
+    require_held_out(eval_rows, left, f", {dict(eval_counts)}; see --max_length and --eval_split")
     order = make_order([sample.row for sample in samples], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 

@@ -204,8 +204,8 @@ class BaseArgs:
     """other names for columns of the data, training and held-out rows alike, as new=old: `prompt=problem
     answer=solution`"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """rows that are malformed or empty or, where that is an error, too long: end the run, or leave them out and say how
-    many, for what reason"""
+    """rows that are malformed, empty, not what a prompt template, an environment or a reward can use or, where that is
+    an error, too long: end the run, or leave them out and say how many, for what reason"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """chat: prompts become user turns of the chat template; plain: text goes in as it is; auto: chat for message lists
     and `question` columns (where the tokenizer has a template), plain for other strings"""

@@ -12,7 +12,7 @@ from common.config import SamplingArgs
 from common.data import Encoder
 from common.environments import load_environment
 from common.rewards.scoring import row_check
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows, usable
+from common.rows import PROMPT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
@@ -91,7 +91,9 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
     rows, held_out = train_and_eval_rows(args)
     columns, encoder = prompt_columns(args, rows), Encoder(tokenizer, args)
     room = context - args.max_new_tokens
-    return encode_prompts(rows, columns, encoder, room, args), encode_prompts(held_out, columns, encoder, room, args)
+    prompts, asked = (encode_prompts(these, columns, encoder, room, args) for these in (rows, held_out))
+    require_held_out(held_out, asked.rows, f", {asked.dropped} are too long: see --max_new_tokens and --pack_tokens")
+    return prompts, asked
 
 
 def encode_prompts(
@@ -114,7 +116,7 @@ def encode_prompts(
         raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
     found = list(usable(rows, encode, args.on_bad_row))
     if rows and not found:
-        raise ValueError(f"{args.dataset_flag}: all {len(rows)} rows are left out (--on_bad_row skip)")
+        raise ValueError(f"all {len(rows)} rows, such as {rows[0]['_source']}, are left out (--on_bad_row skip)")
     for row, prompt in found:
         if len(prompt) > room and args.overlong_prompts == "error" and args.on_bad_row == "error":
             raise ValueError(

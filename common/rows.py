@@ -6,7 +6,7 @@ rank reads all rows.
 
 import glob
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -192,6 +192,14 @@ def require_columns(
 def has(row: dict, columns: Sequence[str]) -> bool:
     """Whether something is in each of these columns: tables have None in what a row has not."""
     return all(row.get(column) is not None for column in columns)
+
+
+def require_held_out(rows: list[dict], left: Iterable[dict], why: str) -> None:
+    """Raises `ValueError` if of the held-out rows, or of those of a set, none is left."""
+    lost = {row.get("_dataset"): row for row in rows}.keys() - {row.get("_dataset") for row in left}
+    if lost:
+        name = min(lost, key=str)
+        raise ValueError(f"no held-out rows {f'of {name} ' if name else ''}are left{why}")
 
 
 def reasons(counts: dict[str, int]) -> str:

@@ -60,7 +60,7 @@ def test_what_is_left_out_is_said_by_reason(tmp_path, capsys):
     ]
     with pytest.raises(ValueError, match="^a:3: --prompt_template: no column level$"):
         asked(rows, **flags)
-    with pytest.raises(ValueError, match=r"^--dataset arithmetic: all 2 rows are left out \(--on_bad_row skip\)$"):
+    with pytest.raises(ValueError, match=r"^all 2 rows, such as a:1, are left out \(--on_bad_row skip\)$"):
         asked([rows[0], rows[2]], **flags, on_bad_row="skip")
     named = [good | dict(reward=name, _source=f"b:{n}") for n, name in enumerate(("gsm8k", None, "ifeval", "x"))]
     assert asked(named, reward=("by_row",), on_bad_row="skip") == ["b:0"]

@@ -14,6 +14,7 @@ from common.rows import (
     reasons,
     renamed,
     require_columns,
+    require_held_out,
     rows_of_split,
     sources_of,
     train_and_eval_rows,
@@ -449,6 +450,16 @@ def test_splits(flags, words):
 def test_columns(choices):
     with pytest.raises(ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"):
         require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
+
+
+def test_a_held_out_set_may_not_be_lost():
+    rows = [dict(_dataset=name) for name in "aabb"]
+    require_held_out(rows, rows[1:3], "")
+    require_held_out([], [], "")
+    with pytest.raises(ValueError, match="^no held-out rows of b are left: all too long$"):
+        require_held_out(rows, rows[:2], ": all too long")
+    with pytest.raises(ValueError, match="^no held-out rows are left$"):
+        require_held_out([dict(text="")], [], "")
 
 
 def test_reasons():
