@@ -93,7 +93,6 @@ def test_a_folder_belongs_to_a_run_with_its_flags(tmp_path):
         assert older != text and older.count("\n- ") == text.count("\n- ") - (1 if folder == tmp_path else 2)
         (folder / "args.yaml").write_text(older)
     begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
-    (tmp_path / "args.yaml").write_text(older)
     begin(tmp_path)
     assert (tmp_path / "args.yaml").read_text() != older
     (tmp_path / "args.yaml").write_text("- 1\n")
