@@ -32,7 +32,7 @@ from common.flags import Fraction, Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps, weighted_logps
 from common.lora import LoRAArgs
-from common.meter import Meter
+from common.meter import Meter, of_each_set
 from common.metrics import wilson_interval
 from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
@@ -49,7 +49,7 @@ from common.preference_losses import (
     rewards_per_token,
     wpo_weights,
 )
-from common.rows import PAIR_COLUMNS, reasons, require_columns, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, reasons, require_columns, require_held_out, train_and_eval_rows
 from common.run import Run
 
 
@@ -171,8 +171,8 @@ def measure(
 @torch.no_grad()
 def evaluate(
     model: Policy, reference: Policy | None, pairs: list[list[Sample]], args: Args, device: torch.device
-) -> dict[str, float]:
-    """Held-out metrics over all ranks; `pairs` is this rank's share."""
+) -> Meter:
+    """Held-out metrics; `pairs` is this rank's share."""
     meter, micro_batches = Meter(), pack_groups(pairs, args.pack_tokens, device)
     objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
     everyone, places = everyones_pairs(model, reference, micro_batches, args)
@@ -184,7 +184,7 @@ def evaluate(
         loss = loss_N[own].sum() + args.sft_weight * nll_N.sum()
         measure(meter, "eval_", args, ours, loss, {name: part_N[own] for name, part_N in parts.items()}, nll_N)
         meter.masked_mean("eval_entropy", entropy_T, mb.loss_mask_T)
-    return meter.reduce()
+    return meter
 
 
 def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, device: torch.device) -> Policy | None:
@@ -218,13 +218,12 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS, args.on_bad_row)
     pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    if eval_rows and not eval_pairs:
-        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
+    require_held_out(eval_rows, [chosen.row for chosen, _ in eval_pairs], f": {reasons(eval_counts)}")
     order = make_order([chosen.row for chosen, _ in pairs], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
@@ -283,7 +282,7 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if eval_pairs and run.evaluates(step + 1):
-            metrics |= evaluate(model, reference, eval_pairs[rank::world_size], args, device)
+            metrics |= of_each_set(eval_pairs, lambda ours: evaluate(model, reference, ours, args, device))
         run.log(step + 1, metrics)
 
     summary = ""

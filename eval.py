@@ -193,8 +193,8 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True)
     rows = rows[: args.max_prompts]
     columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
-    rewards = Rewards(args, rows, tokenizer, device)
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
+    rewards = Rewards(args, prompts.rows, tokenizer, device)
     others, files, episodes = {}, {}, args.environment is not None
     named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)
     named["perplexity_model"] = args.perplexity_model

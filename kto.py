@@ -32,14 +32,14 @@ from common.flags import Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
 from common.lora import LoRAArgs
-from common.meter import Meter
+from common.meter import Meter, of_each_set
 from common.metrics import wilson_interval
 from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
 from common.preference_losses import kto, wpo_weights
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, train_and_eval_rows
+from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, require_held_out, train_and_eval_rows
 from common.run import Run
 
 
@@ -192,8 +192,8 @@ def measure(
 @torch.no_grad()
 def evaluate(
     model: Policy, reference: Policy | None, groups: list[list[Sample]], args: Args, device: torch.device
-) -> dict[str, float]:
-    """Held-out metrics over all ranks; `groups` is this rank's share."""
+) -> Meter:
+    """Held-out metrics; `groups` is this rank's share."""
     meter, completions, mismatches = Meter(), [c for c, _ in groups], [m for _, m in groups]
     micro_batches, loss_of = pack(completions, args.pack_tokens, device), with_flags(kto, args)
     baseline = kl_baseline(model, reference, mismatches, args, device)
@@ -206,7 +206,7 @@ def evaluate(
         measure(meter, "eval_", args, mb, loss_N, log_ratio_N, logps_N, baseline)
         meter.masked_mean("eval_entropy", entropy_T, mb.loss_mask_T)
         meter.mean("eval_wpo/weight", weights_N.sum(), len(weights_N) if args.wpo else 0)
-    return meter.reduce()
+    return meter
 
 
 def main(args: Args) -> None:
@@ -220,13 +220,12 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS))
+    columns = require_columns(args.dataset_flag, train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), args.on_bad_row)
     groups, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_groups, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not groups:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    if eval_rows and not eval_groups:
-        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
+    require_held_out(eval_rows, [completion.row for completion, _ in eval_groups], f": {reasons(eval_counts)}")
     require_both_labels(groups)
     order = make_order([completion.row for completion, _ in groups], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(groups) / args.batch_size)
@@ -284,7 +283,7 @@ def main(args: Args) -> None:
         # ---- 4. log and evaluate ----
         metrics = run.reduce(completions, grad_norm=grad_norm, lr=lr)
         if eval_groups and run.evaluates(step + 1):
-            metrics |= evaluate(model, reference, eval_groups[rank::world_size], args, device)
+            metrics |= of_each_set(eval_groups, lambda ours: evaluate(model, reference, ours, args, device))
         run.log(step + 1, metrics)
 
     summary = ""

@@ -34,14 +34,14 @@ from common.data import Encoder, encode_pairs
 from common.flags import NotNegative, Positive, with_flags
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
-from common.meter import Meter
+from common.meter import Meter, of_each_set
 from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack_groups
 from common.rewards.models import at_end, score
-from common.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, reasons, require_columns, require_held_out, rows_of_split, train_and_eval_rows
 from common.run import Run
 
 
@@ -130,14 +130,14 @@ def pair_rewards(model: ScalarModel, mb: PackedBatch) -> tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> dict[str, float]:
-    """Held-out metrics over all ranks; `pairs` is this rank's share."""
+def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> Meter:
+    """Held-out metrics; `pairs` is this rank's share."""
     meter = Meter()
     for mb in pack_groups(pairs, args.pack_tokens, device):
         chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
         loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
         measure(meter, "eval_", loss_N, chosen_N, rejected_N)
-    return meter.reduce()
+    return meter
 
 
 def agreement(accuracy: float, pairs: int) -> str:
@@ -164,7 +164,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
     A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
     """
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
-    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
     pairs, counts = encode_rows(rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
@@ -224,13 +224,12 @@ def main(args: Args) -> None:
         score_dataset(args, path, encoder, device, rank, world_size)
         return distributed.cleanup()
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS, args.on_bad_row)
     pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    if eval_rows and not eval_pairs:
-        raise ValueError(f"no held-out rows are left: {reasons(eval_counts)}")
+    require_held_out(eval_rows, [chosen.row for chosen, _ in eval_pairs], f": {reasons(eval_counts)}")
     order = make_order([chosen.row for chosen, _ in pairs], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
@@ -277,7 +276,7 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if eval_pairs and run.evaluates(step + 1):
-            metrics |= evaluate(model, eval_pairs[rank::world_size], args, device)
+            metrics |= of_each_set(eval_pairs, lambda ours: evaluate(model, ours, args, device))
         run.log(step + 1, metrics)
 
     accuracy = run.latest.get("eval_rewards/accuracies")

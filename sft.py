@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-1.7B-Base --dataset trl-lib/Capybara --batch_size 128
 
 The loss of a step is the mean over the trained tokens of the whole global batch, whatever the number of ranks and
-however the batch is packed: -1/M sum_t log p(targets_t), M = trained tokens of all ranks. See docs/sft.md.
+however the batch is packed: -1/M sum_t log p(targets_t), M = trained tokens of all ranks, or with `--loss dft` each of
+them times p(targets_t). See docs/sft.md.
 
 Shapes: T packed tokens in one micro-batch. Every per-token stream is aligned with *targets*: x_T[t] describes the
 prediction of targets_T[t].
@@ -26,13 +27,16 @@ from common.data import Encoder
 from common.flags import NotNegative, Positive
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
-from common.meter import Meter
+from common.losses import dft_loss, nll_loss
+from common.meter import Meter, of_each_set
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
-from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows, usable
+from common.rows import SFT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
 from common.run import Run
+
+LOSSES = dict(nll=nll_loss, dft=dft_loss)
 
 
 @dataclass
@@ -47,6 +51,9 @@ class Args(LoRAArgs, TrainArgs):
     """what to do with longer rows: leave them out, cut their end off (both are counted and reported), or refuse"""
     train_on: Literal["completion", "all"] = "completion"
     """completion: the loss covers completions, or every assistant turn; all: prompts too"""
+    loss: Literal[tuple(LOSSES)] = "nll"
+    """what is minimised: nll: -log p of each token; dft: p times that, p without gradient; evaluations are always of
+    nll, so that runs compare"""
     lr: Positive[float] = 2e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -91,23 +98,21 @@ def encode_rows(
     return samples, counts
 
 
-def measure(
-    meter: Meter, prefix: str, mb: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor, correct_T: Tensor
-) -> None:
+def measure(meter: Meter, prefix: str, mb: PackedBatch, loss_T: Tensor, entropy_T: Tensor, correct_T: Tensor) -> None:
     """Loss (nats per token), entropy and teacher-forced accuracy over the trained tokens of a micro-batch."""
-    for name, mask_T in {"": mb.loss_mask_T, **mb.source_masks_T}.items():
-        meter.masked_mean(f"{prefix}loss{name}", -logprobs_T, mask_T)
+    meter.masked_mean(f"{prefix}loss", loss_T, mb.loss_mask_T)
     meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
     meter.masked_mean(f"{prefix}mean_token_accuracy", correct_T, mb.loss_mask_T)
 
 
 @torch.no_grad()
-def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.device) -> dict[str, float]:
-    """Held-out metrics over all ranks; `samples` is this rank's share."""
+def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.device) -> Meter:
+    """Held-out metrics; `samples` is this rank's share."""
     meter = Meter()
     for mb in pack(samples, args.pack_tokens, device):
-        measure(meter, "eval_", mb, *model(mb)[:3])
-    return meter.reduce()
+        logprobs_T, entropy_T, correct_T, _ = model(mb)
+        measure(meter, "eval_", mb, nll_loss(logprobs_T), entropy_T, correct_T)
+    return meter
 
 
 def main(args: Args) -> None:
@@ -121,13 +126,13 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     encoder = Encoder(tokenizer, args)
     train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS)
+    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS, args.on_bad_row)
     samples, train_counts = encode_rows(train_rows, columns, encoder, args)
     eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
-    if eval_rows and not eval_samples:
-        raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
+    left = [sample.row for sample in eval_samples]
+    require_held_out(eval_rows, left, f", {dict(eval_counts)}; see --max_length and --eval_split")
     order = make_order([sample.row for sample in samples], args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 
@@ -163,21 +168,24 @@ def main(args: Args) -> None:
                 batch_loss = torch.zeros((), device=device)
                 for mb in micro_batches:
                     logprobs_T, entropy_T, correct_T, _ = model(mb)
+                    loss_T = LOSSES[args.loss](logprobs_T)
                     # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
-                    loss = (-logprobs_T * mb.loss_mask_T).sum() / global_tokens
+                    loss = (loss_T * mb.loss_mask_T).sum() / global_tokens
                     if args.router_aux_loss_coef:  # a mean over sequences: that of all tokens would depend on the packs
                         loss = loss + args.router_aux_loss_coef * model.expert_balance_N.sum() / args.batch_size
                         meter.mean("expert_balance", model.expert_balance_N.sum(), len(model.expert_balance_N))
                     (loss * world_size).backward()
                     batch_loss += loss.detach()
-                    measure(meter, "", mb, logprobs_T, entropy_T, correct_T)
+                    measure(meter, "", mb, loss_T, entropy_T, correct_T)
+                    for name, mask_T in mb.source_masks_T.items():
+                        meter.masked_mean(f"loss{name}", loss_T, mask_T)
                 lr = run.learning_rate(step)
                 grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
         if eval_samples and run.evaluates(step + 1):
-            metrics |= evaluate(model, eval_samples[rank::world_size], args, device)
+            metrics |= of_each_set(eval_samples, lambda ours: evaluate(model, ours, args, device))
         run.log(step + 1, metrics)
 
     run.end()

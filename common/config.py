@@ -19,6 +19,7 @@ from common.flags import (
     OpenFraction,
     Positive,
     PositiveFraction,
+    eval_sets_of,
     require_flags_read,
 )
 
@@ -29,12 +30,15 @@ class TrainArgs(BaseArgs):
 
     TINY: ClassVar[dict] = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20)
     """defaults for the built-in model and task, which take other rates than real ones; groups and scripts add to it"""
-    eval_dataset: str | None = None
-    """held-out data; default: the split `eval_split` of `dataset`, or rows set aside where it has no such split"""
+    eval_dataset: tuple[str, ...] | None = None
+    """held-out data, as `dataset`; each of several is a set of its own: `a.jsonl hard=b.jsonl` gives eval_loss, that is
+    of all rows, eval_loss/a and eval_loss/hard. Default: the split `eval_split` of `dataset`, or rows set aside where
+    it has no such split"""
     eval_split: str = "test"
     """held-out split of `eval_dataset`, or of `dataset`"""
     eval_size: Positive[int] = 256
-    """most rows to evaluate on; also how many are set aside from the training rows when there is no held-out split"""
+    """most rows to evaluate on, of each of several sets; also how many are set aside from the training rows when there
+    is no held-out split"""
     max_steps: MayChange[Positive[int] | None] = None
     """optimizer (sft) or rollout (RL) steps; default: as many as `epochs` gives"""
     epochs: MayChange[Positive[float]] = 1.0
@@ -67,8 +71,8 @@ class TrainArgs(BaseArgs):
     keep_last: MayChange[Positive[int]] = 2
     """checkpoints to keep"""
     keep_best: MayChange[str | None] = None
-    """metric of the evaluations, e.g. eval/pass_at_1: best/ is the model where it was best so far, in the form of hf/;
-    the lowest is best if its name ends with loss or perplexity, else the highest"""
+    """metric of the evaluations, e.g. eval/pass_at_1 or eval_loss/hard: best/ is the model where it was best so far, in
+    the form of hf/; the lowest is best if the metric's name ends with loss or perplexity, else the highest"""
     early_stop: MayChange[NotNegative[int]] = 0
     """the run is done after so many evaluations without gain in `keep_best`; 0: never before its last step"""
     log: MayChange[tuple[Literal["wandb", "tensorboard"], ...]] = ()
@@ -76,6 +80,10 @@ class TrainArgs(BaseArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.eval_dataset, str):  # as one may write it in Python
+            self.eval_dataset = (self.eval_dataset,)
+        if self.eval_dataset is not None:
+            eval_sets_of(self.eval_dataset)
         if self.keep_best is not None and not self.eval_every:
             raise ValueError(f"--keep_best {self.keep_best} needs evaluations: --eval_every above 0")
         if self.early_stop and self.keep_best is None:

@@ -128,6 +128,26 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
     return out
 
 
+def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
+    """What `--eval_dataset a.jsonl hard=b.jsonl` says: datasets and the names given to them. What stands before the
+    first `=` is a name unless a `/` is in it: `./x=1.jsonl` is a file.
+
+    Raises `ValueError` for what comes twice, and for a name without a dataset.
+    """
+    out: dict[str, str | None] = {}
+    for given in datasets:
+        name, equals, dataset = given.partition("=")
+        name, dataset = (name, dataset) if equals and "/" not in name else (None, given)
+        if name == "" or not dataset:
+            raise ValueError(f"--eval_dataset {given}: expected name=dataset")
+        for twice in {dataset} & out.keys() | {name or dataset} & {own or other for other, own in out.items()}:
+            raise ValueError(f"--eval_dataset {given}: {twice} stands there twice")
+        out[dataset] = name
+    if not out:
+        raise ValueError("--eval_dataset needs at least one")
+    return out
+
+
 # ---- flags and functions ----
 
 
@@ -184,8 +204,8 @@ class BaseArgs:
     """other names for columns of the data, training and held-out rows alike, as new=old: `prompt=problem
     answer=solution`"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """rows that are malformed or empty or, where that is an error, too long: end the run, or leave them out and say how
-    many, for what reason"""
+    """rows that are malformed, empty, not what a prompt template, an environment or a reward can use or, where that is
+    an error, too long: end the run, or leave them out and say how many, for what reason"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
     """chat: prompts become user turns of the chat template; plain: text goes in as it is; auto: chat for message lists
     and `question` columns (where the tokenizer has a template), plain for other strings"""

@@ -1,4 +1,4 @@
-"""Objectives of the online scripts, each a pure function of tensors and floats that reads like its equation.
+"""Objectives of sft.py and the online scripts, each a pure function of tensors and floats that reads like its equation.
 
 A policy loss is `f(log_ratio, advantages, logprobs)` and gives one value per element, not reduced and not masked. What
 is an element is the caller's choice: tokens ([T]) or whole completions ([N]). `log_ratio` is log(policy / old policy);
@@ -31,6 +31,20 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor
     """Mean over the trained tokens of its sequence, on every token: [T], float64. 0 without any."""
     lengths_T = sequence_sum(mask_T, mask_T, sequence_ids_T)
     return sequence_sum(x_T, mask_T, sequence_ids_T) / lengths_T.clamp(min=1)
+
+
+# ---- supervised ----
+
+
+def nll_loss(logprobs: Tensor) -> Tensor:
+    """-logp: maximum likelihood, the cross-entropy of the tokens that are there."""
+    return -logprobs
+
+
+def dft_loss(logprobs: Tensor) -> Tensor:
+    """-sg(p) logp (DFT, arXiv:2508.05629), p = exp(logp). Its gradient is that of -p: a token counts the less the more
+    unlikely it is, where that of -logp grows as 1/p."""
+    return logprobs.exp().detach() * nll_loss(logprobs)
 
 
 # ---- policy ----

@@ -4,9 +4,10 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common import distributed
@@ -65,6 +66,11 @@ class Meter:
         self._entry("time", f"time/{name}").append((seconds, 0.0))
         self.spans.append(Span(name, now - seconds, now))
 
+    def add(self, other: "Meter", end: str = "") -> None:
+        """All that the other has, with `end` behind its names."""
+        for name, (kind, rows) in other.values.items():
+            self._entry(kind, name + end).extend(rows)
+
     def reduce(self) -> dict[str, float]:
         """The global values of everything added since the last call, by name. Collective.
 
@@ -93,6 +99,21 @@ class Meter:
                     square = math.fsum(sums[1]) / weight
                     out[name] = math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
         return out
+
+
+def of_each_set(held_out: list, evaluate: Callable[[list], Meter]) -> dict[str, float]:
+    """The metrics of held-out samples, or groups of them, of all ranks; `evaluate` measures this rank's share. Of rows
+    that name their set, `metric/name` is that of the set alone. Collective."""
+    sets, meter = defaultdict(list), Meter()
+    for item in held_out:
+        sample = item[0] if isinstance(item, list) else item
+        sets[sample.row.get("_dataset")].append(item)
+    for name, items in sets.items():
+        of_set = evaluate(items[dist.get_rank() :: dist.get_world_size()])
+        meter.add(of_set)
+        if name is not None:
+            meter.add(of_set, f"/{name}")
+    return meter.reduce()
 
 
 def _on_the_host(values: list[Tensor | float]) -> list[float]:

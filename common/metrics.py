@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from common import distributed
@@ -177,7 +178,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
-    """One panel per metric that occurs, one line per metrics.jsonl."""
+    """One panel per metric that occurs, one line per metrics.jsonl; of a single run also one per held-out set."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,18 +188,24 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
     names = [name for name in names if any(name in line for lines in records for line in lines)]
     if not names:
         return
+    held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))
+    ends = [{key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")} for name in held_out]
+    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # each metric has them, loss has parts
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")
     for axis in axes.flat[len(names) :]:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
-        for i, lines in enumerate(records):
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            label = labels[i] if labels else None
+        drawn = [(lines, name, label) for lines, label in zip_longest(records, labels)]
+        drawn += [(records[0], f"{name}/{of_set}", of_set) for of_set in sets if name in held_out]
+        for lines, key, label in drawn:
+            points = [(line["step"], line[key]) for line in lines if key in line]
             axis.plot(
                 *zip(*points, strict=True) if points else ([], []), label=label, marker="." if len(points) < 30 else ""
             )
+        if len(drawn) > len(records):
+            axis.legend(fontsize=8)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)

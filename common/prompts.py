@@ -3,6 +3,7 @@
 import copy
 import re
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common import distributed
@@ -10,40 +11,48 @@ from common.chat import is_message
 from common.config import SamplingArgs
 from common.data import Encoder
 from common.environments import load_environment
-from common.rewards.scoring import load_reward
-from common.rows import PROMPT_COLUMNS, require_columns, train_and_eval_rows, usable
+from common.rewards.scoring import row_check
+from common.rows import PROMPT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
     """The columns that prompts come from: as `PROMPT_COLUMNS` has them or, with `--prompt_template` or
-    `--environment`, a column `_prompt` that is put into every row here.
+    `--environment`, a column `_prompt`. Raises `ValueError` for columns that the data lacks."""
+    if args.environment is not None or args.prompt_template is not None:
+        return ("_prompt",)
+    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
 
-    Raises `ValueError` for columns that the data, a row or the environment misses.
-    """
+
+def asking(args: SamplingArgs) -> Callable[[dict], None]:
+    """What puts the column `_prompt` into a row, with `--prompt_template` or `--environment`. It raises `ValueError`
+    naming the row if that lacks a column, or the environment does not take it."""
     if args.environment is not None:
         environment = load_environment(args.environment)
-        for row in rows:
+
+        def ask(row: dict) -> None:
+            where = f"{row['_source']}: --environment {args.environment}"
             try:
                 row["_prompt"] = environment().reset(copy.deepcopy(row))
-            except (Exception, SystemExit) as error:  # whatever a user's code raises, it is named and the run stops
+            except (Exception, SystemExit) as error:  # whatever a user's code raises, it is named
                 what = f"{type(error).__name__}: {distributed.first_line(error)}"
-                where = f"{row['_source']}: --environment {args.environment}"
                 raise ValueError(f"{where} fails in reset: {what}") from error
             if not (isinstance(row["_prompt"], list) and row["_prompt"] and all(map(is_message, row["_prompt"]))):
-                where = f"{row['_source']}: --environment {args.environment}"
                 raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
-        return ("_prompt",)
-    if args.prompt_template is None:
-        return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS)
-    columns = [re.split(r"[.\[]", field)[0] for field in fields_of(args.prompt_template)]
-    for row in rows:
+
+        return ask
+    if (template := args.prompt_template) is None:
+        return lambda row: None
+    columns = [re.split(r"[.\[]", field)[0] for field in fields_of(template)]
+
+    def write(row: dict) -> None:
         if missing := [column for column in columns if row.get(column) is None]:
             raise ValueError(f"{row['_source']}: --prompt_template: no column {missing[0]}")
         try:
-            row["_prompt"] = args.prompt_template.format_map(row)
+            row["_prompt"] = template.format_map(row)
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
             raise ValueError(f"{row['_source']}: --prompt_template: {distributed.first_line(error)}") from error
-    return ("_prompt",)
+
+    return write
 
 
 def fields_of(template: str) -> list[str]:
@@ -78,22 +87,27 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
 
     Raises `ValueError` naming the flag or the row.
     """
-    for name in args.reward:  # before anything slow
-        if name not in ("by_row", "environment") and not name.startswith("model:"):
-            load_reward(name)
+    row_check(args)  # knows the names of rewards, before anything slow
     rows, held_out = train_and_eval_rows(args)
-    columns, encoder = prompt_columns(args, rows + held_out), Encoder(tokenizer, args)
+    columns, encoder = prompt_columns(args, rows), Encoder(tokenizer, args)
     room = context - args.max_new_tokens
-    return encode_prompts(rows, columns, encoder, room, args), encode_prompts(held_out, columns, encoder, room, args)
+    prompts, asked = (encode_prompts(these, columns, encoder, room, args) for these in (rows, held_out))
+    require_held_out(held_out, asked.rows, f", {asked.dropped} are too long: see --max_new_tokens and --pack_tokens")
+    return prompts, asked
 
 
 def encode_prompts(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: SamplingArgs
 ) -> Prompts:
     """Prompts of at most `room` tokens. Raises `ValueError` for a longer one with `--overlong_prompts error`, unless
-    bad rows are skipped, and if no row is left."""
+    bad rows are skipped, and if no row is left. Those that a reward cannot be computed of are skipped with them; else
+    `Rewards` names the first."""
+    ask, check = asking(args), row_check(args) if args.on_bad_row == "skip" else None
 
     def encode(row: dict) -> list[int]:
+        ask(row)
+        if check is not None:
+            check(row)
         if not (prompt := encoder.prompt(row, columns)):
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
         return prompt
@@ -101,6 +115,8 @@ def encode_prompts(
     if rows and room < 1:
         raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
     found = list(usable(rows, encode, args.on_bad_row))
+    if rows and not found:
+        raise ValueError(f"all {len(rows)} rows, such as {rows[0]['_source']}, are left out (--on_bad_row skip)")
     for row, prompt in found:
         if len(prompt) > room and args.overlong_prompts == "error" and args.on_bad_row == "error":
             raise ValueError(

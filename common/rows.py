@@ -6,13 +6,13 @@ rank reads all rows.
 
 import glob
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from common.config import TrainArgs
 from common.files import BadRows, files_of, kind_of, read_file, read_folder, read_hub
-from common.flags import BaseArgs, pairs_of, weights_of
+from common.flags import BaseArgs, eval_sets_of, pairs_of, weights_of
 from common.tasks import TASKS
 
 T = TypeVar("T")
@@ -44,9 +44,16 @@ def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
     weights = weights_of(datasets)
     if len(weights) == 1 or None in weights.values():
         return {"": (list(weights), 1.0)}
-    short = [Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset in weights]
-    names = short if len(set(short)) == len(short) and all(short) else weights
-    return {name: ([dataset], weight) for name, (dataset, weight) in zip(names, weights.items(), strict=True)}
+    return {name: ([dataset], weights[dataset]) for name, dataset in named(dict.fromkeys(weights)).items()}
+
+
+def named(datasets: dict[str, str | None]) -> dict[str, str]:
+    """Datasets by their names in metrics: those given, else the last parts of their paths or, where these are not
+    unique, all of them as they are."""
+    short = [name or Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset, name in datasets.items()]
+    if len(set(short)) < len(short) or not all(short):
+        short = [name or dataset for dataset, name in datasets.items()]
+    return dict(zip(short, datasets, strict=True))
 
 
 def load_rows(
@@ -119,10 +126,11 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
 
 
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
-    """The training rows and at most `--eval_size` held-out rows, disjoint: from `--eval_dataset`, from the dataset's
-    own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`.
+    """The training rows and at most `--eval_size` held-out rows, disjoint: from each `--eval_dataset`, from the
+    dataset's own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`.
 
-    Datasets with weights each have an equal part of the held-out rows, and every row says in `_dataset` whose it is.
+    Datasets with weights each have an equal part of the held-out rows, and every row says in `_dataset` whose it is;
+    so it does with several `--eval_dataset`, or one with a name.
     """
     sources, train, held_out = sources_of(args.dataset), [], []
     if args.eval_every and args.eval_size < len(sources):
@@ -134,10 +142,11 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
         for rows, found in zip((train, held_out), ours, strict=True):
             rows += [row | mark for row in found] if mark else found
     if args.eval_every and args.eval_dataset is not None:
-        rows = rows_of_split(
-            "--eval_dataset", [args.eval_dataset], "--eval_split", args.eval_split, args, whole_file=True
-        )
-        held_out = random.Random(0).sample(rows, min(args.eval_size, len(rows)))
+        sets = eval_sets_of(args.eval_dataset)
+        for name, dataset in named(sets).items():
+            rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
+            mark = dict(_dataset=name) if len(sets) > 1 or sets[dataset] else {}
+            held_out += [row | mark for row in random.Random(0).sample(rows, min(args.eval_size, len(rows)))]
     return train, held_out
 
 
@@ -159,18 +168,38 @@ def _with_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple
     return train[size:], train[:size]
 
 
-def require_columns(flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first of `choices` that the rows have, to go by the first row of each dataset. Raises `ValueError` saying
-    what was found and what would do."""
-    firsts = {row.get("_dataset"): row for row in reversed(rows)}.values()
-    found = [column for column in rows[0] if column not in OUR_COLUMNS and all(column in first for first in firsts)]
+def require_columns(
+    flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]], on_bad_row: str = "error"
+) -> tuple[str, ...]:
+    """The first of `choices` that the rows have, to go by the first row of each dataset or, where bad rows are skipped,
+    the first that has any of them. Raises `ValueError` saying what was found, where, and what would do."""
+    of_dataset = {row.get("_dataset"): row for row in reversed(rows)}
+    if on_bad_row == "skip":
+        usable_rows = (row for row in reversed(rows) if any(has(row, columns) for columns in choices))
+        of_dataset |= {row.get("_dataset"): row for row in usable_rows}
+    firsts = list(of_dataset.values())[::-1]
+    found = [column for column in firsts[0] if column not in OUR_COLUMNS and all(has(row, [column]) for row in firsts)]
     for columns in choices:
         if all(column in found for column in columns):
             if "input" in columns and "instruction" in found:
                 raise ValueError(f"{flag} would lose its instruction beside input: make one column prompt of both")
             return columns
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
-    raise ValueError(f"{flag} has the columns {', '.join(found)}; needed: {wanted}")
+    where = ", ".join(row["_source"] for row in firsts)
+    raise ValueError(f"{flag} has the columns {', '.join(found)} ({where}); needed: {wanted}")
+
+
+def has(row: dict, columns: Sequence[str]) -> bool:
+    """Whether something is in each of these columns: tables have None in what a row has not."""
+    return all(row.get(column) is not None for column in columns)
+
+
+def require_held_out(rows: list[dict], left: Iterable[dict], why: str) -> None:
+    """Raises `ValueError` if of the held-out rows, or of those of a set, none is left."""
+    lost = {row.get("_dataset"): row for row in rows}.keys() - {row.get("_dataset") for row in left}
+    if lost:
+        name = min(lost, key=str)
+        raise ValueError(f"no held-out rows {f'of {name} ' if name else ''}are left{why}")
 
 
 def reasons(counts: dict[str, int]) -> str:

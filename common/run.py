@@ -158,7 +158,8 @@ class Run:
             there = ", ".join(key for key in metrics if key.startswith("eval")) or "there was none"
             raise ValueError(f"--keep_best {name}: no metric of the evaluation: {there}")
         value = metrics.get(name, math.nan)
-        sign = -1 if name.endswith(("loss", "perplexity")) else 1
+        whole = next((whole for whole in metrics if name.startswith(f"{whole}/")), name)  # of one that is of a set
+        sign = -1 if whole.endswith(("loss", "perplexity")) else 1
         if not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
             self.best, self.best_step, self.without_gain = value, finished, 0
             self.checkpointer.export_hf("best")

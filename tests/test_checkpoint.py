@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -85,9 +86,13 @@ def test_a_folder_belongs_to_a_run_with_its_flags(tmp_path):
         with pytest.raises(ValueError, match=f"^--output_dir {tmp_path} .*{words}"):
             begin(tmp_path, **flags)
     assert (tmp_path / "args.yaml").read_text() == before
-    older = before.replace("dataset:\n- arithmetic\n", "dataset: arithmetic\n")  # when it was one
-    assert older != before
-    (tmp_path / "args.yaml").write_text(older)
+    begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
+    for folder in (tmp_path / "held_out", tmp_path):
+        text = (folder / "args.yaml").read_text()
+        older = re.sub(r"^(dataset|eval_dataset):\n- (.*)\n", r"\1: \2\n", text, flags=re.MULTILINE)  # when it was one
+        assert older != text and older.count("\n- ") == text.count("\n- ") - (1 if folder == tmp_path else 2)
+        (folder / "args.yaml").write_text(older)
+    begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
     begin(tmp_path)
     assert (tmp_path / "args.yaml").read_text() != older
     (tmp_path / "args.yaml").write_text("- 1\n")

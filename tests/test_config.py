@@ -319,7 +319,7 @@ def test_every_field_is_read(script):
     assert fields - used == set()
 
 
-LINES = dict(sft=190, grpo=290, dapo=330, reinforce=330, ppo=330, rloo=300, online_dpo=300, bok=300, kto=300, dpo=300,
+LINES = dict(sft=200, grpo=290, dapo=330, reinforce=330, ppo=330, rloo=300, online_dpo=300, bok=300, kto=300, dpo=300,
              rm=330, distill=330, eval=330, demo=100)  # fmt: skip
 
 

@@ -217,6 +217,8 @@ def test_arithmetic_preferences_are_learned(tmp_path, main):
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2880]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     flags = ("--max_steps", 45, "--batch_size", 64, "--lr", 2e-3, "--warmup_steps", 10, "--eval_every", 45, "--beta", 1,
-             "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic")  # fmt: skip
+             "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
+             f"known={tmp_path}/train.jsonl")  # fmt: skip
     main("dpo", *flags, "--output_dir", tmp_path / "out")
-    assert metrics(tmp_path / "out")[-1]["eval_rewards/accuracies"] > 0.7
+    last = metrics(tmp_path / "out")[-1]
+    assert last["eval_rewards/accuracies/arithmetic"] > 0.7 and last["eval_rewards/accuracies/known"] > 0.7

@@ -163,8 +163,11 @@ def test_arithmetic_preferences_are_learned(tmp_path, main):
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     flags = ("--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10, "--eval_every", 40, "--beta", 1,
-             "--eval_size", 64, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic")  # fmt: skip
+             "--eval_size", 64, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
+             f"known={tmp_path}/train.jsonl")  # fmt: skip
     main("kto", *flags, "--output_dir", tmp_path / "out")
     last = metrics(tmp_path / "out")[-1]
     assert last["eval_rewards/chosen"] - last["eval_rewards/rejected"] > 0.2, last  # 0 at the start
-    assert torch.isfinite(torch.tensor(last["eval_loss"]))
+    assert torch.isfinite(
+        torch.tensor([last["eval_loss"], last["eval_loss/arithmetic"], last["eval_loss/known"]])
+    ).all()

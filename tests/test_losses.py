@@ -13,7 +13,9 @@ from common.losses import (
     clip_policy_loss,
     clip_value_loss,
     clipped,
+    dft_loss,
     kl_estimate,
+    nll_loss,
     reduction_weights,
     reinforce_loss,
     sapo_loss,
@@ -43,6 +45,22 @@ def check(function, naive, rows, rel=1e-9):
     (slopes,) = torch.autograd.grad(values.sum(), first)
     for row, value, slope in zip(rows, values.tolist(), slopes.tolist(), strict=True):
         assert (value, slope) == pytest.approx(naive(*row), rel=rel, abs=1e-9), row
+
+
+# ---- supervised ----
+
+
+@pytest.mark.parametrize("loss", [nll_loss, dft_loss])
+@given(st.lists(st.tuples(st.floats(-700, 0)), min_size=1, max_size=8))
+def test_supervised_losses_equal_naive_ones(loss, rows):
+    """Of the token's probability p, the weight of dft being a number: d(-w log p)/dp = -w / p, d/dlogp = p d/dp."""
+
+    def naive(logp):
+        p = math.exp(logp)
+        weight = p if loss is dft_loss else 1.0
+        return -weight * logp, -weight / p * p
+
+    check(loss, naive, rows)
 
 
 # ---- sums over a sequence ----

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.meter import Meter
+from common.meter import Meter, of_each_set
+from common.packing import Sample
 
 
 def test_mean_is_weighted_and_max_and_min_are_not(device):
@@ -82,3 +83,26 @@ def test_no_graph_is_kept():
     meter.masked_mean("x", x * 2, torch.tensor([True, True, False]))
     assert not any(t.requires_grad for _, pairs in meter.values.values() for pair in pairs for t in pair)
     assert meter.reduce() == dict(x=2.0)
+
+
+def test_of_several_sets_each_is_measured_and_all_together(device):
+    """A mean over all is weighted by what each set has; samples of no set are not measured apart."""
+    rows = [dict(_dataset="a"), dict(_dataset="b"), dict(_dataset="a")]
+    samples = [Sample([n], [True], row=row) for n, row in enumerate(rows)]
+    asked = []
+
+    def evaluate(ours: list) -> Meter:
+        asked.append(ours)
+        meter = Meter()
+        for item in ours:
+            n = (item[0] if isinstance(item, list) else item).ids[0]
+            meter.mean("x", 10.0 * n, n + 1)
+            meter.max("most", n)
+        return meter
+
+    expected = {"x": 30 / 6, "most": 2, "x/a": 20 / 4, "most/a": 2, "x/b": 10 / 2, "most/b": 1}
+    assert of_each_set(samples, evaluate) == of_each_set([[s, s] for s in samples], evaluate) == expected
+    assert asked[:2] == [[samples[0], samples[2]], [samples[1]]]
+    for sample in samples:
+        sample.row = {}
+    assert of_each_set(samples, evaluate) == dict(x=5, most=2) and asked[-1] == samples

@@ -88,6 +88,26 @@ def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not list((tmp_path / "other").iterdir())
 
 
+def test_held_out_sets_are_lines_in_the_panels_of_their_metrics(tmp_path, monkeypatch):
+    """What a single run has of each set; the parts of a loss are no sets."""
+    import matplotlib.pyplot as plt
+
+    names = ("loss", "eval_loss", "eval_rewards/accuracies")
+    sets = [f"{name}{end}" for name in names[1:] for end in ("", "/a", "/b")]
+    line = dict.fromkeys([*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"], 0.5)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | dict(step=1)) + "\n")
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    labels = {}
+    for runs in (1, 2):
+        draw_curves(
+            [tmp_path / "metrics.jsonl"] * runs, names, tmp_path / "curves.png", labels=[*"xy"] if runs > 1 else ()
+        )
+        labels[runs] = [axis.get_legend_handles_labels()[1] for axis in plt.gcf().axes]
+    monkeypatch.undo()
+    plt.close("all")
+    assert labels == {1: [[], ["a", "b"], ["a", "b"]], 2: [["x", "y"]] * 3}
+
+
 def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

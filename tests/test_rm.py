@@ -163,8 +163,11 @@ def test_a_new_head_depends_on_the_seed_alone(device):
 def test_arithmetic_preferences_are_learned(tmp_path, main):
     """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/rm.md)."""
     flags = ("--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80)
-    main("rm", *flags, "--dataset", few_of_the_task(tmp_path), "--eval_dataset", "arithmetic", "--output_dir", tmp_path)
-    assert metrics(tmp_path)[-1]["eval_rewards/accuracies"] > 0.7
+    file = few_of_the_task(tmp_path)
+    sets = ("--dataset", file, "--eval_dataset", "arithmetic", f"known={file}")
+    main("rm", *flags, *sets, "--output_dir", tmp_path)
+    last = metrics(tmp_path)[-1]
+    assert last["eval_rewards/accuracies/arithmetic"] > 0.7 and last["eval_rewards/accuracies/known"] > 0.7
 
 
 def few_of_the_task(folder):

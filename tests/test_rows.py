@@ -5,13 +5,16 @@ import json
 import pytest
 
 from common.config import TrainArgs
+from common.flags import eval_sets_of
 from common.rows import (
     PROMPT_COLUMNS,
     SFT_COLUMNS,
     load_rows,
+    named,
     reasons,
     renamed,
     require_columns,
+    require_held_out,
     rows_of_split,
     sources_of,
     train_and_eval_rows,
@@ -174,10 +177,12 @@ def test_a_folder_without_splits_is_all_training(tmp_path):
 
 def test_columns_are_recognised_or_refused():
     assert require_columns("--dataset", [dict(text="", messages=[], _source="")], SFT_COLUMNS) == ("messages",)
+    assert require_columns("--dataset", [dict(text="", messages=None, _source="")], SFT_COLUMNS) == ("text",)
     assert require_columns("--dataset", [dict(prompt="", completion="", answer="")], SFT_COLUMNS) == PAIR
     assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == ("question",)
-    with pytest.raises(ValueError, match="--dataset x has the columns foo; needed: messages, or prompt and completion"):
-        require_columns("--dataset x", [dict(foo=1, _source="")], SFT_COLUMNS)
+    words = r"--dataset x has the columns foo \(x:1\); needed: messages, or prompt and completion"
+    with pytest.raises(ValueError, match=words):
+        require_columns("--dataset x", [dict(foo=1, _source="x:1")], SFT_COLUMNS)
 
 
 def test_an_instruction_is_not_lost_beside_its_input():
@@ -265,6 +270,39 @@ def test_datasets_with_weights_are_held_out_from_one_by_one(tmp_path):
     assert [len(rows) for rows in named] == [50, 9]
 
 
+def test_several_held_out_sets(tmp_path):
+    """Each of at most `--eval_size` rows, which do not depend on the others; one without a name has none."""
+    a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 3, start=30)
+    flags = dict(dataset=numbered(tmp_path / "train.jsonl", 9, start=50), eval_size=4)
+    train, held_out = train_and_eval_rows(TrainArgs(eval_dataset=(a, f"hard={b}", "arithmetic"), **flags))
+    assert len(train) == 9 and not any("_dataset" in row for row in train)
+    assert [row["_dataset"] for row in held_out] == ["a"] * 4 + ["hard"] * 3 + ["arithmetic"] * 4
+    alone = {name: train_and_eval_rows(TrainArgs(eval_dataset=name, **flags))[1] for name in (a, f"x={b}")}
+    assert held_out[:4] == [row | dict(_dataset="a") for row in alone[a]] and "_dataset" not in alone[a][0]
+    assert [row["_dataset"] for row in alone[f"x={b}"]] == ["x"] * 3
+    assert named({"x/a.jsonl": None, "y/a.jsonl": None, "c": "d"}) == {
+        "x/a.jsonl": "x/a.jsonl", "y/a.jsonl": "y/a.jsonl", "d": "c"
+    }  # fmt: skip
+    assert eval_sets_of(["./x=1.jsonl", "y=./x=2.jsonl"]) == {"./x=1.jsonl": None, "./x=2.jsonl": "y"}
+
+
+@pytest.mark.parametrize(
+    ("datasets", "words"),
+    [
+        ((), "--eval_dataset needs at least one"),
+        (("a", "a"), "--eval_dataset a: a stands there twice"),
+        (("x=a", "y=a"), "--eval_dataset y=a: a stands there twice"),
+        (("x=a", "x=b"), "--eval_dataset x=b: x stands there twice"),
+        (("a", "a=b"), "--eval_dataset a=b: a stands there twice"),
+        (("x=",), "--eval_dataset x=: expected name=dataset"),
+        (("=x",), "--eval_dataset =x: expected name=dataset"),
+    ],
+)
+def test_held_out_sets_that_are_none(datasets, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        TrainArgs(eval_dataset=datasets)
+
+
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
@@ -289,10 +327,26 @@ def test_names_of_datasets():
 
 
 def test_columns_that_all_datasets_have():
-    rows = [dict(prompt="", completion="", _dataset="a"), dict(prompt="", completion="", text="", _dataset="b")]
+    a = dict(prompt="", completion="", _dataset="a", _source="a:1")
+    rows = [a, dict(a, text="", _dataset="b", _source="b:1")]
     assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
-    with pytest.raises(ValueError, match="has the columns prompt, completion; needed: text"):
+    with pytest.raises(ValueError, match=r"has the columns prompt, completion \(a:1, b:1\); needed: text"):
         require_columns("--dataset", rows, (("text",),))
+
+
+def test_a_first_row_without_the_columns_of_the_others():
+    """Tables have None where a row has nothing."""
+    useless = [dict(note="x", _source="x:1"), dict(text=None, prompt="a", completion=None, _source="x:2")]
+    rows = [*useless, dict(text="b", prompt=None, completion=None, _source="x:3"), dict(messages=[], _source="x:4")]
+    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+        require_columns("--dataset", rows, SFT_COLUMNS)
+    assert require_columns("--dataset", rows, SFT_COLUMNS, "skip") == ("text",)
+    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+        require_columns("--dataset", useless, SFT_COLUMNS, "skip")
+    of_two = [row | dict(_dataset=name) for name in "ab" for row in rows]
+    assert require_columns("--dataset", of_two, SFT_COLUMNS, "skip") == ("text",)
+    with pytest.raises(ValueError, match=r"has the columns  \(x:3, x:1\)"):
+        require_columns("--dataset", of_two[:6], SFT_COLUMNS, "skip")
 
 
 def test_weights_are_for_training():
@@ -394,8 +448,18 @@ def test_splits(flags, words):
 
 @pytest.mark.parametrize("choices", [SFT_COLUMNS, PROMPT_COLUMNS])
 def test_columns(choices):
-    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar; needed: .*prompt"):
+    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"):
         require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
+
+
+def test_a_held_out_set_may_not_be_lost():
+    rows = [dict(_dataset=name) for name in "aabb"]
+    require_held_out(rows, rows[1:3], "")
+    require_held_out([], [], "")
+    with pytest.raises(ValueError, match="^no held-out rows of b are left: all too long$"):
+        require_held_out(rows, rows[:2], ": all too long")
+    with pytest.raises(ValueError, match="^no held-out rows are left$"):
+        require_held_out([dict(text="")], [], "")
 
 
 def test_reasons():

@@ -212,6 +212,17 @@ def test_of_a_loss_the_lowest_is_best(parts, tmp_path):
     assert exported(tmp_path / "best") == 1
 
 
+def test_of_a_loss_of_one_set_the_lowest_is_best(parts, tmp_path):
+    steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval_loss/hard"))
+    for step, hard in enumerate((3, 1, 2), 1):
+        steps.run.log(step, {"eval_loss": step, "eval_loss/hard": hard})
+    assert (steps.run.best, steps.run.best_step, steps.run.without_gain) == (1, 2, 1)
+    steps.run.args.keep_best, steps.run.best = "eval/pass_at_1/loss", None  # the set's name, not the metric's
+    for step, score in enumerate((3, 1, 4), 1):
+        steps.run.log(step, {"eval/pass_at_1": 0, "eval/pass_at_1/loss": score})
+    assert (steps.run.best, steps.run.best_step) == (4, 3)
+
+
 def test_what_is_not_a_number_is_no_gain(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST)
     steps.go(scores=[math.nan, 1, math.nan, 0.5, 0.5])

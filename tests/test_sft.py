@@ -48,6 +48,23 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, 
 
 
 @pytest.mark.slow
+def test_dft_has_one_gradient_and_its_evaluations_are_of_nll(data, tmp_path, main):
+    """And what is measured of several held-out sets is the same on any number of ranks."""
+    (tmp_path / "one.jsonl").write_text(data.read_text().splitlines(keepends=True)[0])  # not a row for each rank
+    flags = ("--dataset", data, "--loss", "dft", "--max_steps", 3, "--batch_size", 8, "--eval_size", 6, "--lr", 1e-3,
+             "--eval_dataset", data, f"short={tmp_path}/one.jsonl")  # fmt: skip
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
+    main("sft", *flags, "--pack_tokens", 2048, "--max_length", 2048, "--output_dir", tmp_path / "one")
+    of_sets = [f"eval_{name}{end}" for name in ("loss", "entropy") for end in ("", "/rows", "/short")]
+    assert_close_metrics(tmp_path / "two", tmp_path / "one", (*SAME, *of_sets), rel=1e-5)
+    for loss in ("nll", "dft"):
+        still = ("--max_steps", 1, "--lr", 1e-12, "--loss", loss, "--output_dir", tmp_path / loss)
+        main("sft", *flags, *still)
+    ((nll,), (dft,)) = (metrics(tmp_path / loss) for loss in ("nll", "dft"))
+    assert nll["eval_loss"] == pytest.approx(dft["eval_loss"], rel=1e-6) and dft["loss"] < nll["loss"] / 100
+
+
+@pytest.mark.slow
 def test_a_denominator_per_rank_would_be_noticed(two_ranks, data, tmp_path):
     """The negative control of the test above: the same script with a token count per rank."""
     source = (ROOT / "sft.py").read_text()

@@ -54,17 +54,48 @@ def load_reward(name: str) -> Reward:
 def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
     """Raises `ValueError` if `rows` lack a column that the function says it reads, or one is not as it must be."""
     for column in getattr(function, "columns", ()):
-        if column not in rows[0]:
+        if not any(column in row for row in rows):
             found = ", ".join(c for c in rows[0] if not c.startswith("_"))
             raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
-        if bad := next((row for row in rows if row.get(column) is None), None):
-            raise ValueError(f"{bad['_source']}: column {column} is missing, --reward {name} reads it")
-    for row in rows if hasattr(function, "check") else ():
+    for row in rows:
+        require_usable_row(name, function, row)
+
+
+def require_usable_row(name: str, function: Reward, row: dict) -> None:
+    """Raises `ValueError` naming the row."""
+    for column in getattr(function, "columns", ()):
+        if row.get(column) is None:
+            raise ValueError(f"{row['_source']}: column {column} is missing, --reward {name} reads it")
+    if hasattr(function, "check"):
         try:
             function.check(row)
-        except (Exception, SystemExit) as error:  # perhaps a user's code: whatever it raises, the run stops
+        except (Exception, SystemExit) as error:  # perhaps a user's code: whatever it raises, it is named
             what = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
             raise ValueError(f"{row['_source']}: {what} (--reward {name})") from error
+
+
+def reward_of_row(row: dict) -> str:
+    """What its column `reward` names. Raises `ValueError` if that is no built-in reward."""
+    name = row.get("reward")
+    if not isinstance(name, str) or name not in BUILT_IN:
+        what = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
+        raise ValueError(f"{row['_source']}: column reward {what} (--reward by_row)")
+    return name
+
+
+def row_check(args: SamplingArgs) -> Callable[[dict], None]:
+    """What raises `ValueError` for a row that one of `--reward` cannot be computed of; this, for a name that is
+    unknown."""
+    by_row = "by_row" in args.reward
+    names = [name for name in args.reward if name not in ("by_row", "environment") and not name.startswith("model:")]
+    functions = {name: load_reward(name) for name in names}
+
+    def check(row: dict) -> None:
+        of_row = {name: BUILT_IN[name] for name in [reward_of_row(row)]} if by_row else {}
+        for name, function in (functions | of_row).items():
+            require_usable_row(name, function, row)
+
+    return check
 
 
 class Rewards:
@@ -203,11 +234,7 @@ class Rewards:
         """A scorer for each reward that the column `reward` names; it does not apply to the other rows."""
         of_name: dict[str, list[dict]] = {}
         for row in rows:
-            name = row.get("reward")
-            if not isinstance(name, str) or name not in BUILT_IN:
-                what = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
-                raise ValueError(f"{row['_source']}: column reward {what} (--reward by_row)")
-            of_name.setdefault(name, []).append(row)
+            of_name.setdefault(reward_of_row(row), []).append(row)
 
         def only(name: str, scorer: Scorer, groups: list[Group]) -> list[Value]:
             values = iter(scorer([group for group in groups if group[0].row["reward"] == name]))

@@ -4,6 +4,7 @@ Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one mic
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
@@ -163,14 +164,19 @@ def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
 
 def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
     """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
-    reward is at least 1. Collective."""
-    meter, of_rewards = Meter(), Meter()
+    reward is at least 1. Of rows that name their set, `metric/name` is that of the set alone. Collective."""
+    meter, sets = Meter(), defaultdict(list)
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
-    rewards_PG, parts = rewards(groups, of_rewards)
-    solved_PG = rewards.first(parts) >= 1
-    meter.mean("eval/pass_at_1", solved_PG.sum(), solved_PG.numel())
-    for name, part_PG in parts.items():
-        meter.mean(f"eval/rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
-    meter.mean("eval/reward", rewards_PG.nansum(), (~rewards_PG.isnan()).sum())
-    own = {f"eval/{name}": x for name, x in of_rewards.reduce().items() if name.startswith("rewards/")}
-    return meter.reduce() | own
+    rewards_PG, parts = rewards(groups, Meter())
+    means = {"eval/pass_at_1": (rewards.first(parts) >= 1).double(), "eval/reward": rewards_PG}
+    means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
+    for i, (sample,) in enumerate(groups):
+        for end in {"", f"/{sample.row['_dataset']}"} if "_dataset" in sample.row else {""}:
+            sets[end].append(i)
+            for name, number in sample.numbers.items():
+                meter.mean(f"eval/rewards/{name}{end}", number)
+    for end, indices in sets.items():
+        for name, values_PG in means.items():
+            of_set = values_PG[indices]
+            meter.mean(f"{name}{end}", of_set.nansum(), (~of_set.isnan()).sum())
+    return meter.reduce()

@@ -16,7 +16,7 @@ from common.data import Encoder
 from common.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
 from common.meter import Meter
 from common.packing import Sample, pack
-from common.prompts import encode_prompts, prompt_columns
+from common.prompts import asking, encode_prompts, prompt_columns
 from common.rewards.scoring import Rewards
 from common.rollout import base
 from common.rollout.episodes import Episodes
@@ -300,13 +300,13 @@ def test_bad_names(name, words, tmp_path):
 def test_bad_rows(tmp_path, user_file):
     args = Args(environment=user_file, reward=("environment",))
     with pytest.raises(ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"):
-        prompt_columns(args, [dict(ROWS[0]), dict(prompt="a", _source="rows:2")])
+        asking(args)(dict(prompt="a", _source="rows:2"))
     (tmp_path / "silent.py").write_text(
         "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
     )
     args.environment = f"{tmp_path / 'silent.py'}:A"
     with pytest.raises(ValueError, match="rows:0: --environment .*A: reset returns no list of messages"):
-        prompt_columns(args, [dict(ROWS[0])])
+        asking(args)(dict(ROWS[0]))
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
         with pytest.raises(ValueError, match="belong together|--max_turns 3 would not be read"):
             Args(**flags)
@@ -315,6 +315,8 @@ def test_bad_rows(tmp_path, user_file):
 def test_prompt_template():
     rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
     args = Args(prompt_template="{problem}={{}}")
+    for row in rows:
+        asking(args)(row)
     assert prompt_columns(args, rows) == ("_prompt",) and [r["_prompt"] for r in rows] == ["1+1={}", "2+2={}"]
     rows[1]["level"] = None
     for template, words in (
@@ -322,7 +324,8 @@ def test_prompt_template():
         ("{}", "--prompt_template: {} names no column"), ("{problem.x}", "a:1: .*no attribute 'x'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            prompt_columns(Args(prompt_template=template), rows)
+            for row in rows:
+                asking(Args(prompt_template=template))(row)
 
 
 # ---- training ----

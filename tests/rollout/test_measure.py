@@ -124,11 +124,15 @@ def test_pass_at_1_is_of_the_first_reward():
 
     def sample_now(step, held_out, seeds, n, temperature):
         asked.update(step=step, seeds=seeds, n=n, temperature=temperature)
-        return [[completion(3)] for _ in held_out]
+        groups = [[completion(3)] for _ in held_out]
+        for (sample,), row in zip(groups, held_out, strict=True):
+            sample.row = row
+        return groups
 
     class Scored:
         def __call__(self, groups, meter):
-            meter.mean("rewards/first/words", 12.0, 4)
+            for (sample,), words in zip(groups, (1.0, 3.0, 5.0), strict=True):
+                sample.numbers["first/words"] = words
             meter.mean("reward/error_fraction", 0, 3)
             return sum(parts.values()), parts
 
@@ -136,11 +140,17 @@ def test_pass_at_1_is_of_the_first_reward():
             return parts["first"]
 
     parts = dict(first=torch.tensor([[1.0], [0.5], [NAN]]), second=torch.tensor([[2.0], [2.0], [2.0]]))
-    got = measure.evaluate(SimpleNamespace(sample_now=sample_now), 7, ["a", "b", "c"], Scored())
+    got = measure.evaluate(SimpleNamespace(sample_now=sample_now), 7, [{}, {}, {}], Scored())
     assert asked == dict(step=7, seeds=[0, 0, 0], n=1, temperature=0.0)
     assert got["eval/pass_at_1"] == pytest.approx(1 / 3) and got["eval/rewards/first/mean"] == pytest.approx(0.75)
     assert got["eval/rewards/first/words"] == 3 and not any("error" in name for name in got)
     assert got["eval/rewards/second/mean"] == 2 and got["eval/reward"] == pytest.approx(2.75)
+    rows = [dict(_dataset="x"), dict(_dataset="y"), dict(_dataset="y")]
+    of_sets = measure.evaluate(SimpleNamespace(sample_now=sample_now), 7, rows, Scored())
+    assert {name: x for name, x in of_sets.items() if not name.endswith(("/x", "/y"))} == got
+    assert len(of_sets) == 3 * len(got) and of_sets["eval/pass_at_1/x"] == 1 and of_sets["eval/pass_at_1/y"] == 0
+    assert of_sets["eval/rewards/first/mean/y"] == 0.5 and of_sets["eval/rewards/first/words/y"] == 4
+    assert of_sets["eval/reward/x"] == 3 and of_sets["eval/reward/y"] == 2.5
 
 
 # ---- engine against trainer ----
