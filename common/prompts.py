@@ -11,7 +11,7 @@ from common.chat import is_message
 from common.config import SamplingArgs
 from common.data import Encoder
 from common.environments import load_environment
-from common.rewards.scoring import row_check
+from common.rewards.named import row_check
 from common.rows import PROMPT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
 
 

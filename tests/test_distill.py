@@ -320,7 +320,7 @@ def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, tmp_pa
 
 def test_no_reward_is_no_number(device):
     rows = [dict(prompt="1+1=", _source="a:1")] * 2
-    groups = [[Sample(ids=[0], loss_mask=[True], row=row)] * 3 for row in rows]
+    groups = [[Sample(ids=[0], loss_mask=[True], row=row) for _ in range(3)] for row in rows]
     rewards_PG, parts = Rewards(distill.Args(), rows, None, device)(groups, Meter())
     assert rewards_PG.shape == (2, 3) and rewards_PG.isnan().all() and parts == {}
 

@@ -16,7 +16,8 @@ from common.models import load_scalar_model
 from common.packing import Sample
 from common.rewards.functions import REWARDS
 from common.rewards.models import score
-from common.rewards.scoring import Rewards, load_reward
+from common.rewards.named import load_reward
+from common.rewards.scoring import Rewards
 from tests.rewards.pools import StillClock
 
 # ---- several at once ----
