@@ -31,8 +31,9 @@ from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
 from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
-from common.rows import SFT_COLUMNS, require_columns, train_and_eval_rows, usable
+from common.rows import SFT_COLUMNS, usable
 from common.run import Run
+from common.token_cache import load_samples
 
 
 @dataclass
@@ -119,16 +120,15 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
-    encoder = Encoder(tokenizer, args)
-    train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS)
-    samples, train_counts = encode_rows(train_rows, columns, encoder, args)
-    eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
+    own_flags = ("max_length", "overlong", "train_on")  # that encode_rows reads: large data is tokenised only once
+    (samples, train_counts), (eval_samples, eval_counts) = load_samples(
+        encode_rows, SFT_COLUMNS, tokenizer, args, own_flags
+    )
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
-    if eval_rows and not eval_samples:
+    if args.eval_every and not eval_samples:
         raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
-    order = make_order([sample.row for sample in samples], args)
+    order = make_order(samples.rows, args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters ----

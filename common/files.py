@@ -6,9 +6,12 @@ A row of a file says in `_source` where it stands: `train.jsonl:17`.
 import glob
 import json
 import re
+from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from common import distributed
+from common.tasks import TASKS
 
 # What files may be: an object per line, one value, tables.
 LINES, WHOLE = (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".json", ".json.gz", ".json.zst")
@@ -18,6 +21,9 @@ KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv"
 
 class BadRows:
     """Rows that cannot be used, by `--on_bad_row`: the first ends the run, or they are left out and counted."""
+
+    gathered: ClassVar[list[dict[str, list[str]]] | None] = None
+    """in a process for which another one speaks: what it would have told"""
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
@@ -32,6 +38,9 @@ class BadRows:
 
     def tell(self) -> None:
         """A line for each kind, by rank 0."""
+        if BadRows.gathered is not None:
+            BadRows.gathered.append(self.found)
+            return
         for errors in self.found.values() if distributed.is_main() else ():
             print(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}", flush=True)
 
@@ -64,7 +73,7 @@ def read_file(flag: str, path: Path, bad: BadRows) -> list[dict]:
     if not (kind := kind_of(path)):
         raise ValueError(f"{flag} {path}: expected a {KINDS} file")
     if kind in TABLES:
-        rows = _with_datasets(f"{flag} {path}", kind[1:], data_files=glob.escape(str(path)), split="train")
+        rows = _with_datasets(f"{flag} {path}", kind[1:], data_files=glob.escape(str(path)), split="train").to_list()
         return [row | {"_source": f"{path.name}:{number}"} for number, row in enumerate(rows, 1)]
     text, rows = _text(flag, path), []
     # not splitlines(): it also breaks at U+2028, which JSON strings may hold
@@ -120,6 +129,12 @@ def _read_saved(flag: str, folder: Path, split: str) -> list[dict] | None:
 
 
 def read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
+    found = _from_hub(flag, dataset, split, config)
+    return None if found is None else found.to_list()
+
+
+@cache  # of files that are mapped: nothing is held in memory
+def _from_hub(flag: str, dataset: str, split: str, config: str | None):
     try:
         return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
     except ValueError as error:  # openai/gsm8k and others have several configurations, `main` being the usual one
@@ -128,7 +143,8 @@ def read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[di
         raise
 
 
-def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
+def _with_datasets(what: str, *where, split: str, **options):
+    """A `datasets.Dataset`; None if there is no such split."""
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -138,7 +154,7 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
     huggingface_hub.logging.set_verbosity_error()
     try:
-        return datasets.load_dataset(*where, split=split, **options).to_list()
+        return datasets.load_dataset(*where, split=split, **options)
     except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         raise ValueError(
             f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
@@ -149,3 +165,17 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
         raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
+
+
+def files_behind(flag: str, dataset: str, split: str, config: str | None) -> list[Path]:
+    """The files that the rows of a split stand in, of a folder all that it has, of a hub data set those that `datasets`
+    has made of it here. None for a built-in task and for what is not there or cannot be read."""
+    path = Path(dataset).expanduser()
+    if files := files_of(path):
+        return files
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if kind_of(file))
+    if kind_of(path) or dataset in TASKS or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
+        return []
+    found = _from_hub(flag, dataset, split, config)
+    return [] if found is None else [Path(file["filename"]) for file in found.cache_files]
