@@ -29,15 +29,15 @@ from common.lora import LoRAArgs
 from common.meter import Meter
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
-from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
 from common.rows import SFT_COLUMNS, usable
 from common.run import Run
+from common.streaming import StreamArgs
 from common.token_cache import load_samples
 
 
 @dataclass
-class Args(LoRAArgs, TrainArgs):
+class Args(StreamArgs, LoRAArgs, TrainArgs):
     output_dir: str = "runs/sft"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
@@ -128,7 +128,7 @@ def main(args: Args) -> None:
         raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
     if args.eval_every and not eval_samples:
         raise ValueError(f"no held-out rows are left, {dict(eval_counts)}; see --max_length and --eval_split")
-    order = make_order(samples.rows, args)
+    order = samples.order(args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters ----
@@ -147,7 +147,7 @@ def main(args: Args) -> None:
     for name, counts in (("training", train_counts), ("held-out", eval_counts)):
         for reason, count in counts.items():
             run.message(f"{count} {name} rows {reason}")
-    run.message(f"{len(samples)} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks")
+    run.message(f"{samples.many} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks")
     run.logger.preview(samples[0], tokenizer)
 
     for step in run.steps():

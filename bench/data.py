@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sft
 from common import distributed, token_cache
 from common.hub import load_tokenizer, resolve_model
-from common.order import make_order
 from common.rows import SFT_COLUMNS
 
 TOKENS = 300
@@ -57,7 +56,7 @@ def start(dataset: str) -> None:
     (samples, _), _ = token_cache.load_samples(
         sft.encode_rows, SFT_COLUMNS, tokenizer, args, flags=("max_length", "overlong", "train_on")
     )
-    order = make_order(samples.rows, args)
+    order = samples.order(args)
     tokens = sum(len(samples[i].ids) for i in order.draw(64)[rank::world_size])
     seconds = time.monotonic() - began
     for i in order.draw(20_000)[rank::world_size]:  # what a rank has seen stays nowhere
@@ -72,7 +71,7 @@ def start(dataset: str) -> None:
 
 def launch(ranks: int, dataset: Path, cache: Path, in_memory: bool) -> dict:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
-    command += ["--start", str(dataset), *(["--in_memory"] if in_memory else [])]
+    command += ["--child", str(dataset), *(["--in_memory"] if in_memory else [])]
     environment = os.environ | dict(HF_DATASETS_CACHE=str(cache), OMP_NUM_THREADS="1")
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.split("RESULT ")[1])
@@ -84,12 +83,12 @@ def main() -> None:
     parser.add_argument("--in_memory_rows", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--folder", help="where rows and cache are written; default: a temporary one")
-    parser.add_argument("--start", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--in_memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.start:
+    if options.child:
         token_cache.SMALLEST = 2**62 if options.in_memory else 0
-        start(options.start)
+        start(options.child)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         few, many = (Path(folder) / f"{name}.jsonl" for name in ("few", "many"))

@@ -22,8 +22,10 @@ from common import distributed
 from common.config import TrainArgs
 from common.data import Encoder
 from common.files import BadRows, files_behind
+from common.order import RowOrder, WeightedOrder, make_order
 from common.packing import Sample
 from common.rows import require_columns, sources_of, train_and_eval_rows
+from common.streaming import Stream, stream
 from common.tokenise import PARTS, EncodeRows, build
 
 SMALLEST = 32 << 20  # bytes of data below which every rank tokenises for itself: that is done in seconds
@@ -39,8 +41,11 @@ class InMemory(list):
     """Samples as they are."""
 
     @property
-    def rows(self) -> list[dict]:
-        return [sample.row for sample in self]
+    def many(self) -> int:
+        return len(self)
+
+    def order(self, args: TrainArgs) -> RowOrder | WeightedOrder:
+        return make_order([sample.row for sample in self], args)
 
 
 class OnDisk(Sequence):
@@ -70,12 +75,14 @@ class OnDisk(Sequence):
         return Sample(ids=ids.tolist(), loss_mask=mask.tolist(), prompt_length=prompt_length, row=row)
 
     @property
-    def rows(self) -> list[dict]:
-        """Of each row only whose it is."""
-        return [self.datasets[number] for number in self.index[:, 4].tolist()]
+    def many(self) -> int:
+        return len(self)
+
+    def order(self, args: TrainArgs) -> RowOrder | WeightedOrder:
+        return make_order([self.datasets[number] for number in self.index[:, 4].tolist()], args)
 
 
-Samples = InMemory | OnDisk
+Samples = InMemory | OnDisk | Stream | list[Sample]
 
 
 def load_samples(
@@ -86,6 +93,8 @@ def load_samples(
 
     Raises `ValueError` as it does, for the first bad row, and if the machines do not have the same data.
     """
+    if args.streaming:
+        return stream(encode_rows, choices, tokenizer, args)
     known = SimpleNamespace(
         **{name: getattr(args, name) for name in (*FLAGS, *flags)}, eval_every=min(args.eval_every, 1)
     )
