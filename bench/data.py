@@ -43,7 +43,7 @@ def write_rows(path: Path, rows: int) -> None:
 def private_gb() -> tuple[float, float]:
     """Private memory of this process, and the part of it that the kernel could drop: pages of files, unchanged."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    clean, dirty = (int(lines[f"Private_{kind}"].split()[0]) / 1e6 for kind in ("Clean", "Dirty"))
+    clean, dirty = (int(lines[f"Private_{kind}"].split()[0]) * 1024 / 1e9 for kind in ("Clean", "Dirty"))
     return clean + dirty, clean
 
 
@@ -63,7 +63,7 @@ def start(dataset: str) -> None:
     for i in order.draw(20_000)[rank::world_size]:  # what a rank has seen stays nowhere
         samples[i]
     private, clean = private_gb()
-    helper = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
+    helper = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     found = dict(seconds=seconds, added=private - before, private=private, clean=clean, tokens=tokens, helper=helper)
     every = distributed.gather_objects(found)
     if rank == 0:
