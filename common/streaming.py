@@ -190,4 +190,6 @@ def stream(
     if args.eval_every:
         rows = held_out_rows(args)
         held_out = encode(rows, require_columns(f"--eval_dataset {args.eval_dataset}", rows, choices))
-    return [(Stream(encode, choices, args), Counter()), held_out]
+    training = Stream(encode, choices, args)
+    training[0]  # what is wrong with the data is said before the model is loaded
+    return [(training, Counter()), held_out]
