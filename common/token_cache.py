@@ -167,5 +167,8 @@ def _files(args: SimpleNamespace) -> list[Path]:
 
 
 def _content(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "blake2b").hexdigest()
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "blake2b").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
