@@ -3,6 +3,7 @@
 A row of a file says in `_source` where it stands: `train.jsonl:17`.
 """
 
+import contextlib
 import glob
 import io
 import json
@@ -25,7 +26,7 @@ class BadRows:
     """Rows that cannot be used, by `--on_bad_row`: the first ends the run, or they are left out and counted."""
 
     gathered: ClassVar[list[dict[str, list[str]]] | None] = None
-    """in a process for which another one speaks: what it would have told"""
+    """what would have been told, within `untold_bad_rows`"""
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
@@ -45,6 +46,16 @@ class BadRows:
             return
         for errors in self.found.values() if distributed.is_main() else ():
             print(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}", flush=True)
+
+
+@contextlib.contextmanager
+def untold_bad_rows() -> Iterator[list[dict[str, list[str]]]]:
+    """For a while nothing is told, as it is of a part of the rows or another process speaks: here is what it was."""
+    BadRows.gathered = []
+    try:
+        yield BadRows.gathered
+    finally:
+        BadRows.gathered = None
 
 
 def kind_of(path: Path) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common import distributed
 from common.config import TrainArgs
 from common.data import Encoder
-from common.files import BadRows, shards_of
+from common.files import BadRows, shards_of, untold_bad_rows
 from common.flags import BaseArgs, Positive, pairs_of, weights_of
 from common.packing import Sample
 from common.rows import held_out_rows, renamed, require_columns
@@ -101,9 +101,8 @@ class Stream:
 
     def _encoded(self, row: dict) -> list[Sample]:
         """The sample of a row, or none."""
-        BadRows.gathered = told = []
-        samples, counts = self.encode([row], self.columns)
-        BadRows.gathered = None
+        with untold_bad_rows() as told:
+            samples, counts = self.encode([row], self.columns)
         for kind, errors in (item for found in told for item in found.items()):
             self.bad.found.setdefault(kind, []).extend(errors)
         self.counts.update(counts)

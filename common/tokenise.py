@@ -28,7 +28,7 @@ import numpy as np
 from common import distributed
 from common.config import TrainArgs
 from common.data import Encoder
-from common.files import BadRows
+from common.files import untold_bad_rows
 from common.packing import Sample
 from common.rows import require_columns, train_and_eval_rows
 
@@ -103,13 +103,13 @@ def _tokenise(
 ) -> None:
     """Writes the samples. The parent gets a line every ten seconds and at the end None, or what it is to raise."""
     _end_with(parent)
-    told = BadRows.gathered = []
     end: BaseException | None = None
     try:
         encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
         workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        ours = encode, os.getpid()
         context = multiprocessing.get_context("fork")  # this process is small yet, and has one thread
-        with ProcessPoolExecutor(workers, context, _become_worker, (encode, os.getpid())) as pool:
+        with untold_bad_rows() as told, ProcessPoolExecutor(workers, context, _become_worker, ours) as pool:
             pool.submit(os.getpid).result()  # starts all, before the rows are there
             parts = train_and_eval_rows(args)
             columns = require_columns(args.dataset_flag, parts[0], choices)
@@ -186,8 +186,8 @@ def _chunk(
 ) -> tuple[bytes, np.ndarray, Counter, dict[str, list[str]]]:
     """Records of the samples, one behind another; for each where it starts, its bytes, tokens, tokens of the prompt and
     the number of its dataset; how many rows something was done to; the bad ones."""
-    told = BadRows.gathered = []
-    samples, counts = _encode(rows, columns=columns)
+    with untold_bad_rows() as told:
+        samples, counts = _encode(rows, columns=columns)
     records, index, place = [], np.zeros((len(samples), 5), np.int64), 0
     for i, sample in enumerate(samples):
         ids, mask, length, row = sample.ids, sample.loss_mask, sample.prompt_length, sample.row
