@@ -78,7 +78,8 @@ def test_a_first_start_a_second_one_and_samples_in_memory_are_the_same(changed, 
             for row in (sample.row for sample in samples):
                 row.pop("question", None), row.pop("answer", None)
             assert list(found) == samples and found[3:9:2] == samples[3:9:2]
-            assert found.order(args).draw(200) == samples.order(args).draw(200) and found.many == len(samples)
+            assert found.many == len(samples)
+            assert not samples or found.order(args).draw(200) == samples.order(args).draw(200)
     assert len(wanted[0][0]) > 30
 
 
