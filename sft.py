@@ -31,16 +31,17 @@ from common.losses import dft_loss, nll_loss
 from common.meter import Meter, of_each_set
 from common.models import Policy, load_policy
 from common.optim import adamw, optimizer_step
-from common.order import make_order
 from common.packing import PackedBatch, Sample, pack
-from common.rows import SFT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
+from common.rows import SFT_COLUMNS, usable
 from common.run import Run
+from common.streaming import StreamArgs
+from common.token_cache import load_samples
 
 LOSSES = dict(nll=nll_loss, dft=dft_loss)
 
 
 @dataclass
-class Args(LoRAArgs, TrainArgs):
+class Args(StreamArgs, LoRAArgs, TrainArgs):
     output_dir: str = "runs/sft"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
@@ -124,16 +125,13 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
-    encoder = Encoder(tokenizer, args)
-    train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, SFT_COLUMNS, args.on_bad_row)
-    samples, train_counts = encode_rows(train_rows, columns, encoder, args)
-    eval_samples, eval_counts = encode_rows(eval_rows, columns, encoder, args)
+    own_flags = ("max_length", "overlong", "train_on")  # that encode_rows reads: large data is tokenised only once
+    (samples, train_counts), (eval_samples, eval_counts) = load_samples(
+        encode_rows, SFT_COLUMNS, tokenizer, args, own_flags
+    )
     if not samples:
         raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
-    left = [sample.row for sample in eval_samples]
-    require_held_out(eval_rows, left, f", {dict(eval_counts)}; see --max_length and --eval_split")
-    order = make_order([sample.row for sample in samples], args)
+    order = samples.order(args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters ----
@@ -152,7 +150,7 @@ def main(args: Args) -> None:
     for name, counts in (("training", train_counts), ("held-out", eval_counts)):
         for reason, count in counts.items():
             run.message(f"{count} {name} rows {reason}")
-    run.message(f"{len(samples)} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks")
+    run.message(f"{samples.many} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks")
     run.logger.preview(samples[0], tokenizer)
 
     for step in run.steps():

@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
               "offload", "lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "adapter"),
     "data": ("dataset", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size", "columns",
              "on_bad_row", "prompt_format", "prompt_template", "system_prompt", "chat_template", "template_kwargs",
-             "overlong_prompts"),
+             "overlong_prompts", "streaming", "shuffle_buffer"),
     "sampling": ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "temperature", "environment", "max_turns",
                  "environment_timeout", "reward", "reward_weights", "max_reward_errors", "reward_timeout",
                  "reward_workers", "unsafe_code_execution", "engine", "tensor_parallel_size", "gpu_memory_utilization",

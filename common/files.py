@@ -3,12 +3,18 @@
 A row of a file says in `_source` where it stands: `train.jsonl:17`.
 """
 
+import contextlib
 import glob
+import io
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
+from typing import ClassVar
 
 from common import distributed
+from common.tasks import TASKS
 
 # What files may be: an object per line, one value, tables.
 LINES, WHOLE = (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".json", ".json.gz", ".json.zst")
@@ -18,6 +24,9 @@ KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv"
 
 class BadRows:
     """Rows that cannot be used, by `--on_bad_row`: the first ends the run, or they are left out and counted."""
+
+    gathered: ClassVar[list[dict[str, list[str]]] | None] = None
+    """what would have been told, within `untold_bad_rows`"""
 
     def __init__(self, on_bad_row: str):
         self.skip = on_bad_row == "skip"
@@ -32,8 +41,21 @@ class BadRows:
 
     def tell(self) -> None:
         """A line for each kind, by rank 0."""
+        if BadRows.gathered is not None:
+            BadRows.gathered.append(self.found)
+            return
         for errors in self.found.values() if distributed.is_main() else ():
             print(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}", flush=True)
+
+
+@contextlib.contextmanager
+def untold_bad_rows() -> Iterator[list[dict[str, list[str]]]]:
+    """For a while nothing is told, as it is of a part of the rows or another process speaks: here is what it was."""
+    BadRows.gathered = []
+    try:
+        yield BadRows.gathered
+    finally:
+        BadRows.gathered = None
 
 
 def kind_of(path: Path) -> str:
@@ -64,11 +86,16 @@ def read_file(flag: str, path: Path, bad: BadRows) -> list[dict]:
     if not (kind := kind_of(path)):
         raise ValueError(f"{flag} {path}: expected a {KINDS} file")
     if kind in TABLES:
-        rows = _with_datasets(f"{flag} {path}", kind[1:], data_files=glob.escape(str(path)), split="train")
+        rows = _with_datasets(f"{flag} {path}", kind[1:], data_files=glob.escape(str(path)), split="train").to_list()
         return [row | {"_source": f"{path.name}:{number}"} for number, row in enumerate(rows, 1)]
-    text, rows = _text(flag, path), []
+    text = _text(flag, path)
     # not splitlines(): it also breaks at U+2028, which JSON strings may hold
-    for number, line in enumerate([text] if kind in WHOLE else text.split("\n"), 1):
+    return list(_parsed(flag, path, [text] if kind in WHOLE else text.split("\n"), bad))
+
+
+def _parsed(flag: str, path: Path, lines: Iterable[str], bad: BadRows) -> Iterator[dict]:
+    kind = kind_of(path)
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -84,30 +111,36 @@ def read_file(flag: str, path: Path, bad: BadRows) -> list[dict]:
         for place, item in enumerate(items, number):
             where = f"{path.name}:{place}"
             if isinstance(item, dict):
-                rows.append(item | {"_source": where})
+                yield item | {"_source": where}
             else:
                 where = f"{flag} {path}: {where}"
                 bad.add(ValueError(f"{where} is not an object"), where)
-    return rows
 
 
 def read_folder(flag: str, folder: Path, split: str, bad: BadRows) -> list[dict] | None:
     """`train.jsonl`, `train-00000-of-00002.parquet`, ... ; a folder whose files name no split is all `train`."""
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _read_saved(flag, folder, split)
+    if _is_saved(folder):
+        saved = _read_saved(flag, folder, split)
+        return None if saved is None else saved.to_list()
+    return [row for f in _of_split(flag, folder, split) for row in read_file(flag, f, bad)] or None
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _of_split(flag: str, folder: Path, split: str) -> list[Path]:
     files = sorted(f for f in folder.rglob("*") if kind_of(f))
     if not files:
         raise ValueError(f"{flag} {folder}: no {KINDS} files in it")
     named = [f for f in files if f.stem.split("-")[0].split(".")[0] in ("train", "test", "validation", "eval", split)]
     if named:
-        files = [f for f in files if f.stem.split("-")[0].split(".")[0] == split]
-    elif split != "train":
-        return None
-    return [row for f in files for row in read_file(flag, f, bad)] or None
+        return [f for f in files if f.stem.split("-")[0].split(".")[0] == split]
+    return files if split == "train" else []
 
 
-def _read_saved(flag: str, folder: Path, split: str) -> list[dict] | None:
-    """What `save_to_disk` of a `datasets.Dataset` or `DatasetDict` has left."""
+def _read_saved(flag: str, folder: Path, split: str):
+    """A `datasets.Dataset`, what `save_to_disk` of a `datasets.Dataset` or `DatasetDict` has left."""
     import datasets
 
     try:
@@ -116,19 +149,26 @@ def _read_saved(flag: str, folder: Path, split: str) -> list[dict] | None:
         raise ValueError(f"{flag} {folder}: cannot be read: {distributed.first_line(error)}") from error
     if not isinstance(saved, datasets.DatasetDict):
         saved = dict(train=saved)
-    return saved[split].to_list() if split in saved else None
+    return saved[split] if split in saved else None
 
 
 def read_hub(flag: str, dataset: str, split: str, config: str | None) -> list[dict] | None:
+    found = _from_hub(flag, dataset, split, config)
+    return None if found is None else found.to_list()
+
+
+@cache  # of files that are mapped: nothing is held in memory
+def _from_hub(flag: str, dataset: str, split: str, config: str | None, streaming: bool = False):
     try:
-        return _with_datasets(f"{flag} {dataset}", dataset, config, split=split)
+        return _with_datasets(f"{flag} {dataset}", dataset, config, split=split, streaming=streaming)
     except ValueError as error:  # openai/gsm8k and others have several configurations, `main` being the usual one
         if config is None and "Config name is missing" in str(error) and "'main'" in str(error.__cause__):
-            return _with_datasets(f"{flag} {dataset}", dataset, "main", split=split)
+            return _with_datasets(f"{flag} {dataset}", dataset, "main", split=split, streaming=streaming)
         raise
 
 
-def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | None:
+def _with_datasets(what: str, *where, split: str, **options):
+    """A `datasets.Dataset`, or with `streaming` an `IterableDataset`; None if there is no such split."""
     import datasets
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
@@ -138,7 +178,7 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
     huggingface_hub.logging.set_verbosity_error()
     try:
-        return datasets.load_dataset(*where, split=split, **options).to_list()
+        return datasets.load_dataset(*where, split=split, **options)
     except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         raise ValueError(
             f"{what}: no such file or folder, and not found on the hub ({distributed.first_line(error)})"
@@ -149,3 +189,90 @@ def _with_datasets(what: str, *where, split: str, **options) -> list[dict] | Non
         if "Unknown split" in str(error) or "Bad split" in str(error):
             return None
         raise ValueError(f"{what}: {distributed.first_line(error)}") from error  # e.g. a missing --dataset_config
+
+
+def files_behind(flag: str, dataset: str, split: str, config: str | None) -> list[Path]:
+    """The files that the rows of a split stand in, of a folder all that it has, of a hub data set those that `datasets`
+    has made of it here. None for a built-in task and for what is not there or cannot be read."""
+    path = Path(dataset).expanduser()
+    if files := files_of(path):
+        return files
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if kind_of(file))
+    if dataset in TASKS or is_a_file(dataset):
+        return []
+    found = _from_hub(flag, dataset, split, config)
+    return [] if found is None else [Path(file["filename"]) for file in found.cache_files]
+
+
+# ---- rows as they come ----
+
+Shard = Callable[[BadRows], Iterator[dict]]
+
+
+def shards_of(flag: str, dataset: str, split: str, config: str | None) -> list[Shard]:
+    """What the rows of a split stand in, to be read one after another: files, or the shards of a hub data set.
+
+    Raises `ValueError` if there is no such data, or no such split.
+    """
+    path = Path(dataset).expanduser()
+    what, name = f"{flag} {dataset}", f"{path.name if path.is_dir() else dataset}/{split}"
+    files, rows = [], None
+    if dataset in TASKS:
+        raise ValueError(f"{what}: a built-in task is no stream")
+    if path.is_dir() and not _is_saved(path):
+        files = _of_split(flag, path, split)
+    elif path.is_dir():
+        rows = _read_saved(flag, path, split)
+    elif found := files_of(path):
+        files = found if split == "train" else []
+    elif is_a_file(dataset):
+        raise ValueError(f"{what}: no such file")
+    else:
+        rows = _from_hub(flag, dataset, split, config, streaming=True)
+    if rows is None:
+        if not files:
+            raise ValueError(f"{what} has no split {split!r}: see --dataset_split")
+        return [partial(_streamed, flag, file) for file in files]
+    if (count := getattr(rows, "num_shards", 1)) == 1:
+        return [partial(_named, what, name, rows)]
+    return [partial(_named, what, f"{name}/{i}", rows.shard(num_shards=count, index=i)) for i in range(count)]
+
+
+def is_a_file(dataset: str) -> bool:
+    """Whether a name that nothing has is meant as that of files."""
+    return bool(kind_of(Path(dataset))) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset
+
+
+def _streamed(flag: str, path: Path, bad: BadRows) -> Iterator[dict]:
+    """The rows of a file. Raises `ValueError` as `read_file` does, when it comes to it."""
+    if (kind := kind_of(path)) in TABLES:
+        rows = _with_datasets(
+            f"{flag} {path}", kind[1:], data_files=glob.escape(str(path)), split="train", streaming=True
+        )
+        return _named(f"{flag} {path}", path.name, rows, bad)
+    if kind not in LINES:
+        return iter(read_file(flag, path, bad))
+    return _parsed(flag, path, _lines(flag, path), bad)
+
+
+def _lines(flag: str, path: Path) -> Iterator[str]:
+    import pyarrow
+
+    try:
+        with pyarrow.input_stream(str(path), compression="detect") as stream:
+            for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
+                yield line.removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
+
+
+def _named(what: str, name: str, rows: Iterable[dict], bad: BadRows) -> Iterator[dict]:
+    import datasets
+    from pyarrow import ArrowException
+
+    try:
+        for number, row in enumerate(rows, 1):
+            yield row | {"_source": f"{name}:{number}"}
+    except (OSError, datasets.exceptions.DatasetsError, ArrowException) as error:
+        raise ValueError(f"{what}: cannot be read: {distributed.first_line(error.__cause__ or error)}") from error

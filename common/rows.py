@@ -4,14 +4,13 @@ A row is a dict of the dataset's columns plus `_source` (`train.jsonl:17`), whic
 rank reads all rows.
 """
 
-import glob
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from common.config import TrainArgs
-from common.files import BadRows, files_of, kind_of, read_file, read_folder, read_hub
+from common.files import BadRows, files_of, is_a_file, kind_of, read_file, read_folder, read_hub
 from common.flags import BaseArgs, eval_sets_of, pairs_of, weights_of
 from common.tasks import TASKS
 
@@ -73,7 +72,7 @@ def load_rows(
         name = path.name
     elif path.is_dir():
         rows, name = read_folder(flag, path, split, bad), f"{path.name}/{split}"
-    elif kind_of(path) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset:
+    elif is_a_file(dataset):
         raise ValueError(f"{flag} {dataset}: no such file")
     else:
         rows, name = read_hub(flag, dataset, split, config), f"{dataset}/{split}"
@@ -142,12 +141,18 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
         for rows, found in zip((train, held_out), ours, strict=True):
             rows += [row | mark for row in found] if mark else found
     if args.eval_every and args.eval_dataset is not None:
-        sets = eval_sets_of(args.eval_dataset)
-        for name, dataset in named(sets).items():
-            rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
-            mark = dict(_dataset=name) if len(sets) > 1 or sets[dataset] else {}
-            held_out += [row | mark for row in random.Random(0).sample(rows, min(args.eval_size, len(rows)))]
+        held_out = held_out_rows(args)
     return train, held_out
+
+
+def held_out_rows(args: TrainArgs) -> list[dict]:
+    """At most `--eval_size` rows of each `--eval_dataset`. Those of several, or of one that has a name, know it."""
+    held_out, sets = [], eval_sets_of(args.eval_dataset)
+    for name, dataset in named(sets).items():
+        rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
+        mark = dict(_dataset=name) if len(sets) > 1 or sets[dataset] else {}
+        held_out += [row | mark for row in random.Random(0).sample(rows, min(args.eval_size, len(rows)))]
+    return held_out
 
 
 def _with_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple[list[dict], list[dict]]:

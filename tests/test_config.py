@@ -10,17 +10,18 @@ from dataclasses import dataclass
 import pytest
 from helpers import ROOT
 
-from common import config, correction, lora, shaping
+from common import config, correction, lora, shaping, streaming
 from common.cli import GROUPS
 from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
 from common.correction import CorrectionArgs
 from common.flags import BaseArgs, Bound, may_change
 from common.lora import LoRAArgs
 from common.shaping import RewardArgs
+from common.streaming import StreamArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/**/*.py"))
-GROUPED = [config, correction, lora, shaping]  # the modules with groups of flags
+GROUPED = [config, correction, lora, shaping, streaming]  # the modules with groups of flags
 SHARED = {
     cls for module in GROUPED for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, BaseArgs)
 }
@@ -52,7 +53,7 @@ def own(cls: type) -> list[str]:
 
 
 def test_groups_inherit_the_base_alone_and_share_no_flag():
-    of_training = {TrainArgs, LoRAArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs}
+    of_training = {TrainArgs, LoRAArgs, OnlineArgs, CorrectionArgs, RewardArgs, PreferenceArgs, StreamArgs}
     assert {BaseArgs, SamplingArgs} | of_training == SHARED
     assert all(cls.__bases__ == (BaseArgs,) for cls in SHARED if cls is not BaseArgs)
     names = Counter(name for cls in SHARED for name in own(cls))

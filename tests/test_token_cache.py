@@ -1,0 +1,220 @@
+"""Samples that are read from a file are those that would be in memory, and of nothing else than what was asked for."""
+
+import json
+import os
+import random
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import helpers
+import inprocess
+import pytest
+from helpers import ROOT, assert_close_metrics, assert_same_weights, run
+
+import sft
+from common import distributed, token_cache, tokenise
+from common.hub import load_tokenizer, resolve_model
+from common.rows import SFT_COLUMNS
+from common.tiny import tiny_model
+from common.token_cache import InMemory, OnDisk
+
+main = inprocess.main
+OWN = ("max_length", "overlong", "train_on")
+
+
+def load(args: sft.Args) -> list:
+    tokenizer = load_tokenizer(resolve_model(args.model), args)
+    return token_cache.load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Where large data is kept, and all data is large."""
+    monkeypatch.setattr(token_cache, "SMALLEST", 0)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # of ranks
+    return tmp_path / "cache" / "onefile_tokens"
+
+
+@pytest.fixture
+def args(tmp_path) -> sft.Args:
+    """Two datasets with weights, some rows of which are too long, have characters in bytes, or are bad."""
+    rng = random.Random(0)
+    for name, rows in (("a", 40), ("b", 25)):
+        lines = [
+            json.dumps(dict(question=f"{i}?", answer=rng.choice(["apples", "é", "7 "]) * rng.randint(1, 40)))
+            for i in range(rows)
+        ]
+        lines[7] = json.dumps(dict(question="7?", answer=8))
+        lines[9] = "no JSON"
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return sft.Args(dataset=(f"{tmp_path}/a.jsonl:3", f"{tmp_path}/b.jsonl:1"), on_bad_row="skip", max_length=150,
+                    eval_size=10)  # fmt: skip
+
+
+def in_memory(args: sft.Args, monkeypatch) -> list:
+    with monkeypatch.context() as patched:
+        patched.setattr(token_cache, "SMALLEST", 2**60)
+        return load(args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", [{}, dict(overlong="truncate", eval_every=0)], ids=["skip", "truncate"])
+def test_a_first_start_a_second_one_and_samples_in_memory_are_the_same(changed, args, cache, monkeypatch, capfd):
+    monkeypatch.setattr(tokenise, "CHUNK", 8)  # here only
+    args = replace(args, **changed)
+    wanted, said = in_memory(args, monkeypatch), capfd.readouterr().out
+    first, said_first = load(args), capfd.readouterr().out
+    monkeypatch.setattr(token_cache, "build", None)
+    second, said_second = load(args), capfd.readouterr().out
+    assert "left out, such as" in said and said == said_second
+    assert said_first == f"tokenising the data, once on this machine, into {cache}\n" + said
+    for (samples, counts), *others in zip(wanted, first, second, strict=True):
+        assert isinstance(samples, InMemory)
+        for found, their_counts in others:
+            assert isinstance(found, OnDisk) and list(their_counts.items()) == list(counts.items())
+            for row in (sample.row for sample in samples):
+                row.pop("question", None), row.pop("answer", None)
+            assert list(found) == samples and found[3:9:2] == samples[3:9:2]
+            assert found.many == len(samples)
+            assert not samples or found.order(args).draw(200) == samples.order(args).draw(200)
+    assert len(wanted[0][0]) > 30
+
+
+def test_chunks_make_up_a_part(tmp_path, monkeypatch, capfd):
+    """Rows are counted, and bad ones told, as if they had been tokenised together."""
+    from functools import partial
+
+    from common.data import Encoder
+    from common.files import BadRows
+
+    args = sft.Args(on_bad_row="skip", max_length=60)
+    rows = [dict(question=str(i), answer=8 if i % 7 == 3 else "x" * i, _source=f"rows:{i}") for i in range(60)]
+    encode = partial(sft.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
+    wanted, counts = encode(rows, SFT_COLUMNS[2])
+    monkeypatch.setattr(tokenise, "_encode", encode, raising=False)
+    monkeypatch.setattr(BadRows, "gathered", [])
+    chunks = (tokenise._chunk(rows[i : i + 7], SFT_COLUMNS[2], []) for i in range(0, 60, 7))
+    assert tokenise._write(tmp_path, "train", chunks, 60, None)[0] == counts
+    found = OnDisk(tmp_path, "train", [])
+    for sample in wanted:
+        sample.row = dict(_source=sample.row["_source"])
+    assert len(found) > 10 and list(found) == wanted and found[-1] == wanted[-1]
+    (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is damaged: delete it"):
+        OnDisk(tmp_path, "train", [])
+
+
+@pytest.mark.slow
+def test_a_bad_row_ends_the_run_as_in_memory_and_leaves_nothing(args, cache, monkeypatch):
+    args = replace(args, dataset=(args.dataset[0].removesuffix(":3"),), on_bad_row="error")
+    path = Path(args.dataset[0])
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if line != "no JSON"))
+    with pytest.raises(ValueError) as in_memory_it_says:
+        in_memory(args, monkeypatch)
+    with pytest.raises(ValueError) as it_says:
+        load(args)
+    assert str(it_says.value) == str(in_memory_it_says.value) and "a.jsonl:8: column answer" in str(it_says.value)
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.slow
+def test_what_a_killed_build_left_is_not_taken(args, cache, monkeypatch):
+    def build(folder: Path, *what) -> None:
+        left = cache / f"{folder.name}.{socket.gethostname()}"
+        left.mkdir(parents=True)
+        (left / "about.json").write_text("{}")
+        tokenise.build(folder, *what)
+        assert folder.is_dir() and not left.exists()
+
+    monkeypatch.setattr(token_cache, "build", build)
+    samples, _ = load(args)[0]
+    assert len(samples) > 30
+
+
+def kill_oneself(*_, **__):
+    os.kill(os.getpid(), 9)
+
+
+def kill_the_parent(*_, **__):
+    os.kill(os.getppid(), 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("encode_rows", "words"),
+    [(kill_oneself, "a process was killed; has the machine enough"), (kill_the_parent, "process ended with code -9")],
+)
+def test_a_process_that_dies_is_one_line(encode_rows, words, args, cache):
+    tokenizer = load_tokenizer(tiny_model())
+    with pytest.raises(distributed.RunError, match=f"^tokenising the data: .*{words}"):
+        token_cache.load_samples(encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
+
+
+def test_what_the_digest_is_of(args, cache, tmp_path, monkeypatch):
+    def digest(args, encode_rows=sft.encode_rows):
+        found = []
+        monkeypatch.setattr(token_cache, "build", lambda folder, *_: found.append(folder.name) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            token_cache.load_samples(encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model(), args), args, OWN)
+        return found[0]
+
+    first, file = digest(args), tmp_path / "b.jsonl"
+    assert digest(replace(args, lr=1e-3, batch_size=2, max_steps=3, eval_every=7, model="tiny")) == first
+    os.utime(file, (1, 1))
+    assert digest(args) == first
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
+    others = [
+        digest(replace(args, **changed))
+        for changed in (
+            dict(eval_every=0), dict(max_length=151), dict(on_bad_row="error"), dict(train_on="all"),
+            dict(system_prompt="x"), dict(prompt_format="plain"), dict(eval_size=11), dict(dataset=args.dataset[::-1]),
+            dict(chat_template=str(tmp_path / "template.jinja")), dict(eval_dataset=str(tmp_path / "a.jsonl")),
+        )
+    ]  # fmt: skip
+    before = file.stat()
+    file.write_bytes(file.read_bytes().replace(b"apples", b"orange", 1))
+    os.utime(file, (before.st_atime, before.st_mtime))
+    others += [digest(args), digest(args, kill_oneself)]
+    assert file.stat().st_size == before.st_size and len({first, *others}) == 1 + len(others)
+
+
+def test_small_data_is_tokenised_in_memory(args, cache, monkeypatch):
+    monkeypatch.undo()
+    (samples, _), (held_out, _) = load(args)
+    assert isinstance(samples, InMemory) and isinstance(held_out, InMemory) and not cache.exists()
+
+
+FLAGS = ("--on_bad_row", "skip", "--max_length", 150, "--eval_size", 10, "--batch_size", 8, "--max_steps", 6,
+         "--save_every", 3, "--eval_every", 4, "--lr", 1e-3)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_is_bitwise_the_same_and_resumes(args, cache, tmp_path, main, monkeypatch):
+    flags = (*FLAGS, "--dataset", *args.dataset)
+    with monkeypatch.context() as patched:
+        patched.setattr(token_cache, "SMALLEST", 2**60)
+        main("sft", *flags, "--output_dir", tmp_path / "in_memory")
+    main("sft", *flags, "--output_dir", tmp_path / "cached")
+    same = ("loss", "grad_norm", "epoch", "epoch/a", "loss/b", "eval_loss", "eval_loss/a", "num_tokens")
+    assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
+    assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", same, rel=0)
+    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "in_memory", finished=6)  # of the other's
+
+
+@pytest.mark.slow
+def test_ranks_of_a_machine_have_it_done_once(args, cache, tmp_path):
+    script = tmp_path / "sft.py"
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import token_cache\ntoken_cache.SMALLEST = 0\n"
+    script.write_text(code + (ROOT / "sft.py").read_text())
+    flags = (*FLAGS, "--dataset", *args.dataset)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "in_memory")
+    first = run(2, script, *flags, "--output_dir", tmp_path / "cached").stdout
+    assert first.count("tokenising the data, once on this machine") == 1
+    assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
+    assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", ("loss", "epoch/a", "eval_loss/b"), rel=0)
+    failed = helpers.run(2, script, *flags, "--output_dir", tmp_path / "bad", "--on_bad_row", "error", code=1)
+    assert failed.stderr.count("error: ") == 1 and "line 10 is not valid JSON" in failed.stderr, failed.stderr
