@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import metrics
 
-from common.rollout.base import Engine
+from common.rollout.base import Completion, Engine
 from common.tiny import EOS, build_tokenizer, tiny_model
 from grpo import Args
 
@@ -95,7 +95,11 @@ def test_an_end_that_is_not_marked_as_special_is_no_part_of_the_text(device):
             pass
 
     engine = Silent("", Args(), [end, seven], tokenizer, device, trained=False)
-    assert engine._sample([5], [tokenizer.convert_tokens_to_ids("6"), end], [0.0, 0.0], "stop").text == "6"
-    assert (
-        engine._sample([5], [tokenizer.convert_tokens_to_ids("6"), seven], [0.0, 0.0], "stop").text == "67"
-    )  # a character that was made an EOS is said
+
+    def said(*last: int) -> str:
+        ids = [tokenizer.convert_tokens_to_ids("6"), *last]
+        completion = Completion([5], 2, 0, 1.0, ids=ids, logprobs=[0.0] * 2, versions=[0] * 2, finish_reason="stop")
+        return engine.sample(completion).text
+
+    assert said(end) == "6"
+    assert said(seven) == "67"  # a character that was made an EOS is said

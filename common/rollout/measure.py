@@ -69,6 +69,7 @@ def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: Onlin
     mine = [torch.zeros(0)]
     for mb in chain(*minibatches):
         if mb.samples:
+            assert mb.versions_T is not None, "nobody knows which weights sampled it"
             fresh_T = mb.loss_mask_T & (mb.versions_T == step)
             mine.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
     differences = torch.cat(distributed.gather_objects(torch.cat(mine))).nan_to_num(nan=torch.inf).sort().values

@@ -159,8 +159,8 @@ def test_pass_at_1_is_of_the_first_reward():
 def engine_batch() -> PackedBatch:
     """Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have absurd ones."""
     samples = [
-        Sample([0] * 5, [False] * 2 + [True] * 3, rollout_logprobs=[0.0] * 5, prompt_length=2),
-        Sample([0] * 4, [False] * 2 + [True] * 2, rollout_logprobs=[0.0] * 4, prompt_length=2),
+        Sample([0] * 5, [False] * 2 + [True] * 3, rollout_logprobs=[0.0] * 5, versions=[0] * 5, prompt_length=2),
+        Sample([0] * 4, [False] * 2 + [True] * 2, rollout_logprobs=[0.0] * 4, versions=[0] * 4, prompt_length=2),
     ]
     (mb,) = pack(samples, 100, CPU)
     mb.old_logprobs_T = torch.tensor([9.0, 1, 4, 0.5, 9, 3, 3]).log()
