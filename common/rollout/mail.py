@@ -78,20 +78,25 @@ class Mail:
         self.link.send([data], receiver, 0).wait()
 
     def _listen(self, sender: int) -> None:
-        """Until it sends None."""
+        """Until it sends None. What goes wrong here nobody else would see."""
         message = self
         try:
             while message is not None:
-                size = torch.empty(1, dtype=torch.int64)
-                self.link.recv([size], sender, 0).wait()
-                data = torch.empty(int(size), dtype=torch.uint8)
-                self.link.recv([data], sender, 0).wait()
-                message = pickle.loads(data.numpy())
+                message = self._next(sender)
                 self.receive(message)
+        except Exception as error:
+            distributed.fail_in_thread(error)
+
+    def _next(self, sender: int) -> object:
+        try:
+            size = torch.empty(1, dtype=torch.int64)
+            self.link.recv([size], sender, 0).wait()
+            data = torch.empty(int(size), dtype=torch.uint8)
+            self.link.recv([data], sender, 0).wait()
         except RuntimeError as error:  # gloo: connection closed, or reset, by peer
             kind = "training" if sender in distributed.training_ranks else "rollout"
-            lost = distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}")
-            distributed.fail_in_thread(lost)
+            raise distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}") from error
+        return pickle.loads(data.numpy())
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:

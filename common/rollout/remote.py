@@ -12,7 +12,7 @@ go on.
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -60,7 +60,7 @@ class RemoteRollouts(Rollouts):
         self.unsent: list[Prompt] = []  # which wait for weights that they may begin with
         self.ready = 0  # rollout ranks that wait for weights
         self.loads: list[dict[str, tuple[float, float]]] = []  # of rollout ranks
-        self.collected_at = time.perf_counter()
+        self.collected_at, self.waited = time.perf_counter(), 0.0  # seconds since then, for rollout ranks
 
     def __str__(self) -> str:
         return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.args.max_staleness})"
@@ -90,22 +90,25 @@ class RemoteRollouts(Rollouts):
             self._arrived(message.number, message.group)
         self.mail.inbox.put(message)
 
-    def _next_message(self) -> None:
-        message = self.mail.inbox.get()
-        if isinstance(message, Ready):
-            self.ready += 1
-        elif message is not None:
-            self.done[message.number] = message.group
-            self.loads.append(message.load)
-            if message.stop:
-                distributed.tell_to_stop()
+    def _wait(self, until: Callable[[], bool], meter: Meter) -> None:
+        """For messages of the rollout ranks."""
+        began = time.perf_counter()
+        with meter.time("rollout"):
+            while not until():
+                message = self.mail.inbox.get()
+                if isinstance(message, Ready):
+                    self.ready += 1
+                elif message is not None:
+                    self.done[message.number] = message.group
+                    self.loads.append(message.load)
+                    if message.stop:
+                        distributed.tell_to_stop()
+        self.waited += time.perf_counter() - began
 
     def _give_weights(self, step: int, meter: Meter) -> None:
         for leader in leaders(self.args):
             self._tell(leader, NewWeights(step, self.names_and_shapes))
-        with meter.time("rollout"):
-            while self.ready < len(distributed.rollout_ranks):
-                self._next_message()
+        self._wait(lambda: self.ready == len(distributed.rollout_ranks), meter)
         with meter.time("sync"):
             for _, weight in whole_weights(self.model, self.dtype):
                 if self.link is not None:
@@ -114,22 +117,18 @@ class RemoteRollouts(Rollouts):
 
     def _sample(self, step: int, meter: Meter) -> None:
         self._send(step, meter)
-        began = time.perf_counter()
-        with meter.time("rollout"):
-            while self._chosen(step) is None:
-                self._next_message()
+        self._wait(lambda: self._chosen(step) is not None, meter)
         now = time.perf_counter()
-        meter.mean("idle/training_ranks", now - began, now - self.collected_at)
-        self.collected_at = now
+        meter.mean("idle/training_ranks", self.waited, now - self.collected_at)
+        self.collected_at, self.waited = now, 0.0
         for load in self.loads:
             for name, (total, weight) in load.items():
                 meter.mean(name, total, weight)
         self.loads = []
 
     def _sample_all(self, step: int, numbers: list[int]) -> None:
-        self._send(step, Meter())
-        while not all(number in self.done for number in numbers):
-            self._next_message()
+        self._send(step, meter := Meter())
+        self._wait(lambda: all(number in self.done for number in numbers), meter)
 
     def close(self) -> None:
         for rollout_rank in distributed.rollout_ranks:
