@@ -206,8 +206,9 @@ class OnlineArgs(BaseArgs):
         mixed = self.rollout_ranks > 0 or self.oversample > 1
         self.require_read("max_staleness", mixed, "--rollout_ranks is 0 and --oversample 1")
         self.require_read("partial_rollouts", self.rollout_ranks > 0, "--rollout_ranks is 0")
-        if self.oversample > 1 and self.max_staleness == 0:
-            raise ValueError(f"--oversample {self.oversample:g} leaves completions to later steps: --max_staleness 0")
+        if self.oversample > 1 and self.max_staleness < (least := 1 + (self.rollout_ranks > 0)):
+            why = "or rollout ranks have nothing to do while a step trains" if least == 2 else "for what a step leaves"
+            raise ValueError(f"--oversample {self.oversample:g} needs --max_staleness {least} or more, {why}")
         self.require_multiple("prompts_per_step", self.minibatches, "--minibatches")
 
     def check_ranks(self, ranks: int) -> None:

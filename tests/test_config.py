@@ -138,10 +138,8 @@ def test_what_may_change_between_two_runs_of_eval():
         (dict(max_staleness=2), "--max_staleness 2 would not be read: --rollout_ranks is 0 and --oversample 1"),
         (dict(partial_rollouts=False), "--partial_rollouts False would not be read: --rollout_ranks is 0"),
         (dict(oversample=2.5), r"--oversample 2.5 must be in \[1, 2\]"),
-        (
-            dict(oversample=1.5, max_staleness=0),
-            "--oversample 1.5 leaves completions to later steps: --max_staleness 0",
-        ),
+        (dict(oversample=1.5, max_staleness=0), "--oversample 1.5 needs --max_staleness 1 or more, for what a step"),
+        (dict(oversample=1.5, rollout_ranks=1), "--oversample 1.5 needs --max_staleness 2 or more, or rollout ranks"),
         (dict(rollout_ranks=-1), "--rollout_ranks -1 must not be negative"),
         (dict(max_logprob_difference=0.0), "--max_logprob_difference 0.0 must be greater than 0"),
         (dict(correction_low=2.0), "--correction_low and --correction_high: the bounds 2 and 2 cross"),

@@ -33,6 +33,9 @@ class NewWeights:
 class Ready:
     """A rollout rank to all training ranks: the weights may come."""
 
+    load: dict[str, tuple[float, float]]
+    """as in `Done`, to one of them; nothing to the others"""
+
 
 @dataclass
 class Done:

@@ -98,11 +98,11 @@ class RemoteRollouts(Rollouts):
                 message = self.mail.inbox.get()
                 if isinstance(message, Ready):
                     self.ready += 1
-                elif message is not None:
+                elif isinstance(message, Done):
                     self.done[message.number] = message.group
-                    self.loads.append(message.load)
                     if message.stop:
                         distributed.tell_to_stop()
+                self.loads.append(message.load)
         self.waited += time.perf_counter() - began
 
     def _give_weights(self, step: int, meter: Meter) -> None:
@@ -204,7 +204,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
                 if not args.partial_rollouts:
                     send(episodes.finish())
                 for trainer in trainers:
-                    mail.send(Ready(), trainer)
+                    mail.send(Ready(load.take() if trainer == trainers[0] else {}), trainer)
                 load.does("weights")
                 engine.load_weights(_received(message, link, engine.dtype, device), message.version)
             else:
