@@ -7,12 +7,12 @@
 
 grpo.py on two ranks, three workloads:
 
-    a  lengths spread like real ones: an answer and a geometric number of dots, 25 on average, cut at 160 tokens
+    a  lengths spread like real ones: an answer and a geometric number of dots, 40 on average, cut at 256 tokens
     b  an environment that takes 0 to 200 ms for an answer, by the row, and two turns
     c  the completions of a, and a reward that takes 50 ms each (4 processes a rank)
 
-The models come from sft.py on rows that are made here: sums of `arithmetic`, whose demonstrator is often wrong; the
-number of dots is random, so the policy has learned their distribution. The two sides of a seed run one after the
+The models come from sft.py, of `arithmetic` and then of rows that are made here of its sums; the number of dots is
+random, so the policy has learned their distribution. The two sides of a seed run one after the
 other, so that the machine is the same for them, with the same flags but for those that only the stream has. Batches in
 lockstep play the episodes of a rank one after the other, in its own process.
 
@@ -39,7 +39,7 @@ from common.tasks import arithmetic_rows
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/stream"
 USER = ROOT / "bench/stream_user.py"
-MEAN_DOTS, MOST_DOTS = 25, 150
+MEAN_DOTS, MOST_DOTS = 40, 250
 SKIPPED = 2  # steps, whose time is not counted
 
 ONE_AND_ONE = ("--rollout_ranks", 1, "--max_staleness", 1)
@@ -52,7 +52,7 @@ SETTINGS = {
 }
 DOTS = (
     "--model", RUNS / "dots/hf", "--dataset", RUNS / "dots_train.jsonl", "--eval_dataset", RUNS / "dots_test.jsonl",
-    "--max_new_tokens", 160, "--prompts_per_step", 16, "--samples_per_prompt", 4,
+    "--max_new_tokens", 256, "--prompts_per_step", 8, "--samples_per_prompt", 2,
 )  # fmt: skip
 SUMS = (
     "--model", RUNS / "sums/hf", "--dataset", RUNS / "sums_train.jsonl", "--eval_dataset", RUNS / "sums_test.jsonl",
@@ -65,7 +65,7 @@ WORKLOADS = {
     "b": (SUMS, 8, ("1 + 1, S = 1", "2")),
     "c": ((*DOTS, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
 }
-COMMON = ("--lr", 4e-4, "--log_every", 1000, "--save_every", 1000)
+COMMON = ("--lr", 3e-5, "--log_every", 1000, "--save_every", 1000)
 
 
 # ---- the models ----
@@ -97,11 +97,12 @@ def make_models(needed: set[str]) -> None:
         for name, lines in made.items():
             file = RUNS / f"{name}_{split}.jsonl"
             file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"sft.py: {launch(RUNS / 'sft', 'sft.py', '--config', 'configs/demo_sft.yaml'):.0f} s", flush=True)
     for name in needed:
         flags = (
-            "--model", "tiny", "--dataset", RUNS / f"{name}_train.jsonl", "--eval_dataset", RUNS / f"{name}_test.jsonl",
-            "--max_steps", 400, "--batch_size", 64, "--lr", 3e-3, "--lr_schedule", "cosine", "--warmup_steps", 20,
-            "--eval_every", 400, "--save_every", 400,
+            "--model", RUNS / "sft/hf", "--dataset", RUNS / f"{name}_train.jsonl", "--max_steps", 150,
+            "--eval_dataset", RUNS / f"{name}_test.jsonl", "--batch_size", 64, "--lr", 1e-3, "--lr_schedule", "cosine",
+            "--warmup_steps", 20, "--eval_every", 150, "--save_every", 150,
         )  # fmt: skip
         print(f"sft.py, {name}: {launch(RUNS / name, 'sft.py', *map(str, flags)):.0f} s", flush=True)
 
@@ -123,12 +124,13 @@ def seconds(lines: list[dict]) -> float:
 def idle(lines: list[dict]) -> str:
     """Of a run with rollout ranks."""
     lines = [line for line in lines if line["step"] > SKIPPED]
-    if "idle/rollout_ranks" in lines[0]:
-        training, rollout = (fmean(line[f"idle/{kind}_ranks"] for line in lines) for kind in ("training", "rollout"))
-    else:
+    if "time/generate" in lines[0]:  # of batches in lockstep
         whole = sum(line["time/step"] for line in lines)
         training = sum(line["time/rollout"] for line in lines) / whole
         rollout = 1 - sum(line["time/generate"] for line in lines) / whole
+    else:  # a step to which no message came has nothing of the rollout ranks
+        training = fmean(line["idle/training_ranks"] for line in lines)
+        rollout = fmean(line["idle/rollout_ranks"] for line in lines if "idle/rollout_ranks" in line)
     return f"training rank {training:.0%}, rollout rank {rollout:.0%}"
 
 
