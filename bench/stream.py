@@ -12,13 +12,13 @@ grpo.py on two ranks, three workloads:
     c  the completions of a, and a reward that takes 50 ms each (4 processes a rank)
 
 The models come from sft.py, of `arithmetic` and then of rows that are made here of its sums; the number of dots is
-random, so the policy has learned their distribution. The two sides of a seed run one after the
-other, so that the machine is the same for them, with the same flags but for those that only the stream has. Batches in
-lockstep play the episodes of a rank one after the other, in its own process.
+random, so the policy has learned their distribution. The two sides of a seed run one after the other, so that the
+machine is the same for them, with the same flags but for those that only the stream has. Batches in lockstep play the
+episodes of a rank one after the other, in its own process.
 
 Seconds are `time/step`, the mean of a run's steps after the first two, and of the seeds the median. Evaluations and
-start-up are not in them. Scores are of the greedy completions of 200 held-out prompts after the last step. Runs stay in
-runs/stream; a finished one is not repeated.
+start-up are not in them. Scores are of the greedy completions of 200 held-out prompts after the last step (64 in b).
+Runs stay in runs/stream; a finished one is not repeated.
 """
 
 import argparse
@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/stream"
 USER = ROOT / "bench/stream_user.py"
 MEAN_DOTS, MOST_DOTS = 40, 250
+SFT_STEPS = dict(dots=150, sums=400)
 SKIPPED = 2  # steps, whose time is not counted
 
 ONE_AND_ONE = ("--rollout_ranks", 1, "--max_staleness", 1)
@@ -52,18 +53,19 @@ SETTINGS = {
 }
 DOTS = (
     "--model", RUNS / "dots/hf", "--dataset", RUNS / "dots_train.jsonl", "--eval_dataset", RUNS / "dots_test.jsonl",
-    "--max_new_tokens", 256, "--prompts_per_step", 8, "--samples_per_prompt", 2,
+    "--max_new_tokens", 256, "--eval_size", 200,
 )  # fmt: skip
 SUMS = (
     "--model", RUNS / "sums/hf", "--dataset", RUNS / "sums_train.jsonl", "--eval_dataset", RUNS / "sums_test.jsonl",
     "--environment", f"{USER}:SlowSums", "--reward", "environment", "--max_turns", 2, "--max_new_tokens", 60,
-    "--prompts_per_step", 8, "--samples_per_prompt", 4,
+    "--eval_size", 64,
 )  # fmt: skip
+FEW, MANY = (("--prompts_per_step", prompts, "--samples_per_prompt", samples) for prompts, samples in ((8, 2), (16, 4)))
 # Flags, steps, settings.
 WORKLOADS = {
-    "a": ((*DOTS, "--reward", f"{USER}:before_dots"), 16, ("1 + 1, S = 1", "1 + 1, S = 2", "2, oversample 1.25")),
-    "b": (SUMS, 8, ("1 + 1, S = 1", "2")),
-    "c": ((*DOTS, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
+    "a": ((*DOTS, *FEW, "--reward", f"{USER}:before_dots"), 16, ("1 + 1, S = 1", "1 + 1, S = 2", "2, oversample 1.25")),
+    "b": ((*SUMS, *FEW), 8, ("1 + 1, S = 1", "2")),
+    "c": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
 }
 COMMON = ("--lr", 3e-5, "--log_every", 1000, "--save_every", 1000)
 
@@ -100,9 +102,9 @@ def make_models(needed: set[str]) -> None:
     print(f"sft.py: {launch(RUNS / 'sft', 'sft.py', '--config', 'configs/demo_sft.yaml'):.0f} s", flush=True)
     for name in needed:
         flags = (
-            "--model", RUNS / "sft/hf", "--dataset", RUNS / f"{name}_train.jsonl", "--max_steps", 150,
+            "--model", RUNS / "sft/hf", "--dataset", RUNS / f"{name}_train.jsonl", "--max_steps", SFT_STEPS[name],
             "--eval_dataset", RUNS / f"{name}_test.jsonl", "--batch_size", 64, "--lr", 1e-3, "--lr_schedule", "cosine",
-            "--warmup_steps", 20, "--eval_every", 150, "--save_every", 150,
+            "--warmup_steps", 20, "--eval_every", 1000, "--save_every", 1000,
         )  # fmt: skip
         print(f"sft.py, {name}: {launch(RUNS / name, 'sft.py', *map(str, flags)):.0f} s", flush=True)
 
@@ -138,7 +140,7 @@ def compare(workload: str, seeds: int, steps: int | None, before: Path | None) -
     """Rows of the table."""
     flags, usual, settings = WORKLOADS[workload]
     steps, rows = steps or usual, []
-    flags = (*flags, "--eval_every", steps, "--eval_size", 200)
+    flags = (*flags, "--eval_every", steps)
     for setting in settings:
         both, ours = SETTINGS[setting]
         sides = ({"before": ((*flags, *both), before)} if before else {}) | {"after": ((*flags, *both, *ours), ROOT)}
