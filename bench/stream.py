@@ -166,8 +166,8 @@ def compare(workload: str, seeds: int, steps: int | None, before: Path | None) -
 
 def lengths(seeds: int, steps: int | None) -> None:
     """Mean length of what is trained on by a policy that stays as it is."""
-    steps = steps or 40
-    flags = (*WORKLOADS["a"][0], "--lr", 1e-12, "--eval_every", 0)
+    steps = steps or 30
+    flags = (*DOTS, *MANY, "--reward", f"{USER}:before_dots", "--lr", 1e-12, "--eval_every", 0)
     over = (*flags, *SETTINGS["2, oversample 1.25"][1])
     variants = {
         "all that is drawn": (flags, "grpo.py"),
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="checkout of the last commit without the stream")
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, "lengths"], default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c), 40 (lengths)")
+    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c), 30 (lengths)")
     options = parser.parse_args()
     if options.before and not (options.before / "grpo.py").is_file():
         sys.exit(f"--before {options.before}: no checkout")

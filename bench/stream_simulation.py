@@ -42,8 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 POINTS = (1, 8, 32, 128, 256)
 SLOTS = 256
 PUBLISHED = (
-    "published: ROLL Flash 2.24x (asynchronous against synchronous, their largest gain), async_rlhf 1.25x to 1.7x "
-    "(arXiv:2410.18252); on GPUs, with other models and lengths"
+    "published: ROLL Flash 2.24x, async_rlhf 1.25x to 1.7x (arXiv:2410.18252); on GPUs, with other models and lengths"
 )
 
 
