@@ -37,8 +37,8 @@ PRESET_FLAGS = (
 )  # fmt: skip
 
 
-def launch(folder: Path, script: str, *flags: str) -> float:
-    """Seconds of one run, kept in its folder."""
+def launch(folder: Path, script: str, *flags: str, root: Path = ROOT) -> float:
+    """Seconds of one run of the code in `root`, kept in its folder."""
     kept = folder / "seconds"
     if not kept.is_file():
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", script]
@@ -46,7 +46,7 @@ def launch(folder: Path, script: str, *flags: str) -> float:
         start = time.time()
         subprocess.run(
             [*torchrun, *flags, "--output_dir", str(folder), "--resume", "never"],
-            cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL,
+            cwd=root, env=environment, check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         kept.write_text(f"{time.time() - start:.1f}")
     return float(kept.read_text())

@@ -1,0 +1,207 @@
+"""Rollouts that are a stream, against a step that waits for the whole of its batch.
+
+    git worktree add /tmp/before efa4756      # the last commit whose rollouts are batches in lockstep
+    python bench/stream.py --before /tmp/before
+    python bench/stream.py --workload a --seeds 1 --steps 6     # a small trial, of the stream alone
+    python bench/stream.py --workload lengths                   # whether --oversample favours some lengths
+
+grpo.py on two ranks, three workloads:
+
+    a  lengths spread like real ones: an answer and a geometric number of dots, 40 on average, cut at 256 tokens
+    b  an environment that takes 0 to 200 ms for an answer, by the row, and two turns
+    c  the completions of a, and a reward that takes 50 ms each (4 processes a rank)
+
+The models come from sft.py, of `arithmetic` and then of rows that are made here of its sums; the number of dots is
+random, so the policy has learned their distribution. The two sides of a seed run one after the other, so that the
+machine is the same for them, with the same flags but for those that only the stream has. Batches in lockstep play the
+episodes of a rank one after the other, in its own process.
+
+Seconds are `time/step`, the mean of a run's steps after the first two, and of the seeds the median. Evaluations and
+start-up are not in them. Scores are of the greedy completions of 200 held-out prompts after the last step (64 in b).
+Runs stay in runs/stream; a finished one is not repeated.
+"""
+
+import argparse
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from seeds import launch
+
+from common.metrics import read_metrics
+from common.tasks import arithmetic_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = ROOT / "runs/stream"
+USER = ROOT / "bench/stream_user.py"
+MEAN_DOTS, MOST_DOTS = 40, 250
+SFT_STEPS = dict(dots=150, sums=400)
+SKIPPED = 2  # steps, whose time is not counted
+
+ONE_AND_ONE = ("--rollout_ranks", 1, "--max_staleness", 1)
+# What both sides are given, and the stream alone.
+SETTINGS = {
+    "1 + 1, S = 1": (ONE_AND_ONE, ()),
+    "1 + 1, S = 2": (("--rollout_ranks", 1, "--max_staleness", 2), ()),
+    "2, oversample 1.25": ((), ("--oversample", 1.25)),
+    "2": ((), ()),
+}
+DOTS = (
+    "--model", RUNS / "dots/hf", "--dataset", RUNS / "dots_train.jsonl", "--eval_dataset", RUNS / "dots_test.jsonl",
+    "--max_new_tokens", 256, "--eval_size", 200,
+)  # fmt: skip
+SUMS = (
+    "--model", RUNS / "sums/hf", "--dataset", RUNS / "sums_train.jsonl", "--eval_dataset", RUNS / "sums_test.jsonl",
+    "--environment", f"{USER}:SlowSums", "--reward", "environment", "--max_turns", 2, "--max_new_tokens", 60,
+    "--eval_size", 64,
+)  # fmt: skip
+FEW, MANY = (("--prompts_per_step", prompts, "--samples_per_prompt", samples) for prompts, samples in ((8, 2), (16, 4)))
+# Flags, steps, settings.
+WORKLOADS = {
+    "a": ((*DOTS, *FEW, "--reward", f"{USER}:before_dots"), 16, ("1 + 1, S = 1", "1 + 1, S = 2", "2, oversample 1.25")),
+    "b": ((*SUMS, *FEW), 8, ("1 + 1, S = 1", "2")),
+    "c": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
+}
+COMMON = ("--lr", 3e-5, "--log_every", 1000, "--save_every", 1000)
+
+
+# ---- the models ----
+
+
+def dots_row(row: dict, rng: random.Random) -> dict:
+    count = min(MOST_DOTS, int(math.log(1 - rng.random()) / math.log(1 - 1 / (MEAN_DOTS + 1))))
+    return dict(prompt=row["prompt"], completion=row["completion"] + count * ".", answer=row["answer"])
+
+
+def sums_row(rows: list[dict]) -> dict:
+    turns = [
+        dict(role=role, content=row[column])
+        for row in rows
+        for role, column in (("user", "prompt"), ("assistant", "completion"))
+    ]
+    asked, answers = [row["prompt"] for row in rows], [row["answer"] for row in rows]
+    return dict(prompt=asked[0], questions=asked, answers=answers, messages=turns)
+
+
+def make_models(needed: set[str]) -> None:
+    """The models that `dots` and `sums` name, and the rows."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    for split in ("train", "test"):
+        rows = arithmetic_rows(split)
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        made = dict(dots=[dots_row(row, rng) for row in rows], sums=[sums_row(list(pair)) for pair in pairs])
+        for name, lines in made.items():
+            file = RUNS / f"{name}_{split}.jsonl"
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"sft.py: {launch(RUNS / 'sft', 'sft.py', '--config', 'configs/demo_sft.yaml'):.0f} s", flush=True)
+    for name in needed:
+        flags = (
+            "--model", RUNS / "sft/hf", "--dataset", RUNS / f"{name}_train.jsonl", "--max_steps", SFT_STEPS[name],
+            "--eval_dataset", RUNS / f"{name}_test.jsonl", "--batch_size", 64, "--lr", 1e-3, "--lr_schedule", "cosine",
+            "--warmup_steps", 20, "--eval_every", 1000, "--save_every", 1000,
+        )  # fmt: skip
+        print(f"sft.py, {name}: {launch(RUNS / name, 'sft.py', *map(str, flags)):.0f} s", flush=True)
+
+
+# ---- runs ----
+
+
+def run(folder: Path, steps: int, seed: int, flags: tuple, root: Path = ROOT, script: str = "grpo.py") -> list[dict]:
+    """The metrics of one run, of the code in `root`."""
+    more = ("--max_steps", steps, "--seed", seed)
+    launch(folder, script, *map(str, (*COMMON, *flags, *more)), root=root)
+    return read_metrics(folder / "metrics.jsonl")
+
+
+def seconds(lines: list[dict]) -> float:
+    return fmean(line["time/step"] for line in lines if line["step"] > SKIPPED)
+
+
+def idle(lines: list[dict]) -> str:
+    """Of a run with rollout ranks."""
+    lines = [line for line in lines if line["step"] > SKIPPED]
+    if "time/generate" in lines[0]:  # of batches in lockstep
+        whole = sum(line["time/step"] for line in lines)
+        training = sum(line["time/rollout"] for line in lines) / whole
+        rollout = 1 - sum(line["time/generate"] for line in lines) / whole
+    else:  # a step to which no message came has nothing of the rollout ranks
+        training = fmean(line["idle/training_ranks"] for line in lines)
+        rollout = fmean(line["idle/rollout_ranks"] for line in lines if "idle/rollout_ranks" in line)
+    return f"training rank {training:.0%}, rollout rank {rollout:.0%}"
+
+
+def compare(workload: str, seeds: int, steps: int | None, before: Path | None) -> list[str]:
+    """Rows of the table."""
+    flags, usual, settings = WORKLOADS[workload]
+    steps, rows = steps or usual, []
+    flags = (*flags, "--eval_every", steps)
+    for setting in settings:
+        both, ours = SETTINGS[setting]
+        sides = ({"before": ((*flags, *both), before)} if before else {}) | {"after": ((*flags, *both, *ours), ROOT)}
+        lines: dict[str, list[list[dict]]] = {side: [] for side in sides}
+        for seed in range(seeds):
+            for side, (its_flags, root) in sides.items():
+                name = f"{workload}_{setting.replace(' ', '').replace(',', '_')}_{steps}_seed{seed}_{side}"
+                lines[side].append(run(RUNS / name, steps, seed, its_flags, root))
+                took, first, last = seconds(lines[side][-1]), *(lines[side][-1][i]["eval/pass_at_1"] for i in (0, -1))
+                print(f"{name}: {took:.3f} s/step, greedy {first:.3f} -> {last:.3f}", flush=True)
+                if "rollout_ranks" in " ".join(map(str, its_flags)):
+                    print(f"  idle: {idle(lines[side][-1])}", flush=True)
+        took = {side: median(map(seconds, of_side)) for side, of_side in lines.items()}
+        scores = {side: " ".join(f"{x[-1]['eval/pass_at_1']:.3f}" for x in of_side) for side, of_side in lines.items()}
+        each = [seconds(old) / seconds(new) for old, new in zip(lines.get("before", ()), lines["after"], strict=False)]
+        ratio = f"{took['before'] / took['after']:.2f}x ({min(each):.2f} to {max(each):.2f})" if before else "-"
+        cells = (f"{took['before']:.3f}" if before else "-", f"{took['after']:.3f}", ratio)
+        rows.append(
+            f"| {workload} | {setting} | {' | '.join(cells)} | {scores.get('before', '-')} | {scores['after']} |"
+        )
+    return rows
+
+
+def lengths(seeds: int, steps: int | None) -> None:
+    """Mean length of what is trained on by a policy that stays as it is."""
+    steps = steps or 30
+    flags = (*DOTS, *MANY, "--reward", f"{USER}:before_dots", "--lr", 1e-12, "--eval_every", 0)
+    over = (*flags, *SETTINGS["2, oversample 1.25"][1])
+    variants = {
+        "all that is drawn": (flags, "grpo.py"),
+        "--oversample 1.25": (over, "grpo.py"),
+        "--oversample 1.25, the rest thrown away": (over, "bench/stream_discard.py"),
+    }
+    for number, (name, (its_flags, script)) in enumerate(variants.items()):
+        means = []
+        for seed in range(seeds):
+            lines = run(RUNS / f"lengths_{number}_{steps}_seed{seed}", steps, seed, its_flags, script=script)
+            means.append(fmean(line["completions/mean_length"] for line in lines if line["step"] > 0))
+        print(f"{name}: mean length {' '.join(f'{mean:.2f}' for mean in means)} tokens", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="checkout of the last commit without the stream")
+    parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, "lengths"], default=list(WORKLOADS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c), 30 (lengths)")
+    options = parser.parse_args()
+    if options.before and not (options.before / "grpo.py").is_file():
+        sys.exit(f"--before {options.before}: no checkout")
+    make_models({"sums" if workload == "b" else "dots" for workload in options.workload})
+    table = []
+    for workload in options.workload:
+        if workload == "lengths":
+            lengths(options.seeds, options.steps)
+        else:
+            table += compare(workload, options.seeds, options.steps, options.before and options.before.resolve())
+    if table:
+        print("| | ranks | s/step before | after | ratio (by seed) | greedy score before | after |")
+        print("|---|---|---|---|---|---|---|", *table, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

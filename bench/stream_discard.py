@@ -1,0 +1,26 @@
+"""grpo.py, but what `--oversample` leaves after a step is thrown away and other prompts are begun in its place: the
+counter-example of `bench/stream.py --workload lengths`. It favours what is short."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import grpo
+from common.cli import parse
+from common.rollout import colocated, remote
+
+
+class Discarding(colocated.Rollouts):
+    def submit(self, step: int, total_steps: int) -> None:
+        self.used |= self.in_work.keys()
+        self.in_work.clear()
+        self.engine.waiting.clear()
+        self.engine.ours.clear()
+        self.episodes.speaking.clear()
+        super().submit(step, total_steps)
+
+
+if __name__ == "__main__":
+    remote.Rollouts = Discarding
+    grpo.main(parse(grpo.Args))

@@ -1,0 +1,407 @@
+"""Ways to keep rollout ranks busy, simulated: 8 and 64 of them, completions of up to 16,384 tokens.
+
+    OMP_NUM_THREADS=1 python bench/stream_simulation.py
+    python bench/stream_simulation.py --seconds 1:0.011 32:0.012 128:0.016 256:0.024 --prefill 3e-5  # another engine
+    python bench/stream_simulation.py --check runs/stream/a_1+1_S=1_16_seed0_after   # against a run of bench/stream.py
+
+An engine's turn gives every completion that is running one token more and takes as long as vLLM takes for so many,
+whatever their context: seconds for 1, 8, 32, 128 and 256 of them are measured here, of `tiny`, or given. Lengths of
+completions are lognormal: median 1,500 tokens, standard deviation of the logarithm 1, half of its variance the prompt's
+own, cut at 16,384 (mean about 2,400; one in a hundred is cut). Every rank has 8 prompts a step, 8 completions each, and
+there are as many ranks that train, whose step takes --train times as long as a rank's own share of a batch on average;
+a hand-over of weights takes --hand_over times as long.
+
+    lockstep          a batch is begun when all ranks are done with the one before; S: batches that may be ahead
+    stream            common/rollout/remote.py: prompt d is for rank d % R, (1 + S) batches are in work, new weights
+                      interrupt, what was in work goes on and has its prefix computed again
+    ... to the idlest prompts go to the rank that has the fewest completions in work
+    ... drained       --partial_rollouts false: all that is running ends before weights are taken, nothing begins
+    ... oversampled   --oversample 1.25: S - 1 + 1.25 batches in work, a step takes the oldest that are complete
+
+`sampling` is the fraction of time that a rollout rank samples, `running` how many completions it does then on average,
+`trainers wait` the fraction of a step in which training ranks have nothing to do, `ahead` the age of the oldest token
+of a completion in steps, on average.
+"""
+
+import argparse
+import heapq
+import math
+import os
+import random
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+POINTS = (1, 8, 32, 128, 256)
+SLOTS = 256
+PUBLISHED = (
+    "published: ROLL Flash 2.24x, async_rlhf 1.25x to 1.7x (arXiv:2410.18252); on GPUs, with other models and lengths"
+)
+
+
+# ---- the parts ----
+
+
+@dataclass
+class Machine:
+    """What takes how long, in seconds."""
+
+    points: list[tuple[int, float]]
+    """running completions, and a turn of the engine"""
+    prefill: float
+    """a token of a prefix"""
+    train: float = 0.0
+    """a step of the training ranks"""
+    hand_over: float = 0.0
+
+    def turn(self, running: int) -> float:
+        numbers = [n for n, _ in self.points]
+        i = min(max(1, bisect_left(numbers, running)), len(numbers) - 1)
+        (n, low), (m, high) = self.points[i - 1 : i + 1]
+        return low + (high - low) * (running - n) / (m - n)
+
+
+@dataclass
+class Load:
+    """What is asked of it. `lengths()` draws those of a prompt's completions."""
+
+    ranks: int
+    trainers: int
+    prompts: int
+    """of a step, over all ranks"""
+    lengths: Callable[[], list[int]]
+
+
+@dataclass
+class Way:
+    """How it is done."""
+
+    name: str
+    staleness: int
+    lockstep: bool = False
+    to_the_idlest: bool = False
+    partial: bool = True
+    oversample: float = 1.0
+
+
+@dataclass
+class Result:
+    step: float
+    """seconds"""
+    sampling: float
+    running: float
+    waiting: float
+    """of the training ranks"""
+    ahead: float
+    length: float
+    """mean of what was trained on"""
+
+
+@dataclass
+class Rank:
+    """An engine. Time stands still at `now`; `at` counts its turns."""
+
+    machine: Machine
+    now: float = 0.0
+    at: float = 0.0
+    running: list[tuple[float, int, int]] = field(default_factory=list)
+    """a heap: the turn at which it ends, whose completion it is, its length"""
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    """a heap: whose, its length"""
+    sampled: float = 0.0
+    """seconds"""
+    sampled_together: float = 0.0
+    """seconds times running completions"""
+
+    @property
+    def in_work(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < SLOTS:
+            number, length = heapq.heappop(self.waiting)
+            heapq.heappush(self.running, (self.at + length, number, length))
+
+    def next_end(self) -> float:
+        """When the next completion ends."""
+        if not self.running:
+            return math.inf
+        return self.now + (self.running[0][0] - self.at) * self.machine.turn(len(self.running))
+
+    def sample_until(self, when: float) -> None:
+        """No completion ends before."""
+        spent, running = max(0.0, when - self.now), len(self.running)  # a rank may be behind a hand-over
+        if running:
+            self.at += spent / self.machine.turn(running)
+            self.sampled += spent
+            self.sampled_together += spent * running
+        self.now = max(self.now, when)
+
+    def end_one(self, admit: bool = True) -> int:
+        """Whose the next completion is, when it has ended."""
+        end, (at, number, _) = self.next_end(), self.running[0]
+        self.sample_until(end)
+        self.at = at
+        heapq.heappop(self.running)
+        if admit:
+            self.admit()
+        return number
+
+    def take_weights(self, when: float) -> None:
+        """They are there at `when`; what is running has its prefix computed again."""
+        tokens = sum(self.at - (end - length) for end, _, length in self.running)
+        self.now = when + tokens * self.machine.prefill
+
+
+# ---- the ways ----
+
+
+def lockstep(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -> Result:
+    ranks, generated, trained, lengths, waited, ahead = [Rank(machine) for _ in range(load.ranks)], [], [], [], [], []
+    for step in range(steps):
+        free = trained[step - 1 - way.staleness] if step > way.staleness else 0.0
+        began = max([free, *generated[-1:]]) + machine.hand_over
+        for number in range(load.prompts):
+            drawn = load.lengths()
+            lengths += drawn if step >= skipped else []
+            ranks[number % load.ranks].waiting += [(number, length) for length in drawn]
+        for rank in ranks:
+            rank.now = began
+            heapq.heapify(rank.waiting)
+            rank.admit()
+            while rank.running:
+                rank.end_one()
+        generated.append(max(rank.now for rank in ranks))
+        before = trained[-1] if trained else 0.0
+        waited.append(max(0.0, generated[-1] - before))
+        trained.append(max(before, generated[-1]) + machine.train)
+        ahead.append(sum(end > began for end in trained[:-1]))
+    return _result(ranks, trained, waited, ahead, lengths, skipped)
+
+
+def stream(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -> Result:
+    ranks, count = [Rank(machine) for _ in range(load.ranks)], load.prompts // load.trainers
+    beside = round((way.staleness - (way.oversample > 1) + way.oversample - 1) * load.prompts) // load.trainers
+    drawn = [0] * load.trainers  # of the prompts of each of them
+    begun: list[dict[int, int]] = [{} for _ in range(load.trainers)]  # and in which step
+    left: dict[int, int] = {}  # of its completions
+    length_of: dict[int, int] = {}
+    now, trained, waited, ahead, lengths = 0.0, [], [], [], []
+
+    def chosen(trainer: int, step: int) -> list[int] | None:
+        mine = sorted(begun[trainer])
+        done = [number for number in mine if not left[number]]
+        if way.oversample == 1 or len(done) == len(mine):
+            return mine[:count] if all(not left[number] for number in mine[:count]) else None
+        rest = [number for number in mine if number not in set(done[:count])]
+        late = any(begun[trainer][x] + way.staleness < step + 1 + i // count for i, x in enumerate(rest))
+        return None if len(done) < count or late else done[:count]
+
+    for step in range(steps):
+        for rank in ranks:
+            while rank.next_end() <= now:
+                left[rank.end_one()] -= 1
+            rank.sample_until(now)
+        if not way.partial:
+            for rank in ranks:
+                while rank.running:
+                    left[rank.end_one(admit=False)] -= 1
+        given = max(now, *(rank.now for rank in ranks)) + machine.hand_over
+        for rank in ranks:
+            rank.take_weights(given)
+        for trainer in range(load.trainers):
+            while len(begun[trainer]) < count + beside:
+                number, drawn[trainer] = trainer + load.trainers * drawn[trainer], drawn[trainer] + 1
+                begun[trainer][number], its = step, load.lengths()
+                left[number], length_of[number] = len(its), sum(its)
+                rank = min(ranks, key=lambda r: r.in_work) if way.to_the_idlest else ranks[number % load.ranks]
+                for length in its:
+                    heapq.heappush(rank.waiting, (number, length))
+        for rank in ranks:
+            rank.admit()
+        found = [chosen(trainer, step) for trainer in range(load.trainers)]
+        events = [(rank.next_end(), i) for i, rank in enumerate(ranks)]
+        heapq.heapify(events)
+        collected = given
+        while None in found:
+            collected, i = heapq.heappop(events)
+            number = ranks[i].end_one()
+            heapq.heappush(events, (ranks[i].next_end(), i))
+            left[number] -= 1
+            trainer = number % load.trainers
+            if not left[number] and found[trainer] is None:
+                found[trainer] = chosen(trainer, step)
+        for trainer, numbers in enumerate(found):
+            for number in numbers:
+                ahead.append((step, step - begun[trainer].pop(number)))
+                lengths.append((step, length_of.pop(number)))
+                del left[number]
+        waited.append(collected - now)
+        now = max(collected, given) + machine.train
+        trained.append(now)
+    ahead = [x for step, x in ahead if step >= skipped]
+    return _result(ranks, trained, waited, ahead, [x for step, x in lengths if step >= skipped], skipped)
+
+
+def _result(ranks: list[Rank], trained, waited, ahead, lengths, skipped: int) -> Result:
+    count = len(trained) - skipped
+    whole = trained[-1] - trained[skipped - 1]
+    sampled = sum(rank.sampled for rank in ranks)
+    share = sampled / len(ranks) / max(trained[-1], *(rank.now for rank in ranks))
+    together = sum(rank.sampled_together for rank in ranks) / sampled
+    return Result(whole / count, share, together, sum(waited[skipped:]) / whole, fmean(ahead), fmean(lengths))
+
+
+# ---- what is measured ----
+
+
+def measure() -> Machine:
+    """vLLM with `tiny`, in this process."""
+    from common import distributed
+    from common.config import SamplingArgs, TrainArgs
+    from common.hub import load_tokenizer, resolve_model
+    from common.models import load_policy
+    from common.rollout.base import Completion
+    from common.rollout.engine import make_engine, whole_weights
+
+    @dataclass
+    class Args(SamplingArgs, TrainArgs):
+        """Flags of a policy and of an engine."""
+
+    device, _, _ = distributed.setup(seed=0)
+    args, path = Args(max_new_tokens=64), resolve_model("tiny")
+    engine = make_engine(path, args, [], load_tokenizer(path), device)
+    engine.wake()
+    engine.load_weights(whole_weights(load_policy(path, args, device), engine.dtype))
+
+    def turns(running: int, prompt: int, count: int) -> list[float]:
+        rng, took = random.Random(0), []
+        for i in range(running):
+            engine.submit(Completion([rng.randrange(95) for _ in range(prompt)], count, i, 1.0))
+        for _ in range(count):
+            start = time.perf_counter()
+            engine.step()
+            took.append(time.perf_counter() - start)
+        return took
+
+    turns(8, 8, 8)
+    points = [(n, median(turns(n, 8, 24)[4:])) for n in POINTS]
+    prefill = median(turns(4, 1500, 1)[0] for _ in range(3)) / 6000
+    engine.close()
+    distributed.cleanup()
+    return Machine(points, prefill)
+
+
+def long_tailed(rng: random.Random, samples: int = 8) -> list[int]:
+    prompt = rng.gauss(0, math.sqrt(0.5))
+    return [max(1, min(16384, round(1500 * math.exp(prompt + rng.gauss(0, math.sqrt(0.5)))))) for _ in range(samples)]
+
+
+WAYS = [
+    Way("lockstep, S = 0", 0, lockstep=True),
+    Way("lockstep, S = 1", 1, lockstep=True),
+    Way("lockstep, S = 2", 2, lockstep=True),
+    Way("stream, S = 1", 1),
+    Way("... to the idlest", 1, to_the_idlest=True),
+    Way("... drained", 1, partial=False),
+    Way("... oversampled", 1, oversample=1.25),
+    Way("stream, S = 2", 2),
+    Way("... to the idlest", 2, to_the_idlest=True),
+    Way("... drained", 2, partial=False),
+    Way("... oversampled", 2, oversample=1.25),
+    Way("lockstep, S = 4", 4, lockstep=True),
+    Way("stream, S = 4", 4),
+]
+
+
+def simulate(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -> Result:
+    return (lockstep if way.lockstep else stream)(way, load, machine, steps, skipped)
+
+
+def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
+    def load() -> Load:
+        rng = random.Random(0)  # the same lengths for all
+        return Load(ranks, ranks, 8 * ranks, lambda: long_tailed(rng))
+
+    share = []
+    for _ in range(20):  # a rank's own share of a batch, in lockstep
+        rank, rng = Rank(machine), random.Random(len(share))
+        rank.waiting = [(0, length) for _ in range(8) for length in long_tailed(rng)]
+        rank.admit()
+        while rank.running:
+            rank.end_one()
+        share.append(rank.now)
+    machine = replace(machine, train=options.train * fmean(share), hand_over=options.hand_over * fmean(share))
+    print(f"\n{ranks} rollout ranks; a share of a batch takes {fmean(share):.1f} s, training {machine.train:.1f} s")
+    print("| | steps/hour | against lockstep, S = 0 | the same S | sampling | running | trainers wait | ahead |")
+    print("|---|---|---|---|---|---|---|---|")
+    results = [simulate(way, load(), machine, options.steps, options.steps // 4) for way in WAYS]
+    of_lockstep = {way.staleness: result.step for way, result in zip(WAYS, results, strict=True) if way.lockstep}
+    for way, result in zip(WAYS, results, strict=True):
+        gains = [f"{of_lockstep[staleness] / result.step:.2f}x" for staleness in (0, way.staleness)]
+        busy = f"{result.sampling:.0%} | {result.running:.0f} | {result.waiting:.0%} | {result.ahead:.1f}"
+        print(f"| {way.name} | {3600 / result.step:.1f} | {' | '.join(gains)} | {busy} |")
+
+
+def check(folders: list[Path], machine: Machine) -> None:
+    """Runs of bench/stream.py's workload a with rollout ranks, and what the simulation says of the same flags, of the
+    run's mean length and of what training and hand-over took in it."""
+    import yaml
+
+    from common.metrics import read_metrics
+
+    for folder in folders:
+        args = yaml.safe_load((folder / "args.yaml").read_text())
+        lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["step"] > 2]
+        mean = {key: fmean(line.get(f"time/{key}", 0) for line in lines) for key in ("step", "rollout", "sync")}
+        dots, rng = fmean(line["completions/mean_length"] for line in lines) - 4, random.Random(0)
+
+        def drawn(dots=dots, rng=rng, args=args) -> list[int]:
+            rate = math.log(1 - 1 / (dots + 1))
+            most = args["max_new_tokens"]
+            return [min(most, 4 + int(math.log(1 - rng.random()) / rate)) for _ in range(args["samples_per_prompt"])]
+
+        its = replace(machine, train=mean["step"] - mean["rollout"] - mean["sync"], hand_over=mean["sync"])
+        load = Load(args["rollout_ranks"], 1, args["prompts_per_step"], drawn)
+        way = Way("", args["max_staleness"], lockstep="oversample" not in args, oversample=args.get("oversample", 1))
+        said = simulate(way, load, its, 200, 20).step
+        print(f"{folder.name}: {mean['step']:.3f} s/step, simulated {said:.3f} ({said / mean['step'] - 1:+.0%})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", nargs="+", help="of a turn of the engine, as RUNNING:SECONDS; default: measured")
+    parser.add_argument("--prefill", type=float, help="with --seconds: seconds for a token of a prefix")
+    parser.add_argument("--train", type=float, default=0.7, help="a training step, in shares of a batch")
+    parser.add_argument("--hand_over", type=float, default=0.02, help="a hand-over of weights, in the same")
+    parser.add_argument("--steps", type=int, default=40, help="a quarter of them is not counted")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--check", type=Path, nargs="+", help="runs of workload a with rollout ranks; no table then")
+    options = parser.parse_args()
+    if (options.seconds is None) != (options.prefill is None):
+        sys.exit("--seconds and --prefill belong together")
+    if options.seconds:
+        points = sorted((int(n), float(took)) for n, _, took in (point.partition(":") for point in options.seconds))
+        if len(points) < 2:
+            sys.exit("--seconds needs two points or more")
+        machine = Machine(points, options.prefill)
+    else:
+        machine = measure()
+    points = ", ".join(f"{n}: {1000 * took:.2f}" for n, took in machine.points)
+    print(f"milliseconds a turn by running completions: {points}; a token of a prefix {1000 * machine.prefill:.4f}")
+    if options.check:
+        return check(options.check, machine)
+    for ranks in options.ranks:
+        table(ranks, machine, options)
+    print(f"\n{PUBLISHED}")
+
+
+if __name__ == "__main__":
+    main()
