@@ -183,7 +183,8 @@ def test_episodes_are_stored_as_they_were_sampled(device, tmp_path):
     def episode(completion: list[int], mask: list[int], **fields) -> Sample:
         return Sample(
             ids + completion, [False] * 3 + [bool(m) for m in mask], [0.0] * 3 + [-0.1 * m for m in mask],
-            prompt_length=3, text="9", row=prompts.rows[0], transcript=tokenizer.decode(completion), **fields,
+            versions=[-1] * 3 + [m - 1 for m in mask], prompt_length=3, text="9", row=prompts.rows[0],
+            transcript=tokenizer.decode(completion), **fields,
         )  # fmt: skip
 
     group = [

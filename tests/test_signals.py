@@ -63,14 +63,14 @@ import os, runpy, signal
 from pathlib import Path
 from common.rollout.transformers_engine import TransformersEngine
 from tests.helpers import Moment
-moment, generate = Moment(Path({str(tmp_path / "stopped")!r}), step=2), TransformersEngine.generate
+moment, step, told = Moment(Path({str(tmp_path / "stopped")!r}), step=2), TransformersEngine.step, []
 
-def interrupted(*arguments, **named):
-    if moment.logged():
-        os.kill(os.getpid(), signal.SIGINT)
-    return generate(*arguments, **named)
+def interrupted(engine):
+    if moment.logged() and not told:
+        told.append(os.kill(os.getpid(), signal.SIGINT))
+    return step(engine)
 
-TransformersEngine.generate = interrupted
+TransformersEngine.step = interrupted
 runpy.run_path("grpo.py", run_name="__main__")
 """)
     run(1, "grpo.py", *GRPO, "--output_dir", tmp_path / "whole")

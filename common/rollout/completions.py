@@ -181,6 +181,7 @@ def samples_to_train_on(lines: list[dict], prompts: Prompts, tokenizer, episodes
             reward = completion["reward"]
             sample.reward = math.nan if reward is None else reward
             sample.rollout_logprobs = [0.0] * len(ids) + completion["logprobs"]
+            sample.versions = [0 if sampled else -1 for sampled in sample.loss_mask]
             sample.transcript = tokenizer.decode(sample.completion_ids) if episodes else ""
     return groups
 

@@ -121,7 +121,7 @@ print("done")
 
 
 def test_requests_that_nobody_reads_end_at_the_deadline():
-    with Program("import time, threading\ndef f(x): time.sleep(9999)", Limits(seconds=0.3)) as program:
+    with Program("import time, threading\ndef f(x): time.sleep(9999)", Limits(seconds=2)) as program:
         with pytest.raises(ProgramError, match="time limit"):
             program.call("f", ["x" * 5_000_000])
     with Program("import os\ndef f(x): os.closerange(3, 100)", LIMITS) as program:
