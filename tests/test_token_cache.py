@@ -5,6 +5,7 @@ import os
 import random
 import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -18,10 +19,11 @@ import kto
 import rm
 import sft
 from common import distributed, token_cache, tokenise
-from common.data import PAIR_FLAGS
+from common.data import Encoder
+from common.files import BadRows
 from common.hub import load_tokenizer, resolve_model
 from common.packing import Sample
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS
+from common.rows import PAIR_COLUMNS, SFT_COLUMNS, train_and_eval_rows
 from common.tiny import tiny_model
 from common.token_cache import InMemory, OnDisk
 
@@ -90,11 +92,6 @@ def test_a_first_start_a_second_one_and_samples_in_memory_are_the_same(changed, 
 
 def test_chunks_make_up_a_part(tmp_path, monkeypatch, capfd):
     """Rows are counted, and bad ones told, as if they had been tokenised together."""
-    from functools import partial
-
-    from common.data import Encoder
-    from common.files import BadRows
-
     args = sft.Args(on_bad_row="skip", max_length=60)
     rows = [dict(question=str(i), answer=8 if i % 7 == 3 else "x" * i, _source=f"rows:{i}") for i in range(60)]
     encode = partial(sft.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
@@ -237,38 +234,32 @@ def pairs(tmp_path) -> tuple[str, str]:
     """Two datasets with weights; pairs with margins, of which some are bad."""
     rng = random.Random(0)
     for name, count in (("c", 40), ("d", 25)):
-        rows = [dict(prompt=f"{i // 2}?", chosen="7 " * rng.randint(1, 40), rejected="é" * rng.randint(1, 40), margin=i / 3)
-                for i in range(count)]  # fmt: skip
+        texts = [("7 " * rng.randint(1, 40), "é" * rng.randint(1, 40)) for _ in range(count)]
+        rows = [dict(prompt=f"{i // 2}?", chosen=c, rejected=r, margin=i / 3) for i, (c, r) in enumerate(texts)]
         rows[7]["chosen"], rows[9]["margin"] = 8, "1"
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"{tmp_path}/c.jsonl:3", f"{tmp_path}/d.jsonl:1"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", [rm, dpo, kto])
-def test_pairs_from_a_disk_are_those_in_memory(script, pairs, cache, monkeypatch):
-    monkeypatch.setattr(tokenise, "CHUNK", 8)
+@pytest.mark.parametrize(("script", "kept"), [(rm, ["margin"]), (dpo, []), (kto, ["label"])])
+def test_pairs_from_a_disk_are_those_in_memory(script, kept, pairs, tmp_path, monkeypatch):
+    """Written in chunks, which know together what columns the rows have."""
     flags = dict(ld_alpha=0.3, overlong="truncate") if script is dpo else {}
-    args = script.Args(dataset=pairs, on_bad_row="skip", max_length=60, eval_size=10, **flags)
-    names, kept = (
-        (*PAIR_FLAGS, *(["ld_alpha"] if script is dpo else [])),
-        {rm: ["margin"], kto: ["label"]}.get(script, []),
-    )
-    tokenizer, choices = load_tokenizer(resolve_model(args.model), args), (*KTO_COLUMNS, *PAIR_COLUMNS)
-
-    def load() -> list:
-        return token_cache.load_samples(script.encode_rows, choices, tokenizer, args, names, kept)
-
-    found = load()
-    monkeypatch.setattr(token_cache, "SMALLEST", 2**60)
-    for (stored, their_counts), (groups, counts) in zip(found, load(), strict=True):
-        assert isinstance(stored, OnDisk) and isinstance(groups, InMemory) and counts == their_counts
-        assert stored.order(args).draw(200) == groups.order(args).draw(200)
-        for sample in (sample for group in groups for sample in group):
-            sample.row = {name: sample.row[name] for name in ("_source", "_dataset", *kept)}
-        assert list(stored) == groups and all(type(sample) is Sample for sample in stored[3])
-        assert [sample.weights is None for sample in stored[0]] == [script is not dpo] * 2
-    assert len(groups) >= 5
+    args = script.Args(dataset=pairs, on_bad_row="skip", max_length=60, eval_every=0, **flags)
+    rows, _ = train_and_eval_rows(args)
+    columns = tokenise.columns_of(rows, PAIR_COLUMNS[0], kept)
+    encode = partial(script.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
+    groups, counts = encode(rows, columns)
+    monkeypatch.setattr(tokenise, "_encode", encode, raising=False)
+    monkeypatch.setattr(BadRows, "gathered", [])
+    chunks = (tokenise._chunk(rows[i : i + 7], columns, kept, ["c", "d"]) for i in range(0, 65, 7))
+    assert tokenise._write(tmp_path, "train", chunks, 65, None)[0] == counts
+    stored = OnDisk(tmp_path, "train", ["c", "d"])
+    assert stored.order(args).draw(200) == InMemory(groups).order(args).draw(200)
+    for sample in (sample for group in groups for sample in group):
+        sample.row = {name: sample.row[name] for name in ("_source", "_dataset", *kept)}
+    assert list(stored) == groups and len(groups) > 20
+    assert [sample.weights is None for sample in stored[0]] == [script is not dpo] * 2
 
 
 @pytest.mark.parametrize("more", [dict(reward=1.0), dict(versions=[0, 0])])
