@@ -27,7 +27,7 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import PreferenceArgs, TrainArgs
-from common.data import Encoder, encode_pairs
+from common.data import PAIR_FLAGS, Encoder, encode_pairs
 from common.flags import Fraction, Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps, weighted_logps
@@ -36,8 +36,7 @@ from common.meter import Meter, of_each_set
 from common.metrics import wilson_interval
 from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
-from common.order import make_order
-from common.packing import PackedBatch, Sample, pack_groups
+from common.packing import Drawn, PackedBatch, Sample, pack_groups
 from common.preference_losses import (
     LOSSES,
     OVER_BATCH,
@@ -49,8 +48,9 @@ from common.preference_losses import (
     rewards_per_token,
     wpo_weights,
 )
-from common.rows import PAIR_COLUMNS, reasons, require_columns, require_held_out, train_and_eval_rows
+from common.rows import PAIR_COLUMNS
 from common.run import Run
+from common.token_cache import Samples, load_samples
 
 
 @dataclass
@@ -187,11 +187,11 @@ def evaluate(
     return meter
 
 
-def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, device: torch.device) -> Policy | None:
-    """The reference model if it stays in memory, else None, and every sample has its `ref_logp`. Collective.
-
-    Call it before a checkpoint is loaded: the policy still is the starting model, which often is the reference.
-    """
+def reference_of(
+    model: Policy, parts: list[Samples], tokenizer, args: Args, device: torch.device
+) -> tuple[Policy | None, list[Samples | Drawn]]:
+    """The reference model if it stays in memory, else None, and the samples have their `ref_logp`. Call it before a
+    checkpoint is loaded, as the policy still is the starting model, which often is the reference. Collective."""
     path = resolve_model(args.reference_model or args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
     if args.max_length > (context := context_length(path, args)):
@@ -202,9 +202,8 @@ def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, de
         return load_reference(model, args, device, args.reference_model and path) if other else model
 
     if args.reference_logprobs == "online":
-        return load()
-    store_reference_logps(samples, path, load, Path(args.output_dir), args, device)
-    return None
+        return load(), parts
+    return None, store_reference_logps(parts, path, load, Path(args.output_dir), args, device)
 
 
 def main(args: Args) -> None:
@@ -216,21 +215,16 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room // 2 + 1)
     tokenizer = load_tokenizer(path, args)
-    encoder = Encoder(tokenizer, args)
-    train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS, args.on_bad_row)
-    pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
-    eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
-    if not pairs:
-        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    require_held_out(eval_rows, [chosen.row for chosen, _ in eval_pairs], f": {reasons(eval_counts)}")
-    order = make_order([chosen.row for chosen, _ in pairs], args)
+    (pairs, train_counts), (eval_pairs, eval_counts) = load_samples(
+        encode_rows, PAIR_COLUMNS, tokenizer, args, (*PAIR_FLAGS, "ld_alpha")
+    )
+    order = pairs.order(args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters; the reference scores the data, then it is let go ----
     model, reference = load_policy(path, args, device), None
     if not set(args.loss) <= REFERENCE_FREE:
-        reference = reference_of(model, [*chain(*pairs, *eval_pairs)], tokenizer, args, device)
+        reference, (pairs, eval_pairs) = reference_of(model, [pairs, eval_pairs], tokenizer, args, device)
     optimizer = adamw(model, args)
 
     # ---- the objectives, their floats bound to the flags of their names ----

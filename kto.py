@@ -16,7 +16,6 @@ describes the prediction of targets_T[t].
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -27,7 +26,7 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import TrainArgs
-from common.data import Encoder, cut, encode_pairs
+from common.data import PAIR_FLAGS, Encoder, cut, encode_pairs
 from common.flags import Positive, with_flags
 from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.logprobs import store_reference_logps
@@ -37,10 +36,11 @@ from common.metrics import wilson_interval
 from common.models import Policy, load_policy, load_reference
 from common.optim import adamw, optimizer_step
 from common.order import make_order
-from common.packing import PackedBatch, Sample, pack
+from common.packing import Drawn, PackedBatch, Sample, pack
 from common.preference_losses import kto, wpo_weights
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS, reasons, require_columns, require_held_out, train_and_eval_rows
+from common.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.run import Run
+from common.token_cache import Samples, load_samples
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Args(LoRAArgs, TrainArgs):
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Rows -> [completion, mismatch], with a bool `label` in the completion's row, see `with_mismatches`; and how many
-    rows something was done to, by what. A pair counts as one desirable and one undesirable row."""
+    """Rows -> [completion] or, of a pair, [desirable, undesirable], with a bool `label` in their rows; and how many
+    rows something was done to, by what."""
 
     def encode(row: dict) -> list[Sample]:
         if columns != KTO_COLUMNS[0]:
@@ -98,36 +98,43 @@ def encode_rows(
         return [encoder.completion(row, "prompt", "completion")]
 
     found, counts = with_flags(encode_pairs, args)(rows, encode)
-    for chosen, *rejected in found:
-        for sample, label in ((chosen, True), *((r, False) for r in rejected)):
-            sample.row = dict(label=label) | sample.row
-    return with_mismatches([pair[side] for side in range(2) for pair in found if side < len(pair)], args), counts
+    for pair in found if "chosen" in columns else ():
+        for sample, label in zip(pair, (True, False), strict=True):
+            sample.row = sample.row | dict(label=label)
+    return found, counts
 
 
-def with_mismatches(samples: list[Sample], args: Args) -> list[list[Sample]]:
-    """[completion, mismatch] of each sample: the same prompt with the completion of the next row that has another one,
-    whose log-ratio estimates the KL."""
-    prompts = [sample.ids[: sample.prompt_length] for sample in samples]
-    if samples and all(prompt == prompts[0] for prompt in prompts):
-        raise ValueError("kto.py needs rows with different prompts: its baseline takes completions of other ones")
-    groups = []
-    for i, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-        other = next(j % len(samples) for j in range(i + 1, i + len(samples)) if prompts[j % len(samples)] != prompt)
-        completion, mask = samples[other].completion_ids, samples[other].loss_mask[len(prompts[other]) :]
-        groups.append([sample, cut(Sample(prompt + completion, [False] * len(prompt) + mask), args.max_length)])
-    return groups
+def with_mismatches(rows: Samples, args: Args) -> Drawn:
+    """[completion, mismatch] of each completion, of pairs all desirable ones first. A mismatch is the same prompt with
+    the completion of the next one that has another prompt: its log-ratio estimates the KL."""
+    count = len(rows) * (len(rows[0]) if rows else 1)
+
+    def completion(i: int) -> Sample:
+        return rows[i % len(rows)][i // len(rows)]
+
+    def group(i: int) -> list[Sample]:
+        sample, others = completion(i), (completion(j % count) for j in range(i + 1, i + count))
+        if not (other := next((other for other in others if other.prompt_ids != sample.prompt_ids), None)):
+            raise ValueError("kto.py needs rows with different prompts: its baseline takes completions of other ones")
+        mask = [False] * sample.prompt_length + other.loss_mask[other.prompt_length :]
+        return [sample, cut(Sample(sample.prompt_ids + other.completion_ids, mask), args.max_length)]
+
+    if rows:
+        group(0)  # what is wrong is said before the model is loaded
+    return Drawn(count, group)
 
 
-def require_both_labels(groups: list[list[Sample]]) -> None:
-    if len(labels := {sample.row["label"] for sample, _ in groups}) < 2:
-        raise ValueError(f"kto.py needs rows with label true and rows with label false; all are {labels.pop()}")
+def require_both_labels(rows: Samples) -> None:
+    labels = [label for label in (True, False) if any(sample.row["label"] == label for row in rows for sample in row)]
+    if len(labels) < 2:
+        raise ValueError(f"kto.py needs rows with label true and rows with label false; all are {labels[0]}")
 
 
-def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, device: torch.device) -> Policy | None:
-    """The reference model if it stays in memory, else None, and every sample has its `ref_logp`. Collective.
-
-    Call it before a checkpoint is loaded: the policy still is the starting model, which often is the reference.
-    """
+def reference_of(
+    model: Policy, parts: list[Drawn], tokenizer, args: Args, device: torch.device
+) -> tuple[Policy | None, list[Drawn]]:
+    """The reference model if it stays in memory, else None, and the samples have their `ref_logp`. Call it before a
+    checkpoint is loaded, as the policy still is the starting model, which often is the reference. Collective."""
     path = resolve_model(args.reference_model or args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
     if args.max_length > (context := context_length(path, args)):
@@ -138,9 +145,8 @@ def reference_of(model: Policy, samples: list[Sample], tokenizer, args: Args, de
         return load_reference(model, args, device, args.reference_model and path) if other else model
 
     if args.reference_logprobs == "online":
-        return load()
-    store_reference_logps(samples, path, load, Path(args.output_dir), args, device)
-    return None
+        return load(), parts
+    return None, store_reference_logps(parts, path, load, Path(args.output_dir), args, device)
 
 
 @torch.no_grad()
@@ -218,21 +224,17 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
-    encoder = Encoder(tokenizer, args)
-    train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), args.on_bad_row)
-    groups, train_counts = encode_rows(train_rows, columns, encoder, args)
-    eval_groups, eval_counts = encode_rows(eval_rows, columns, encoder, args)
-    if not groups:
-        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    require_held_out(eval_rows, [completion.row for completion, _ in eval_groups], f": {reasons(eval_counts)}")
-    require_both_labels(groups)
-    order = make_order([completion.row for completion, _ in groups], args)
+    (rows, train_counts), (eval_rows, eval_counts) = load_samples(
+        encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, PAIR_FLAGS, kept=("label",)
+    )
+    groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
+    require_both_labels(rows)
+    order = make_order(rows.rows * (len(groups) // len(rows)), args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(groups) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters; the reference scores the data, then it is let go ----
     model = load_policy(path, args, device)
-    reference = reference_of(model, [*chain(*groups, *eval_groups)], tokenizer, args, device)
+    reference, (groups, eval_groups) = reference_of(model, [groups, eval_groups], tokenizer, args, device)
     optimizer, loss_of = adamw(model, args), with_flags(kto, args)
 
     # ---- resume: everything else is a function of (seed, step) ----

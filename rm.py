@@ -30,7 +30,7 @@ from common import distributed
 from common.checkpoint import prepare_output_dir
 from common.cli import parse
 from common.config import TrainArgs
-from common.data import Encoder, encode_pairs
+from common.data import PAIR_FLAGS, Encoder, encode_pairs
 from common.flags import NotNegative, Positive, with_flags
 from common.hub import fit_max_length, load_tokenizer, resolve_model
 from common.lora import LoRAArgs
@@ -38,11 +38,11 @@ from common.meter import Meter, of_each_set
 from common.metrics import wilson_interval
 from common.models import ScalarModel, load_scalar_model
 from common.optim import adamw, optimizer_step
-from common.order import make_order
 from common.packing import PackedBatch, Sample, pack_groups
 from common.rewards.models import at_end, score
-from common.rows import PAIR_COLUMNS, reasons, require_columns, require_held_out, rows_of_split, train_and_eval_rows
+from common.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
 from common.run import Run
+from common.token_cache import load_samples
 
 
 @dataclass
@@ -84,12 +84,11 @@ def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
     """Rows -> [chosen, rejected] pairs no longer than `--max_length`, of which the last token counts, and how many
-    something was done to, by what."""
-    with_margins = any("margin" in row for row in rows)
+    something was done to, by what. If any row has a `margin` all need one."""
 
     def encode(row: dict) -> list[Sample]:
         margin = row.get("margin")
-        if with_margins and (type(margin) not in (int, float) or not math.isfinite(margin)):
+        if "margin" in columns and (type(margin) not in (int, float) or not math.isfinite(margin)):
             raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
         return encoder.pair(row, columns)
 
@@ -219,18 +218,13 @@ def main(args: Args) -> None:
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
-    encoder = Encoder(tokenizer, args)
     if not training:
-        score_dataset(args, path, encoder, device, rank, world_size)
+        score_dataset(args, path, Encoder(tokenizer, args), device, rank, world_size)
         return distributed.cleanup()
-    train_rows, eval_rows = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, train_rows, PAIR_COLUMNS, args.on_bad_row)
-    pairs, train_counts = encode_rows(train_rows, columns, encoder, args)
-    eval_pairs, eval_counts = encode_rows(eval_rows, columns, encoder, args)
-    if not pairs:
-        raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(train_counts)}")
-    require_held_out(eval_rows, [chosen.row for chosen, _ in eval_pairs], f": {reasons(eval_counts)}")
-    order = make_order([chosen.row for chosen, _ in pairs], args)
+    (pairs, train_counts), (eval_pairs, eval_counts) = load_samples(
+        encode_rows, PAIR_COLUMNS, tokenizer, args, PAIR_FLAGS, kept=("margin",)
+    )
+    order = pairs.order(args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters, with a head of one number ----

@@ -129,8 +129,6 @@ def main(args: Args) -> None:
     (samples, train_counts), (eval_samples, eval_counts) = load_samples(
         encode_rows, SFT_COLUMNS, tokenizer, args, own_flags
     )
-    if not samples:
-        raise ValueError(f"{args.dataset_flag}: no rows are left, {dict(train_counts)}; see --max_length")
     order = samples.order(args)
     total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 

@@ -123,8 +123,7 @@ def speed(flags, folder: str) -> bool:
     pairs = load_pairs(flags, path, args)[: size * (flags.steps + 1)]
     policy, online = (load_policy(path, args, device) for _ in range(2))
     reference, start = load_policy(path, args, device, trainable=False), time.perf_counter()
-    samples = sum(pairs, [])
-    store_reference_logps(samples, path, lambda: reference, Path(folder), args, device)
+    pairs = list(*store_reference_logps([pairs], path, lambda: reference, Path(folder), args, device))
     storing = (time.perf_counter() - start) / (flags.steps + 1)
     variants = {"packed": (packed_step, policy, adamw(policy, args), ())}
     variants["packed, online"] = (packed_step, online, adamw(online, args), (reference,))

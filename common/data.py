@@ -108,7 +108,7 @@ class Encoder:
         """[chosen, rejected] of a preference row, the prompt in a column of its own or in front of both (message lists
         that do not start with an assistant turn have it in front, whatever the column `prompt` says)."""
         lists = [messages_field(row, side) for side in ("chosen", "rejected")]
-        if columns == ("chosen", "rejected") or all(m and m[0]["role"] != "assistant" for m in lists):
+        if "prompt" not in columns or all(m and m[0]["role"] != "assistant" for m in lists):
             row = _split_prompt(row)
         return [self.completion(row, "prompt", side) for side in ("chosen", "rejected")]
 
@@ -152,6 +152,9 @@ class Encoder:
     def _ids(self, text: str, special: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids[:-1] if special and ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+
+PAIR_FLAGS = ("max_length", "overlong", "identical_pairs")  # that `encode_pairs` reads
 
 
 def encode_pairs(

@@ -157,8 +157,8 @@ def _keyword_only(function: Callable) -> set[str]:
 
 def with_flags(function: Callable, args: Any) -> Callable:
     """`function` with each keyword-only parameter that is named like a flag bound to the flag's value."""
-    flags = {field.name for field in dataclasses.fields(args)}
-    return partial(function, **{name: getattr(args, name) for name in sorted(_keyword_only(function) & flags)})
+    flags = vars(args)
+    return partial(function, **{name: flags[name] for name in sorted(_keyword_only(function) & flags.keys())})
 
 
 def require_flags_read(

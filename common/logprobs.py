@@ -6,17 +6,18 @@ Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary, N s
 
 import hashlib
 import json
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from common import distributed
 from common.lora import LoRAArgs
-from common.packing import PackedBatch, Sample, pack
+from common.packing import Drawn, PackedBatch, Sample, pack
 
 LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
 CUDA_CHUNK, CUDA_BYTES = 1024, 2**30  # at least so many there, else as many as have so many bytes of logits
@@ -173,7 +174,7 @@ def weighted_logps(mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
     return mb.sequence_sums(logprobs_T if mb.weights_T is None else logprobs_T * mb.weights_T)
 
 
-def digest_of(samples: list[Sample], model_path: str, weights: list[str], *more: object) -> str:
+def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *more: object) -> str:
     """Of what decides the log-probs of samples: the model, by its path and by name, size and time of the files in the
     folders of its `weights`; what `more` there is; the tokens."""
     files = [file for folder in weights for file in sorted(Path(folder).expanduser().glob("*.safetensors"))]
@@ -186,39 +187,61 @@ def digest_of(samples: list[Sample], model_path: str, weights: list[str], *more:
 
 @torch.no_grad()
 def store_reference_logps(
-    samples: list[Sample],
+    parts: Sequence[Sequence[list[Sample]]],
     reference_path: str,
     load_reference: Callable[[], nn.Module],
     folder: Path,
     args: LoRAArgs,
     device: torch.device,
-) -> None:
-    """Fill `ref_logp` of every sample on every rank: from `reference_logps.json` in the run's folder if it is of these
-    very samples and this reference, else by one pass of the reference over them, divided among the ranks. Collective.
+) -> list[Drawn]:
+    """Groups of samples, in each part all of one size, with their `ref_logp`: from `reference_logps.json` in the run's
+    folder if it is of these very samples and this reference, else by one pass of the reference over them, divided among
+    the ranks. Groups that are read from a disk are never all in memory. Collective.
 
     Raises `ValueError` for a file that is damaged.
     """
     path, weights = folder / "reference_logps.json", [part for part in (reference_path, args.adapter) if part]
-    digest, stored = digest_of(samples, reference_path, weights, args.dtype), {}
+    shapes = [(len(part), len(part[0]) if part else 0) for part in parts]
+    ends = list(accumulate(groups * size for groups, size in shapes))
+    digest, stored = "", {}
+    if distributed.is_main():
+        digest = digest_of(_samples(parts), reference_path, weights, args.dtype)
     if distributed.is_main() and path.is_file():
         try:
             stored = json.loads(path.read_text())
-            if stored["digest"] == digest and len(stored["logps"]) != len(samples):
+            if stored["digest"] == digest and len(stored["logps"]) != ends[-1]:
                 raise ValueError("another number of samples")
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged, delete it: {distributed.first_line(error)}") from error
     digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may hold copies: the first one decides
     if stored.get("digest") != digest:
         reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
-        for start in range(0, len(samples), chunk := 1024 * world_size):  # the same number of packs on every rank
-            for mb in pack(samples[start + rank : start + chunk : world_size], args.pack_tokens, device):
+        mine, logps = islice(_samples(parts), rank, None, world_size), []
+        for _ in range(0, ends[-1], 1024 * world_size):  # the same number of packs on every rank
+            ours = list(islice(mine, 1024))
+            for mb in pack(ours, args.pack_tokens, device):
                 mb.to_samples(ref_logp=weighted_logps(mb, reference(mb)[0]))
+            logps += [sample.ref_logp for sample in ours]
         reference.reshard()  # the root stays whole after a forward without backward
-        ranks = distributed.gather_objects([sample.ref_logp for sample in samples[rank::world_size]])
-        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(len(samples))])
+        ranks = distributed.gather_objects(logps)
+        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(ends[-1])])
         if distributed.is_main():
             work = path.with_suffix(".tmp")
             work.write_text(json.dumps(stored))
             work.rename(path)
-    for sample, logp in zip(samples, stored["logps"], strict=True):
-        sample.ref_logp = logp
+    columns = np.split(np.array(stored["logps"]), ends[:-1])
+    return [_scored(part, x.reshape(shape)) for part, x, shape in zip(parts, columns, shapes, strict=True)]
+
+
+def _scored(groups: Sequence[list[Sample]], logps_NG: np.ndarray) -> Drawn:
+    def make(i: int) -> list[Sample]:
+        group = groups[i]
+        for sample, logp in zip(group, logps_NG[i].tolist(), strict=True):
+            sample.ref_logp = logp
+        return group
+
+    return Drawn(len(groups), make)
+
+
+def _samples(parts: Sequence[Sequence[list[Sample]]]) -> Iterator[Sample]:
+    return chain.from_iterable(chain.from_iterable(parts))

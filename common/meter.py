@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import distributed
+from common.packing import first
 from common.timeline import Span
 
 
@@ -106,8 +107,7 @@ def of_each_set(held_out: list, evaluate: Callable[[list], Meter]) -> dict[str, 
     that name their set, `metric/name` is that of the set alone. Collective."""
     sets, meter = defaultdict(list), Meter()
     for item in held_out:
-        sample = item[0] if isinstance(item, list) else item
-        sets[sample.row.get("_dataset")].append(item)
+        sets[first(item).row.get("_dataset")].append(item)
     for name, items in sets.items():
         of_set = evaluate(items[dist.get_rank() :: dist.get_world_size()])
         meter.add(of_set)

@@ -7,7 +7,7 @@ targets: in a `PackedBatch`, `x_T[t]` describes the prediction of `targets_T[t]`
 Shapes: N sequences and T tokens in one micro-batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
@@ -76,6 +76,10 @@ class Sample:
     """what rewards return for it, while they are computed"""
 
     @property
+    def prompt_ids(self) -> list[int]:
+        return self.ids[: self.prompt_length]
+
+    @property
     def completion_ids(self) -> list[int]:
         return self.ids[self.prompt_length :]
 
@@ -83,6 +87,24 @@ class Sample:
     def num_targets(self) -> int:
         """Tokens this sample takes in a pack: every id but the first is predicted once."""
         return len(self.ids) - 1
+
+
+def first(item: Sample | list[Sample]) -> Sample:
+    """The sample, or of a group the first one."""
+    return item[0] if isinstance(item, list) else item
+
+
+class Drawn(Sequence):
+    """Groups of samples that are made when they are drawn."""
+
+    def __init__(self, count: int, make: Callable[[int], list[Sample]]):
+        self.count, self.make = count, make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> list[Sample]:
+        return self.make(range(self.count)[i])  # raises IndexError
 
 
 @dataclass

@@ -24,7 +24,7 @@ from common.files import BadRows, shards_of, untold_bad_rows
 from common.flags import BaseArgs, Positive, pairs_of, weights_of
 from common.packing import Sample
 from common.rows import held_out_rows, renamed, require_columns
-from common.tokenise import require_left
+from common.tokenise import require_left, require_some
 
 T = TypeVar("T")
 
@@ -153,8 +153,8 @@ class Stream:
         for reason, count in self.counts.items():
             print(f"{count} training rows of pass {self.place[0] + 1} {reason}", flush=True)
         self.bad.tell()
-        if self.whole and not self.kept:
-            raise ValueError(f"{self.args.dataset_flag}: no rows are left, {dict(self.counts)}; see --max_length")
+        if self.whole:
+            require_some(self.args.dataset_flag, self.kept, self.counts)
         self._go_to((self.place[0] + 1, 0, 0), 0)
 
     @property

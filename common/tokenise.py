@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -31,17 +31,34 @@ from common.config import TrainArgs
 from common.data import Encoder
 from common.files import untold_bad_rows
 from common.packing import Sample
-from common.rows import require_columns, require_held_out, train_and_eval_rows
+from common.rows import reasons, require_columns, require_held_out, train_and_eval_rows
 
 CHUNK = 1000  # rows that a process tokenises at a time
 PARTS = "train", "held_out"
 
-EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[list[Sample], Counter]]
+Item = Sample | list[Sample]  # of a script all of one kind, groups all of one size
+EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[list[Item], Counter]]
+
+
+def columns_of(rows: list[dict], columns: tuple[str, ...], kept: Sequence[str]) -> tuple[str, ...]:
+    """`columns`, and of those that are `kept` each that any of the rows has."""
+    return columns + tuple(name for name in kept if name not in columns and any(name in row for row in rows))
+
+
+def datasets_of(index: np.ndarray) -> list[int]:
+    """The number of the dataset of each item in a part's index."""
+    return (index if index.ndim == 2 else index[:, 0])[:, 4].tolist()
+
+
+def require_some(flag: str, left: int, counts: Counter) -> None:
+    """Raises `ValueError` if of the training rows none is left."""
+    if not left:
+        raise ValueError(f"{flag}: no rows are left: {reasons(counts)}; see --max_length")
 
 
 def require_left(rows: list[dict], left: Iterable[dict], counts: Counter) -> None:
     """Raises `ValueError` if of the held-out rows, or of those of a set, none is left."""
-    require_held_out(rows, left, f", {dict(counts)}; see --max_length and --eval_split")
+    require_held_out(rows, left, f": {reasons(counts)}; see --max_length and --eval_split")
 
 
 # ---- in the rank that has it done ----
@@ -104,6 +121,7 @@ def _tokenise(
     folder: Path,
     encode_rows: EncodeRows,
     choices,
+    kept: Sequence[str],
     tokenizer,
     args: SimpleNamespace,
 ) -> None:
@@ -122,10 +140,12 @@ def _tokenise(
             names = list(dict.fromkeys(row["_dataset"] for row in chain(*parts) if "_dataset" in row))
             about = dict(names=names, told=told, counts={})
             for part, rows in zip(PARTS, parts, strict=True):
-                chunks = _in_order(pool, workers, rows, columns, names)
+                chunks = _in_order(pool, workers, rows, columns_of(rows, columns, kept), kept, names)
                 about["counts"][part], bad = _write(folder, part, chunks, len(rows), connection)
                 told.append(bad)
-            left = [dict(_dataset=names[i]) if i >= 0 else {} for i in np.load(folder / f"{PARTS[1]}.npy")[:, 4]]
+            training, held_out = (datasets_of(np.load(folder / f"{part}.npy")) for part in PARTS)
+            require_some(args.dataset_flag, len(training), about["counts"][PARTS[0]])
+            left = [dict(_dataset=names[i]) if i >= 0 else {} for i in held_out]
             require_left(parts[1], left, about["counts"][PARTS[1]])
         (folder / "about.json").write_text(json.dumps(about))
     except (ValueError, OSError) as error:
@@ -159,13 +179,13 @@ def _write(
     folder: Path, part: str, chunks: Iterator[tuple], rows: int, connection: Connection
 ) -> tuple[Counter, dict[str, list[str]]]:
     """The chunks into the files of a part; how many rows something was done to, and the bad ones."""
-    counts, bad, indices, place = Counter(), {}, [np.zeros((0, 5), np.int64)], 0
+    counts, bad, indices, place = Counter(), {}, [], 0
     last = time.monotonic()
     with (folder / f"{part}.bin").open("wb") as file:
         for number, (records, index, of_chunk, found) in enumerate(chunks, 1):
-            index[:, 0] += place
+            index[..., 0] += place
             place += file.write(records)
-            indices.append(index)
+            indices += [index] if len(index) else []
             counts.update(of_chunk)
             for kind, errors in found.items():
                 bad.setdefault(kind, []).extend(errors)
@@ -174,7 +194,7 @@ def _write(
                 connection.send(f"tokenised {min(number * CHUNK, rows):,} of {rows:,} rows")
         file.flush()
         os.fsync(file.fileno())
-    np.save(folder / f"{part}.npy", np.concatenate(indices))
+    np.save(folder / f"{part}.npy", np.concatenate(indices or [np.zeros((0, 6), np.int64)]))
     return counts, bad
 
 
@@ -190,18 +210,24 @@ def _become_worker(encode: Callable, parent: int) -> None:
 
 
 def _chunk(
-    rows: list[dict], columns: tuple[str, ...], names: list[str]
+    rows: list[dict], columns: tuple[str, ...], kept: Sequence[str], names: list[str]
 ) -> tuple[bytes, np.ndarray, Counter, dict[str, list[str]]]:
-    """Records of the samples, one behind another; for each where it starts, its bytes, tokens, tokens of the prompt and
-    the number of its dataset; how many rows something was done to; the bad ones."""
+    """Records of the samples, one behind another; for each of [items] or [items, samples of a group] where it starts,
+    its bytes, tokens, tokens of the prompt, the number of its dataset and whether its tokens have weights; how many
+    rows something was done to; the bad ones."""
     with untold_bad_rows() as told:
-        samples, counts = _encode(rows, columns=columns)
-    records, index, place = [], np.zeros((len(samples), 5), np.int64), 0
-    for i, sample in enumerate(samples):
-        ids, mask, length, row = sample.ids, sample.loss_mask, sample.prompt_length, sample.row
-        assert sample == Sample(ids=ids, loss_mask=mask, prompt_length=length, row=row), "it has more than is stored"
-        records.append(np.array(ids, np.int32).tobytes() + bytes(mask) + row["_source"].encode())
+        items, counts = _encode(rows, columns=columns)
+    records, index, place = [], [], 0
+    for sample in chain.from_iterable(item if isinstance(item, list) else [item] for item in items):
+        ids, mask, weights, row = sample.ids, sample.loss_mask, sample.weights, sample.row
+        stored = Sample(ids, mask, weights=weights, prompt_length=sample.prompt_length, row=row)
+        assert sample == stored, "it has more than is stored"
+        about = {name: row[name] for name in ("_source", *kept) if name in row}
+        record = np.array(ids, np.int32).tobytes() + bytes(mask) + np.array(weights or [], np.float64).tobytes()
+        records.append(record + json.dumps(about).encode())
         dataset = names.index(row["_dataset"]) if "_dataset" in row else -1
-        index[i] = place, len(records[-1]), len(ids), length, dataset
+        index.append((place, len(records[-1]), len(ids), sample.prompt_length, dataset, weights is not None))
         place += len(records[-1])
-    return b"".join(records), index, counts, {kind: errors for found in told for kind, errors in found.items()}
+    groups = (len(items), len(items[0])) if items and isinstance(items[0], list) else (len(items),)
+    places = np.array(index, np.int64).reshape(*groups, 6)
+    return b"".join(records), places, counts, {kind: errors for found in told for kind, errors in found.items()}

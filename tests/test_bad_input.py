@@ -26,6 +26,7 @@ from common.hub import load_tokenizer, resolve_model
 from common.rewards.scoring import Rewards
 from common.rows import SFT_COLUMNS, load_rows, require_columns
 from common.tiny import tiny_model
+from common.tokenise import columns_of
 
 main = inprocess.main
 
@@ -291,9 +292,8 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
         return script.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args), args)
 
     found, counts = encode()
-    per_pair = 2 if script is kto else 1  # completions are single there
-    assert len(found) == 2 * per_pair and counts == {"with chosen = rejected (--identical_pairs)": 1}
-    assert len(encode(identical_pairs="keep")[0]) == 3 * per_pair
+    assert len(found) == 2 and counts == {"with chosen = rejected (--identical_pairs)": 1}
+    assert len(encode(identical_pairs="keep")[0]) == 3
     with pytest.raises(ValueError, match=r"x:2: chosen and rejected are the same \(--identical_pairs\)"):
         encode(identical_pairs="error")
 
@@ -315,8 +315,9 @@ def test_bad_kto_rows(rows, words, tokenizer):
         for i, (completion, label) in enumerate(rows)
     ]
     with pytest.raises(ValueError, match=words):
-        groups, _ = kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
-        kto.require_both_labels(groups)
+        found, _ = kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
+        kto.with_mismatches(found, args)
+        kto.require_both_labels(found)
     del rows[-1]["label"]
     with pytest.raises(ValueError, match=f"x:{len(rows) - 1}: column label"):
         kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
@@ -325,7 +326,8 @@ def test_bad_kto_rows(rows, words, tokenizer):
 def test_kto_of_pairs_that_all_have_one_prompt(tokenizer):
     args = kto.Args(max_length=2048)
     with pytest.raises(ValueError, match="kto.py needs rows with different prompts"):
-        kto.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
+        found, _ = kto.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
+        kto.with_mismatches(found, args)
 
 
 @pytest.mark.parametrize("margin", ["1", None, float("nan"), True])
@@ -334,7 +336,8 @@ def test_bad_margins(margin, first, tokenizer):
     rows = [dict(PAIR, margin=1), dict(PAIR, margin=margin)] if first else [dict(PAIR), dict(PAIR, margin=1)]
     rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
     with pytest.raises(ValueError, match=f"x:{first}: column margin is .*, expected a finite number"):
-        rm.encode_rows(rows, tuple(PAIR), Encoder(tokenizer, args := rm.Args(max_length=2048)), args)
+        columns = columns_of(rows, tuple(PAIR), ("margin",))
+        rm.encode_rows(rows, columns, Encoder(tokenizer, args := rm.Args(max_length=2048)), args)
 
 
 @pytest.mark.parametrize("relabel", ["/proc/out.jsonl", "folder.jsonl", "pairs.jsonl"])
@@ -480,7 +483,7 @@ def test_rewards_that_fail_stop_two_ranks(tmp_path):
 
 DATA_ERRORS = [
     ("sft", "--overlong error --max_length 5", "rows.jsonl:1 has 8 tokens, --max_length is 5 (--overlong)"),
-    ("sft", "--max_length 3", "rows.jsonl: no rows are left, {'dropped as too long': 12}; see --max_length"),
+    ("sft", "--max_length 3", "rows.jsonl: no rows are left: 12 dropped as too long; see --max_length"),
     ("dpo", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),
     ("kto", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),
     ("rm", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),

@@ -18,7 +18,7 @@ from common.meter import Meter
 from common.models import load_policy
 from common.packing import pack_groups
 from common.preference_losses import LOSSES, OVER_BATCH, preference_losses
-from common.rows import PAIR_COLUMNS
+from common.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 
@@ -97,7 +97,7 @@ def test_it_resumes_exactly(data, tmp_path, main):
 def setup(data, device, **flags):
     args = dpo.Args(dataset=str(data), **(dict(eval_every=0, max_length=2048) | flags))
     tokenizer = load_tokenizer(tiny_model())
-    rows = dpo.train_and_eval_rows(args)[0][:6]
+    rows = train_and_eval_rows(args)[0][:6]
     groups, _ = dpo.encode_rows(rows, PAIR_COLUMNS[0], Encoder(tokenizer, args), args)
     return args, groups, load_policy(tiny_model(), args, device)
 
@@ -163,9 +163,8 @@ def test_stored_and_online_references_agree(data, device, tmp_path):
     args, pairs, model = setup(data, device, loss=("ipo", "aot"))
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
     online, with_reference = objective_of(model, reference, pairs, args, device)
-    samples = [sample for pair in pairs for sample in pair]
-    store_reference_logps(samples, tiny_model(), lambda: reference, tmp_path, args, device)
-    stored, with_numbers = objective_of(model, None, pairs, args, device)
+    (scored,) = store_reference_logps([pairs], tiny_model(), lambda: reference, tmp_path, args, device)
+    stored, with_numbers = objective_of(model, None, list(scored), args, device)
     assert stored.item() == pytest.approx(online.item(), rel=1e-6)
     assert with_numbers == pytest.approx(with_reference, rel=1e-5) and with_numbers["rewards/margins"] != 0
 

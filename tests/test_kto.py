@@ -77,7 +77,8 @@ def test_a_reference_in_memory_gives_the_run_of_a_stored_one(data, tmp_path, mai
 def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags):
     args = kto.Args(**(dict(eval_every=0, max_length=2048) | flags))
     rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
-    return args, kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)[0]
+    found, _ = kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)
+    return args, list(kto.with_mismatches(found, args))
 
 
 def objective_of(model, reference, groups, args, device):

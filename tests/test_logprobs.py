@@ -156,8 +156,9 @@ class StoringArgs(LoRAArgs, TrainArgs):
 
 def store(data, load, folder, dtype="auto", path=None, adapter=None) -> list[float]:
     args = StoringArgs(dtype=dtype, pack_tokens=40, lora_rank=1 if adapter else 0, adapter=adapter)
-    store_reference_logps(data, path or tiny_model(), load, folder, args, torch.device("cpu"))
-    return [sample.ref_logp for sample in data]
+    parts = [[[sample] for sample in data[:1]], [[sample] for sample in data[1:]]]
+    scored = store_reference_logps(parts, path or tiny_model(), load, folder, args, torch.device("cpu"))
+    return [sample.ref_logp for part in scored for (sample,) in part]
 
 
 def never():

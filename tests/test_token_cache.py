@@ -5,6 +5,7 @@ import os
 import random
 import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -13,10 +14,16 @@ import inprocess
 import pytest
 from helpers import ROOT, assert_close_metrics, assert_same_weights, run
 
+import dpo
+import kto
+import rm
 import sft
 from common import distributed, token_cache, tokenise
+from common.data import Encoder
+from common.files import BadRows
 from common.hub import load_tokenizer, resolve_model
-from common.rows import SFT_COLUMNS
+from common.packing import Sample
+from common.rows import PAIR_COLUMNS, SFT_COLUMNS, train_and_eval_rows
 from common.tiny import tiny_model
 from common.token_cache import InMemory, OnDisk
 
@@ -85,18 +92,13 @@ def test_a_first_start_a_second_one_and_samples_in_memory_are_the_same(changed, 
 
 def test_chunks_make_up_a_part(tmp_path, monkeypatch, capfd):
     """Rows are counted, and bad ones told, as if they had been tokenised together."""
-    from functools import partial
-
-    from common.data import Encoder
-    from common.files import BadRows
-
     args = sft.Args(on_bad_row="skip", max_length=60)
     rows = [dict(question=str(i), answer=8 if i % 7 == 3 else "x" * i, _source=f"rows:{i}") for i in range(60)]
     encode = partial(sft.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
     wanted, counts = encode(rows, SFT_COLUMNS[2])
     monkeypatch.setattr(tokenise, "_encode", encode, raising=False)
     monkeypatch.setattr(BadRows, "gathered", [])
-    chunks = (tokenise._chunk(rows[i : i + 7], SFT_COLUMNS[2], []) for i in range(0, 60, 7))
+    chunks = (tokenise._chunk(rows[i : i + 7], SFT_COLUMNS[2], (), []) for i in range(0, 60, 7))
     assert tokenise._write(tmp_path, "train", chunks, 60, None)[0] == counts
     found = OnDisk(tmp_path, "train", [])
     for sample in wanted:
@@ -205,11 +207,15 @@ def test_a_run_is_bitwise_the_same_and_resumes(args, cache, tmp_path, main, monk
     inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "in_memory", finished=6)  # of the other's
 
 
+def with_all_data_large(script: str, folder: Path) -> Path:
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import token_cache\ntoken_cache.SMALLEST = 0\n"
+    (folder / script).write_text(code + (ROOT / script).read_text())
+    return folder / script
+
+
 @pytest.mark.slow
 def test_ranks_of_a_machine_have_it_done_once(args, cache, tmp_path):
-    script = tmp_path / "sft.py"
-    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import token_cache\ntoken_cache.SMALLEST = 0\n"
-    script.write_text(code + (ROOT / "sft.py").read_text())
+    script = with_all_data_large("sft.py", tmp_path)
     flags = (*FLAGS, "--dataset", *args.dataset)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "in_memory")
     first = run(2, script, *flags, "--output_dir", tmp_path / "cached").stdout
@@ -218,3 +224,81 @@ def test_ranks_of_a_machine_have_it_done_once(args, cache, tmp_path):
     assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", ("loss", "epoch/a", "eval_loss/b"), rel=0)
     failed = helpers.run(2, script, *flags, "--output_dir", tmp_path / "bad", "--on_bad_row", "error", code=1)
     assert failed.stderr.count("error: ") == 1 and "line 10 is not valid JSON" in failed.stderr, failed.stderr
+
+
+# ---- preferences ----
+
+
+@pytest.fixture
+def pairs(tmp_path) -> tuple[str, str]:
+    """Two datasets with weights; pairs with margins, of which some are bad."""
+    rng = random.Random(0)
+    for name, count in (("c", 40), ("d", 25)):
+        texts = [("7 " * rng.randint(1, 40), "é" * rng.randint(1, 40)) for _ in range(count)]
+        rows = [dict(prompt=f"{i // 2}?", chosen=c, rejected=r, margin=i / 3) for i, (c, r) in enumerate(texts)]
+        rows[7]["chosen"], rows[9]["margin"] = 8, "1"
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"{tmp_path}/c.jsonl:3", f"{tmp_path}/d.jsonl:1"
+
+
+@pytest.mark.parametrize(("script", "kept"), [(rm, ["margin"]), (dpo, []), (kto, ["label"])])
+def test_pairs_from_a_disk_are_those_in_memory(script, kept, pairs, tmp_path, monkeypatch):
+    """Written in chunks, which know together what columns the rows have."""
+    flags = dict(ld_alpha=0.3, overlong="truncate") if script is dpo else {}
+    args = script.Args(dataset=pairs, on_bad_row="skip", max_length=60, eval_every=0, **flags)
+    rows, _ = train_and_eval_rows(args)
+    columns = tokenise.columns_of(rows, PAIR_COLUMNS[0], kept)
+    encode = partial(script.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
+    groups, counts = encode(rows, columns)
+    monkeypatch.setattr(tokenise, "_encode", encode, raising=False)
+    monkeypatch.setattr(BadRows, "gathered", [])
+    chunks = (tokenise._chunk(rows[i : i + 7], columns, kept, ["c", "d"]) for i in range(0, 65, 7))
+    assert tokenise._write(tmp_path, "train", chunks, 65, None)[0] == counts
+    stored = OnDisk(tmp_path, "train", ["c", "d"])
+    assert stored.order(args).draw(200) == InMemory(groups).order(args).draw(200)
+    for sample in (sample for group in groups for sample in group):
+        sample.row = {name: sample.row[name] for name in ("_source", "_dataset", *kept)}
+    assert list(stored) == groups and len(groups) > 20
+    assert [sample.weights is None for sample in stored[0]] == [script is not dpo] * 2
+
+
+@pytest.mark.parametrize("more", [dict(reward=1.0), dict(versions=[0, 0])])
+def test_a_sample_that_has_more_than_is_stored_is_refused(more, monkeypatch):
+    sample = Sample([1, 2], [False, True], row=dict(_source="rows:1"))
+    weighted = replace(sample, weights=[1.0, 0.5])
+    monkeypatch.setattr(tokenise, "_encode", lambda group, **_: ([group], {}), raising=False)
+    assert tokenise._chunk([sample, weighted], (), (), [])[1].shape == (1, 2, 6)
+    with pytest.raises(AssertionError, match="more than is stored"):
+        tokenise._chunk([sample, replace(weighted, **more)], (), (), [])
+
+
+PREFERENCES = ("--max_length", 150, "--eval_size", 10, "--batch_size", 8, "--max_steps", 4, "--save_every", 2,
+               "--eval_every", 2, "--lr", 1e-3, "--on_bad_row", "skip")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["rm", "dpo", "kto"])
+def test_a_run_on_preferences_is_bitwise_the_same_and_resumes(script, pairs, cache, tmp_path, main, monkeypatch):
+    flags = (*PREFERENCES, "--dataset", *pairs, *(["--ld_alpha", 0.5] if script == "dpo" else []))
+    with monkeypatch.context() as patched:
+        patched.setattr(token_cache, "SMALLEST", 2**60)
+        main(script, *flags, "--output_dir", tmp_path / "in_memory")
+    assert not cache.exists()
+    main(script, *flags, "--output_dir", tmp_path / "cached")
+    assert cache.exists()
+    same = ("loss", "grad_norm", "epoch", "epoch/c", "eval_loss", "eval_loss/c", "rewards/chosen", "num_tokens")
+    assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
+    assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", same, rel=0)
+    stored = [(tmp_path / run / "reference_logps.json") for run in ("in_memory", "cached")]
+    assert script == "rm" or stored[0].read_bytes() == stored[1].read_bytes()
+    inprocess.assert_resumes_exactly(main, script, *flags, folder=tmp_path / "in_memory", finished=4)  # of the other's
+
+
+@pytest.mark.slow
+def test_a_reference_scores_what_ranks_read_from_a_disk(pairs, cache, tmp_path):
+    flags = (*PREFERENCES, "--dataset", *pairs)
+    run(2, "dpo.py", *flags, "--output_dir", tmp_path / "in_memory")
+    run(2, with_all_data_large("dpo.py", tmp_path), *flags, "--output_dir", tmp_path / "cached")
+    assert cache.exists()
+    assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
+    assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", ("loss", "epoch/c", "eval_loss/d"), rel=0)
