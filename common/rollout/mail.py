@@ -60,9 +60,9 @@ def leaders(args: OnlineArgs) -> range:
 
 
 class Mail:
-    """Messages between training and rollout ranks, pickled, over gloo. A thread for each sender receives: whoever sends
-    never waits for the other side's work. It also notices at once when a rank of the other side dies, and then ends
-    this one."""
+    """Messages between training and rollout ranks, pickled, over gloo. A thread sends, and one for each sender
+    receives: nobody waits for the other side's work. They also notice at once when a rank of the other side dies, and
+    then end this one."""
 
     def __init__(self, receive: Callable[[object], None] | None = None) -> None:
         """`receive` is called in those threads with each message; without it they go to the inbox."""
@@ -71,14 +71,30 @@ class Mail:
         self.inbox: queue.Queue = queue.Queue()
         self.receive = receive or self.inbox.put
         senders = distributed.training_ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
+        self.outbox: queue.Queue = queue.Queue()
+        threading.Thread(target=self._deliver, daemon=True).start()
         self.threads = [threading.Thread(target=self._listen, args=(sender,), daemon=True) for sender in senders]
         for thread in self.threads:
             thread.start()
 
     def send(self, message: object, receiver: int) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        self.link.send([torch.tensor([len(data)])], receiver, 0).wait()
-        self.link.send([data], receiver, 0).wait()
+        """In the order of the calls; the message must stay as it is."""
+        self.outbox.put((message, receiver))
+
+    def flush(self) -> None:
+        """Until all is delivered."""
+        self.outbox.join()
+
+    def _deliver(self) -> None:
+        while True:
+            message, receiver = self.outbox.get()
+            data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+            try:
+                self.link.send([torch.tensor([len(data)])], receiver, 0).wait()
+                self.link.send([data], receiver, 0).wait()
+            except RuntimeError as error:
+                distributed.fail_in_thread(_gone(receiver, error))
+            self.outbox.task_done()
 
     def _listen(self, sender: int) -> None:
         """Until it sends None. What goes wrong here nobody else would see."""
@@ -96,10 +112,15 @@ class Mail:
             self.link.recv([size], sender, 0).wait()
             data = torch.empty(int(size), dtype=torch.uint8)
             self.link.recv([data], sender, 0).wait()
-        except RuntimeError as error:  # gloo: connection closed, or reset, by peer
-            kind = "training" if sender in distributed.training_ranks else "rollout"
-            raise distributed.RunError(f"{kind} rank {sender} is gone: {distributed.what_gloo_says(error)}") from error
+        except RuntimeError as error:
+            raise _gone(sender, error) from error
         return pickle.loads(data.numpy())
+
+
+def _gone(rank: int, error: RuntimeError) -> distributed.RunError:
+    """What gloo says of a rank that has died: connection closed, or reset, by peer."""
+    kind = "training" if rank in distributed.training_ranks else "rollout"
+    return distributed.RunError(f"{kind} rank {rank} is gone: {distributed.what_gloo_says(error)}")
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:

@@ -133,6 +133,7 @@ class RemoteRollouts(Rollouts):
     def close(self) -> None:
         for rollout_rank in distributed.rollout_ranks:
             self._tell(rollout_rank, None)
+        self.mail.flush()
         for thread in self.mail.threads:
             thread.join()
         close_link(self.link)
@@ -195,6 +196,7 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
             if message is None:
                 for trainer in trainers:
                     mail.send(None, trainer)
+                mail.flush()
                 close_link(link)
                 episodes.close()
                 engine.interrupt()
