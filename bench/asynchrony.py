@@ -60,6 +60,7 @@ def picture(runs: dict[str, Path], file: Path, seconds: float) -> None:
         timeline.draw(axis, ranks, (start + end) / 2, seconds)
         axis.set_title(title, fontsize=9, loc="left")
     axes[-1].set_xlabel("seconds")
+    timeline.legend(figure)
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

@@ -13,7 +13,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-COLOURS = dict(sample="C0", rollout="C0", wait="lightgrey", reward="C1", logprobs="C4", train="C2", sync="black",
+COLOURS = dict(sample="C0", rollout="lightsteelblue", wait="lightgrey", reward="C1", logprobs="C4", train="C2", sync="black",
                weights="black", save="C5")  # fmt: skip
 WITHIN = {"step"}  # spans that others make up
 
@@ -35,19 +35,20 @@ def between(spans: list[dict], began: float, ended: float) -> list[dict]:
 
 def draw(axis, ranks: dict[int, list[dict]], began: float, seconds: float) -> None:
     """A stretch of time, a row for every rank."""
-    import matplotlib.pyplot as plt
-
-    found = set()
     for row, spans in enumerate(ranks.values()):
         for span in between(spans, began, began + seconds):
-            found.add(span["what"])
             colour = COLOURS.get(span["what"], "C7")
             axis.barh(row, span["ended"] - span["began"], left=span["began"] - began, color=colour, height=0.8)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS.get(what, "C7")) for what in sorted(found)]
-    axis.legend(handles, sorted(found), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axis.invert_yaxis()
     axis.set_xlim(0, seconds)
+
+
+def legend(figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=what) for what, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=8)
 
 
 def duration(ranks: dict[int, list[dict]]) -> tuple[float, float]:
@@ -79,9 +80,10 @@ def main() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(11, 1 + 0.4 * len(ranks)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(11, max(2, 1 + 0.4 * len(ranks))), layout="constrained")
     draw(axis, ranks, start + first, args.seconds)
     axis.set_xlabel(f"seconds, from {first:.1f} s after the first step began")
+    legend(figure)
     figure.savefig(args.run / "timeline.png", dpi=110)
     print(args.run / "timeline.png")
 
