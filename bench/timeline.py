@@ -13,8 +13,10 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-COLOURS = dict(sample="C0", rollout="lightsteelblue", wait="lightgrey", reward="C1", logprobs="C4", train="C2", sync="black",
-               weights="black", save="C5")  # fmt: skip
+COLOURS = dict(
+    sample="C0", rollout="lightsteelblue", wait="lightgrey", reward="C1", logprobs="C4", train="C2", sync="black",
+    weights="black", save="C5",
+)  # fmt: skip
 WITHIN = {"step"}  # spans that others make up
 
 
