@@ -109,8 +109,8 @@ class Engine:
                     self._begin(str(number), completion)
                 else:
                     held.append(entry)
-            self.waiting += held
-            heapq.heapify(self.waiting)
+            for entry in held:
+                heapq.heappush(self.waiting, entry)
             if self.running:
                 self._advance()
         ended = {name: c for name, c in self.running.items() if c.finish_reason}

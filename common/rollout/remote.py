@@ -31,8 +31,6 @@ from common.rollout.episodes import Episodes
 from common.rollout.mail import Done, Mail, NewWeights, Ready, Work, close_link, leaders, weights_link, worker
 from common.timeline import Span, Timeline
 
-NO_WEIGHTS = -(1 << 62)  # the version of an engine that has not been given any
-
 
 def make_rollouts(
     model: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards | None = None
@@ -56,7 +54,7 @@ class RemoteRollouts(Rollouts):
         self.link = weights_link(self.device) if self.rank == 0 else None
         distributed.install_signal_handlers()
         self.names_and_shapes = [(name, w.shape) for name, w in whole_weights(self.model, self.dtype)]
-        self.sent_version = NO_WEIGHTS
+        self.sent_version: int | None = None
         self.unsent: list[Prompt] = []  # which wait for weights that they may begin with
         self.ready = 0  # rollout ranks that wait for weights
         self.loads: list[dict[str, tuple[float, float]]] = []  # of rollout ranks
