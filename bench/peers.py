@@ -1,4 +1,4 @@
-"""Our scripts against TRL 1.16: tokens per second of sft, dpo, rm and grpo on 2 CPU cores, and the Markdown table.
+"""Our scripts against TRL 1.16: tokens per second of sft, dpo, rm and grpo on 2 CPU cores or a GPU, and the table.
 
     pip install --no-deps --target peers trl==1.16.0 accelerate==1.15.0     # a folder of its own, never a dependency
     python bench/peers.py --dataset gsm8k/train.jsonl --trl peers
@@ -15,6 +15,12 @@ TRL's packing and padding-free modes are for FlashAttention, which no CPU has: w
 each other, or (sft) attention is quadratic in the pack; dpo's is switched off in this version, rm and grpo have none.
 DPO's reference log-probs are computed before training on both sides and not timed. TRL's grpo samples with
 `model.generate`: a vLLM server does not run here. Its share of a step is in the table, and of ours vLLM's.
+
+With a GPU (`--gpu`) the model is a Qwen3 of 0.6B parameters with a vocabulary of 151,936, a step has 64 rows (pairs),
+completions have 256 tokens, weights and moments are float32, the compute dtype bfloat16; one process each:
+- ours: the script's own defaults but for activation checkpointing, off on both sides, and packs of 8,192 tokens;
+- TRL: SDPA, micro-batches of 8 rows (4 pairs), about as many tokens; grpo samples with vLLM in the same process;
+- TRL, Liger: the same with `use_liger_kernel`, if liger-kernel is in the folder too.
 
 Time is that between the lines the two print after each step, seen from here; so logging, data loading and packing are
 in it, and the first step, start-up and saving are not. Medians over the steps of all rounds.
@@ -36,13 +42,24 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-NEW_TOKENS, CORES = 64, 2
+CORES = 2
 TARGETS = dict(sft=3.5, dpo=4.5, rm=4.5, grpo=1.6)
 MICRO = dict(sft=2, dpo=2, rm=2, grpo=16)  # rows, pairs or completions in a micro-batch of "TRL, 2 ranks"
+GPU_MICRO = dict(sft=8, dpo=4, rm=4, grpo=16)
 SIDES = {"ours, 2 ranks": 2, "ours, 2 threads": 1, "TRL, whole batch": 1, "TRL, 2 ranks": 2}  # ranks of each
+GPU_SIDES = {"ours": 1, "TRL": 1, "TRL, Liger": 1}
 
 
-def write_model(folder: Path) -> None:
+def new_tokens(flags) -> int:
+    return 256 if flags.gpu else 64
+
+
+def batch_size(script: str, flags) -> int:
+    """Rows, pairs or prompts of a step."""
+    return flags.batch_size or (64 if flags.gpu and script != "grpo" else 16)
+
+
+def write_model(folder: Path, gpu: bool) -> None:
     """A Qwen3 that never ends a completion: the ends' logits are far below all others, by a constant in the stream."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,6 +68,9 @@ def write_model(folder: Path) -> None:
 
     tiny = resolve_model("tiny")
     width = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4)
+    if gpu:
+        width = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
+        width |= dict(head_dim=128, num_hidden_layers=28, layer_types=["full_attention"] * 28, vocab_size=151_936)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width))
     with torch.no_grad():
@@ -82,12 +102,14 @@ def write_rows(dataset: str, folder: Path, count: int) -> None:
 
 def our_command(script: str, folder: Path, flags) -> list[str]:
     ours = dict(model=folder / "model", dataset=folder / "rows.jsonl", output_dir=folder / "run", lr=1e-5)
-    ours |= dict(max_steps=flags.steps, eval_every=0, save_every=1000, resume="never", dtype="float32", seed=0)
+    ours |= dict(max_steps=flags.steps, eval_every=0, save_every=1000, resume="never", seed=0)
+    ours |= dict(activation_checkpointing="false", pack_tokens=8192) if flags.gpu else dict(dtype="float32")
     if script == "grpo":
-        ours |= dict(prompts_per_step=flags.batch_size, samples_per_prompt=flags.group)
-        ours |= dict(max_new_tokens=NEW_TOKENS, reward="characters")
+        ours |= dict(prompts_per_step=batch_size(script, flags), samples_per_prompt=flags.group)
+        ours |= dict(max_new_tokens=new_tokens(flags), reward="characters")
+        ours |= dict(gpu_memory_utilization=0.3) if flags.gpu else {}
     else:
-        ours |= dict(batch_size=flags.batch_size, max_length=2048)
+        ours |= dict(batch_size=batch_size(script, flags), max_length=2048)
     return [str(ROOT / f"{script}.py"), *(f"--{name}={value}" for name, value in ours.items())]
 
 
@@ -106,23 +128,28 @@ def train_with_trl(script: str, folder: Path, flags) -> None:
     columns = dict(sft=["prompt", "completion"], grpo=["prompt", "answer"]).get(
         script, ["prompt", "chosen", "rejected"]
     )
-    more, given, rows = dict(max_length=2048), {}, flags.batch_size
+    more, given, rows = dict(max_length=2048), {}, batch_size(script, flags)
     if script == "grpo":
         more = dict(
-            num_generations=flags.group, max_completion_length=NEW_TOKENS, temperature=1.0, shuffle_dataset=False
+            num_generations=flags.group, max_completion_length=new_tokens(flags), temperature=1.0, shuffle_dataset=False
         )
+        if flags.gpu:
+            more |= dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3)
         given = dict(reward_funcs=lambda completions, answer, **_: [
             characters(text, dict(answer=gold)) for text, gold in zip(completions, answer, strict=True)
         ])  # fmt: skip
         rows *= flags.group
     if script == "dpo":
         more |= dict(precompute_ref_log_probs=True)
-    micro = min(rows // ranks, MICRO[script] if ranks > 1 else flags.batch_size)
+    micro = min(rows // ranks, MICRO[script] if ranks > 1 else rows // (flags.group if script == "grpo" else 1))
+    if flags.gpu:
+        micro = GPU_MICRO[script]
+        more |= dict(use_liger_kernel="Liger" in flags.child[2])
     config = getattr(trl, f"{names[script]}Config")(
         output_dir=str(folder / "trl"), max_steps=flags.steps, per_device_train_batch_size=micro,
         gradient_accumulation_steps=rows // ranks // micro, learning_rate=1e-5, lr_scheduler_type="constant",
-        optim="adamw_torch_fused", adam_beta2=0.95, bf16=False, gradient_checkpointing=False, use_cpu=True,
-        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+        optim="adamw_torch_fused", adam_beta2=0.95, bf16=flags.gpu, gradient_checkpointing=False, use_cpu=not flags.gpu,
+        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, dataloader_pin_memory=flags.gpu,
         train_sampling_strategy="sequential", **more,
     )  # fmt: skip
     load = AutoModelForSequenceClassification if script == "rm" else AutoModelForCausalLM
@@ -163,14 +190,22 @@ def train_with_trl(script: str, folder: Path, flags) -> None:
     trainer.train()
 
 
+def sides(flags) -> dict[str, int]:
+    """And the ranks of each."""
+    return GPU_SIDES if flags.gpu else SIDES
+
+
 def run(script: str, side: str, folder: Path, flags) -> list[dict]:
     """One launch: seconds, tokens and seconds of sampling of each step but the first."""
-    ranks, ours = SIDES[side], side.startswith("ours")
+    ranks, ours = sides(flags)[side], side.startswith("ours")
     command = our_command(script, folder, flags)
-    environment = dict(os.environ, OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    environment = dict(os.environ, OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1")
+    if not flags.gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if not ours:
-        command = [__file__, *sys.argv[1:], "--child", script, str(folder)]
-        environment |= dict(PYTHONPATH=str(Path(flags.trl).resolve()), PYTHONWARNINGS="ignore")
+        command = [__file__, *sys.argv[1:], "--child", script, str(folder), side]
+        path = [str(Path(flags.trl).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= dict(PYTHONPATH=os.pathsep.join(path), PYTHONWARNINGS="ignore")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ours or ranks > 1 else []
     lines = []
     with (folder / "errors.txt").open("w") as errors:
@@ -196,22 +231,22 @@ def run(script: str, side: str, folder: Path, flags) -> list[dict]:
     ]
 
 
-def table(results: dict[str, dict[str, list[dict]]]) -> str:
+def table(results: dict[str, dict[str, list[dict]]], known: list[str]) -> str:
     """Markdown: tokens per second of every side, and ours (the faster launch) over each of TRL's."""
-    sides = [side for side in SIDES if all(side in of_side for of_side in results.values())]
-    theirs = [side for side in sides if side.startswith("TRL")]
-    header = ["", "tokens/step", *(f"{side}: tokens/s" for side in sides), *(f"ours to {side}" for side in theirs)]
+    known = [side for side in known if all(side in of_side for of_side in results.values())]
+    theirs = [side for side in known if side.startswith("TRL")]
+    header = ["", "tokens/step", *(f"{side}: tokens/s" for side in known), *(f"ours to {side}" for side in theirs)]
     lines = [header + ["target"], ["---"] * (len(header) + 1)]
     for script, of_side in results.items():
-        rates = {side: median(s["tokens"] / s["seconds"] for s in of_side[side]) for side in sides}
+        rates = {side: median(s["tokens"] / s["seconds"] for s in of_side[side]) for side in known}
         shares = {
-            side: sum(s["sampling"] for s in of_side[side]) / sum(s["seconds"] for s in of_side[side]) for side in sides
+            side: sum(s["sampling"] for s in of_side[side]) / sum(s["seconds"] for s in of_side[side]) for side in known
         }
         shown = [
             f"{rate:,.0f}" + (f" (sampling {shares[side]:.0%})" if shares[side] else "") for side, rate in rates.items()
         ]
         best = max(rate for side, rate in rates.items() if side not in theirs)
-        per_step = median(s["tokens"] for s in of_side[sides[0]])
+        per_step = median(s["tokens"] for s in of_side[known[0]])
         ratios = [f"{best / rates[side]:.2f}x" for side in theirs]
         lines.append([script, f"{per_step:,.0f}", *shown, *ratios, f"{TARGETS[script]}x"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -222,13 +257,17 @@ def main() -> None:
     parser.add_argument("--dataset", required=True, help="GSM8K's train.jsonl: `question` and `answer`")
     parser.add_argument("--trl", help="the folder that TRL and accelerate were installed into")
     parser.add_argument("--scripts", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--batch_size", type=int, default=16, help="rows, pairs or prompts of a step")
+    parser.add_argument("--gpu", action="store_true", help="on one GPU, the larger model")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *GPU_SIDES], help="default: all of the device")
+    parser.add_argument(
+        "--batch_size", type=int, help="rows, pairs or prompts of a step: 16, or on a GPU 64 but for grpo"
+    )
     parser.add_argument("--group", type=int, default=16, help="grpo: completions of a prompt")
     parser.add_argument("--steps", type=int, default=3, help="steps of each launch, of which the first is not timed")
     parser.add_argument("--rounds", type=int, default=1, help="launches of each side")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)  # what TRL's processes get
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)  # what TRL's processes get
     flags = parser.parse_args()
+    flags.sides = flags.sides or list(sides(flags))
     if flags.child:
         return train_with_trl(flags.child[0], Path(flags.child[1]), flags)
     if flags.trl is None or not (Path(flags.trl) / "trl").is_dir():
@@ -236,8 +275,8 @@ def main() -> None:
     results: dict[str, dict[str, list[dict]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder / "model")
-        write_rows(flags.dataset, folder, flags.batch_size * flags.steps)
+        write_model(folder / "model", flags.gpu)
+        write_rows(flags.dataset, folder, max(batch_size(script, flags) for script in TARGETS) * flags.steps)
         for script in flags.scripts:
             for side in flags.sides * flags.rounds:
                 start, steps = time.perf_counter(), run(script, side, folder, flags)
@@ -249,7 +288,7 @@ def main() -> None:
             counted = {side: [step["tokens"] for step in steps] for side, steps in of_side.items()}
             if any(tokens != counted[flags.sides[0]] for tokens in counted.values()):
                 sys.exit(f"{script}: the two sides were not given the same tokens: {counted}")
-    print(table(results))
+    print(table(results, flags.sides))
 
 
 if __name__ == "__main__":

@@ -233,8 +233,9 @@ def plan_of(model: nn.Module, args: TrainArgs, capacity: float) -> Plan:
     if isinstance(args, SamplingArgs) and not (isinstance(args, OnlineArgs) and args.rollout_ranks):
         stays = args.engine == "transformers" or importlib.util.find_spec("vllm") is None
         engine, together = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
-        if stays:
-            engine = model.compute_dtype.itemsize * sum(p.numel() for p in model.parameters())
+        if stays:  # a second copy of the policy, whichever model this is
+            policies = [m.weights for m in loaded() if m.head and m.trained]
+            engine = model.compute_dtype.itemsize * max(policies, default=0)
     return Plan(
         ranks=ranks[0],
         pack_tokens=args.pack_tokens,

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,7 @@ class VLLMEngine(Engine):
             lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
         )
         self.core = self.llm.llm_engine.engine_core.engine_core
+        self.requests = {}  # by their temperature
         size = self.args.tensor_parallel_size
         first = dist.get_rank() // size * size
         self.place = dist.get_rank() - first
@@ -111,21 +113,35 @@ class VLLMEngine(Engine):
             group = dist.new_group(list(range(start, start + size)), backend="gloo") if size > 1 else None
             self.group = group if start == first else self.group
 
-    def _begin(self, name, completion):
+    def _request(self, temperature: float):
+        """One that vLLM has read and found right, to be copied: reading takes longer than all else it does to begin."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            seed=completion.piece_seed,
-            temperature=completion.temperature,
-            max_tokens=completion.limit - len(completion.ids),
+            seed=0,
+            temperature=temperature,
+            max_tokens=1,
             stop_token_ids=self.eos_ids,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,  # what is new, at every step
         )
-        self.llm.llm_engine.add_request(name, tokens_input(completion.prompt + completion.ids), params)
+        engine = self.llm.llm_engine
+        return engine.input_processor.process_inputs("", tokens_input([0]), params, engine.get_supported_tasks())
+
+    def _begin(self, name, completion):
+        if completion.temperature not in self.requests:
+            self.requests[completion.temperature] = self._request(completion.temperature)
+        request = copy(self.requests[completion.temperature])
+        request.request_id = request.external_req_id = name
+        request.prompt_token_ids = completion.prompt + completion.ids
+        request.sampling_params = params = copy(request.sampling_params)
+        params.seed, params.max_tokens = completion.piece_seed, completion.limit - len(completion.ids)
+        # What LLMEngine.add_request does with it.
+        self.llm.llm_engine.output_processor.add_request(request, None)
+        self.llm.llm_engine.engine_core.add_request(request)
 
     def _advance(self):
         # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
