@@ -72,7 +72,8 @@ def write_model(folder: Path, gpu: bool) -> None:
         width = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
         width |= dict(head_dim=128, num_hidden_layers=28, layer_types=["full_attention"] * 28, vocab_size=151_936)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width))
+    with torch.device("cuda" if gpu else "cpu"):  # a single core draws for minutes
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width))
     with torch.no_grad():
         embedding_VD = model.get_input_embeddings().weight
         embedding_VD[:, 0] = 0.5

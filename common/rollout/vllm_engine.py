@@ -104,7 +104,8 @@ class VLLMEngine(Engine):
         (self.has_head, *_) = self.llm.collective_rpc(
             lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
         )
-        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.client = self.llm.llm_engine.engine_core
+        self.core = self.client.engine_core
         self.requests = {}  # by their temperature
         size = self.args.tensor_parallel_size
         first = dist.get_rank() // size * size
@@ -117,7 +118,6 @@ class VLLMEngine(Engine):
         """One that vLLM has read and found right, to be copied: reading takes longer than all else it does to begin."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             seed=0,
@@ -126,37 +126,37 @@ class VLLMEngine(Engine):
             stop_token_ids=self.eos_ids,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,  # what is new, at every step
         )
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs("", tokens_input([0]), params, engine.get_supported_tasks())
+
+    # LLMEngine's own add_request, step and abort_request keep a second account of every request, with text and
+    # dictionaries of log-probs for every token, in the time in which a GPU could go on: so its core is asked.
 
     def _begin(self, name, completion):
         if completion.temperature not in self.requests:
             self.requests[completion.temperature] = self._request(completion.temperature)
         request = copy(self.requests[completion.temperature])
-        request.request_id = request.external_req_id = name
+        request.request_id = name
         request.prompt_token_ids = completion.prompt + completion.ids
         request.sampling_params = params = copy(request.sampling_params)
         params.seed, params.max_tokens = completion.piece_seed, completion.limit - len(completion.ids)
-        # What LLMEngine.add_request does with it.
-        self.llm.llm_engine.output_processor.add_request(request, None)
-        self.llm.llm_engine.engine_core.add_request(request)
+        self.client.add_request(request)
 
     def _advance(self):
         # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
         stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()
         with stance:
-            outputs = self.llm.llm_engine.step()
+            outputs = self.client.get_output().outputs
         for output in outputs:
-            (new,) = output.outputs
-            logprobs = [of_token[t].logprob for of_token, t in zip(new.logprobs, new.token_ids, strict=True)]
-            self._said(self.running[output.request_id], list(new.token_ids), logprobs, new.finish_reason)
+            reason = None if output.finish_reason is None else str(output.finish_reason)
+            logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+            self._said(self.running[output.request_id], output.new_token_ids, logprobs, reason)
 
     def _stop(self, names):
-        self.llm.llm_engine.abort_request(names)
+        self.client.abort_requests(names)
         while self.core.batch_queue:  # what was computed ahead for them
-            self.llm.llm_engine.step()
+            self.client.get_output()
 
     def occupancy(self) -> dict[str, float]:
         """And what fraction of its cache is taken, and how many of the running ones it had to put off for that."""
@@ -190,4 +190,4 @@ class VLLMEngine(Engine):
             self.wake()  # freeing what is not mapped is a CUDA error (vllm/device_allocator/cumem.py)
             self.llm.wake_up(tags=["kv_cache"])
         distributed.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
-        self.llm.llm_engine.engine_core.shutdown()
+        self.client.shutdown()
