@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.logprobs import chunk_logits, chunks, through_head
+from common.logprobs import chunk_logits, chunks, through_head, times_
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
 
@@ -227,7 +227,7 @@ class _Compare(torch.autograd.Function):
             if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
                 grad_CV -= grad_logprobs_T[c, None] * whole_CV.exp()
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
-            grad_CV.mul_(slope_CV)
+            times_(grad_CV, slope_CV)
             grad_hidden_TD[c] = through_head(grad_CV, hidden_TD[c], head_VD, grad_head_VD, grad_bias_V)
         grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
         grad_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)

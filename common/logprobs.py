@@ -59,7 +59,7 @@ class _TokenLogprobs(torch.autograd.Function):
             target_C = logits_CV.gather(-1, targets_T[c, None])[:, 0]
             logprobs_T[c], correct_T[c] = target_C - sum_C.log(), target_C == 0
             entropy_T[c] = sum_C.log() - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
-            collision_T[c] = torch.linalg.vecdot(exp_CV, exp_CV).log() - 2 * sum_C.log()
+            collision_T[c] = 2 * (torch.linalg.vector_norm(exp_CV, dim=-1).log() - sum_C.log())
             logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T)
         ctx.numbers = numbers
@@ -83,10 +83,15 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_CV -= grad_entropy_T[c, None] * probs_CV * (logp_CV + entropy_T[c, None])
             if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
-            grad_CV.mul_(slope_CV)
+            times_(grad_CV, slope_CV)
             grad_hidden_TD[c] = through_head(grad_CV, hidden_TD[c], head_VD, grad_head_VD, grad_bias_V)
         grad_head_VD = None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype)
         return grad_hidden_TD, grad_head_VD, grad_bias_V, None, None, None, None
+
+
+def times_(x_CV: Tensor, by: Tensor | float) -> Tensor:
+    """In place. A GPU spends its time reading and writing [C, V]: not for a one."""
+    return x_CV if not isinstance(by, Tensor) and by == 1 else x_CV.mul_(by)
 
 
 def through_head(
@@ -112,7 +117,7 @@ def chunk_logits(
     if bias_V is not None:
         logits_CV += bias_V
     if softcap is None:
-        return logits_CV.div_(temperature / scale), scale / temperature
+        return times_(logits_CV, scale / temperature), scale / temperature
     tanh_CV = logits_CV.mul_(scale / softcap).tanh_()
     return tanh_CV * (softcap / temperature), (1 - tanh_CV.square()) * (scale / temperature)
 
