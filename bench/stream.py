@@ -5,11 +5,12 @@
     python bench/stream.py --workload a --seeds 1 --steps 6     # a small trial, of the stream alone
     python bench/stream.py --workload lengths                   # whether --oversample favours some lengths
 
-grpo.py on two ranks, three workloads:
+grpo.py on two ranks, four workloads:
 
     a  lengths spread like real ones: an answer and a geometric number of dots, 40 on average, cut at 256 tokens
     b  an environment that takes 0 to 200 ms for an answer, by the row, and two turns
     c  the completions of a, and a reward that takes 50 ms each (4 processes a rank)
+    d  the same with 2 processes: rewards take longer than sampling
 
 The models come from sft.py, of `arithmetic` and then of rows that are made here of its sums; the number of dots is
 random, so the policy has learned their distribution. The two sides of a seed run one after the other, so that the
@@ -66,6 +67,7 @@ WORKLOADS = {
     "a": ((*DOTS, *FEW, "--reward", f"{USER}:before_dots"), 16, ("1 + 1, S = 1", "1 + 1, S = 2", "2, oversample 1.25")),
     "b": ((*SUMS, *FEW), 8, ("1 + 1, S = 1", "2")),
     "c": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
+    "d": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 2), 12, ("1 + 1, S = 1", "2")),
 }
 COMMON = ("--lr", 3e-5, "--log_every", 1000, "--save_every", 1000)
 
@@ -187,7 +189,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="checkout of the last commit without the stream")
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, "lengths"], default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c), 30 (lengths)")
+    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c, d), 30 (lengths)")
     options = parser.parse_args()
     if options.before and not (options.before / "grpo.py").is_file():
         sys.exit(f"--before {options.before}: no checkout")

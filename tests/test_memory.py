@@ -9,11 +9,12 @@ import inprocess
 import pytest
 import torch
 from helpers import ROOT, assert_same_weights, environment, metrics, run
+from test_distill import write_teacher
 from test_models import ARCHITECTURES, samples, write_checkpoint
 
 from common import memory, models
 from common.checkpoint import export_hf
-from common.config import TrainArgs
+from common.config import OnlineArgs, SamplingArgs, TrainArgs
 from common.hub import load_tokenizer
 from common.memory import GIB, Plan, Shapes, predict, refusal, shapes_of
 from common.models import load_policy, load_scalar_model
@@ -21,6 +22,12 @@ from common.packing import pack
 from common.tiny import tiny_model
 
 main = inprocess.main
+
+
+@dataclasses.dataclass
+class Args(OnlineArgs, SamplingArgs, TrainArgs):
+    """Flags of a script that samples and trains."""
+
 
 # ---- frozen models ----
 
@@ -179,6 +186,16 @@ def test_models_are_refused_before_they_are_read_and_counted_while_they_are_ther
     with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* on each GPU; --activation_checkpo"):
         load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
     assert len(read) == 2
+
+
+def test_what_samples_is_the_policy_whichever_model_comes_next(tmp_path, device, monkeypatch):
+    """transformers as the engine takes a second copy of the policy, and a teacher that is smaller changes nothing."""
+    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    args = Args(dtype="float32", engine="transformers")
+    policy = load_policy(tiny_model(), args, device)
+    teacher = load_policy(str(write_teacher(tmp_path / "teacher")), args, device, trainable=False, flag="--teacher")
+    sizes = [4 * sum(p.numel() for p in model.parameters()) for model in (policy, teacher)]
+    assert sizes[1] < sizes[0] == memory.plan_of(teacher, args, 2**31).engine
 
 
 @pytest.mark.slow
