@@ -28,6 +28,7 @@ Key = tuple[int, int]
 ATTENTION = 4e-5
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _unit: dist.ProcessGroup | None = None  # of the ranks that run packs together with this one
 
 
@@ -125,7 +126,7 @@ class Ids:
         mine = torch.zeros(width, dtype=torch.int32)
         mine[: totals[dist.get_rank()]] = torch.tensor([i for sequence in ids for i in sequence], dtype=torch.int32)
         self.flat = torch.zeros(width * len(totals) + spare, dtype=torch.int32, device=device)
-        dist.all_gather_into_tensor(self.flat[:-spare], mine.to(device))
+        all_gather_into(self.flat[:-spare], mine.to(device))
         self.starts = {key: key[0] * width + start for key, start in self.starts.items()}
 
     def shared(self, row: list[list[Key]], own: list[Key]) -> Shared:
@@ -188,7 +189,8 @@ def own(streams_t: tuple[Tensor, ...], shared: Shared | None) -> tuple[Tensor, .
     both = torch.stack([x_t.to(streams_t[0].dtype) for x_t in streams_t], dim=1)
     padded = torch.nn.functional.pad(both, (0, 0, 0, shared.longest - len(both)))
     owned = all_gather(padded, 0, dist.group.WORLD)[shared.own_T]
-    return tuple(x_T.to(x_t.dtype) for x_T, x_t in zip(owned.unbind(1), streams_t, strict=True))
+    # Copies: what a module returns may be written to, and FSDP would not see it through a view.
+    return tuple(x_T.to(x_t.dtype, copy=True) for x_T, x_t in zip(owned.unbind(1), streams_t, strict=True))
 
 
 def lend(x_T: Tensor, shared: Shared | None) -> Tensor:
