@@ -1,6 +1,7 @@
 """vLLM in this process: its workers are the torchrun ranks themselves."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from copy import copy
@@ -43,6 +44,7 @@ class VLLMEngine(Engine):
         # Read once at import: before anything of vllm is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # until it reads that: it says that a CPU has no Triton
         on_cpu = self.device.type == "cpu"
         if self.args.batch_invariant:
             if on_cpu:
