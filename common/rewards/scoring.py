@@ -11,11 +11,11 @@ sampled or trained on.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain
+from itertools import chain, count
+from queue import PriorityQueue
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from common.rewards.background import Background
 from common.rewards.functions import REWARDS, Failure, Value
 from common.rewards.models import RewardModel, short_names
 from common.rewards.named import load_reward, require_usable_rows, reward_of_row
-from common.rewards.pool import Pool, Result
+from common.rewards.pool import CONCURRENT, Pool, Result
 from common.rewards.user_code import reward_form
 from common.sandbox import program
 
@@ -61,23 +61,29 @@ class Rewards:
             weights += [weight] * len(new)
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.collective = [name for name, scorer in self.scorers.items() if isinstance(scorer, RewardModel)]
-        self.begun: deque[tuple[Group, list[Future]]] = deque()
+        self.begun: PriorityQueue[tuple[int, int, Group, list[Future]]] = PriorityQueue()
+        self.count = count()
         self.background = Background(1)  # one thread: it owns the pool
 
-    def begin(self, groups: list[Group]) -> None:
-        """Starts on what needs no other rank, and returns at once. From any thread; not collective. The samples keep
-        what comes of it until they are called with, and cannot be pickled meanwhile."""
+    def begin(self, groups: list[Group], order: int = 0) -> None:
+        """Starts on what needs no other rank, and returns at once; on those of a smaller `order` first. From any
+        thread; not collective. The samples keep what comes of it until they are called with, and cannot be pickled
+        meanwhile."""
         for group in groups:
             assert all(sample.scores is None for sample in group), "begun twice"
             for sample in group:
                 sample.scores = Future()
-            self.begun.append((group, [sample.scores for sample in group]))
-        self.background.submit(self._score)
+            self.begun.put((order, next(self.count), group, [sample.scores for sample in group]))
+            self.background.submit(self._score)
 
     def _score(self) -> None:
-        """All that is begun by now, in one go, so that the pool has enough to do; but groups of unequal size apart: a
-        function of a group has the time of as many calls as the group has samples."""
-        taken = [self.begun.popleft() for _ in range(len(self.begun))]
+        """The first of all that is begun by now: in one go as many as give the pool enough to do, and no more, since
+        what comes meanwhile may have to go before the others. But groups of unequal size apart: a function of a group
+        has the time of as many calls as the group has samples."""
+        enough = CONCURRENT if any(self.pool.is_async.values()) else 8 * self.args.reward_workers
+        taken: list[tuple[Group, list[Future]]] = []
+        while not self.begun.empty() and sum(len(group) for group, _ in taken) < enough:
+            taken.append(self.begun.get()[2:])
         for size in dict.fromkeys(len(group) for group, _ in taken):
             groups = [group for group, _ in taken if len(group) == size]
             futures = [future for group, of_group in taken if len(group) == size for future in of_group]

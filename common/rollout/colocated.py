@@ -203,7 +203,7 @@ class Rollouts:
         for sample in group:
             sample.row = self.rows[number]
         if self.rewards is not None:
-            self.rewards.begin([group])
+            self.rewards.begin([group], number)  # what a step needs first goes first
         return group
 
     def _chosen(self, step: int) -> list[int] | None:

@@ -27,6 +27,11 @@ def each(completion, row):
 def rank(completions, row, ids):
     return [sorted(completions).index(text) for text in completions] if "raise" not in completions else [1]
 
+def in_turn(completion, row):
+    if not os.path.exists(row["here"]): open(row["here"], "w").close()
+    while completion == "gate" and not os.path.exists(row["open"]): pass
+    return 1.0
+
 def at_gate(completion, row):
     open(row["here"], "w").close()
     while not os.path.exists(row["open"]): pass
@@ -83,6 +88,25 @@ def test_nothing_waits_for_what_was_begun_until_it_is_needed(tmp_path):
     assert not second[0].scores.done()
     (tmp_path / "open1").touch()
     assert rewards([second], Meter())[0].tolist() == [[2]]
+
+
+def test_of_what_waits_the_first_in_order_goes_first(tmp_path):
+    """Whatever order they come in: a step needs the oldest of its prompts, and what a later one needs may wait."""
+    names = ["gate", "last", "middle", "first"]
+    rows = [dict(here=str(tmp_path / name), open=str(tmp_path / "open"), _source="a:1") for name in names]
+    rewards = make((f"{user_file(tmp_path, CODE)}:in_turn",), rows=rows)
+    batch = [group for name in names for group in groups([name] * 4)]
+    for group, row in zip(batch, rows, strict=True):
+        for sample in group:
+            sample.row = row
+    rewards.begin(batch[:1])
+    until((tmp_path / "gate").exists)
+    for order, group in zip((3, 2, 1), batch[1:], strict=True):
+        rewards.begin([group], order)
+    (tmp_path / "open").touch()
+    rewards(batch, Meter())
+    began = sorted((tmp_path / name).stat().st_mtime_ns for name in names)
+    assert began == [(tmp_path / name).stat().st_mtime_ns for name in ("gate", "first", "middle", "last")]
 
 
 def test_what_hangs_takes_its_own_time_alone(monkeypatch, tmp_path):
