@@ -39,10 +39,9 @@ class Ready:
 
 @dataclass
 class Done:
-    """A rollout rank to a training rank: the completions of one of its prompts."""
+    """A rollout rank to a training rank: the completions of some of its prompts, by their numbers."""
 
-    number: int
-    group: Group
+    groups: dict[int, Group]
     stop: bool
     """whether the rollout rank was told to stop"""
     load: dict[str, tuple[float, float]]

@@ -84,8 +84,8 @@ class RemoteRollouts(Rollouts):
 
     def _receive(self, message: Ready | Done | None) -> None:
         """In the threads of the mail."""
-        if isinstance(message, Done):
-            self._arrived(message.number, message.group)
+        for number, group in message.groups.items() if isinstance(message, Done) else ():
+            self._arrived(number, group)
         self.mail.inbox.put(message)
 
     def _wait(self, until: Callable[[], bool], meter: Meter) -> None:
@@ -97,7 +97,7 @@ class RemoteRollouts(Rollouts):
                 if isinstance(message, Ready):
                     self.ready += 1
                 elif isinstance(message, Done):
-                    self.done[message.number] = message.group
+                    self.done |= message.groups
                     if message.stop:
                         distributed.tell_to_stop()
                 self.loads.append(message.load)
@@ -182,9 +182,9 @@ def serve(args: OnlineArgs, device: torch.device) -> None:
     rank, trainers = distributed.rollout_ranks[torch.distributed.get_rank()], distributed.training_ranks
 
     def send(groups: list[tuple[int, Group]]) -> None:
-        for number, group in groups:
-            done = Done(number, group, distributed.told_to_stop(), load.take())
-            mail.send(done, trainers[number % len(trainers)])
+        for i, trainer in enumerate(trainers):  # what is done at the same turn travels together
+            if theirs := {number: group for number, group in groups if number % len(trainers) == i}:
+                mail.send(Done(theirs, distributed.told_to_stop(), load.take()), trainer)
 
     while True:
         idle = not engine.anybody(episodes.busy)
