@@ -142,7 +142,7 @@ def train_with_trl(script: str, folder: Path, flags) -> None:
         rows *= flags.group
     if script == "dpo":
         more |= dict(precompute_ref_log_probs=True)
-    micro = min(rows // ranks, MICRO[script] if ranks > 1 else rows // (flags.group if script == "grpo" else 1))
+    micro = min(rows // ranks, MICRO[script] if ranks > 1 else batch_size(script, flags))
     if flags.gpu:
         micro = GPU_MICRO[script]
         more |= dict(use_liger_kernel="Liger" in flags.child[2])

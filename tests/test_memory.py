@@ -8,13 +8,14 @@ import sys
 import inprocess
 import pytest
 import torch
+from conftest import Args
 from helpers import ROOT, assert_same_weights, environment, metrics, run
 from test_distill import write_teacher
 from test_models import ARCHITECTURES, samples, write_checkpoint
 
 from common import memory, models
 from common.checkpoint import export_hf
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
+from common.config import TrainArgs
 from common.hub import load_tokenizer
 from common.memory import GIB, Plan, Shapes, predict, refusal, shapes_of
 from common.models import load_policy, load_scalar_model
@@ -22,12 +23,6 @@ from common.packing import pack
 from common.tiny import tiny_model
 
 main = inprocess.main
-
-
-@dataclasses.dataclass
-class Args(OnlineArgs, SamplingArgs, TrainArgs):
-    """Flags of a script that samples and trains."""
-
 
 # ---- frozen models ----
 
