@@ -74,6 +74,7 @@ class Rewards:
             for sample in group:
                 sample.scores = Future()
             self.begun.put((order, next(self.count), group, [sample.scores for sample in group]))
+        for _ in groups:  # all are there when the thread takes the first: those that fit go to the pool in one go
             self.background.submit(self._score)
 
     def _score(self) -> None:
