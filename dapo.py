@@ -55,7 +55,7 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     clip_high: NotNegative[float] = 0.28
     """the importance ratio is clipped above at 1 + clip_high"""
     max_draws: NotNegative[int] = 10
-    """draw up to this many times prompts_per_step, until as many groups have unequal rewards; 0: take all groups"""
+    """draw up to this many times prompts_per_step, until that many groups have unequal rewards; 0: take all groups"""
     overlong_buffer: Fraction = 0.2
     """a completion that reaches into this last fraction of max_new_tokens is penalised; 0: off"""
     overlong_penalty: NotNegative[float] = 1.0
@@ -68,6 +68,15 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_read("overlong_penalty", self.overlong_buffer > 0, "--overlong_buffer is 0")
+
+
+def next_draw(kept: int, drawn: int, args: Args) -> int:
+    """How many prompts to draw, if `kept` of the `drawn` groups so far have unequal rewards: as few as fill the step
+    with a probability of about 0.98, the chance of each being that of those before, and at most a step's and what
+    --max_draws leaves."""
+    step, missing, chance = args.prompts_per_step, args.prompts_per_step - kept, kept / max(1, drawn)
+    enough = (n for n in range(missing, step) if n * chance - 2 * math.sqrt(n * chance * (1 - chance)) >= missing)
+    return min(next(enough, step), max(1, args.max_draws) * step - drawn)
 
 
 def pack_kept(
@@ -131,22 +140,22 @@ def main(args: Args) -> None:
     for step in run.steps():
         with meter.time("step"):
             # ---- 1. rollout and reward; again until enough groups can teach something (dynamic sampling) ----
-            groups, everyones_BG, kept, draws = {}, [], [], 0  # groups: this rank's, by their positions in the step
-            while len(kept) < args.prompts_per_step and draws < max(1, args.max_draws):
-                rollouts.submit(step, total_steps)
+            groups, everyones_BG, kept, drawn = {}, [], [], 0  # groups: this rank's, by their positions in the step
+            while len(kept) < args.prompts_per_step and (size := next_draw(len(kept), drawn, args)) > 0:
+                rollouts.submit(step, total_steps, size)
                 fresh = rollouts.collect(step, meter)
                 if fresh is None:  # told to stop
                     break
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(fresh, meter)
-                measure.measure_groups(meter, fresh, rewards_PG, parts, first=step == draws == 0)
+                measure.measure_groups(meter, fresh, rewards_PG, parts, first=step == drawn == 0)
                 penalties_PG = cut_off(measure.truncated(fresh)) + overlong(measure.lengths(fresh))
                 to_samples(fresh, advantage=group_advantages(rewards_PG + penalties_PG))
-                groups |= zip((draws * args.prompts_per_step + i for i in rollouts.positions), fresh, strict=True)
+                groups |= zip((drawn + i for i in rollouts.positions), fresh, strict=True)
                 everyones_BG.append(measure.gather_groups(rewards_PG, rollouts.positions))
                 informative_B = unequal(torch.cat(everyones_BG)) | (args.max_draws == 0)
                 kept = informative_B.nonzero()[:, 0].tolist()[: args.prompts_per_step]
-                draws += 1
+                drawn = len(informative_B)
             if fresh is None:
                 break
             if not kept:
@@ -196,7 +205,7 @@ def main(args: Args) -> None:
         # ---- 4. log and evaluate ----
         trained = (sample for mb in chain(*minibatches) for sample in mb.samples)
         metrics = run.reduce(trained, lr=lr)
-        metrics["dynamic_sampling/draws"] = draws
+        metrics["dynamic_sampling/draws"] = drawn / args.prompts_per_step
         metrics["dynamic_sampling/unequal_fraction"] = float(informative_B.double().mean())
         if held_out and run.evaluates(step + 1):
             metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)

@@ -40,6 +40,24 @@ def test_kept_groups_are_divided_among_minibatches_as_on_any_number_of_ranks(kep
     assert [sorted(a + b) for a, b in zip(even, odd, strict=True)] == expected
 
 
+def test_a_draw_is_as_small_as_fills_the_step_and_no_larger_than_what_is_allowed():
+    args = dapo.Args(prompts_per_step=64, max_draws=3)
+
+    def draw(kept: int, drawn: int) -> int:
+        return dapo.next_draw(kept, drawn, args)
+
+    assert draw(0, 0) == draw(0, 64) == draw(20, 64) == 64
+    assert draw(32, 64 + 64) == 64 and draw(32, 150) == 42 and draw(32, 192) == 0, "--max_draws leaves no more"
+    for kept in (40, 48, 56, 60, 63):
+        size, chance = draw(kept, 64), kept / 64
+        fills = [sum(math.comb(n, k) * chance**k * (1 - chance) ** (n - k) for k in range(64 - kept, n + 1))
+                 for n in (size, size - 3)]  # fmt: skip
+        assert fills[0] > 0.95 or size == 64
+        assert size == 64 or fills[1] < 0.98, "three fewer would not do"
+    whole = dapo.Args(prompts_per_step=64, max_draws=0)
+    assert dapo.next_draw(0, 0, whole) == 64 and dapo.next_draw(3, 64, whole) == 0
+
+
 def test_entropy_threshold_is_of_the_trained_tokens_of_all_minibatches():
     minibatches = [pack(group(i), 100, CPU) for i in range(2)]
     for i, mb in enumerate(chain(*minibatches)):
@@ -101,18 +119,18 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 @pytest.mark.slow
 def test_samples_have_all_that_was_drawn_and_only_kept_groups_have_advantages(two_ranks):
-    draws = set()
+    drawn = []
     for line, (_, of_step) in zip(metrics(two_ranks), groupby(samples(two_ranks), lambda s: s["step"]), strict=True):
         groups = list(zip(*[iter(of_step)] * 3, strict=True))
         assert len(groups) == 12 * line["dynamic_sampling/draws"]
         assert all(len({sample["prompt"] for sample in group}) == 1 for group in groups)
-        draws.add(line["dynamic_sampling/draws"])
+        drawn.append(len(groups))
         unequal = [i for i, group in enumerate(groups) if len({sample["reward"] for sample in group}) > 1]
         assert line["dynamic_sampling/unequal_fraction"] == pytest.approx(len(unequal) / len(groups))
         assert len(unequal) >= 12 or line["dynamic_sampling/draws"] == 3
         trained = [i for i, group in enumerate(groups) if any(sample["advantage"] for sample in group)]
         assert trained == unequal[:12], "the first twelve of them"
-    assert max(draws) > 1
+    assert any(12 < count < 24 for count in drawn) and any(count % 2 for count in drawn), "not in whole steps"
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ class Rewards:
 
         Raises `RunError` when more than `--max_reward_errors` of all ranks' rewards could not be computed.
         """
-        samples, shape = list(chain(*groups)), (len(groups), -1 if groups else 0)
+        samples, shape = list(chain(*groups)), (len(groups), -1 if groups else 1)
         self.begin([group for group in groups if group[0].scores is None])
         returned = {name: self.scorers[name](groups) for name in self.collective}  # while the thread is at the others
         scores = [sample.scores.result() for sample in samples]

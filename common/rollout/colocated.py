@@ -3,18 +3,20 @@
     rollouts.submit(step, total_steps)       draws the prompts of a step
     groups = rollouts.collect(step, meter)   their completions, this rank's share
 
+A step may do both several times, with fewer prompts each time where it says how many.
+
 Here the engine is in the training process and `collect` does the work; in `remote.py` other ranks do it. Rewards that
 can be computed apart are begun the moment that a prompt's completions are there.
 
-Prompts are numbered as they are drawn. Number d belongs to the d % ranks-th of the ranks that train, and every step
-takes as many of each of them: the oldest. With `--oversample` more are in work than a step needs, and it takes the
-oldest of those that are complete. What it leaves goes on into the next step, and nothing is left so long that a token
-of it would be older than `--max_staleness` steps. So every prompt that is drawn is learned from, once, and over a run
-no length of completions is favoured.
+Prompts are numbered as they are drawn. Number d belongs to the d % ranks-th of the ranks that train, and a step takes
+the oldest. With `--oversample` more are in work than a step needs, and it takes the oldest of those that are complete,
+as many of each rank. What it leaves goes on into the next step, and nothing is left so long that a token of it would be
+older than `--max_staleness` steps. So every prompt that is drawn is learned from, once, and over a run no length of
+completions is favoured.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -83,8 +85,9 @@ class Rollouts:
         self.collected: list[int] = []  # in the present step
         self.step = -1
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.positions = range(self.rank, args.prompts_per_step, self.ranks)
-        """of this rank's groups in a step"""
+        self.size = args.prompts_per_step  # prompts that the next `collect` takes, of all ranks
+        self.positions: Sequence[int] = range(self.rank, self.size, self.ranks)
+        """of this rank's groups among those that were collected last"""
         self.rows: dict[int, dict] = {}  # of this rank's prompts in work, urgent ones too
         self.done: dict[int, Group] = {}  # those of them that are complete
         self.urgent = 0  # minus the number of prompts that went before all that were drawn
@@ -100,23 +103,25 @@ class Rollouts:
 
     # ---- what scripts call ----
 
-    def submit(self, step: int, total_steps: int) -> None:
-        """Draw the prompts of step `step` (from 0), and those that may be in work beside them."""
-        size, left = self.args.prompts_per_step, max(0, total_steps - step - 1)
-        beside = min(round((self.ahead + self.args.oversample - 1) * size), left * size)
-        in_work = Counter(number % self.ranks for number in self.in_work)
-        missing = {rank: (size + beside) // self.ranks - in_work[rank] for rank in range(self.ranks)}
+    def submit(self, step: int, total_steps: int, size: int | None = None) -> None:
+        """Draw what step `step` (from 0) takes next, `size` prompts of all ranks (default: `--prompts_per_step`), and
+        those that may be in work beside them. With `--oversample` `size` is rounded up to a multiple of the ranks."""
+        a_step, left = self.args.prompts_per_step, max(0, total_steps - step - 1)
+        self.size = -(-(size or a_step) // self.lanes) * self.lanes
+        beside = min(round((self.ahead + self.args.oversample - 1) * a_step), left * a_step)
+        in_work = Counter(number % self.lanes for number in self.in_work)
+        missing = {lane: (self.size + beside) // self.lanes - in_work[lane] for lane in range(self.lanes)}
         fresh, numbers = [], self._numbers()
         while any(count > 0 for count in missing.values()):
             number = next(numbers)
-            if number not in self.used and number not in self.in_work and missing[number % self.ranks] > 0:
-                missing[number % self.ranks] -= 1
+            if number not in self.used and number not in self.in_work and missing[number % self.lanes] > 0:
+                missing[number % self.lanes] -= 1
                 fresh.append(number)
         self.in_work |= dict.fromkeys(fresh, step)
         self._ask([self._prompt(number) for number in fresh])
 
     def collect(self, step: int, meter: Meter) -> list[Group] | None:
-        """`samples_per_prompt` completions for as many of this rank's prompts as a step takes, in the order of
+        """`samples_per_prompt` completions for this rank's share of what was submitted, perhaps none, in the order of
         `positions`. Each knows its row and the versions of the weights that sampled it. Collective.
 
         None if the run was told to stop meanwhile: what this step has collected counts as never drawn, so that the
@@ -128,6 +133,10 @@ class Rollouts:
                 self.used.difference_update(self.pending.popleft().numbers)
         self._sample(step, meter)
         chosen = self._chosen(step)
+        self.positions = range(self.rank, self.size, self.ranks)
+        if self.args.oversample == 1:  # they need not be equally many of each rank
+            oldest = sorted(self.in_work)[: self.size]
+            self.positions = [i for i, number in enumerate(oldest) if self._is_mine(number)]
         groups = [self._take(number) for number in chosen]
         for number in chain(*distributed.gather_objects(chosen)):
             del self.in_work[number]
@@ -206,17 +215,29 @@ class Rollouts:
             self.rewards.begin([group], number)  # what a step needs first goes first
         return group
 
+    @property
+    def lanes(self) -> int:
+        """The oldest prompts of each of so many are taken. With `--oversample` every rank chooses among its own."""
+        return self.ranks if self.args.oversample > 1 else 1
+
+    def _candidates(self) -> list[int]:
+        """This rank's prompts that may be taken now, oldest first."""
+        numbers = sorted(self.in_work)
+        return list(filter(self._is_mine, numbers if self.args.oversample > 1 else numbers[: self.size]))
+
     def _chosen(self, step: int) -> list[int] | None:
-        """Which of this rank's prompts the step takes, oldest first. None while one of them is not complete, or one
-        that is left could then not be learned from in time."""
-        count, mine = len(self.positions), sorted(filter(self._is_mine, self.in_work))
-        if self.args.oversample == 1 or all(number in self.done for number in mine):
-            chosen = mine[:count]
-            return chosen if all(number in self.done for number in chosen) else None
-        chosen = [number for number in mine if number in self.done][:count]
-        left = [number for number in mine if number not in chosen]
-        late = any(self.in_work[x] + self.args.max_staleness < step + 1 + i // count for i, x in enumerate(left))
-        return None if len(chosen) < count or late else chosen
+        """Which of them are, oldest first. None while one of those is not complete, or one that is left could then not
+        be learned from in time."""
+        candidates = self._candidates()
+        complete = [number for number in candidates if number in self.done]
+        if len(complete) == len(candidates):
+            return complete if self.args.oversample == 1 else complete[: self.size // self.ranks]
+        if self.args.oversample == 1 or len(complete) < self.size // self.ranks:
+            return None
+        chosen, per_step = complete[: self.size // self.ranks], self.args.prompts_per_step // self.ranks
+        left = [number for number in candidates if number not in chosen]
+        late = any(self.in_work[x] + self.args.max_staleness < step + 1 + i // per_step for i, x in enumerate(left))
+        return None if late else chosen
 
     def _take(self, number: int) -> Group:
         del self.rows[number]

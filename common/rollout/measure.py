@@ -5,7 +5,7 @@ Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one mic
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -25,25 +25,31 @@ from common.rollout.colocated import Rollouts
 
 def gather_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
     """[P, ...] of every rank, whose groups have these positions in the step -> that of the whole step, in order, on
-    every rank: what is computed from it is the same on any number of ranks. Collective."""
+    every rank: what is computed from it is the same on any number of ranks. A rank may have none. Collective."""
     ranks = distributed.gather_objects((list(positions), x_PG))
     order = torch.tensor([position for positions_of_rank, _ in ranks for position in positions_of_rank]).argsort()
-    return torch.cat([x for _, x in ranks])[order]
+    return torch.cat([x for _, x in ranks if len(x)])[order]
 
 
 def lengths(groups: list[list[Sample]]) -> Tensor:
     """Tokens of each completion, those of an environment included, [P, G] int64."""
-    return torch.tensor([[len(sample.completion_ids) for sample in group] for group in groups])
+    return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
 
 
 def trained_counts(groups: list[list[Sample]]) -> Tensor:
     """How many tokens of each completion are trained on, [P, G] int64."""
-    return torch.tensor([[sum(sample.loss_mask) for sample in group] for group in groups])
+    return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
 
 
 def truncated(groups: list[list[Sample]]) -> Tensor:
     """Which completions were cut off, [P, G] bool."""
-    return torch.tensor([[sample.finish_reason == "length" for sample in group] for group in groups])
+    return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
+
+
+def _table(groups: list[list[Sample]], value: Callable[[Sample], float], dtype: torch.dtype) -> Tensor:
+    """[P, G]; [0, 1] without groups, which goes with any G."""
+    table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
+    return table.reshape(len(groups), -1 if groups else 1)
 
 
 def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:

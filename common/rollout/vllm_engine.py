@@ -108,7 +108,7 @@ class VLLMEngine(Engine):
         )
         self.client = self.llm.llm_engine.engine_core
         self.core = self.client.engine_core
-        self.requests = {}  # by their temperature
+        self.requests = {}  # by what they have in common
         size = self.args.tensor_parallel_size
         first = dist.get_rank() // size * size
         self.place = dist.get_rank() - first
@@ -136,9 +136,10 @@ class VLLMEngine(Engine):
     # dictionaries of log-probs for every token, in the time in which a GPU could go on: so its core is asked.
 
     def _begin(self, name, completion):
-        if completion.temperature not in self.requests:
-            self.requests[completion.temperature] = self._request(completion.temperature)
-        request = copy(self.requests[completion.temperature])
+        kind = completion.temperature, tuple(self.eos_ids)
+        if kind not in self.requests:
+            self.requests[kind] = self._request(completion.temperature)
+        request = copy(self.requests[kind])
         request.request_id = name
         request.prompt_token_ids = completion.prompt + completion.ids
         request.sampling_params = params = copy(request.sampling_params)

@@ -73,9 +73,22 @@ def make(device, monkeypatch):
     return make
 
 
-def step(rollouts: Rollouts, number: int, total: int = 100):
-    rollouts.submit(number, total)
+def step(rollouts: Rollouts, number: int, total: int = 100, size: int | None = None):
+    rollouts.submit(number, total, size)
     return rollouts.collect(number, Meter())
+
+
+def step_of_ranks(shares: list[Rollouts], number: int, total: int = 100, size: int | None = None) -> list[list]:
+    """Of several ranks; each is told what a gather would have told it."""
+    before = [len(rollouts.collected) for rollouts in shares if rollouts.step == number] or [0] * len(shares)
+    groups = [step(rollouts, number, total, size) for rollouts in shares]
+    taken = [rollouts.collected[count:] for rollouts, count in zip(shares, before, strict=True)]
+    for rollouts, own in zip(shares, taken, strict=True):
+        for other in set(chain(*taken)) - set(own):
+            del rollouts.in_work[other]
+            rollouts.used.add(other)
+            rollouts.collected.append(other)
+    return groups
 
 
 def rows(groups) -> list[str]:
@@ -99,13 +112,24 @@ def test_every_row_once_an_epoch_with_seeds_and_version(make):
     assert rollouts.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
 
 
-def test_ranks_divide_a_step_without_changing_it(make):
-    whole, first, second = make(), make(0, 2), make(1, 2)
-    for number in range(3):
-        groups, mine, theirs = (step(rollouts, number) for rollouts in (whole, first, second))
-        for share, positions in ((mine, first.positions), (theirs, second.positions)):
-            assert [s.ids for g in share for s in g] == [s.ids for i in positions for s in groups[i]]
-    assert sorted([*first.positions, *second.positions]) == [*whole.positions]
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_ranks_divide_a_step_without_changing_it_however_many_prompts_it_takes_at_a_time(make, ranks, ahead):
+    """Fewer than there are ranks, too: some of those have no prompt then, and none is left behind."""
+    whole, shares = make(), [make(rank, ranks) for rank in range(ranks)]
+    sizes = [(4,), (4, 1, 3), (None,), (2, 1), (4,)]
+    for rollouts in (whole, *shares):
+        rollouts.ahead = ahead
+    for number, of_step in enumerate(sizes):
+        for size in of_step:
+            groups, of_ranks = step(whole, number, size=size), step_of_ranks(shares, number, size=size)
+            assert len(groups) == (size or 4) and whole.in_work == shares[0].in_work
+            for rollouts, share in zip(shares, of_ranks, strict=True):
+                expected = [s.ids for i in rollouts.positions for s in groups[i]]
+                assert [s.ids for group in share for s in group] == expected
+            assert sorted(chain(*(rollouts.positions for rollouts in shares))) == [*whole.positions]
+    assert len(whole.in_work) == 4 * ahead and max(whole.in_work, default=22) == 22 + 4 * ahead
+    assert all(rollouts.state_dict() == whole.state_dict() for rollouts in shares)
 
 
 def test_the_engine_is_given_the_weights_of_now_before_it_samples_and_sleeps_after(make):
@@ -143,6 +167,19 @@ def test_of_more_prompts_than_it_needs_a_step_takes_the_oldest_that_are_complete
     assert taken[0] == [name for name in drawn[:6] if name in taken[0]], "in the order in which they were drawn"
     assert Counter(name for names in taken for name in names) == Counter(drawn), "nothing is lost, nothing comes twice"
     assert rollouts.state_dict() == whole.state_dict()
+
+
+def test_oversampling_ranks_take_equally_many_of_each_however_few_a_step_asks_for(make):
+    """Else the prompts of one would be drawn faster than it learns from them."""
+    shares, taken = [make(rank, 2, oversample=1.5) for rank in range(2)], []
+    for number in range(6):
+        for size in (4, 3, 1):
+            groups = step_of_ranks(shares, number, size=size)
+            assert [len(share) for share in groups] == [-(-size // 2)] * 2
+            assert sorted(chain(*(rollouts.positions for rollouts in shares))) == [*range(size + size % 2)]
+        taken += shares[0].collected
+        assert len(shares[0].pending) <= 5
+    assert len(set(taken)) == len(taken) == 6 * 10 and max(taken) < 70
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
@@ -187,15 +224,8 @@ def test_a_run_with_prompts_left_over_resumes_with_each_of_them_once(make, ranks
     for resumed in shares:
         resumed.load_state_dict(state)
     for number in range(3, 10):
-        for resumed in shares:
-            resumed.submit(number, 10)
-            resumed.collect(number, Meter())
-        chosen = [resumed.collected for resumed in shares]
-        taken += chain(*chosen)
-        for resumed, own in zip(shares, chosen, strict=True):  # what a gather would have told it
-            for other in set(chain(*chosen)) - set(own):
-                del resumed.in_work[other]
-                resumed.used.add(other)
+        step_of_ranks(shares, number, total=10)
+        taken += shares[0].collected
     assert len(set(taken)) == 40 and set(taken) >= set(range(40 if ranks == 1 else 37))
 
 
