@@ -74,6 +74,8 @@ class Sample:
     """the data row it came from, for the reward"""
     scores: Future | None = None
     """what rewards return for it, while they are computed"""
+    model_scores: dict[str, object] | None = None
+    """what reward models say of it, from when they are asked until it is used"""
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -6,8 +6,8 @@ every row at start and raises `ValueError` for one it cannot use. What may hang 
 deadline for each completion: math, code, and the user's own functions, which may be `async`, look at the completions of
 a prompt together, and give numbers of their own beside the reward (user_code.py has their forms).
 
-All but reward models, which are collective, is computed in a thread: of samples that are complete, while others are
-sampled or trained on.
+All but reward models is computed in a thread: of samples that are complete, while others are sampled or trained on.
+Reward models are collective, and are asked where all ranks do at once.
 """
 
 import math
@@ -77,6 +77,14 @@ class Rewards:
         for _ in groups:  # all are there when the thread takes the first: those that fit go to the pool in one go
             self.background.submit(self._score)
 
+    def ask_models(self, groups: list[Group]) -> None:
+        """What reward models say of those groups that they were not asked about: it is kept until `self` is called with
+        them. Collective; a rank may have none."""
+        new = [group for group in groups if group[0].model_scores is None]
+        values = {name: self.scorers[name](new) for name in self.collective}
+        for i, sample in enumerate(chain(*new)):
+            sample.model_scores = {name: of_name[i] for name, of_name in values.items()}
+
     def _score(self) -> None:
         """The first of all that is begun by now: in one go as many as give the pool enough to do, and no more, since
         what comes meanwhile may have to go before the others. But groups of unequal size apart: a function of a group
@@ -109,12 +117,11 @@ class Rewards:
         """
         samples, shape = list(chain(*groups)), (len(groups), -1 if groups else 1)
         self.begin([group for group in groups if group[0].scores is None])
-        returned = {name: self.scorers[name](groups) for name in self.collective}  # while the thread is at the others
-        scores = [sample.scores.result() for sample in samples]
+        self.ask_models(groups)  # while the thread is at the others
+        returned = [sample.scores.result() | sample.model_scores for sample in samples]
         for sample in samples:
-            sample.scores = None
-        returned |= {name: [of_sample[name] for of_sample in scores] for name in self.scorers.keys() - returned.keys()}
-        read = {name: [_read(value) for value in returned[name]] for name in self.scorers}
+            sample.scores = sample.model_scores = None
+        read = {name: [_read(of_sample[name]) for of_sample in returned] for name in self.scorers}
         for name, of_name in read.items():
             for sample, (_, numbers) in zip(samples, of_name, strict=True):
                 for key, number in numbers.items():

@@ -220,21 +220,23 @@ class Rollouts:
         """The oldest prompts of each of so many are taken. With `--oversample` every rank chooses among its own."""
         return self.ranks if self.args.oversample > 1 else 1
 
-    def _candidates(self) -> list[int]:
-        """This rank's prompts that may be taken now, oldest first."""
-        numbers = sorted(self.in_work)
-        return list(filter(self._is_mine, numbers if self.args.oversample > 1 else numbers[: self.size]))
+    def _progress(self) -> tuple[list[int], list[int], int]:
+        """This rank's prompts that may be taken now, oldest first; those that are complete; how many of them will be
+        taken."""
+        numbers, oversampled = sorted(self.in_work), self.args.oversample > 1
+        candidates = [number for number in (numbers if oversampled else numbers[: self.size]) if self._is_mine(number)]
+        complete = [number for number in candidates if number in self.done]
+        return candidates, complete, self.size // self.ranks if oversampled else len(candidates)
 
     def _chosen(self, step: int) -> list[int] | None:
-        """Which of them are, oldest first. None while one of those is not complete, or one that is left could then not
-        be learned from in time."""
-        candidates = self._candidates()
-        complete = [number for number in candidates if number in self.done]
+        """Which are taken, oldest first. None while too few are complete, or one that is left could then not be learned
+        from in time."""
+        candidates, complete, count = self._progress()
         if len(complete) == len(candidates):
-            return complete if self.args.oversample == 1 else complete[: self.size // self.ranks]
-        if self.args.oversample == 1 or len(complete) < self.size // self.ranks:
+            return complete[:count]
+        if len(complete) < count:
             return None
-        chosen, per_step = complete[: self.size // self.ranks], self.args.prompts_per_step // self.ranks
+        chosen, per_step = complete[:count], self.args.prompts_per_step // self.ranks
         left = [number for number in candidates if number not in chosen]
         late = any(self.in_work[x] + self.args.max_staleness < step + 1 + i // per_step for i, x in enumerate(left))
         return None if late else chosen

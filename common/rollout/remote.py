@@ -31,6 +31,8 @@ from common.rollout.episodes import Episodes
 from common.rollout.mail import Done, Mail, NewWeights, Ready, Work, close_link, leaders, weights_link, worker
 from common.timeline import Span, Timeline
 
+PARTS = 4  # of a step's prompts: reward models are asked about each when it is complete
+
 
 def make_rollouts(
     model: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards | None = None
@@ -115,6 +117,9 @@ class RemoteRollouts(Rollouts):
 
     def _sample(self, step: int, meter: Meter) -> None:
         self._send(step, meter)
+        # In parts they are packed otherwise: without staleness every bit is that of the colocated run.
+        if self.rewards is not None and self.rewards.collective and self.args.max_staleness > 0:
+            self._ask_models_meanwhile(meter)
         self._wait(lambda: self._chosen(step) is not None, meter)
         now = time.perf_counter()
         meter.mean("idle/training_ranks", self.waited, now - self.collected_at)
@@ -123,6 +128,17 @@ class RemoteRollouts(Rollouts):
             for name, (total, weight) in load.items():
                 meter.mean(name, total, weight)
         self.loads = []
+
+    def _ask_models_meanwhile(self, meter: Meter) -> None:
+        """What reward models say of what is complete, while the rest is sampled. Collective: all ranks ask as often."""
+        for part in range(1, PARTS):
+            self._wait(lambda part=part: self._has_part(part), meter)
+            with meter.time("reward"):
+                self.rewards.ask_models(list(self.done.values()))
+
+    def _has_part(self, part: int) -> bool:
+        _, complete, count = self._progress()
+        return PARTS * len(complete) >= part * count
 
     def _sample_all(self, step: int, numbers: list[int]) -> None:
         self._send(step, meter := Meter())

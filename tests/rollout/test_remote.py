@@ -14,6 +14,8 @@ from test_grpo import REWARD
 
 import rloo
 from common.checkpoint import prepare_output_dir
+from common.hub import load_tokenizer
+from tests.rewards.test_models import by_transformers, save_classifier
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +105,21 @@ def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, tmp_path):
     assert "vllm" in extra or all(line["sampling/version_spread/max"] == 0 for line in lines)
     assert {line["what"] for line in timeline(tmp_path, 1)} >= {"sample", "weights"}
     assert {line["what"] for line in timeline(tmp_path, 0)} >= {"rollout", "train", "step", "sync"}
+
+
+def test_reward_models_are_asked_about_what_is_complete_while_the_rest_is_sampled(flags, tmp_path):
+    judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
+    extra = ("--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
+    where = ("--rollout_ranks", 1, "--max_staleness", 2, "--oversample", 1.5, "--output_dir", folder)
+    run(3, "rloo.py", *flags, *extra, *where)
+    tokenizer = load_tokenizer(str(judge))
+    for line in lines(folder)[::7]:
+        ids = tokenizer(line["prompt"] + line["completion"])["input_ids"]
+        ids += [tokenizer.eos_token_id] * (line["finish_reason"] == "stop")
+        assert line["reward"] == pytest.approx(by_transformers(judge, ids), abs=1e-4)
+    did = sorted(timeline(folder, 0), key=lambda span: span["began"])
+    did = [span["what"] for span in did if span["what"] in ("rollout", "reward", "train")]
+    assert "rollout" in did[did.index("reward") : did.index("train")], did
 
 
 def timeline(folder, rank: int) -> list[dict]:
