@@ -5,12 +5,13 @@
     python bench/stream.py --workload a --seeds 1 --steps 6     # a small trial, of the stream alone
     python bench/stream.py --workload lengths                   # whether --oversample favours some lengths
 
-grpo.py on two ranks, four workloads:
+grpo.py on two ranks, five workloads:
 
     a  lengths spread like real ones: an answer and a geometric number of dots, 40 on average, cut at 256 tokens
     b  an environment that takes 0 to 200 ms for an answer, by the row, and two turns
     c  the completions of a, and a reward that takes 50 ms each (4 processes a rank)
     d  the same with 2 processes: rewards take longer than sampling
+    e  the completions of a, and a reward model of 7M parameters with random weights, which counts nothing
 
 The models come from sft.py, of `arithmetic` and then of rows that are made here of its sums; the number of dots is
 random, so the policy has learned their distribution. The two sides of a seed run one after the other, so that the
@@ -32,13 +33,16 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 from seeds import launch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.metrics import read_metrics
 from common.tasks import arithmetic_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/stream"
+JUDGE = RUNS / "judge"
 USER = ROOT / "bench/stream_user.py"
 MEAN_DOTS, MOST_DOTS = 40, 250
 SFT_STEPS = dict(dots=150, sums=400)
@@ -68,7 +72,11 @@ WORKLOADS = {
     "b": ((*SUMS, *FEW), 8, ("1 + 1, S = 1", "2")),
     "c": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
     "d": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 2), 12, ("1 + 1, S = 1", "2")),
-}
+    "e": (
+        (*DOTS, *MANY, "--reward", f"{USER}:before_dots", f"model:{JUDGE}", "--reward_weights", 1, 0),
+        12, ("1 + 1, S = 1", "1 + 1, S = 2"),
+    ),
+}  # fmt: skip
 COMMON = ("--lr", 3e-5, "--log_every", 1000, "--save_every", 1000)
 
 
@@ -109,6 +117,16 @@ def make_models(needed: set[str]) -> None:
             "--warmup_steps", 20, "--eval_every", 1000, "--save_every", 1000,
         )  # fmt: skip
         print(f"sft.py, {name}: {launch(RUNS / name, 'sft.py', *map(str, flags)):.0f} s", flush=True)
+
+
+def make_judge() -> None:
+    """A reward model of the policy's words, seven times its size."""
+    config = AutoConfig.from_pretrained(RUNS / "dots/hf", num_labels=1)
+    config.hidden_size, config.intermediate_size = 2 * config.hidden_size, 2 * config.intermediate_size
+    config.num_hidden_layers, config.layer_types = 2 * config.num_hidden_layers, 2 * config.layer_types
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(JUDGE)
+    AutoTokenizer.from_pretrained(RUNS / "dots/hf").save_pretrained(JUDGE)
 
 
 # ---- runs ----
@@ -189,11 +207,13 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="checkout of the last commit without the stream")
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, "lengths"], default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c, d), 30 (lengths)")
+    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c, d, e), 30 (lengths)")
     options = parser.parse_args()
     if options.before and not (options.before / "grpo.py").is_file():
         sys.exit(f"--before {options.before}: no checkout")
     make_models({"sums" if workload == "b" else "dots" for workload in options.workload})
+    if "e" in options.workload:
+        make_judge()
     table = []
     for workload in options.workload:
         if workload == "lengths":

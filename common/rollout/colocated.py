@@ -16,7 +16,7 @@ completions is favoured.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -272,26 +272,21 @@ class Rollouts:
         with meter.time("sync"):
             self._wake(step)
         with meter.time("rollout"):
-            while self.engine.anybody(self._chosen(step) is None):
-                self._advance()
-                for name, value in self.engine.occupancy().items():
-                    meter.mean(f"engine/{name}", value)
-            self._sleep()  # hand weights and KV-cache memory back to the trainer
+            self._advance(lambda: self._chosen(step) is not None, meter)
 
     def _sample_all(self, step: int, numbers: list[int]) -> None:
         """Until these are complete, by the weights after `step` steps."""
         self._wake(step)
-        while self.engine.anybody(not all(number in self.done for number in numbers)):
-            self._advance()
-        self._sleep()
-
-    def _advance(self) -> None:
-        self.done |= {number: self._arrived(number, group) for number, group in self.episodes.step()}
+        self._advance(lambda: all(number in self.done for number in numbers), Meter())
 
     def _wake(self, step: int) -> None:
         self.engine.wake()
         self.engine.load_weights(whole_weights(self.model, self.engine.dtype), step)
 
-    def _sleep(self) -> None:
+    def _advance(self, until: Callable[[], bool], meter: Meter) -> None:
+        while self.engine.anybody(not until()):
+            self.done |= {number: self._arrived(number, group) for number, group in self.episodes.step()}
+            for name, value in self.engine.occupancy().items():
+                meter.mean(f"engine/{name}", value)
         self.engine.interrupt()
-        self.engine.sleep()
+        self.engine.sleep()  # hand weights and KV-cache memory back to the trainer
