@@ -49,8 +49,6 @@ class Episode:
     """so far"""
     answered: int = 0
     """tokens that the environment has said since"""
-    listened: bool = False
-    """whether there is an environment"""
 
 
 class Episodes:
@@ -139,7 +137,6 @@ class Episodes:
             return self._end(episode)
         if episode.turn == 1:
             self.environments.reset(episode.number, episode.asked.row)
-            episode.listened = True
         self.environments.step(episode.number, spoken.text)
         self.listening[episode.number] = episode
 
@@ -166,7 +163,7 @@ class Episodes:
         asked = episode.asked
         asked.samples[episode.place] = episode.sample
         if self.environments is not None:
-            if episode.listened:
+            if episode.number in self.environments.episodes:  # not of one that the first turn ended
                 self.environments.end(episode.number)
             episode.sample.transcript = self.tokenizer.decode(episode.sample.completion_ids)
         if asked.is_done:
