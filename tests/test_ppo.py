@@ -215,9 +215,9 @@ def test_the_logged_kl_is_the_log_ratio_whatever_the_penalty_estimates(flags, ma
 
 
 @pytest.mark.slow
-def test_reward_model_value_model_warm_up_and_early_stop(flags, main, device, tmp_path):
-    tiny = str(flags[flags.index("--model") + 1])
-    export_hf(load_scalar_model(tiny, ppo.Args(), device), load_tokenizer(tiny), tmp_path / "rm")
+def test_reward_model_value_model_warm_up_and_early_stop(flags, small, main, device, tmp_path):
+    model = str(small[1])
+    export_hf(load_scalar_model(model, ppo.Args(), device), load_tokenizer(model), tmp_path / "rm")
     extra = ("--reward", f"model:{tmp_path / 'rm'}", "--value_model", tmp_path / "rm", "--max_steps", 2)
     extra += ("--value_warmup_steps", 1, "--kl_stop", 1e-9, "--max_new_tokens", 4, "--output_dir", tmp_path / "run")
     main("ppo", *flags, *extra)
