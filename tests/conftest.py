@@ -19,6 +19,7 @@ from common.hub import eos_token_ids, load_tokenizer
 from common.models import Policy, load_policy
 from common.rollout.base import Engine
 from common.rollout.engine import make_engine, whole_weights
+from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 
 NEW_TOKENS = 24
@@ -88,6 +89,23 @@ def policy(device) -> Policy:
     return policy
 
 
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> tuple[str | Path, ...]:
+    """Flags of a short run: one of the tiny model's four layers, and 200 of the task's questions."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("small")
+    model, rows = shutil.copytree(tiny_model(), folder / "model"), folder / "rows.jsonl"
+    config = json.loads((model / "config.json").read_text())
+    fewer = dict(num_hidden_layers=1, layer_types=config["layer_types"][:1])
+    (model / "config.json").write_text(json.dumps(config | fewer))
+    file = model / "model.safetensors"
+    weights = {name: w for name, w in load_file(file).items() if ".layers." not in name or ".layers.0." in name}
+    save_file(weights, file, metadata=dict(format="pt"))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:200]))
+    return "--model", model, "--dataset", rows
+
+
 @pytest.fixture
 def synced(engine, policy) -> Engine:
     engine.wake()
@@ -95,9 +113,9 @@ def synced(engine, policy) -> Engine:
     return engine
 
 
-def talkative(folder: Path) -> Path:
-    """The tiny model, in `folder`, whose completions are short also untrained: most letters end one."""
-    shutil.copytree(tiny_model(), folder)
+def talkative(folder: Path, model: str | Path | None = None) -> Path:
+    """The tiny model or another, in `folder`, whose completions are short also untrained: most letters end one."""
+    shutil.copytree(model or tiny_model(), folder)
     path = folder / "generation_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)])))

@@ -55,11 +55,11 @@ def teacher(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def flags(teacher, tmp_path_factory):
+def flags(teacher, small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--teacher", teacher, "--reward", f"{reward}:digits", "--max_steps", 3, "--save_every", 2,
+        "--teacher", teacher, *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--save_every", 2,
         "--prompts_per_step", 8, "--samples_per_prompt", 2, "--minibatches", 2, "--epochs_per_rollout", 2,
         "--on_policy_fraction", 0.5, "--divergence", "jsd", "--jsd_beta", 0.3, "--temperature", 0.8,
         "--max_new_tokens", 12, "--lr", 1e-4, "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1,
@@ -73,7 +73,7 @@ SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "samp
 @pytest.fixture(scope="module")
 def two_ranks(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "distill.py", *flags, "--save_every", 1, "--output_dir", folder)
+    run(2, "distill.py", *flags, "--output_dir", folder)
     return folder
 
 
@@ -197,19 +197,18 @@ def test_held_out_rows_without_completions(main, flags, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_teachers_forwards_are_counted(main, flags, tmp_path):
+def test_the_teachers_forwards_are_counted(main, flags, small, tmp_path):
     """A forward of the same model beside a forward and a backward: a third more than with what it has stored."""
     flops = []
     for stored in ("live", "stored"):
-        own = (*OFFLINE, "--teacher", tiny_model(), "--teacher_logprobs", stored, "--max_steps", 1)
+        own = (*OFFLINE, "--teacher", small[1], "--teacher_logprobs", stored, "--max_steps", 1)
         main("distill", *flags, *own, "--output_dir", tmp_path / stored)
         (line,) = metrics(tmp_path / stored)
         flops.append(line["speed/tflops"] * (line["time/train"] + line["time/logprobs"]))
     assert flops[0] == pytest.approx(4 / 3 * flops[1])
 
 
-OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--dataset_split", "test", "--eval_split", "train",
-           "--pack_tokens", 200)  # fmt: skip
+OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--pack_tokens", 200)
 
 
 @pytest.mark.slow
@@ -218,7 +217,7 @@ def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, te
     is not loaded."""
     flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
     main("distill", *flags, "--output_dir", tmp_path / "live")
-    monkeypatch.setattr(teachers, "CHUNK", 64)
+    monkeypatch.setattr(teachers, "CHUNK", 25)
     main("distill", *flags, *stored, "--output_dir", tmp_path / "stored")
     files = sorted((tmp_path / "stored/teacher_logprobs").glob("*.safetensors"))
     assert len(files) == 8 and load_file(files[-1])["logprobs"].shape[1] == 8
@@ -255,7 +254,7 @@ def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, te
     with_kill.write_text(f"""
 import os, runpy, signal
 from common import teachers
-teachers.CHUNK, save, written = 64, teachers.save_file, []
+teachers.CHUNK, save, written = 25, teachers.save_file, []
 
 def save_some(tensors, file):
     save(tensors, file)
@@ -307,8 +306,8 @@ def test_the_student_comes_closer(main, flags, changed, where, tmp_path):
 
 
 @pytest.mark.slow
-def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, tmp_path):
-    own = ("--teacher", tiny_model(), "--reward", "--max_steps", 1, "--eval_every", 1)
+def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, small, tmp_path):
+    own = ("--teacher", small[1], "--reward", "--max_steps", 1, "--eval_every", 1, "--eval_size", 50)
     own += ("--minibatches", 1, "--epochs_per_rollout", 1)  # a step along a gradient that is not quite 0 is a step
     main("distill", *flags, *own, "--output_dir", tmp_path)
     (before, line) = metrics(tmp_path)

@@ -46,15 +46,15 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(data, tmp_path_factory):
+def two_ranks(data, small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "dpo.py", *STEPS, *EVERY_OBJECTIVE, "--dataset", data, "--output_dir", folder)
+    run(2, "dpo.py", *STEPS, *small, *EVERY_OBJECTIVE, "--dataset", data, "--output_dir", folder)
     return folder
 
 
 @pytest.mark.slow
-def test_every_objective_is_the_same_on_other_ranks_and_packing(two_ranks, data, tmp_path, main):
-    flags = ("--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
+def test_every_objective_is_the_same_on_other_ranks_and_packing(two_ranks, data, small, tmp_path, main):
+    flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
     main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
     # At the first step nothing has been amplified by the optimizer: log-ratios are rounding, log-probs are not.
     assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=1e-5, floor=0.1)
@@ -71,10 +71,10 @@ def test_the_first_sigmoid_loss_is_ln_2(two_ranks):
 
 
 @pytest.mark.slow
-def test_sorting_a_micro_batch_would_be_noticed(two_ranks, data, tmp_path, main, monkeypatch):
+def test_sorting_a_micro_batch_would_be_noticed(two_ranks, data, small, tmp_path, main, monkeypatch):
     """The negative control: the optimal-transport losses over what one pack holds."""
     monkeypatch.setattr(dpo, "OVER_BATCH", set())
-    flags = ("--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
+    flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
     main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
     # At the first step all log-ratios are 0, whatever they are sorted by.
     for name in ("loss/aot", "loss/aot_unpaired"):
@@ -83,9 +83,9 @@ def test_sorting_a_micro_batch_would_be_noticed(two_ranks, data, tmp_path, main,
 
 
 @pytest.mark.slow
-def test_it_resumes_exactly(data, tmp_path, main):
+def test_it_resumes_exactly(data, small, tmp_path, main):
     """With the log-probs of the reference that the first run has stored."""
-    flags = (*STEPS, "--loss", "sigmoid", "aot", "--beta", 0.5, "--dataset", data)
+    flags = (*STEPS, *small, "--loss", "sigmoid", "aot", "--beta", 0.5, "--dataset", data)
     main("dpo", *flags, "--output_dir", tmp_path / "run")
     assert (tmp_path / "run" / "reference_logps.json").is_file()
     inprocess.assert_resumes_exactly(main, "dpo", *flags, folder=tmp_path / "run", finished=6)
@@ -211,12 +211,12 @@ def test_the_objectives_that_sort_are_known():
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(tmp_path, main):
+def test_arithmetic_preferences_are_learned(small, tmp_path, main):
     """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/dpo.md)."""
-    rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2880]]
+    rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:3840]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    flags = ("--max_steps", 45, "--batch_size", 64, "--lr", 2e-3, "--warmup_steps", 10, "--eval_every", 45, "--beta", 1,
-             "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
+    flags = (*small, "--max_steps", 60, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 60,
+             "--beta", 1, "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
              f"known={tmp_path}/train.jsonl")  # fmt: skip
     main("dpo", *flags, "--output_dir", tmp_path / "out")
     last = metrics(tmp_path / "out")[-1]

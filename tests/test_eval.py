@@ -6,8 +6,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
-import time
 
 import helpers
 import inprocess
@@ -37,15 +35,15 @@ evaluation = importlib.import_module("eval")  # `import eval` would hide the bui
 
 
 @pytest.fixture(scope="module")
-def models(device, tmp_path_factory):
+def models(small, device, tmp_path_factory):
     """A language model that answers with digits (the untrained one, less random), and a reward model."""
     folder = tmp_path_factory.mktemp("models")
-    tokenizer, args = load_tokenizer(tiny_model()), TrainArgs(dtype="float32")
-    policy = load_policy(tiny_model(), args, device)
+    path, args = str(small[1]), TrainArgs(dtype="float32")
+    tokenizer, policy = load_tokenizer(path), load_policy(path, args, device)
     with torch.no_grad():
         dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(2.0)
     export_hf(policy, tokenizer, folder / "policy")
-    export_hf(load_scalar_model(tiny_model(), args, device), tokenizer, folder / "rm")
+    export_hf(load_scalar_model(path, args, device), tokenizer, folder / "rm")
     return folder
 
 
@@ -108,7 +106,7 @@ def test_results_are_those_of_the_completions(one_rank):
 
 
 @pytest.mark.slow
-def test_two_ranks_also_killed_and_resumed_give_the_same(one_rank, flags, tmp_path):
+def test_two_ranks_also_killed_and_resumed_give_the_same(one_rank, flags, main, tmp_path, capsys):
     """Also what a kill leaves behind: half a line."""
     whole = (one_rank / "completions.jsonl").read_text()
     (tmp_path / "completions.jsonl").write_text(whole[: whole.index("\n") + 50])
@@ -116,8 +114,9 @@ def test_two_ranks_also_killed_and_resumed_give_the_same(one_rank, flags, tmp_pa
     done = run(2, "eval.py", *flags, "--output_dir", tmp_path, "--resume", "must")
     assert "5 of 11 prompts sampled" in done.stdout and "11 of 11" in done.stdout
     assert (tmp_path / "completions.jsonl").read_text() == whole and results(tmp_path) == results(one_rank)
-    again = run(1, "eval.py", *flags, "--output_dir", tmp_path, "--ks", 3)
-    assert "sampled" not in again.stdout and "pass@3" in again.stdout and results(tmp_path) == results(one_rank)
+    main("eval", *flags, "--output_dir", tmp_path, "--ks", 3)
+    said = capsys.readouterr().out
+    assert "sampled" not in said and "pass@3" in said and results(tmp_path) == results(one_rank)
 
 
 @pytest.mark.slow
@@ -151,7 +150,7 @@ def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, devi
 
 
 @pytest.mark.slow
-def test_files_of_completions(one_rank, flags, tmp_path):
+def test_files_of_completions(one_rank, flags, main, tmp_path):
     """Its own file measured again gives its results; texts alone do too, but for what only samples have."""
     lines = completions(one_rank)
     texts = [dict(completion=line["completions"][0]["text"]) for line in lines]
@@ -159,7 +158,7 @@ def test_files_of_completions(one_rank, flags, tmp_path):
     (tmp_path / "greedy.jsonl").write_text(
         "".join(json.dumps(line | dict(completions=line["completions"][:1])) + "\n" for line in lines)
     )
-    run(1, "eval.py", *flags, "--completions", one_rank / "completions.jsonl", "--output_dir", tmp_path / "own")
+    main("eval", *flags, "--completions", one_rank / "completions.jsonl", "--output_dir", tmp_path / "own")
     assert results(tmp_path / "own") == results(one_rank)
     run(2, "eval.py", *flags, "--completions", tmp_path / "texts.jsonl", "--against", tmp_path / "greedy.jsonl",
         "--output_dir", tmp_path / "texts")  # fmt: skip
@@ -169,19 +168,15 @@ def test_files_of_completions(one_rank, flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(one_rank, flags, models, tmp_path):
+def test_killed_and_resumed(one_rank, flags, models, main, tmp_path):
     """Within the fourth of eleven batches: the reward holds the run there."""
     (models / "hold").write_text("4")
-    command = helpers.command(1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path)
-    file, deadline = tmp_path / "completions.jsonl", time.monotonic() + 300
-    with subprocess.Popen(command, cwd=helpers.ROOT, env=helpers.environment(), stdout=subprocess.DEVNULL) as process:
-        while not (file.is_file() and file.read_text().count("\n") == 3):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
-        process.kill()
+    file = tmp_path / "completions.jsonl"
+    with helpers.Ranks(1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path) as started:
+        helpers.until(lambda: file.is_file() and file.read_text().count("\n") == 3 or not helpers.alive(*started.pids))
     (models / "hold").unlink()
     assert file.read_text().count("\n") == 3
-    run(1, "eval.py", *flags, "--output_dir", tmp_path)
+    main("eval", *flags, "--output_dir", tmp_path)
     assert results(tmp_path) == results(one_rank)
     assert completions(tmp_path) == completions(one_rank)
 
@@ -318,20 +313,20 @@ def test_what_is_named_beside_is_looked_at_before_sampling(extra, words, one_ran
 
 
 @pytest.mark.slow
-def test_episodes_are_measured_again_as_they_were(tmp_path):
+def test_episodes_are_measured_again_as_they_were(small, main, tmp_path):
     """Of a file: what an environment gave comes from there. Against itself: every pair is a tie."""
-    model = talkative(tmp_path / "model")
+    model = talkative(tmp_path / "model", small[1])
     flags = ("--model", model, "--dataset", "calculator", "--environment", "calculator", "--max_prompts", 5,
              "--reward", "environment", "format", "--max_turns", 3, "--max_new_tokens", 60,
              "--engine", "transformers")  # fmt: skip
-    run(1, "eval.py", *flags, "--output_dir", tmp_path / "one")
+    main("eval", *flags, "--output_dir", tmp_path / "one")
     file = tmp_path / "one/completions.jsonl"
     lines = completions(tmp_path / "one")
     for i, line in enumerate(lines):  # the untrained model solves nothing
         for c in line["completions"]:
             c["turn_rewards"] = [[c["turn_rewards"][0][0] if c["turn_rewards"] else 0, i % 2 + 0.5]]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run(1, "eval.py", *flags, "--completions", file, "--against", file, "--output_dir", tmp_path / "two")
+    main("eval", *flags, "--completions", file, "--against", file, "--output_dir", tmp_path / "two")
     found = results(tmp_path / "two")
     assert found["win_rate"]["mean"] == 0.5 and found["overall"]["rewards"]["environment"]["mean"] == pytest.approx(0.9)
     (tmp_path / "texts.jsonl").write_text(GOOD * 5)

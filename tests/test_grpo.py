@@ -7,6 +7,7 @@ import math
 import shutil
 
 import helpers
+import inprocess
 import pytest
 import torch
 from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
@@ -18,6 +19,7 @@ from common.flags import with_flags
 from common.meter import Meter
 from common.packing import PackedBatch, Sample, pack
 
+main = inprocess.main
 REWARD = '''
 def digits(completion, row):
     """Varies among the completions of an untrained model, so there is something to learn from the first step."""
@@ -221,10 +223,10 @@ def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp
 
 
 @pytest.fixture(scope="module")
-def whole_flags(flags, reward):
+def whole_flags(flags, small, reward):
     """Ratios of whole completions, rewards normalised one by one over the batch, KL, entropy and penalties."""
     return (
-        *flags, "--reward", f"{reward}:digits", f"{reward}:first", "--reward_weights", 1, 0.5, "--loss", "topr",
+        *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first", "--reward_weights", 1, 0.5, "--loss", "topr",
         "--reduction", "sequence", "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2",
         "--entropy_coef", 0.01, "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
         "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2, "--engine", "transformers",
@@ -240,8 +242,8 @@ def two_ranks(whole_flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_with_every_part_of_the_family(two_ranks, whole_flags, tmp_path):
-    run(1, "grpo.py", *whole_flags, "--pack_tokens", 60, "--output_dir", tmp_path)
+def test_one_gradient_with_every_part_of_the_family(two_ranks, whole_flags, main, tmp_path):
+    main("grpo", *whole_flags, "--pack_tokens", 60, "--output_dir", tmp_path)
     assert [s["completion"] for s in samples(two_ranks)] == [s["completion"] for s in samples(tmp_path)]
     assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-4, floor=0.1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-4)
@@ -269,26 +271,27 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, killed, 
 
 
 @pytest.mark.slow
-def test_resumed_on_another_number_of_ranks(two_ranks, killed, whole_flags, tmp_path):
+def test_resumed_on_another_number_of_ranks(two_ranks, killed, whole_flags, main, tmp_path, capsys):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    assert "resuming from" in run(1, "grpo.py", *whole_flags, "--output_dir", tmp_path).stdout
+    main("grpo", *whole_flags, "--output_dir", tmp_path)
+    assert "resuming from" in capsys.readouterr().out
     assert [s["prompt"] for s in samples(two_ranks)] == [s["prompt"] for s in samples(tmp_path)]
     assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4, floor=0.1)
 
 
 @pytest.mark.slow
-def test_disagreement_stops_the_run_before_anything_is_learned(flags, tmp_path):
+def test_disagreement_stops_the_run_before_anything_is_learned(flags, small, tmp_path):
     extra = ("--max_logprob_difference", 1e-12, "--engine", "transformers")
-    done = run(2, "grpo.py", *flags, *extra, "--output_dir", tmp_path, code=1)
+    done = run(2, "grpo.py", *flags, *small, *extra, "--output_dir", tmp_path, code=1)
     assert done.stderr.count("error: engine and trainer differ by") == 1
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
 
 
 @needs_gsm8k
 @pytest.mark.slow
-def test_gsm8k_form_data_goes_through(tmp_path):
+def test_gsm8k_form_data_goes_through(main, tmp_path):
     """A step of the recipe on the real file, over an untrained model; docs/grpo.md has the full run."""
-    run(1, "grpo.py", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
-        "--output_dir", tmp_path, "--max_steps", 1, "--max_new_tokens", 32, "--eval_size", 4, "--prompts_per_step", 4,
-        "--samples_per_prompt", 4, "--engine", "transformers")  # fmt: skip
+    main("grpo", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
+         "--output_dir", tmp_path, "--max_steps", 1, "--max_new_tokens", 32, "--eval_size", 4, "--prompts_per_step", 4,
+         "--samples_per_prompt", 4, "--engine", "transformers")  # fmt: skip
     assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(tmp_path)[-1].keys()

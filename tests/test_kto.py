@@ -43,9 +43,9 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(data, tmp_path, main):
-    flags = (*STEPS, "--dataset", data)
-    run(2, "kto.py", *flags, "--output_dir", tmp_path / "two", timeout=600)
+def test_one_gradient_whatever_the_ranks_and_packing(data, small, tmp_path, main):
+    flags = (*STEPS, *small, "--dataset", data)
+    run(2, "kto.py", *flags, "--output_dir", tmp_path / "two")
     main("kto", *flags, "--pack_tokens", 700, "--max_length", 300, "--output_dir", tmp_path / "one")
     assert_close_metrics(tmp_path / "two", tmp_path / "one", SAME, rel=1e-5, floor=0.1)
     assert any(line["kl"] > 0 for line in metrics(tmp_path / "two"))
@@ -55,8 +55,8 @@ def test_one_gradient_whatever_the_ranks_and_packing(data, tmp_path, main):
 
 
 @pytest.mark.slow
-def test_it_resumes_exactly(data, tmp_path, main):
-    flags = (*STEPS, "--dataset", data)
+def test_it_resumes_exactly(data, small, tmp_path, main):
+    flags = (*STEPS, *small, "--dataset", data)
     main("kto", *flags, "--output_dir", tmp_path / "run")
     assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
     inprocess.assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=6)
@@ -159,12 +159,12 @@ def test_a_mismatch_is_a_completion_of_the_next_row_with_another_prompt():
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(tmp_path, main):
+def test_arithmetic_preferences_are_learned(small, tmp_path, main):
     """From the untrained model."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    flags = ("--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10, "--eval_every", 40, "--beta", 1,
-             "--eval_size", 64, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
+    flags = (*small, "--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10, "--eval_every", 40,
+             "--beta", 1, "--eval_size", 64, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
              f"known={tmp_path}/train.jsonl")  # fmt: skip
     main("kto", *flags, "--output_dir", tmp_path / "out")
     last = metrics(tmp_path / "out")[-1]

@@ -2,6 +2,7 @@
 
 import math
 
+import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, metrics, run
@@ -13,6 +14,7 @@ from common.meter import Meter
 from common.packing import Sample
 from online_dpo import best_and_worst, measure_pairs
 
+main = inprocess.main
 NAN = math.nan
 SAME = ("grad_norm", "reward", "entropy", "pairs/win_margin", "pairs/skipped_fraction", "rewards/accuracies",
         "logps/chosen", "logps/rejected", "num_tokens", "epoch")  # fmt: skip
@@ -55,11 +57,11 @@ def test_ties_and_skipped_groups_are_counted():
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 4, "--prompts_per_step", 8, "--samples_per_prompt", 3,
+        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 8, "--samples_per_prompt", 3,
         "--minibatches", 2, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01,
         "--sft_weight", 0.1, "--missing_eos_penalty", 0.2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
         "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
@@ -74,10 +76,11 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, tmp_path):
+def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, main, tmp_path, capsys):
     flags = (*flags, "--pack_tokens", 60, "--output_dir", tmp_path)
-    run(1, "online_dpo.py", *flags, "--max_steps", 2)
-    assert "resuming from" in run(1, "online_dpo.py", *flags).stdout
+    main("online_dpo", *flags, "--max_steps", 2)
+    main("online_dpo", *flags)
+    assert "resuming from" in capsys.readouterr().out
     assert samples(two_ranks, 1) == samples(tmp_path, 1)
     assert {sample["advantage"] for sample in samples(tmp_path, 1)} == {-1, 0, 1}
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
@@ -85,21 +88,21 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
-def test_learns(flags, tmp_path):
+def test_learns(flags, main, tmp_path):
     """From scratch, to write digits."""
-    extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--missing_eos_penalty", 0, "--max_steps", 15)
+    extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--missing_eos_penalty", 0, "--max_steps", 11)
     extra += ("--prompts_per_step", 32, "--samples_per_prompt", 4, "--minibatches", 1, "--epochs_per_rollout", 1)
-    run(1, "online_dpo.py", *flags, *extra, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path)
+    main("online_dpo", *flags, *extra, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path)
     rewards = [line["reward"] for line in metrics(tmp_path)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards  # 0.8 is to be had
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_that_of_equal_models_and_equal_rewards_teach_nothing(flags, tmp_path):
+def test_the_first_loss_is_that_of_equal_models_and_equal_rewards_teach_nothing(flags, main, tmp_path):
     """-log sigmoid(0) before the first update; with one reward for all no weight moves, whatever the rank."""
     extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--max_steps", 2, "--epochs_per_rollout", 1)
     flags = (*flags, *extra, "--minibatches", 1)
-    run(1, "online_dpo.py", *flags, "--output_dir", tmp_path / "a")
+    main("online_dpo", *flags, "--output_dir", tmp_path / "a")
     assert metrics(tmp_path / "a")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics(tmp_path / "a")[0]["kl"] == pytest.approx(0, abs=1e-5)
     (tmp_path / "reward.py").write_text("def same(completion, row):\n    return 1.0\n")

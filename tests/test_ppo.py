@@ -5,6 +5,7 @@ import itertools
 import math
 
 import helpers
+import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
@@ -15,11 +16,12 @@ from common import losses
 from common.advantages import gae
 from common.checkpoint import export_hf
 from common.flags import with_flags
-from common.hub import load_tokenizer, resolve_model
+from common.hub import load_tokenizer
 from common.meter import Meter
 from common.models import load_scalar_model
 from common.packing import PackedBatch, Sample, pack
 
+main = inprocess.main
 CPU, NAN = torch.device("cpu"), math.nan
 LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
 SCORES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
@@ -151,11 +153,11 @@ SMALL = ("loss", "objective/kl", "explained_variance", "policy/approx_kl")  # di
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 5, "--prompts_per_step", 16, "--samples_per_prompt", 2,
+        *small, "--reward", f"{reward}:digits", "--max_steps", 5, "--prompts_per_step", 8, "--samples_per_prompt", 2,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--value_lr", 3e-4, "--value_lambda", 1,
         "--kl_target", 0.01, "--kl_horizon", 100, "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
         "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
@@ -171,8 +173,8 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, tmp_path):
-    run(1, "ppo.py", *flags, "--pack_tokens", 60, "--output_dir", tmp_path)
+def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, main, tmp_path):
+    main("ppo", *flags, "--pack_tokens", 60, "--output_dir", tmp_path)
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and rewards
         assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-4)
@@ -201,24 +203,24 @@ def test_values_are_learned_and_beta_adapts(two_ranks):
 
 
 @pytest.mark.slow
-def test_the_logged_kl_is_the_log_ratio_whatever_the_penalty_estimates(flags, tmp_path):
+def test_the_logged_kl_is_the_log_ratio_whatever_the_penalty_estimates(flags, main, tmp_path):
     """With a penalty too small to matter the same policy is trained, and what the estimators make of it differs."""
     extra = ("--beta", 1e-9, "--kl_target", 0, "--kl_horizon", 10_000, "--value_warmup_steps", 0, "--max_steps", 2)
     logged = {}
     for name in ("k1", "k2"):
         folder = tmp_path / name
-        run(1, "ppo.py", *flags, *extra, "--lr", 1e-3, "--kl_estimator", name, "--output_dir", folder)
+        main("ppo", *flags, *extra, "--lr", 1e-3, "--kl_estimator", name, "--output_dir", folder)
         logged[name] = metrics(folder)[1]["objective/kl"]
     assert logged["k1"] == pytest.approx(logged["k2"], rel=1e-4) and abs(logged["k1"]) > 1e-3
 
 
 @pytest.mark.slow
-def test_reward_model_value_model_warm_up_and_early_stop(flags, device, tmp_path):
-    tiny = resolve_model("tiny")
-    export_hf(load_scalar_model(tiny, ppo.Args(), device), load_tokenizer(tiny), tmp_path / "rm")
+def test_reward_model_value_model_warm_up_and_early_stop(flags, small, main, device, tmp_path):
+    model = str(small[1])
+    export_hf(load_scalar_model(model, ppo.Args(), device), load_tokenizer(model), tmp_path / "rm")
     extra = ("--reward", f"model:{tmp_path / 'rm'}", "--value_model", tmp_path / "rm", "--max_steps", 2)
     extra += ("--value_warmup_steps", 1, "--kl_stop", 1e-9, "--max_new_tokens", 4, "--output_dir", tmp_path / "run")
-    run(1, "ppo.py", *flags, *extra)
+    main("ppo", *flags, *extra)
     warm_up, first = metrics(tmp_path / "run")
     assert "grad_norm" not in warm_up and warm_up["value_grad_norm"] > 0 and warm_up["updates"] == 2
     assert first["updates"] == 1, "the first update moves the policy off its samples, the second would be too far"
@@ -226,11 +228,11 @@ def test_reward_model_value_model_warm_up_and_early_stop(flags, device, tmp_path
 
 
 @pytest.mark.slow
-def test_learns(flags, tmp_path):
+def test_learns(flags, main, tmp_path):
     """From scratch, to write digits."""
-    extra = ("--max_steps", 18, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
+    extra = ("--max_steps", 14, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--lr", 5e-3, "--gae_lambda", 1)
     extra += ("--value_lr", 5e-3, "--value_warmup_steps", 0, "--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000)
     extra += ("--missing_eos_penalty", 0, "--max_new_tokens", 4, "--output_dir", tmp_path)
-    run(1, "ppo.py", *flags, *extra)
+    main("ppo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.4, rewards  # 0.8 is to be had

@@ -1,5 +1,6 @@
 """reinforce.py: what is whitened, one gradient whatever the ranks, exact resume with an adapted beta, learning."""
 
+import inprocess
 import pytest
 import torch
 from conftest import talkative
@@ -10,6 +11,7 @@ import reinforce
 from common.packing import Sample
 from common.rollout import measure
 
+main = inprocess.main
 SAME = ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")
 
 # ---- advantages ----
@@ -46,13 +48,14 @@ def test_every_advantage_is_another_one():
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
     (folder / "reward.py").write_text(REWARD)
     return (
-        "--model", talkative(folder / "talkative"), "--reward", f"{folder / 'reward.py'}:digits", "--max_steps", 4,
-        "--prompts_per_step", 8, "--samples_per_prompt", 3, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
-        "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        *small, "--model", talkative(folder / "talkative", small[1]), "--reward", f"{folder / 'reward.py'}:digits",
+        "--max_steps", 3, "--prompts_per_step", 8, "--samples_per_prompt", 3, "--minibatches", 2,
+        "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
+        "--engine", "transformers",
     )  # fmt: skip
 
 
@@ -73,11 +76,12 @@ def two_ranks(everything, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, everything, tmp_path):
+def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, everything, main, tmp_path, capsys):
     """Beta goes on from what it had become."""
     flags = (*everything, "--pack_tokens", 60, "--output_dir", tmp_path)
-    run(1, "reinforce.py", *flags, "--max_steps", 3)
-    assert "resuming from" in run(1, "reinforce.py", *flags).stdout
+    main("reinforce", *flags, "--max_steps", 2)
+    main("reinforce", *flags)
+    assert "resuming from" in capsys.readouterr().out
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and rewards
         assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-5)  # the KL is the reference's float32
@@ -90,11 +94,11 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["reinforce", "reinforce++_baseline"])
-def test_learns(preset, flags, tmp_path):
+def test_learns(preset, flags, main, tmp_path):
     """From scratch, to write digits."""
-    extra = ("--preset", preset, "--max_steps", 16, "--prompts_per_step", 16, "--samples_per_prompt", 8)
+    extra = ("--preset", preset, "--max_steps", 12, "--prompts_per_step", 16, "--samples_per_prompt", 8)
     extra += ("--minibatches", 1, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path)
-    run(1, "reinforce.py", *flags, *extra)
+    main("reinforce", *flags, *extra)
     lines = metrics(tmp_path)
     assert lines[0]["reward"] < 0.2 and lines[-1]["reward"] > 0.5, [
         line["reward"] for line in lines

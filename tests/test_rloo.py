@@ -2,6 +2,7 @@
 
 import itertools
 
+import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, metrics, run
@@ -10,6 +11,7 @@ from test_grpo import REWARD, samples
 from common.advantages import leave_one_out
 from common.losses import clip_policy_loss
 
+main = inprocess.main
 SAME = ("grad_norm", "reward", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")
 
 
@@ -29,13 +31,13 @@ def test_expected_gradient_is_that_of_the_expected_reward():
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 4, "--prompts_per_step", 4, "--samples_per_prompt", 4,
+        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--beta", 0.05, "--kl_target", 0.01, "--kl_horizon", 100, "--max_logprob_difference", 1e-4,
+        "--beta", 0.05, "--kl_target", 0.02, "--kl_horizon", 100, "--max_logprob_difference", 1e-4,
         "--engine", "transformers",
     )  # fmt: skip
 
@@ -48,11 +50,12 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, tmp_path):
+def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, main, tmp_path, capsys):
     """Beta goes on from what it had become."""
     flags = (*flags, "--pack_tokens", 40, "--output_dir", tmp_path)
-    run(1, "rloo.py", *flags, "--max_steps", 3)
-    assert "resuming from" in run(1, "rloo.py", *flags).stdout
+    main("rloo", *flags, "--max_steps", 2)
+    main("rloo", *flags)
+    assert "resuming from" in capsys.readouterr().out
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and scores
         assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-6)  # the KL is the reference's float32
@@ -65,10 +68,10 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
-def test_learns(flags, tmp_path):
+def test_learns(flags, main, tmp_path):
     """From scratch, to write digits."""
-    extra = ("--max_steps", 18, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
+    extra = ("--max_steps", 13, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
     extra += ("--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000, "--max_new_tokens", 4, "--output_dir", tmp_path)
-    run(1, "rloo.py", *flags, *extra)
+    main("rloo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.6, rewards  # 0.8 is to be had
