@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import sys
+from pathlib import Path
 
 import torch
 
@@ -22,14 +23,17 @@ OF_VLLM = [
     "vllm.v1.attention.backends.cpu_attn", "vllm.plugins.lora_resolvers.filesystem_resolver",
     "compressed_tensors.compressors",
 ]  # fmt: skip
+OURS = ["common.cli", "common.lora", "common.rollout.colocated", "common.rollout.vllm_engine", "common.run",
+        "common.token_cache"]  # fmt: skip
 
 logging.getLogger("vllm").setLevel(logging.ERROR)  # it says that a CPU has no Triton
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # no longer the tests
 gc.disable()
-for name in LIBRARIES + ([] if torch.cuda.is_available() else OF_VLLM):
+for name in LIBRARIES + OURS + ([] if torch.cuda.is_available() else OF_VLLM):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 gc.enable()
 gc.freeze()
 atexit.register(gc.unfreeze)  # or Triton complains of what leaks
 gc.unfreeze = lambda: None  # vLLM's shutdown calls it
-sys.path.pop(0)  # the folder of the tests, which this was found in
+sys.path.pop(0)
