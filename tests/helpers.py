@@ -150,8 +150,9 @@ class Moment:
         return (self.folder / "metrics.jsonl").is_file() and any(m["step"] >= self.step for m in metrics(self.folder))
 
 
-def _forkserver() -> BaseContext:
-    """With what is read at the import of torch and vLLM: not all of it would be read again in a rank."""
+def warm() -> BaseContext:
+    """Of processes that are forked from one that has imported the libraries already, see preload.py. It has what is
+    read at the import of torch and vLLM: not all of it would be read again in a rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preload"])
     vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -163,11 +164,10 @@ def _forkserver() -> BaseContext:
 
 
 class Ranks:
-    """What torchrun starts, forked from a process that has imported the libraries already, see preload.py. A context
-    manager: at its end none is left."""
+    """What torchrun starts, without the imports. A context manager: at its end none is left."""
 
     def __init__(self, ranks: int, script: str | Path, *flags: object, moment: Moment | None = None):
-        context = _forkserver()
+        context = warm()
         self.args, self.folder = (script, *flags), tempfile.TemporaryDirectory()
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
