@@ -19,6 +19,7 @@ from common.hub import eos_token_ids, load_tokenizer
 from common.models import Policy, load_policy
 from common.rollout.base import Engine
 from common.rollout.engine import make_engine, whole_weights
+from common.tasks import arithmetic_rows
 from common.tiny import tiny_model
 
 NEW_TOKENS = 24
@@ -31,6 +32,15 @@ settings.load_profile("no deadline")
 @dataclass
 class Args(OnlineArgs, SamplingArgs, TrainArgs):
     """Flags of a script that samples and trains."""
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory) -> Path:
+    """A file with the first rows of the built-in task: each rank takes a second to encode all of it, a run of a few
+    steps trains on less than these."""
+    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:400]))
+    return path
 
 
 @pytest.fixture(scope="session")
