@@ -35,6 +35,15 @@ class Args(OnlineArgs, SamplingArgs, TrainArgs):
 
 
 @pytest.fixture(scope="session")
+def sums(tmp_path_factory) -> Path:
+    """A file with the first rows of the built-in task: each rank takes a second to encode all of it, a run of a few
+    steps trains on less than these."""
+    path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:400]))
+    return path
+
+
+@pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
     """The device of a process group of one. What `setup` changes beside it is put back: the scripts that tests start
     must not inherit a rank, and Ctrl-C must stop pytest."""

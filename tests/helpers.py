@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
 from types import ModuleType
@@ -24,11 +26,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-LIBRARIES = [
-    "torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor", "tyro",
-    "transformers", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3",
-    "transformers.generation.utils", "rich.table", "matplotlib.pyplot",
-]  # fmt: skip
 PATIENCE = 600  # seconds after which what should end hangs: no test depends on less
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")
 
@@ -153,13 +150,24 @@ class Moment:
         return (self.folder / "metrics.jsonl").is_file() and any(m["step"] >= self.step for m in metrics(self.folder))
 
 
+def warm() -> BaseContext:
+    """Of processes that are forked from one that has imported the libraries already, see preload.py. It has what is
+    read at the import of torch and vLLM: not all of it would be read again in a rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preload"])
+    vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(PYTHONPATH=str(ROOT / "tests"), **vllm).items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+    return context
+
+
 class Ranks:
-    """What torchrun starts, forked from a process that has imported the libraries already: half of a short run's time
-    is imports. A context manager: at its end none is left."""
+    """What torchrun starts, without the imports. A context manager: at its end none is left."""
 
     def __init__(self, ranks: int, script: str | Path, *flags: object, moment: Moment | None = None):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(LIBRARIES)
+        context = warm()
         self.args, self.folder = (script, *flags), tempfile.TemporaryDirectory()
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

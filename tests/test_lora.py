@@ -496,8 +496,8 @@ NAMES = ("loss", "grad_norm", "num_tokens")
 
 
 @pytest.mark.slow
-def test_one_gradient_on_one_and_two_ranks_and_exact_resume(tmp_path, main):
-    flags = (*STEPS, "--warmup_steps", 0)
+def test_one_gradient_on_one_and_two_ranks_and_exact_resume(sums, tmp_path, main):
+    flags = (*STEPS, "--dataset", sums, "--warmup_steps", 0)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
     main("sft", *flags, "--pack_tokens", 400, "--max_length", 100, "--output_dir", tmp_path / "one")
     assert_close_metrics(tmp_path / "one", tmp_path / "two", NAMES, rel=1e-4)
@@ -510,11 +510,12 @@ def test_one_gradient_on_one_and_two_ranks_and_exact_resume(tmp_path, main):
 
 
 @pytest.mark.slow
-def test_checkpoints_go_from_two_ranks_to_one(tmp_path, main):
-    run(2, "sft.py", *STEPS, "--output_dir", tmp_path / "two")
+def test_checkpoints_go_from_two_ranks_to_one(sums, tmp_path, main):
+    flags = (*STEPS, "--dataset", sums, "--warmup_steps", 10)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "two", again, ignore=lambda *_: ["hf", "adapter", "step_000004"])
-    main("sft", *STEPS, "--output_dir", again)
+    main("sft", *flags, "--output_dir", again)
     assert_close_metrics(tmp_path / "two", again, NAMES, rel=1e-4)
     adapters = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (tmp_path / "two", again))
     for ours, theirs in zip(*(adapter.values() for adapter in adapters), strict=True):

@@ -66,25 +66,26 @@ CHANGES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", RUNS)
-def test_offload_changes_no_number_and_may_change_on_the_way(main, tmp_path, script):
+def test_offload_changes_no_number_and_may_change_on_the_way(main, sums, tmp_path, script):
     """From the checkpoint of one layout, another goes on to the same weights, bit for bit."""
+    flags = (*RUNS[script], *(["--dataset", sums, "--lr", 3e-3] if script == "sft" else []))
     folders = {offload: tmp_path / offload for change in CHANGES[script] for offload in change}
     for offload, folder in folders.items():
-        main(script, *RUNS[script], "--offload", offload, "--output_dir", folder)
+        main(script, *flags, "--offload", offload, "--output_dir", folder)
         assert_same_weights(folders["none"], folder)
         losses = [[line["loss"] for line in metrics(f) if line["step"]] for f in (folders["none"], folder)]
         assert losses[0] == losses[1] and len(losses[0]) == 2
     for before, after in CHANGES[script]:
         again = tmp_path / f"{before}_{after}"
         shutil.copytree(folders[before], again, ignore=lambda *_: ["hf", "step_000002"])
-        main(script, *RUNS[script], "--offload", after, "--output_dir", again)
+        main(script, *flags, "--offload", after, "--output_dir", again)
         assert_same_weights(folders["none"], again)
 
 
 @pytest.mark.slow
-def test_offload_on_two_ranks(tmp_path):
+def test_offload_on_two_ranks(sums, tmp_path):
     """Where FSDP does communicate."""
-    flags = ["--batch_size=8", "--max_steps=2", "--save_every=1", "--eval_every=0", "--dtype=float32"]
+    flags = ["--batch_size", 8, *SHORT, "--dataset", sums, "--lr", 3e-3]
     for offload in ("none", "all"):
         run(2, "sft.py", *flags, f"--offload={offload}", f"--output_dir={tmp_path / offload}")
     assert_same_weights(tmp_path / "none", tmp_path / "all")

@@ -2,8 +2,6 @@
 of docs/models.md is tested in test_coverage.py; this is what is special to experts."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from test_convert import saved
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from bench.models import ARGS, OUTSIDE, checkpoint, rows
+from bench.models import ARGS, checkpoint, rows
 from common.checkpoint import export_hf
 from common.hub import load_tokenizer, resolve_model
 from common.loading import EXPERTS
@@ -159,11 +157,11 @@ def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
 
 
 @pytest.mark.slow
-def test_resume_is_exact(main, tmp_path):
+def test_resume_is_exact(main, sums, tmp_path):
     """Of a run that balances its experts."""
     path = checkpoint("mixtral", tmp_path / "model")
     flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 4, "--batch_size", 4, "--save_every", 2)
-    flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0)
+    flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0, "--dataset", sums)
     main("sft", *flags, "--output_dir", tmp_path / "run")
     assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path / "run"))
     assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
@@ -267,7 +265,5 @@ def test_transformers_samples_from_what_is_trained(path, device):
 def test_vllm_samples_from_what_is_trained(model_type):
     """Weights come twice, as at every step: vLLM packs experts for its kernel."""
     pytest.importorskip("vllm")
-    command = [sys.executable, str(ROOT / "bench" / "models.py"), "--vllm", model_type]
-    done = subprocess.run(command, capture_output=True, text=True, env=OUTSIDE)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = run(1, "bench/models.py", "--vllm", model_type)
     assert json.loads(done.stdout.splitlines()[-1])["vllm"] < 1e-4

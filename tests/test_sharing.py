@@ -161,10 +161,12 @@ def test_the_gradient_is_that_of_plain_transformers(ranks, context, recompute, t
         ),
     ],
 )
-def test_scripts_with_context_ranks(main, script, ranks, flags, both, tmp_path):
+def test_scripts_with_context_ranks(main, script, ranks, flags, both, sums, tmp_path):
     """Two units of two ranks, or one beside a rank that only generates, are one rank; saved and exported like it. Also
     with two copies of a model under adapters that lives on the host."""
-    sampling = () if script == "dpo" else ("--engine", "transformers", "--prompts_per_step", 16)
+    of_the_task = ("--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)  # what dpo.py would take there
+    sampling = ("--engine", "transformers", "--prompts_per_step", 16)
+    sampling = ("--dataset", sums, *of_the_task) if script == "dpo" else sampling
     steps = ("--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *sampling, *both)
     main(script, *steps, "--output_dir", tmp_path / "one")
     run(ranks, f"{script}.py", *steps, *flags, "--output_dir", tmp_path / "many")

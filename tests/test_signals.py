@@ -38,8 +38,8 @@ def stopped_at(folder: Path) -> int:
 # ---- told to stop ----
 
 
-def test_one_rank_told_to_stop_stops_all_and_the_same_command_resumes(tmp_path):
-    flags = [*SFT, "--max_steps", 8]
+def test_one_rank_told_to_stop_stops_all_and_the_same_command_resumes(sums, tmp_path):
+    flags = [*SFT, "--dataset", sums, "--max_steps", 8]
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "whole")
     stopped = tmp_path / "stopped"
     with Ranks(2, "sft.py", *flags, "--output_dir", stopped, moment=Moment(stopped, step=2)) as ranks:
@@ -80,9 +80,10 @@ runpy.run_path("grpo.py", run_name="__main__")
     assert_same_weights(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_asked_twice_it_stops_at_once(tmp_path):
+def test_asked_twice_it_stops_at_once(sums, tmp_path):
     twice = Moment(tmp_path, step=2, signals=(signal.SIGTERM, signal.SIGTERM))
-    with Ranks(1, "sft.py", *SFT, "--max_steps", 8, "--output_dir", tmp_path, moment=twice) as ranks:
+    flags = [*SFT, "--dataset", sums, "--max_steps", 8, "--output_dir", tmp_path]
+    with Ranks(1, "sft.py", *flags, moment=twice) as ranks:
         assert ranks.end().returncode == -signal.SIGTERM
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
 
@@ -112,15 +113,15 @@ class Running:
         return done
 
 
-def test_the_launcher_passes_the_signal_on(tmp_path):
-    job = Running(2, "sft.py", *SFT, "--max_steps", 100_000, folder=tmp_path, after_step=2)
+def test_the_launcher_passes_the_signal_on(sums, tmp_path):
+    job = Running(2, "sft.py", *SFT, "--dataset", sums, "--max_steps", 100_000, folder=tmp_path, after_step=2)
     job.process.send_signal(signal.SIGINT)
     done = job.end()
     assert f"told to stop after step {stopped_at(tmp_path)}" in done.stdout, done.stderr
 
 
-def test_a_killed_rank_ends_the_run(tmp_path):
-    job = Running(2, "sft.py", *SFT, "--max_steps", 100_000, folder=tmp_path, after_step=2)
+def test_a_killed_rank_ends_the_run(sums, tmp_path):
+    job = Running(2, "sft.py", *SFT, "--dataset", sums, "--max_steps", 100_000, folder=tmp_path, after_step=2)
     os.kill(job.ranks[1], signal.SIGKILL)
     done = job.end()
     assert done.returncode == 1 and "error: rank 0 lost another rank: " in done.stderr, done.stderr

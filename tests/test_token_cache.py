@@ -1,6 +1,7 @@
 """Samples that are read from a file are those that would be in memory, and of nothing else than what was asked for."""
 
 import json
+import multiprocessing
 import os
 import random
 import socket
@@ -36,9 +37,27 @@ def load(args: sft.Args) -> list:
     return token_cache.load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
 
 
+class Warm:
+    """multiprocessing for common/tokenise.py: what it spawns is spared the imports. With two ranks it does spawn."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def get_context(self, method: str):
+        return self if method == "spawn" else multiprocessing.get_context(method)
+
+    def Process(self, target, args):
+        connection, _, *what = args
+        return helpers.warm().Process(target=with_its_parent, args=(target, connection, *what))
+
+
+def with_its_parent(target, connection, *what) -> None:
+    target(connection, os.getppid(), *what)
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """Where large data is kept, and all data is large."""
+    monkeypatch.setattr(tokenise, "multiprocessing", Warm())
     monkeypatch.setattr(token_cache, "SMALLEST", 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # of ranks
