@@ -99,20 +99,18 @@ def policy(device) -> Policy:
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory) -> tuple[str | Path, ...]:
-    """Flags of a short run: one of the tiny model's four layers, and 200 of the task's questions."""
+def small(sums, tmp_path_factory) -> tuple[str | Path, ...]:
+    """Flags of a short run: one of the tiny model's four layers, and some of the task's questions."""
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path_factory.mktemp("small")
-    model, rows = shutil.copytree(tiny_model(), folder / "model"), folder / "rows.jsonl"
+    model = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("small") / "model")
     config = json.loads((model / "config.json").read_text())
     fewer = dict(num_hidden_layers=1, layer_types=config["layer_types"][:1])
     (model / "config.json").write_text(json.dumps(config | fewer))
     file = model / "model.safetensors"
     weights = {name: w for name, w in load_file(file).items() if ".layers." not in name or ".layers.0." in name}
     save_file(weights, file, metadata=dict(format="pt"))
-    rows.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:200]))
-    return "--model", model, "--dataset", rows
+    return "--model", model, "--dataset", sums
 
 
 @pytest.fixture
