@@ -217,7 +217,7 @@ def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, te
     is not loaded."""
     flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
     main("distill", *flags, "--output_dir", tmp_path / "live")
-    monkeypatch.setattr(teachers, "CHUNK", 25)
+    monkeypatch.setattr(teachers, "CHUNK", 50)
     main("distill", *flags, *stored, "--output_dir", tmp_path / "stored")
     files = sorted((tmp_path / "stored/teacher_logprobs").glob("*.safetensors"))
     assert len(files) == 8 and load_file(files[-1])["logprobs"].shape[1] == 8
@@ -254,7 +254,7 @@ def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, te
     with_kill.write_text(f"""
 import os, runpy, signal
 from common import teachers
-teachers.CHUNK, save, written = 25, teachers.save_file, []
+teachers.CHUNK, save, written = 50, teachers.save_file, []
 
 def save_some(tensors, file):
     save(tensors, file)
