@@ -162,7 +162,8 @@ def test_a_new_head_depends_on_the_seed_alone(device):
 @pytest.mark.slow
 def test_arithmetic_preferences_are_learned(tmp_path, main):
     """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/rm.md)."""
-    flags = ("--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80)
+    flags = ("--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80,
+             "--eval_size", 500)  # fmt: skip
     file = few_of_the_task(tmp_path)
     sets = ("--dataset", file, "--eval_dataset", "arithmetic", f"known={file}")
     main("rm", *flags, *sets, "--output_dir", tmp_path)
