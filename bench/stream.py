@@ -73,8 +73,8 @@ WORKLOADS = {
     "c": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 4), 12, ("1 + 1, S = 1", "2")),
     "d": ((*DOTS, *MANY, "--reward", f"{USER}:slow", "--reward_workers", 2), 12, ("1 + 1, S = 1", "2")),
     "e": (
-        (*DOTS, *MANY, "--reward", f"{USER}:before_dots", f"model:{JUDGE}", "--reward_weights", 1, 0),
-        12, ("1 + 1, S = 1", "1 + 1, S = 2"),
+        (*DOTS, *FEW, "--reward", f"{USER}:before_dots", f"model:{JUDGE}", "--reward_weights", 1, 0),
+        16, ("1 + 1, S = 1",),
     ),
 }  # fmt: skip
 COMMON = ("--lr", 3e-5, "--log_every", 1000, "--save_every", 1000)
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="checkout of the last commit without the stream")
     parser.add_argument("--workload", nargs="+", choices=[*WORKLOADS, "lengths"], default=list(WORKLOADS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="default: 16 (a), 8 (b), 12 (c, d, e), 30 (lengths)")
+    parser.add_argument("--steps", type=int, help="default: 16 (a, e), 8 (b), 12 (c, d), 30 (lengths)")
     options = parser.parse_args()
     if options.before and not (options.before / "grpo.py").is_file():
         sys.exit(f"--before {options.before}: no checkout")
