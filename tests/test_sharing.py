@@ -164,10 +164,11 @@ def test_the_gradient_is_that_of_plain_transformers(ranks, context, recompute, t
 def test_scripts_with_context_ranks(main, script, ranks, flags, both, sums, tmp_path):
     """Two units of two ranks, or one beside a rank that only generates, are one rank; saved and exported like it. Also
     with two copies of a model under adapters that lives on the host."""
-    of_the_task = ("--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)  # what dpo.py would take there
-    sampling = ("--engine", "transformers", "--prompts_per_step", 16)
-    sampling = ("--dataset", sums, *of_the_task) if script == "dpo" else sampling
-    steps = ("--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *sampling, *both)
+    if script == "dpo":  # and what it would take of the whole task
+        data = ("--dataset", sums, "--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
+    else:
+        data = ("--engine", "transformers", "--prompts_per_step", 16)
+    steps = ("--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *data, *both)
     main(script, *steps, "--output_dir", tmp_path / "one")
     run(ranks, f"{script}.py", *steps, *flags, "--output_dir", tmp_path / "many")
     assert_close_metrics(tmp_path / "one", tmp_path / "many", ("loss", "grad_norm"), rel=1e-4, floor=0.1)

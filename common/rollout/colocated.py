@@ -107,7 +107,8 @@ class Rollouts:
         """Draw what step `step` (from 0) takes next, `size` prompts of all ranks (default: `--prompts_per_step`), and
         those that may be in work beside them. With `--oversample` `size` is rounded up to a multiple of the ranks."""
         a_step, left = self.args.prompts_per_step, max(0, total_steps - step - 1)
-        self.size = -(-(size or a_step) // self.lanes) * self.lanes
+        self.size = size or a_step
+        self.size += -self.size % self.lanes
         beside = min(round((self.ahead + self.args.oversample - 1) * a_step), left * a_step)
         in_work = Counter(number % self.lanes for number in self.in_work)
         missing = {lane: (self.size + beside) // self.lanes - in_work[lane] for lane in range(self.lanes)}
@@ -135,8 +136,7 @@ class Rollouts:
         chosen = self._chosen(step)
         self.positions = range(self.rank, self.size, self.ranks)
         if self.args.oversample == 1:  # they need not be equally many of each rank
-            oldest = sorted(self.in_work)[: self.size]
-            self.positions = [i for i, number in enumerate(oldest) if self._is_mine(number)]
+            self.positions = [i for i, number in enumerate(self._candidates()) if self._is_mine(number)]
         groups = [self._take(number) for number in chosen]
         for number in chain(*distributed.gather_objects(chosen)):
             del self.in_work[number]
@@ -220,13 +220,15 @@ class Rollouts:
         """The oldest prompts of each of so many are taken. With `--oversample` every rank chooses among its own."""
         return self.ranks if self.args.oversample > 1 else 1
 
+    def _candidates(self) -> list[int]:
+        """The prompts of all ranks that may be taken now, oldest first: without `--oversample` all of them will be."""
+        return sorted(self.in_work)[: None if self.args.oversample > 1 else self.size]
+
     def _progress(self) -> tuple[list[int], list[int], int]:
-        """This rank's prompts that may be taken now, oldest first; those that are complete; how many of them will be
-        taken."""
-        numbers, oversampled = sorted(self.in_work), self.args.oversample > 1
-        candidates = [number for number in (numbers if oversampled else numbers[: self.size]) if self._is_mine(number)]
+        """This rank's candidates; those that are complete; how many of them will be taken."""
+        candidates = list(filter(self._is_mine, self._candidates()))
         complete = [number for number in candidates if number in self.done]
-        return candidates, complete, self.size // self.ranks if oversampled else len(candidates)
+        return candidates, complete, self.size // self.ranks if self.args.oversample > 1 else len(candidates)
 
     def _chosen(self, step: int) -> list[int] | None:
         """Which are taken, oldest first. None while too few are complete, or one that is left could then not be learned

@@ -67,7 +67,6 @@ def make(device, monkeypatch):
         args = Args(**dict(prompts_per_step=4, samples_per_prompt=2) | flags)
         rollouts = Rollouts(SimpleNamespace(path="", version=0), prompts, args, None, device)
         rollouts.rank, rollouts.ranks = rank, ranks
-        rollouts.positions = range(rank, args.prompts_per_step, ranks)
         return rollouts
 
     return make
