@@ -23,25 +23,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.flags import AtLeast2, NotNegative, Positive, with_flags
-from common.hub import context_length, load_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.models import load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import Sample, of_samples, pack_minibatches, to_samples
-from common.prompts import Prompts, load_prompts
+from common.config.flags import AtLeast2, NotNegative, Positive, with_flags
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import Sample, of_samples, pack_minibatches, to_samples
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import load_policy, load_reference
+from common.objectives.shaping import truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout.colocated import Rollouts
-from common.rollout.completions import read_completions, sample_completions, samples_to_train_on
-from common.rollout.measure import check_rollout, evaluate, measure_groups, measure_sampling, truncated
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import truncation_penalties
+from common.rollout.completions_file import read_completions, sample_completions, samples_to_train_on
+from common.rollout.prompts import Prompts, load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.sampler import Rollouts
+from common.rollout.statistics import check_rollout, evaluate, measure_groups, measure_sampling, truncated
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 OFFLINE_FILE = "completions.jsonl"
 
@@ -169,7 +169,7 @@ def main(args: Args) -> None:
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(groups, meter)
             measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            if run.compares(step) and (step == 0 or not args.offline):  # what is stored is of the starting model
+            if run.checks_engine(step) and (step == 0 or not args.offline):  # what is stored is of the starting model
                 check_rollout(model, groups, step, args, device)
 
             # ---- 2. rank and choose ----

@@ -20,26 +20,26 @@ from itertools import chain, pairwise
 
 import torch
 
-from common import distributed
-from common.advantages import group_advantages, top_entropy_threshold, unequal
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import CorrectionArgs, correction_weights
-from common.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction, with_flags
-from common.hub import context_length, load_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.losses import clip_policy_loss, clipped
-from common.models import load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, Sample, pack, to_samples
-from common.prompts import load_prompts
+from common.config.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction, with_flags
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import PackedBatch, Sample, pack, to_samples
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import load_policy
+from common.objectives.advantages import group_advantages, top_entropy_threshold, unequal
+from common.objectives.importance import CorrectionArgs, correction_weights
+from common.objectives.policy import clip_policy_loss, clipped
+from common.objectives.shaping import overlong_penalties, truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout import measure
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import overlong_penalties, truncation_penalties
+from common.rollout import statistics
+from common.rollout.prompts import load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
@@ -135,7 +135,7 @@ def main(args: Args) -> None:
     how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
     run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
     if held_out and run.first_step == 0:
-        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
         with meter.time("step"):
@@ -148,11 +148,11 @@ def main(args: Args) -> None:
                     break
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(fresh, meter)
-                measure.measure_groups(meter, fresh, rewards_PG, parts, first=step == drawn == 0)
-                penalties_PG = cut_off(measure.truncated(fresh)) + overlong(measure.lengths(fresh))
+                statistics.measure_groups(meter, fresh, rewards_PG, parts, first=step == drawn == 0)
+                penalties_PG = cut_off(statistics.truncated(fresh)) + overlong(statistics.lengths(fresh))
                 to_samples(fresh, advantage=group_advantages(rewards_PG + penalties_PG))
                 groups |= zip((drawn + i for i in rollouts.positions), fresh, strict=True)
-                everyones_BG.append(measure.gather_groups(rewards_PG, rollouts.positions))
+                everyones_BG.append(statistics.gather_groups(rewards_PG, rollouts.positions))
                 informative_B = unequal(torch.cat(everyones_BG)) | (args.max_draws == 0)
                 kept = informative_B.nonzero()[:, 0].tolist()[: args.prompts_per_step]
                 drawn = len(informative_B)
@@ -170,17 +170,17 @@ def main(args: Args) -> None:
                     sample.loss_mask = [False] * len(sample.ids)
             minibatches = pack_kept(groups, kept, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if first_pass or run.compares(step):
+                if first_pass or run.checks_engine(step):
                     add_logprobs("old", model, minibatches, args.temperature)
-            if run.compares(step):
-                measure.check_agreement(minibatches, step, args, device)
+            if run.checks_engine(step):
+                statistics.check_agreement(minibatches, step, args, device)
             threshold = entropy_threshold(minibatches, args.top_entropy)
 
             # ---- 3. update: one optimizer step per minibatch ----
             with meter.time("train"):
                 for minibatch in minibatches * args.epochs_per_rollout:
                     # Token mean over the *global* minibatch. FSDP averages gradients over ranks; undo that.
-                    tokens, _ = measure.count_trained(minibatch)
+                    tokens, _ = statistics.count_trained(minibatch)
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
@@ -197,7 +197,7 @@ def main(args: Args) -> None:
                         minibatch_loss += loss.detach()
                         clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
                         meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
-                        measure.measure_update(meter, mb, entropy_T)
+                        statistics.measure_update(meter, mb, entropy_T)
                     lr = run.learning_rate(step)
                     meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
                     meter.mean("loss", minibatch_loss, 1 / world_size)
@@ -208,7 +208,7 @@ def main(args: Args) -> None:
         metrics["dynamic_sampling/draws"] = drawn / args.prompts_per_step
         metrics["dynamic_sampling/unequal_fraction"] = float(informative_B.double().mean())
         if held_out and run.evaluates(step + 1):
-            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         run.show_samples(step + 1, list(groups.values()), list(groups))
 

@@ -17,8 +17,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from common.metrics import draw_curves, read_metrics
-from common.tasks import arithmetic_rows
+from common.data.tasks import arithmetic_rows
+from common.metrics.logger import draw_curves, read_metrics
 
 ROOT = Path(__file__).resolve().parent
 OUT = Path("runs/demo")

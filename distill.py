@@ -22,39 +22,47 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.advantages import group_advantages
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import CorrectionArgs, correction_weights
-from common.data import Encoder, cut
-from common.divergences import DIVERGENCES, Comparison
-from common.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive, require_flags_read, with_flags
-from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.losses import clip_policy_loss, clipped
-from common.meter import Meter
-from common.models import Policy, load_policy
-from common.optim import adamw, optimizer_step
-from common.order import make_order
-from common.packing import Sample, pack, pack_minibatches, to_samples
-from common.prompts import Prompts, load_prompts
+from common.config.flags import (
+    BelowOne,
+    Fraction,
+    NotNegative,
+    OpenFraction,
+    Positive,
+    require_flags_read,
+    with_flags,
+)
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.encode import Encoder, cut
+from common.data.order import make_order
+from common.data.packing import Sample, pack, pack_minibatches, to_samples
+from common.data.rows import SFT_COLUMNS, require_columns, usable
+from common.metrics.meter import Meter
+from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import Policy, load_policy
+from common.model.teacher import StoredTeacher, load_teacher, require_known, shared_vocabulary
+from common.objectives.advantages import group_advantages
+from common.objectives.divergence import DIVERGENCES, Comparison
+from common.objectives.importance import CorrectionArgs, correction_weights
+from common.objectives.policy import clip_policy_loss, clipped
+from common.objectives.shaping import truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout import measure
-from common.rollout.remote import make_rollouts, serve
-from common.rows import SFT_COLUMNS, require_columns, usable
-from common.run import Run
-from common.shaping import truncation_penalties
-from common.teachers import StoredTeacher, load_teacher, require_known, shared_vocabulary
+from common.rollout import statistics
+from common.rollout.prompts import Prompts, load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 COLUMNS = tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)  # a prompt and its completion
 
 
 @dataclass
 class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
-    TINY: ClassVar[dict] = dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
+    TINY_DEFAULTS: ClassVar[dict] = dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
     output_dir: str = "runs/distill"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     teacher: str | None = None
@@ -231,7 +239,7 @@ def main(args: Args) -> None:
 
     def evaluated(step: int) -> dict[str, float]:
         """After so many steps: what the student writes, if there is a reward, and on what is given."""
-        solved = measure.evaluate(rollouts, step, held_out, rewards) if len(held_out) and args.reward else {}
+        solved = statistics.evaluate(rollouts, step, held_out, rewards) if len(held_out) and args.reward else {}
         share = given_held_out[rank::world_size]
         return solved | (evaluate(model, teacher, share, args, device) if given_held_out else {})
 
@@ -250,8 +258,8 @@ def main(args: Args) -> None:
                 require_known(chain(*groups), teacher)
                 with meter.time("reward"):
                     rewards_PG, parts = rewards(groups, meter)
-                measure.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-                of_group_PG = group_advantages(rewards_PG + cut_off(measure.truncated(groups)))
+                statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+                of_group_PG = group_advantages(rewards_PG + cut_off(statistics.truncated(groups)))
                 to_samples(groups, advantage=args.reward_coef * of_group_PG)
             count = (args.prompts_per_step - own) * args.samples_per_prompt
             from_data = [[given[i]] for i in order.draw(count)[rank::world_size]]
@@ -262,16 +270,16 @@ def main(args: Args) -> None:
                 for x in (groups, from_data)
             )
             with meter.time("logprobs"):
-                if own and (updates > 1 or run.compares(step)):  # else the update's own forward will do
+                if own and (updates > 1 or run.checks_engine(step)):  # else the update's own forward will do
                     add_logprobs("old", model, own_packs, args.temperature)
-            if own and run.compares(step):
-                measure.check_agreement(own_packs, step, args, device)
+            if own and run.checks_engine(step):
+                statistics.check_agreement(own_packs, step, args, device)
 
             # ---- 3. update: one optimizer step per minibatch ----
             with meter.time("train"):
                 for own_packs_of, data_packs_of in [*zip(own_packs, data_packs, strict=True)] * args.epochs_per_rollout:
                     # The denominator counts the *global* minibatch, before the first backward.
-                    tokens, _ = measure.count_trained(own_packs_of + data_packs_of)
+                    tokens, _ = statistics.count_trained(own_packs_of + data_packs_of)
                     minibatch_loss = torch.zeros((), device=device)
                     packs = [("", mb) for mb in own_packs_of] + [("data/", mb) for mb in data_packs_of]
                     for prefix, mb in packs:
@@ -294,7 +302,7 @@ def main(args: Args) -> None:
                         minibatch_loss += loss.detach()
                         measure_both(meter, prefix, both, mb.loss_mask_T)
                         if not prefix:
-                            measure.measure_sampling(meter, mb)
+                            statistics.measure_sampling(meter, mb)
                     lr = run.learning_rate(step)
                     meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
                     meter.mean("loss", minibatch_loss, 1 / world_size)

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node 8 dpo.py --model Qwen/Qwen3-1.7B --dataset trl-lib/ultrafeedback_binarized
 
 A pair is a prompt with a chosen and a rejected completion. The policy's own log-ratio to a reference model serves as
-the reward, and -log s(beta (lc - lr)) makes it larger for the chosen one. common/preference_losses.py has the formulas,
-docs/dpo.md a table of them. kto.py learns from single completions.
+the reward, and -log s(beta (lc - lr)) makes it larger for the chosen one. common/objectives/preference.py has the
+formulas, docs/dpo.md a table of them. kto.py learns from single completions.
 
 Differences from the papers: the reference's log-probs are computed once, before training, so that training has one
 model in memory; chosen and rejected share one packed stream.
@@ -23,21 +23,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import PreferenceArgs, TrainArgs
-from common.data import PAIR_FLAGS, Encoder, encode_pairs
-from common.flags import Fraction, Positive, with_flags
-from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.logprobs import store_reference_logps, weighted_logps
-from common.lora import LoRAArgs
-from common.meter import Meter, of_each_set
-from common.metrics import wilson_interval
-from common.models import Policy, load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import Drawn, PackedBatch, Sample, pack_groups
-from common.preference_losses import (
+from common.config.flags import Fraction, Positive, with_flags
+from common.config.groups import PreferenceArgs, TrainArgs
+from common.config.parse import parse
+from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
+from common.data.packing import LazyGroups, PackedBatch, Sample, pack_groups
+from common.data.rows import PAIR_COLUMNS
+from common.data.token_cache import Samples, load_samples
+from common.metrics.logger import wilson_interval
+from common.metrics.meter import Meter, evaluate_sets
+from common.model.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.logprobs import store_reference_logps, weighted_logps
+from common.model.lora import LoRAArgs
+from common.model.policy import Policy, load_policy, load_reference
+from common.objectives.preference import (
     LOSSES,
     OVER_BATCH,
     PER_TOKEN,
@@ -48,9 +47,10 @@ from common.preference_losses import (
     rewards_per_token,
     wpo_weights,
 )
-from common.rows import PAIR_COLUMNS
-from common.run import Run
-from common.token_cache import Samples, load_samples
+from common.parallel import distributed
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
@@ -125,7 +125,7 @@ def pairs_of(mb: PackedBatch, logprobs_T: Tensor, collision_T: Tensor, ref_logps
 
 
 @torch.no_grad()
-def everyones_pairs(
+def gather_pairs(
     model: Policy, reference: Policy | None, micro_batches: list[PackedBatch], args: Args
 ) -> tuple[Pairs | None, list[slice]]:
     """For objectives that sort the pairs of all ranks: these, and where those of each of our micro-batches stand among
@@ -143,7 +143,7 @@ def everyones_pairs(
     return everyone, [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def put_in(everyone: Pairs | None, own: slice, pairs: Pairs) -> Pairs:
+def insert_own(everyone: Pairs | None, own: slice, pairs: Pairs) -> Pairs:
     """Our pairs, which have gradients, in their place among everyone's, which have none; alone without those."""
     if everyone is None:
         return pairs
@@ -175,11 +175,11 @@ def evaluate(
     """Held-out metrics; `pairs` is this rank's share."""
     meter, micro_batches = Meter(), pack_groups(pairs, args.pack_tokens, device)
     objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
-    everyone, places = everyones_pairs(model, reference, micro_batches, args)
+    everyone, places = gather_pairs(model, reference, micro_batches, args)
     for mb, own in zip(micro_batches, places, strict=True):
         logprobs_T, entropy_T, _, collision_T = model(mb)
         ours = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
-        loss_N, parts = preference_losses(put_in(everyone, own, ours), objectives, args.loss_weights)
+        loss_N, parts = preference_losses(insert_own(everyone, own, ours), objectives, args.loss_weights)
         nll_N = -mb.sequence_sums(logprobs_T)[0::2] / (ours.chosen_lengths if args.sft_length_normalize else 1)
         loss = loss_N[own].sum() + args.sft_weight * nll_N.sum()
         measure(meter, "eval_", args, ours, loss, {name: part_N[own] for name, part_N in parts.items()}, nll_N)
@@ -189,7 +189,7 @@ def evaluate(
 
 def reference_of(
     model: Policy, parts: list[Samples], tokenizer, args: Args, device: torch.device
-) -> tuple[Policy | None, list[Samples | Drawn]]:
+) -> tuple[Policy | None, list[Samples | LazyGroups]]:
     """The reference model if it stays in memory, else None, and the samples have their `ref_logp`. Call it before a
     checkpoint is loaded, as the policy still is the starting model, which often is the reference. Collective."""
     path = resolve_model(args.reference_model or args.model, "--reference_model")
@@ -252,7 +252,7 @@ def main(args: Args) -> None:
             # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
             micro_batches = pack_groups(batch, args.pack_tokens, device)
             with meter.time("logprobs"):
-                everyone, places = everyones_pairs(model, reference, micro_batches, args)
+                everyone, places = gather_pairs(model, reference, micro_batches, args)
 
             # ---- 2. update: one optimizer step over the whole batch ----
             with meter.time("train"):
@@ -260,7 +260,7 @@ def main(args: Args) -> None:
                 for mb, own in zip(micro_batches, places, strict=True):
                     logprobs_T, entropy_T, _, collision_T = model(mb)
                     ours = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
-                    loss_N, parts = preference_losses(put_in(everyone, own, ours), objectives, args.loss_weights)
+                    loss_N, parts = preference_losses(insert_own(everyone, own, ours), objectives, args.loss_weights)
                     lengths_N = ours.chosen_lengths if args.sft_length_normalize else 1
                     nll_N = -mb.sequence_sums(logprobs_T)[0::2] / lengths_N
                     # The value is our pairs'; the gradient is through ours, of every pair they were sorted against.
@@ -276,7 +276,7 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if eval_pairs and run.evaluates(step + 1):
-            metrics |= of_each_set(eval_pairs, lambda ours: evaluate(model, reference, ours, args, device))
+            metrics |= evaluate_sets(eval_pairs, lambda ours: evaluate(model, reference, ours, args, device))
         run.log(step + 1, metrics)
 
     summary = ""

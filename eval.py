@@ -22,23 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import curve, distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import SamplingArgs
-from common.data import Encoder
-from common.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
-from common.flags import MayChange, NotNegative, Positive, with_flags
-from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.models import Policy, load_policy
-from common.packing import Sample, pack
-from common.prompts import Prompts, encode_prompts, prompt_columns
-from common.rewards.models import RewardModel, require_context
+from common.config.flags import MayChange, NotNegative, Positive, with_flags
+from common.config.groups import SamplingArgs
+from common.config.parse import parse
+from common.data.encode import Encoder
+from common.data.packing import Sample, pack
+from common.data.rows import rows_of_split
+from common.evaluate import checkpoint_curve
+from common.evaluate.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
+from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.policy import Policy, load_policy
+from common.parallel import distributed
+from common.rewards.reward_model import RewardModel, require_context
 from common.rewards.scoring import Rewards
-from common.rollout import completions
-from common.rollout.base import Engine
+from common.rollout import completions_file
+from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
-from common.rows import rows_of_split
+from common.rollout.prompts import Prompts, encode_prompts, prompt_columns
+from common.train.checkpoint import prepare_output_dir
 
 OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 
@@ -51,7 +52,7 @@ class Args(SamplingArgs):
     dataset_split: str = "test"
     """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = "runs/eval"
-    """where everything goes: args.yaml, completions.jsonl, results.json"""
+    """where everything goes: args.yaml, completions_file.jsonl, results.json"""
     max_prompts: Positive[int] | None = None
     """only the first so many rows of the data"""
     samples_per_prompt: NotNegative[int] = 4
@@ -61,7 +62,7 @@ class Args(SamplingArgs):
     ks: MayChange[tuple[int, ...]] = ()
     """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
     prompts_per_batch: MayChange[Positive[int]] = 256
-    """prompts sampled between two writes to completions.jsonl, over all ranks"""
+    """prompts sampled between two writes to completions_file.jsonl, over all ranks"""
     domain_column: MayChange[str] = "domain"
     """column by which the table is divided, where the data has it"""
     completions: str | None = None
@@ -161,7 +162,7 @@ def print_results(args: Args, results: dict) -> None:
     table = Table(
         "", "", "95%", title=escape(f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}")
     )
-    lines = shown(overall) | {name: (results[name], 1.0) for name in curve.BESIDE if results.get(name)}
+    lines = shown(overall) | {name: (results[name], 1.0) for name in checkpoint_curve.BESIDE if results.get(name)}
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
         table.add_row(name + unit, f"{scale * x['mean']:.4g}", f"{scale * x['low']:.4g} to {scale * x['high']:.4g}")
@@ -200,14 +201,14 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     named["perplexity_model"] = args.perplexity_model
     for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
         if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
-            read = completions.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
+            read = completions_file.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
             files["model" if flag == "completions" else flag] = read
         else:
             others[flag] = resolve_model(name, f"--{flag}")
             if flag != "reward_model":
                 require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
     if "against" in others:
-        completions.require_same_architecture(path, others["against"])
+        completions_file.require_same_architecture(path, others["against"])
     return Task(prompts, tokenizer, rewards, device, others, files)
 
 
@@ -217,13 +218,13 @@ def answers(
     """The lines of the completions of --model or --against (`flag`), named or sampled into `file`; fewer than there are
     prompts if the run is told to stop. And the engine, which is started when first needed. Collective."""
     if flag in task.files:
-        return completions.reward_again(task.files[flag], task.prompts, task.tokenizer, task.rewards), engine
-    lines = completions.read_completions("--output_dir", file, task.prompts, task.tokenizer, own=True)
+        return completions_file.reward_again(task.files[flag], task.prompts, task.tokenizer, task.rewards), engine
+    lines = completions_file.read_completions("--output_dir", file, task.prompts, task.tokenizer, own=True)
     if len(lines) < len(task.prompts):
-        engine = completions.load_engine(engine, path, args, task.tokenizer, task.device, f"--{flag}")
+        engine = completions_file.load_engine(engine, path, args, task.tokenizer, task.device, f"--{flag}")
         episodes = Episodes(engine, args, task.tokenizer)
-        lines = completions.sample_completions(
-            file, lines, task.prompts, partial(with_flags(completions.greedy_and_sampled, args), episodes),
+        lines = completions_file.sample_completions(
+            file, lines, task.prompts, partial(with_flags(completions_file.greedy_and_sampled, args), episodes),
             task.rewards, batch_size=args.prompts_per_batch, seed=args.seed, greedy=args.greedy,
         )  # fmt: skip
         engine.sleep()  # what comes next may need the memory
@@ -241,7 +242,9 @@ def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> d
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     device, others, pack_tokens = task.device, task.others, args.pack_tokens
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
-    of_completions = partial(completions.numbers_of, prompts=task.prompts, tokenizer=task.tokenizer, room=args.room)
+    of_completions = partial(
+        completions_file.numbers_of, prompts=task.prompts, tokenizer=task.tokenizer, room=args.room
+    )
     of_domain: dict[str, list[dict]] = {}
     for line, row in zip(both[0], task.prompts.rows, strict=True):
         of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
@@ -271,7 +274,7 @@ def main(args: Args) -> None:
     folder = Path(args.output_dir)
 
     # ---- one model, or every checkpoint of a folder ----
-    models = curve.places(args.model, folder)
+    models = checkpoint_curve.places(args.model, folder)
     if args.completions is not None and models[0][0] != folder:
         raise ValueError(f"--completions {args.completions} are of one model, --model {args.model} has {len(models)}")
     task = load_task(args, resolve_model(models[-1][1]), device)
@@ -282,7 +285,7 @@ def main(args: Args) -> None:
     engine, told_to_stop, theirs = None, False, []
     their_file = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
     for place, model in models:
-        if place != folder and not curve.still_there(model):
+        if place != folder and not checkpoint_curve.still_there(model):
             continue
         place.mkdir(exist_ok=True)
         lines, engine = answers(args, task, engine, "model", resolve_model(model), place / OWN_FILE)
@@ -299,7 +302,7 @@ def main(args: Args) -> None:
             (place / "results.tmp").rename(place / "results.json")
             print_results(args, results)
             if place != folder:
-                curve.draw(folder, shown_ks(args, results["overall"]))
+                checkpoint_curve.draw(folder, shown_ks(args, results["overall"]))
     if told_to_stop and distributed.is_main():
         print("told to stop; the same command goes on from there")
 

@@ -24,24 +24,26 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common import advantages, distributed, losses
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import CorrectionArgs, correction_weights, off_policy_mask
-from common.flags import AtLeast2, BelowOne, NotNegative, Positive, require_flags_read, with_flags
-from common.hub import context_length, load_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.models import load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, pack_minibatches, to_samples
-from common.prompts import load_prompts
+from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, require_flags_read, with_flags
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import PackedBatch, pack_minibatches, to_samples
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import load_policy, load_reference
+from common.objectives import advantages
+from common.objectives import policy as losses
+from common.objectives.importance import CorrectionArgs, correction_weights, off_policy_mask
+from common.objectives.shaping import truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout import measure
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import truncation_penalties
+from common.rollout import statistics
+from common.rollout.prompts import load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 # --loss: the function, and of what its importance ratio is, on each token (docs/grpo.md has the formulas).
 TOKEN, MEAN, SUM = (lambda mb, x_T: x_T), PackedBatch.sequence_mean_T, PackedBatch.sequence_sum_T
@@ -79,7 +81,7 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
         "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", **PAPER_CLIP),
     }  # fmt: skip
     """what `--preset` may name, and the flags that each sets"""
-    MOVED: ClassVar[dict[str, str]] = {
+    RENAMED_PRESETS: ClassVar[dict[str, str]] = {
         "dapo": "python dapo.py",
         "reinforce": "python reinforce.py --preset reinforce",
         "reinforce++": "python reinforce.py --preset reinforce++",
@@ -153,9 +155,9 @@ def completion_advantages(
     """`--advantage` of this rank's completions, [P, G], with the statistics of all ranks'. Collective."""
     if name == "gdpo":
         parts_PKG = parts_KPG.masked_fill(rewards_PG.isnan(), math.nan).transpose(0, 1)
-        advantages_BG = advantages.gdpo(measure.gather_groups(parts_PKG, positions).transpose(0, 1), weights_K)
+        advantages_BG = advantages.gdpo(statistics.gather_groups(parts_PKG, positions).transpose(0, 1), weights_K)
     else:
-        advantages_BG = ADVANTAGES[name](measure.gather_groups(rewards_PG, positions))
+        advantages_BG = ADVANTAGES[name](statistics.gather_groups(rewards_PG, positions))
     return advantages_BG[list(positions)]
 
 
@@ -204,7 +206,7 @@ def main(args: Args) -> None:
     if args.loss == "reinforce" and updates > 1:
         run.message(f"--loss reinforce has no ratio: after the first of {updates} updates its gradient is biased")
     if held_out and run.first_step == 0:
-        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
         # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
@@ -217,8 +219,8 @@ def main(args: Args) -> None:
             # ---- 2. reward, and advantage: how much better than the rest of its group ----
             with meter.time("reward"):
                 rewards_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            penalties_PG = cut_off(measure.truncated(groups))
+            statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+            penalties_PG = cut_off(statistics.truncated(groups))
             parts_KPG = torch.stack([*parts.values(), penalties_PG])
             advantages_PG = completion_advantages(
                 args.advantage, rewards_PG + penalties_PG, parts_KPG, [*rewards.weights, 1.0], rollouts.positions
@@ -228,18 +230,18 @@ def main(args: Args) -> None:
             # ---- 3. pack; log-probs of the policy that sampled and of the reference ----
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if updates > 1 or run.compares(step):  # else the update's own forward will do
+                if updates > 1 or run.checks_engine(step):  # else the update's own forward will do
                     add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.compares(step):
-                measure.check_agreement(minibatches, step, args, device)
+            if run.checks_engine(step):
+                statistics.check_agreement(minibatches, step, args, device)
 
             # ---- 4. update: one optimizer step per minibatch ----
             with meter.time("train"):
                 for minibatch in minibatches * args.epochs_per_rollout:
                     # Denominators count the *global* minibatch, before the first backward.
-                    tokens, sequences = measure.count_trained(minibatch)
+                    tokens, sequences = statistics.count_trained(minibatch)
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
@@ -261,7 +263,7 @@ def main(args: Args) -> None:
                         loss = (loss_T * weights_of(mb.loss_mask_T, mb.lengths_T, tokens, sequences)).sum()
                         (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
                         minibatch_loss += loss.detach()
-                        measure.measure_update(meter, mb, entropy_T)
+                        statistics.measure_update(meter, mb, entropy_T)
                         if function is losses.clip_policy_loss:
                             clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
                             meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
@@ -272,7 +274,7 @@ def main(args: Args) -> None:
         # ---- 5. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
         if held_out and run.evaluates(step + 1):
-            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         run.show_samples(step + 1, groups, rollouts.positions)
 

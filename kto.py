@@ -22,30 +22,30 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import TrainArgs
-from common.data import PAIR_FLAGS, Encoder, cut, encode_pairs
-from common.flags import Positive, with_flags
-from common.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.logprobs import store_reference_logps
-from common.lora import LoRAArgs
-from common.meter import Meter, of_each_set
-from common.metrics import wilson_interval
-from common.models import Policy, load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.order import make_order
-from common.packing import Drawn, PackedBatch, Sample, pack
-from common.preference_losses import kto, wpo_weights
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS
-from common.run import Run
-from common.token_cache import Samples, load_samples
+from common.config.flags import Positive, with_flags
+from common.config.groups import TrainArgs
+from common.config.parse import parse
+from common.data.encode import PAIR_FLAGS, Encoder, cut, encode_pairs
+from common.data.order import make_order
+from common.data.packing import LazyGroups, PackedBatch, Sample, pack
+from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
+from common.data.token_cache import Samples, load_samples
+from common.metrics.logger import wilson_interval
+from common.metrics.meter import Meter, evaluate_sets
+from common.model.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.logprobs import store_reference_logps
+from common.model.lora import LoRAArgs
+from common.model.policy import Policy, load_policy, load_reference
+from common.objectives.preference import kto, wpo_weights
+from common.parallel import distributed
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
 class Args(LoRAArgs, TrainArgs):
-    TINY: ClassVar[dict] = dict(lr=5e-4, beta=1.0)
+    TINY_DEFAULTS: ClassVar[dict] = dict(lr=5e-4, beta=1.0)
     """defaults for the built-in model and task"""
     output_dir: str = "runs/kto"
     """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
@@ -104,7 +104,7 @@ def encode_rows(
     return found, counts
 
 
-def with_mismatches(rows: Samples, args: Args) -> Drawn:
+def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
     """[completion, mismatch] of each completion, of pairs all desirable ones first. A mismatch is the same prompt with
     the completion of the next one that has another prompt: its log-ratio estimates the KL."""
     count = len(rows) * (len(rows[0]) if rows else 1)
@@ -121,7 +121,7 @@ def with_mismatches(rows: Samples, args: Args) -> Drawn:
 
     if rows:
         group(0)  # what is wrong is said before the model is loaded
-    return Drawn(count, group)
+    return LazyGroups(count, group)
 
 
 def require_both_labels(rows: Samples) -> None:
@@ -131,8 +131,8 @@ def require_both_labels(rows: Samples) -> None:
 
 
 def reference_of(
-    model: Policy, parts: list[Drawn], tokenizer, args: Args, device: torch.device
-) -> tuple[Policy | None, list[Drawn]]:
+    model: Policy, parts: list[LazyGroups], tokenizer, args: Args, device: torch.device
+) -> tuple[Policy | None, list[LazyGroups]]:
     """The reference model if it stays in memory, else None, and the samples have their `ref_logp`. Call it before a
     checkpoint is loaded, as the policy still is the starting model, which often is the reference. Collective."""
     path = resolve_model(args.reference_model or args.model, "--reference_model")
@@ -285,7 +285,7 @@ def main(args: Args) -> None:
         # ---- 4. log and evaluate ----
         metrics = run.reduce(completions, grad_norm=grad_norm, lr=lr)
         if eval_groups and run.evaluates(step + 1):
-            metrics |= of_each_set(eval_groups, lambda ours: evaluate(model, reference, ours, args, device))
+            metrics |= evaluate_sets(eval_groups, lambda ours: evaluate(model, reference, ours, args, device))
         run.log(step + 1, metrics)
 
     summary = ""

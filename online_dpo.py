@@ -23,19 +23,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
-from common.flags import AtLeast2, Positive, with_flags
-from common.hub import context_length, load_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.meter import Meter
-from common.models import load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, Sample, pack_minibatches
-from common.preference_losses import (
+from common.config.flags import AtLeast2, Positive, with_flags
+from common.config.groups import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import PackedBatch, Sample, pack_minibatches
+from common.metrics.meter import Meter
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import load_policy, load_reference
+from common.objectives.preference import (
     LOSSES,
     OVER_BATCH,
     REFERENCE_FREE,
@@ -44,12 +41,15 @@ from common.preference_losses import (
     preference_losses,
     rewards_per_token,
 )
-from common.prompts import load_prompts
+from common.objectives.shaping import truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout import measure
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import truncation_penalties
+from common.rollout import statistics
+from common.rollout.prompts import load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
@@ -150,7 +150,7 @@ def main(args: Args) -> None:
         f"{updates} updates per rollout"
     )
     if held_out and run.first_step == 0:
-        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
         # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
@@ -163,11 +163,11 @@ def main(args: Args) -> None:
             # ---- 2. score and choose ----
             with meter.time("reward"):
                 scores_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
-            rewards_PG = scores_PG + cut_off(measure.truncated(groups))
+            statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
+            rewards_PG = scores_PG + cut_off(statistics.truncated(groups))
             measure_pairs(meter, rewards_PG)
-            if run.compares(step):
-                measure.check_rollout(model, groups, step, args, device)
+            if run.checks_engine(step):
+                statistics.check_rollout(model, groups, step, args, device)
             chosen_and_rejected = best_and_worst(groups, rewards_PG)
 
             # ---- 3. pack the pairs; log-probs of the starting model ----
@@ -198,7 +198,7 @@ def main(args: Args) -> None:
                         (loss * world_size).backward()
                         minibatch_loss += loss.detach()
                         mb.old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
-                        measure.measure_update(meter, mb, entropy_T)
+                        statistics.measure_update(meter, mb, entropy_T)
                         measure_policy(meter, args, pairs, loss_N)
                         if reference is not None:
                             meter.mean("kl", (pairs.lc + pairs.lr).detach().sum(), 2 * len(loss_N))
@@ -207,7 +207,7 @@ def main(args: Args) -> None:
         # ---- 5. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if held_out and run.evaluates(step + 1):
-            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         run.show_samples(step + 1, groups, rollouts.positions)
 

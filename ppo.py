@@ -24,33 +24,33 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.advantages import gae, length_adaptive_lambda
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import CorrectionArgs, correction_weights
-from common.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
-from common.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.logprobs import add_logprobs, add_values
-from common.lora import LoRAArgs
-from common.losses import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
-from common.meter import Meter
-from common.models import load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, pack_minibatches, to_samples
-from common.prompts import load_prompts
+from common.config.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import PackedBatch, pack_minibatches, to_samples
+from common.metrics.meter import Meter
+from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs, add_values
+from common.model.lora import LoRAArgs
+from common.model.policy import load_reference
+from common.model.value import load_with_value_model
+from common.objectives.advantages import gae, length_adaptive_lambda
+from common.objectives.importance import CorrectionArgs, correction_weights
+from common.objectives.policy import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
+from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout import measure
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
-from common.values import load_with_value_model
+from common.rollout import statistics
+from common.rollout.prompts import load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
-    TINY: ClassVar[dict] = dict(value_lr=5e-3, beta=0.01)
+    TINY_DEFAULTS: ClassVar[dict] = dict(value_lr=5e-3, beta=0.01)
     output_dir: str = "runs/ppo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     value_model: str | None = None
@@ -219,7 +219,7 @@ def main(args: Args) -> None:
     how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
     run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
     if held_out and run.first_step == 0:
-        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
         # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
@@ -232,8 +232,8 @@ def main(args: Args) -> None:
             # ---- 2. score; log-probs and values of the rollout, log-probs of the starting model ----
             with meter.time("reward"):
                 rewards_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            to_samples(groups, score=shape(rewards_PG) + cut_off(measure.truncated(groups)))
+            statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+            to_samples(groups, score=shape(rewards_PG) + cut_off(statistics.truncated(groups)))
             for sample in chain(*groups):
                 if math.isnan(sample.score):  # no reward, nothing to learn
                     sample.loss_mask, sample.score = [False] * len(sample.ids), 0.0
@@ -244,8 +244,8 @@ def main(args: Args) -> None:
                 add_values(value_model, minibatches)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.compares(step):
-                measure.check_agreement(minibatches, step, args, device)
+            if run.checks_engine(step):
+                statistics.check_agreement(minibatches, step, args, device)
 
             # ---- 3. a reward for each token; advantages and returns ----
             for mb in micro_batches:
@@ -258,7 +258,7 @@ def main(args: Args) -> None:
                 mb.advantages_T, mb.returns_T = estimate(mb, rewards_T)
                 engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
                 mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                measure.measure_sampling(meter, mb)
+                statistics.measure_sampling(meter, mb)
             explained = explained_variance(micro_batches)
             mean, std = moments(micro_batches, [mb.advantages_T for mb in micro_batches])
             for mb in micro_batches:
@@ -316,7 +316,7 @@ def main(args: Args) -> None:
             if learn_policy:
                 beta.update(metrics["objective/kl"], args.prompts_per_step * args.samples_per_prompt)
         if held_out and run.evaluates(step + 1):
-            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         run.show_samples(step + 1, groups, rollouts.positions)
 

@@ -22,25 +22,26 @@ from typing import ClassVar, Literal
 
 import torch
 
-from common import distributed, losses
-from common.advantages import leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import CorrectionArgs, correction_weights
-from common.flags import BelowOne, NotNegative, Positive, require_flags_read, with_flags
-from common.hub import context_length, load_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.models import load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import of_samples, pack_minibatches, to_samples
-from common.prompts import load_prompts
+from common.config.flags import BelowOne, NotNegative, Positive, require_flags_read, with_flags
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import of_samples, pack_minibatches, to_samples
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import load_policy, load_reference
+from common.objectives import policy as losses
+from common.objectives.advantages import leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline
+from common.objectives.importance import CorrectionArgs, correction_weights
+from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout import measure
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.rollout import statistics
+from common.rollout.prompts import load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 LOSSES = {"clip": losses.clip_policy_loss, "reinforce": losses.reinforce_loss}
 # --advantage: of the rewards of all ranks' groups, [B, G], and of how many tokens of each completion are trained.
@@ -144,7 +145,7 @@ def main(args: Args) -> None:
     if args.loss == "reinforce" and updates > 1:
         run.message(f"--loss reinforce has no ratio: after the first of {updates} updates its gradient is biased")
     if held_out and run.first_step == 0:
-        run.log(0, measure.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
         # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
@@ -157,15 +158,15 @@ def main(args: Args) -> None:
             # ---- 2. score; pack; log-probs of the policy that sampled and of the starting model ----
             with meter.time("reward"):
                 scores_PG, parts = rewards(groups, meter)
-            measure.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
+            statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if first_pass or run.compares(step):
+                if first_pass or run.checks_engine(step):
                     add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.compares(step):
-                measure.check_agreement(minibatches, step, args, device)
+            if run.checks_engine(step):
+                statistics.check_agreement(minibatches, step, args, device)
 
             # ---- 3. advantage: the reward, less its KL, less what was to be expected ----
             if reference is not None and args.kl_in == "reward":
@@ -173,9 +174,11 @@ def main(args: Args) -> None:
                     kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T)
                     mb.to_samples(kl=mb.sequence_sums(kl_T))
                     meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-            rewards_PG = shape(scores_PG) + cut_off(measure.truncated(groups)) - beta.value * of_samples(groups, "kl")
-            rewards_BG = measure.gather_groups(rewards_PG, rollouts.positions)
-            counts_BG = measure.gather_groups(measure.trained_counts(groups), rollouts.positions)
+            rewards_PG = (
+                shape(scores_PG) + cut_off(statistics.truncated(groups)) - beta.value * of_samples(groups, "kl")
+            )
+            rewards_BG = statistics.gather_groups(rewards_PG, rollouts.positions)
+            counts_BG = statistics.gather_groups(statistics.trained_counts(groups), rollouts.positions)
             advantages_BG = ADVANTAGES[args.advantage](rewards_BG, counts_BG)
             to_samples(groups, advantage=advantages_BG[list(rollouts.positions)])
             for mb in chain(*minibatches):
@@ -185,7 +188,7 @@ def main(args: Args) -> None:
             with meter.time("train"):
                 for minibatch in minibatches * args.epochs_per_rollout:
                     # Denominators count the *global* minibatch, before the first backward.
-                    tokens, sequences = measure.count_trained(minibatch)
+                    tokens, sequences = statistics.count_trained(minibatch)
                     minibatch_loss = torch.zeros((), device=device)
                     for mb in minibatch:
                         logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
@@ -204,7 +207,7 @@ def main(args: Args) -> None:
                         loss = (loss_T * weights_of(mb.loss_mask_T, mb.lengths_T, tokens, sequences)).sum()
                         (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
                         minibatch_loss += loss.detach()
-                        measure.measure_update(meter, mb, entropy_T)
+                        statistics.measure_update(meter, mb, entropy_T)
                         if args.loss == "clip":
                             clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
                             meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
@@ -218,7 +221,7 @@ def main(args: Args) -> None:
             metrics["beta"] = beta.value
             beta.update(metrics["kl"], args.prompts_per_step * args.samples_per_prompt)
         if held_out and run.evaluates(step + 1):
-            metrics |= measure.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         run.show_samples(step + 1, groups, rollouts.positions)
 

@@ -21,31 +21,31 @@ from typing import ClassVar, Literal
 
 import torch
 
-from common import distributed
-from common.advantages import leave_one_out
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.correction import CorrectionArgs, correction_weights
-from common.flags import AtLeast2, BelowOne, NotNegative, Positive, with_flags
-from common.hub import context_length, load_tokenizer, resolve_model
-from common.logprobs import add_logprobs
-from common.lora import LoRAArgs
-from common.losses import clip_policy_loss, clipped
-from common.models import load_policy, load_reference
-from common.optim import adamw, optimizer_step
-from common.packing import of_samples, pack_minibatches, to_samples
-from common.prompts import load_prompts
+from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, with_flags
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.parse import parse
+from common.data.packing import of_samples, pack_minibatches, to_samples
+from common.model.hub import context_length, load_tokenizer, resolve_model
+from common.model.logprobs import add_logprobs
+from common.model.lora import LoRAArgs
+from common.model.policy import load_policy, load_reference
+from common.objectives.advantages import leave_one_out
+from common.objectives.importance import CorrectionArgs, correction_weights
+from common.objectives.policy import clip_policy_loss, clipped
+from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.parallel import distributed
 from common.rewards.scoring import Rewards
-from common.rollout.measure import check_agreement, evaluate, measure_groups, measure_update, truncated
-from common.rollout.remote import make_rollouts, serve
-from common.run import Run
-from common.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.rollout.prompts import load_prompts
+from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.statistics import check_agreement, evaluate, measure_groups, measure_update, truncated
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
-    TINY: ClassVar[dict] = dict(beta=0.01)
+    TINY_DEFAULTS: ClassVar[dict] = dict(beta=0.01)
     output_dir: str = "runs/rloo"
     """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 8
@@ -116,11 +116,11 @@ def main(args: Args) -> None:
             measure_groups(meter, groups, scores_PG, parts, first=step == 0)
             minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
             with meter.time("logprobs"):
-                if first_pass or run.compares(step):
+                if first_pass or run.checks_engine(step):
                     add_logprobs("old", model, minibatches, args.temperature)
                 if reference is not None:
                     add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.compares(step):
+            if run.checks_engine(step):
                 check_agreement(minibatches, step, args, device)
 
             # ---- 3. KL and advantage: a completion is one action with one reward ----

@@ -26,23 +26,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common import distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import TrainArgs
-from common.data import PAIR_FLAGS, Encoder, encode_pairs
-from common.flags import NotNegative, Positive, with_flags
-from common.hub import fit_max_length, load_tokenizer, resolve_model
-from common.lora import LoRAArgs
-from common.meter import Meter, of_each_set
-from common.metrics import wilson_interval
-from common.models import ScalarModel, load_scalar_model
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, Sample, pack_groups
-from common.rewards.models import at_end, score
-from common.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
-from common.run import Run
-from common.token_cache import load_samples
+from common.config.flags import NotNegative, Positive, with_flags
+from common.config.groups import TrainArgs
+from common.config.parse import parse
+from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
+from common.data.packing import PackedBatch, Sample, pack_groups
+from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
+from common.data.token_cache import load_samples
+from common.metrics.logger import wilson_interval
+from common.metrics.meter import Meter, evaluate_sets
+from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.lora import LoRAArgs
+from common.model.policy import ScalarModel, load_scalar_model
+from common.parallel import distributed
+from common.rewards.reward_model import at_end, score
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 
 @dataclass
@@ -270,7 +270,7 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if eval_pairs and run.evaluates(step + 1):
-            metrics |= of_each_set(eval_pairs, lambda ours: evaluate(model, ours, args, device))
+            metrics |= evaluate_sets(eval_pairs, lambda ours: evaluate(model, ours, args, device))
         run.log(step + 1, metrics)
 
     accuracy = run.latest.get("eval_rewards/accuracies")

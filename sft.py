@@ -19,23 +19,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.checkpoint import prepare_output_dir
-from common.cli import parse
-from common.config import TrainArgs
-from common.data import Encoder
-from common.flags import NotNegative, Positive
-from common.hub import fit_max_length, load_tokenizer, resolve_model
-from common.lora import LoRAArgs
-from common.losses import dft_loss, nll_loss
-from common.meter import Meter, of_each_set
-from common.models import Policy, load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, Sample, pack
-from common.rows import SFT_COLUMNS, usable
-from common.run import Run
-from common.streaming import StreamArgs
-from common.token_cache import load_samples
+from common.config.flags import NotNegative, Positive
+from common.config.groups import TrainArgs
+from common.config.parse import parse
+from common.data.encode import Encoder
+from common.data.packing import PackedBatch, Sample, pack
+from common.data.rows import SFT_COLUMNS, usable
+from common.data.streaming import StreamArgs
+from common.data.token_cache import load_samples
+from common.metrics.meter import Meter, evaluate_sets
+from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.lora import LoRAArgs
+from common.model.policy import Policy, load_policy
+from common.objectives.policy import dft_loss, nll_loss
+from common.parallel import distributed
+from common.train.checkpoint import prepare_output_dir
+from common.train.optim import adamw, optimizer_step
+from common.train.run import Run
 
 LOSSES = dict(nll=nll_loss, dft=dft_loss)
 
@@ -181,7 +181,7 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
         if eval_samples and run.evaluates(step + 1):
-            metrics |= of_each_set(eval_samples, lambda ours: evaluate(model, ours, args, device))
+            metrics |= evaluate_sets(eval_samples, lambda ours: evaluate(model, ours, args, device))
         run.log(step + 1, metrics)
 
     run.end()

@@ -1,4 +1,5 @@
-"""Time that ranks wait for the slowest, with and without common/sharing.py, by arithmetic: the Markdown table.
+"""Time that ranks wait for the slowest, with and without
+common/parallel/placement.py, by arithmetic: the Markdown table.
 
     python bench/balance.py
 
@@ -21,10 +22,10 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common import sharing
+from common.parallel import placement
 
 BATCHES, RANKS = 20, (8, 64)
-sharing.ATTENTION = 2e-5
+placement.ATTENTION = 2e-5
 
 
 def chat(draw: random.Random, ranks: int, per_rank: int) -> list[int]:
@@ -63,8 +64,8 @@ def first_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 def lost(rows: list[list[list[int]]]) -> float:
     """`rows` of micro-batches: of each rank, the lengths that it computes."""
-    slowest = sum(max(map(sharing.work, row)) for row in rows)
-    return 1 - sum(sharing.work(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
+    slowest = sum(max(map(placement.work, row)) for row in rows)
+    return 1 - sum(placement.work(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
 
 
 def owned(lengths: list[int], ranks: int, per_rank: int, room: int) -> list[list[list[int]]]:
@@ -73,7 +74,7 @@ def owned(lengths: list[int], ranks: int, per_rank: int, room: int) -> list[list
 
 
 def shared(lengths: list[int], ranks: int, room: int) -> list[list[list[int]]]:
-    rows = sharing.assign({(0, i): [n] for i, n in enumerate(lengths)}, ranks, room)
+    rows = placement.assign({(0, i): [n] for i, n in enumerate(lengths)}, ranks, room)
     return [[[lengths[i] for _, i in keys] for keys in row] for row in rows]
 
 

@@ -21,9 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sft
-from common import distributed, token_cache
-from common.hub import load_tokenizer, resolve_model
-from common.rows import SFT_COLUMNS
+from common.data import token_cache
+from common.data.rows import SFT_COLUMNS
+from common.model.hub import load_tokenizer, resolve_model
+from common.parallel import distributed
 
 TOKENS = 300
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from seeds import launch
 
-from common.metrics import read_metrics
-from common.tasks import TASKS
+from common.data.tasks import TASKS
+from common.metrics.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/distill_seeds"

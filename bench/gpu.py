@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python bench/gpu.py    # without a GPU: --small is the default and shows that it runs, no more
 
 The measure is the machine's own rate of square matrix products, in bfloat16 and in float32 (TF32 is off). Parts:
-- attention: common.attention.packed_attention over a pack of equal sequences, one layer;
-- token log-probs: common.logprobs.token_logprobs, head and all, at the model's width and vocabulary;
+- attention: common.model.attention.packed_attention over a pack of equal sequences, one layer;
+- token log-probs: common.model.logprobs.token_logprobs, head and all, at the model's width and vocabulary;
 - micro-batch: forward and backward of a whole policy (FSDP2, one rank), without and with activation checkpointing, and
   a step of AdamW;
 - engine: tokens per second, and the seconds of weight sync, sleep and wake.
@@ -13,8 +13,8 @@ The measure is the machine's own rate of square matrix products, in bfloat16 and
 
 Operations are those the mathematics needs, recomputation is none: attention 2 heads head_dim L^2 per sequence forward
 (causal: half) and twice that backward; log-probs 2 T V D and 4 T V D; a micro-batch three times `forward_flops` of
-common/hardware.py, as in the metric `speed/tflops`. Every part is a process of its own, twice for warm-up and then the
-median of `--rounds`. Memory is the peak in that process, on CUDA of what the allocator gave out.
+common/model/flops.py, as in the metric `speed/tflops`. Every part is a process of its own, twice for warm-up and then
+the median of `--rounds`. Memory is the peak in that process, on CUDA of what the allocator gave out.
 """
 
 import argparse
@@ -34,17 +34,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.logprobs import peak, reset_peak
-from common import distributed
-from common.attention import packed_attention, packed_inputs
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.hardware import forward_flops
-from common.hub import eos_token_ids, load_tokenizer, resolve_model
-from common.logprobs import token_logprobs
-from common.models import load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import PackedBatch, Sample, pack
-from common.rollout.engine import make_engine, whole_weights
-from common.tiny import build_tokenizer
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.data.packing import PackedBatch, Sample, pack
+from common.model.attention import packed_attention, packed_inputs
+from common.model.flops import forward_flops
+from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.model.logprobs import token_logprobs
+from common.model.policy import load_policy
+from common.model.tiny import build_tokenizer
+from common.parallel import distributed
+from common.rollout.engines import make_engine, whole_weights
+from common.train.optim import adamw, optimizer_step
 
 PARTS = ("matmul", "attention", "logprobs", "plain", "checkpointed", "engine")
 LARGE = dict(layers=28, width=2048, vocabulary=151_936, tokens=8192, length=1024, matrix=8192, prompts=256, new=256)

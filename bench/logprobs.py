@@ -5,7 +5,7 @@
 T = 4,096 tokens, width D = 256, vocabulary V = 151,936, float32.
 
 From hidden states [T, D] and a head [V, D], the gradient of the mean negative log-prob with respect to both:
-- chunked: common.logprobs.token_logprobs, which also returns entropy and accuracy and never holds [T, V];
+- chunked: common.model.logprobs.token_logprobs, which also returns entropy and accuracy and never holds [T, V];
 - full, same outputs: logits [T, V], log_softmax; entropy and accuracy for metrics, without gradient;
 - full, log-prob only: logits [T, V], cross_entropy.
 Every measurement is a process of its own, since memory once freed may stay with the process; the three take turns.
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-from common.logprobs import token_logprobs
+from common.model.logprobs import token_logprobs
 
 D, V = 256, 151_936
 MEMORY_TARGET, TIME_TARGET = 0.25, 1.3

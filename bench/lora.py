@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.metrics import read_metrics
-from common.tasks import arithmetic_rows
+from common.data.tasks import arithmetic_rows
+from common.metrics.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "lora"

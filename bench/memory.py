@@ -32,8 +32,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from bench.logprobs import peak, reset_peak
-from common.checkpoint import Checkpointer
-from common.hub import load_tokenizer, resolve_model
+from common.model.hub import load_tokenizer, resolve_model
+from common.train.checkpoint import Checkpointer
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("steps", "save", "export")

@@ -1,4 +1,4 @@
-"""What fits on which GPUs: the tables of docs/memory.md; and `common/memory.py` compared with fake tensors.
+"""What fits on which GPUs: the tables of docs/memory.md; and `common/model/memory.py` compared with fake tensors.
 
     python bench/memory_plan.py              # the tables, by arithmetic alone
     python bench/memory_plan.py --check      # a training step's peak on fake tensors beside the arithmetic
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from common import logprobs
-from common.config import TrainArgs
-from common.memory import GIB, Plan, Shapes, on_the_host, predict, refusal, shapes_of
-from common.models import Policy, shard
-from common.packing import PackedBatch
+from common.config.groups import TrainArgs
+from common.data.packing import PackedBatch
+from common.model import logprobs
+from common.model.memory import GIB, Plan, Shapes, on_the_host, predict, refusal, shapes_of
+from common.model.policy import Policy, shard
 
 CAPACITY = 80e9 / GIB  # of a GPU that is sold as one of 80 GB
 ROOM = 0.9  # of which this much is planned with: CUDA, NCCL and fragments take the rest

@@ -28,14 +28,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from common import distributed
-from common.checkpoint import export_hf
-from common.config import SamplingArgs, TrainArgs
-from common.hub import eos_token_ids, load_tokenizer
-from common.models import Policy, load_policy
-from common.packing import Sample, pack
-from common.rollout.engine import make_engine, whole_weights
-from common.tiny import build_tokenizer
+from common.config.groups import SamplingArgs, TrainArgs
+from common.data.packing import Sample, pack
+from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.policy import Policy, load_policy
+from common.model.tiny import build_tokenizer
+from common.parallel import distributed
+from common.rollout.engines import make_engine, whole_weights
+from common.train.checkpoint import export_hf
 
 OUTSIDE = dict(os.environ)  # before this process becomes a rank
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "models.md"

@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common import distributed
-from common.config import TrainArgs
-from common.data import Encoder
-from common.hub import load_tokenizer, resolve_model
-from common.models import compute_dtype, load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import Sample, pack
-from common.rows import load_rows
+from common.config.groups import TrainArgs
+from common.data.encode import Encoder
+from common.data.packing import Sample, pack
+from common.data.rows import load_rows
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import compute_dtype, load_policy
+from common.parallel import distributed
+from common.train.optim import adamw, optimizer_step
 
 TARGET = 1.5
 

@@ -64,7 +64,7 @@ def write_model(folder: Path, gpu: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from common.hub import load_tokenizer, resolve_model
+    from common.model.hub import load_tokenizer, resolve_model
 
     tiny = resolve_model("tiny")
     width = dict(hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4)
@@ -85,7 +85,7 @@ def write_model(folder: Path, gpu: bool) -> None:
 
 def write_rows(dataset: str, folder: Path, count: int) -> None:
     """`rows.jsonl` for us, who shuffle it, and `ordered.jsonl` for TRL: in the order in which we shall draw."""
-    from common.order import RowOrder
+    from common.data.order import RowOrder
 
     lines = Path(dataset).read_text().splitlines()
     rows = [json.loads(line) for line in random.Random(0).sample(lines, count)]

@@ -37,17 +37,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.logprobs import peak, reset_peak
-from common import distributed
-from common.data import Encoder
-from common.flags import with_flags
-from common.hub import load_tokenizer, resolve_model
-from common.logprobs import store_reference_logps
-from common.meter import Meter
-from common.models import compute_dtype, load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import Sample, pack_groups
-from common.preference_losses import LOSSES, Pairs, preference_losses
-from common.rows import load_rows
+from common.config.flags import with_flags
+from common.data.encode import Encoder
+from common.data.packing import Sample, pack_groups
+from common.data.rows import load_rows
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.logprobs import store_reference_logps
+from common.model.policy import compute_dtype, load_policy
+from common.objectives.preference import LOSSES, Pairs, preference_losses
+from common.parallel import distributed
+from common.train.optim import adamw, optimizer_step
 from dpo import Args, encode_rows, measure, pairs_of, reference_logps
 
 TARGET = 1.5

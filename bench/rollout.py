@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from common import distributed
-from common.config import SamplingArgs, TrainArgs
-from common.hub import load_tokenizer, resolve_model
-from common.models import compute_dtype, load_policy
-from common.rollout.engine import make_engine, whole_weights
+from common.config.groups import SamplingArgs, TrainArgs
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import compute_dtype, load_policy
+from common.parallel import distributed
+from common.rollout.engines import make_engine, whole_weights
 
 COUNT, FIXED, MEAN, LONGEST = 256, 128, 32, 256
 TARGETS = {"a": 1.3, "b": 2.0}

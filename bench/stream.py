@@ -37,8 +37,8 @@ import torch
 from seeds import launch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.metrics import read_metrics
-from common.tasks import arithmetic_rows
+from common.data.tasks import arithmetic_rows
+from common.metrics.logger import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/stream"

@@ -7,14 +7,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo
-from common.cli import parse
-from common.rollout import colocated, remote
+from common.config.parse import parse
+from common.rollout import remote_sampler, sampler
 
 
-class Discarding(colocated.Rollouts):
+class Discarding(sampler.Rollouts):
     def submit(self, step: int, total_steps: int) -> None:
-        self.used |= self.in_work.keys()
-        self.in_work.clear()
+        self.used |= self.in_flight.keys()
+        self.in_flight.clear()
         self.engine.waiting.clear()
         self.engine.ours.clear()
         self.episodes.speaking.clear()
@@ -22,5 +22,5 @@ class Discarding(colocated.Rollouts):
 
 
 if __name__ == "__main__":
-    remote.Rollouts = Discarding
+    remote_sampler.Rollouts = Discarding
     grpo.main(parse(grpo.Args))

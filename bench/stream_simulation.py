@@ -12,8 +12,8 @@ there are as many ranks that train, whose step takes --train times as long as a 
 a hand-over of weights takes --hand_over times as long.
 
     lockstep          a batch is begun when all ranks are done with the one before; S: batches that may be ahead
-    stream            common/rollout/remote.py: prompt d is for rank d % R, (1 + S) batches are in work, new weights
-                      interrupt, what was in work goes on and has its prefix computed again
+    stream            common/rollout/remote_sampler.py: prompt d is for rank d % R, (1 + S) batches are in flight;
+                      new weights interrupt, what was in work goes on and has its prefix computed again
     ... to the idlest prompts go to the rank that has the fewest completions in work
     ... drained       --partial_rollouts false: all that is running ends before weights are taken, nothing begins
     ... oversampled   --oversample 1.25: S - 1 + 1.25 batches in work, a step takes the oldest that are complete
@@ -121,7 +121,7 @@ class Rank:
     """seconds times running completions"""
 
     @property
-    def in_work(self) -> int:
+    def in_flight(self) -> int:
         return len(self.running) + len(self.waiting)
 
     def admit(self) -> None:
@@ -221,7 +221,7 @@ def stream(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -> 
                 number, drawn[trainer] = trainer + load.trainers * drawn[trainer], drawn[trainer] + 1
                 begun[trainer][number], its = step, load.lengths()
                 left[number], length_of[number] = len(its), sum(its)
-                rank = min(ranks, key=lambda r: r.in_work) if way.to_the_idlest else ranks[number % load.ranks]
+                rank = min(ranks, key=lambda r: r.in_flight) if way.to_the_idlest else ranks[number % load.ranks]
                 for length in its:
                     heapq.heappush(rank.waiting, (number, length))
         for rank in ranks:
@@ -264,12 +264,12 @@ def _result(ranks: list[Rank], trained, waited, ahead, lengths, skipped: int) ->
 
 def measure() -> Machine:
     """vLLM with `tiny`, in this process."""
-    from common import distributed
-    from common.config import SamplingArgs, TrainArgs
-    from common.hub import load_tokenizer, resolve_model
-    from common.models import load_policy
-    from common.rollout.base import Completion
-    from common.rollout.engine import make_engine, whole_weights
+    from common.config.groups import SamplingArgs, TrainArgs
+    from common.model.hub import load_tokenizer, resolve_model
+    from common.model.policy import load_policy
+    from common.parallel import distributed
+    from common.rollout.engine import Completion
+    from common.rollout.engines import make_engine, whole_weights
 
     @dataclass
     class Args(SamplingArgs, TrainArgs):
@@ -355,7 +355,7 @@ def check(folders: list[Path], machine: Machine) -> None:
     run's mean length and of what training and hand-over took in it."""
     import yaml
 
-    from common.metrics import read_metrics
+    from common.metrics.logger import read_metrics
 
     for folder in folders:
         args = yaml.safe_load((folder / "args.yaml").read_text())

@@ -1,0 +1,1 @@
+"""The code that the scripts share, one package per concern."""

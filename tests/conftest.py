@@ -14,14 +14,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from common import distributed
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.hub import eos_token_ids, load_tokenizer
-from common.models import Policy, load_policy
-from common.rollout.base import Engine
-from common.rollout.engine import make_engine, whole_weights
-from common.tasks import arithmetic_rows
-from common.tiny import tiny_model
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.data.tasks import arithmetic_rows
+from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.policy import Policy, load_policy
+from common.model.tiny import tiny_model
+from common.parallel import distributed
+from common.rollout.engine import Engine
+from common.rollout.engines import make_engine, whole_weights
 
 NEW_TOKENS = 24
 RANK_0_OF_1 = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")

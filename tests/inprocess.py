@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from helpers import assert_same_weights, metrics
 
-from common import distributed
-from common.cli import parse
+from common.config.parse import parse
+from common.parallel import distributed
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ OF_VLLM = [
     "vllm.v1.attention.backends.cpu_attn", "vllm.plugins.lora_resolvers.filesystem_resolver",
     "compressed_tensors.compressors",
 ]  # fmt: skip
-OURS = ["common.cli", "common.lora", "common.rollout.colocated", "common.rollout.vllm_engine", "common.run",
-        "common.token_cache"]  # fmt: skip
+OURS = ["common.config.parse", "common.model.lora", "common.rollout.sampler", "common.rollout.vllm_engine",
+        "common.train.run", "common.data.token_cache"]  # fmt: skip
 
 logging.getLogger("vllm").setLevel(logging.ERROR)  # it says that a CPU has no Triton
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # no longer the tests

@@ -19,14 +19,14 @@ import dpo
 import kto
 import rm
 import sft
-from common.cli import parse
-from common.data import Encoder
-from common.distributed import RunError
-from common.hub import load_tokenizer, resolve_model
+from common.config.parse import parse
+from common.data.encode import Encoder
+from common.data.rows import SFT_COLUMNS, load_rows, require_columns
+from common.data.tokenize import columns_of
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.tiny import tiny_model
+from common.parallel.distributed import RunError
 from common.rewards.scoring import Rewards
-from common.rows import SFT_COLUMNS, load_rows, require_columns
-from common.tiny import tiny_model
-from common.tokenise import columns_of
 
 main = inprocess.main
 
@@ -398,8 +398,8 @@ def test_reward_column():
     ],
 )
 def test_reward_errors(function, limit, words, tmp_path):
-    from common.meter import Meter
-    from common.packing import Sample
+    from common.data.packing import Sample
+    from common.metrics.meter import Meter
 
     (tmp_path / "rewards.py").write_text(REWARD_FILE)
     rows = [dict(number=i, _source=f"a:{i}") for i in range(4)]

@@ -13,12 +13,12 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
 from bok import Args, best, sample_offline
-from common.flags import with_flags
-from common.hub import load_tokenizer
-from common.packing import Sample
-from common.prompts import Prompts
-from common.rollout.completions import read_completions, rewarded, samples_to_train_on
-from common.tiny import tiny_model
+from common.config.flags import with_flags
+from common.data.packing import Sample
+from common.model.hub import load_tokenizer
+from common.model.tiny import tiny_model
+from common.rollout.completions_file import read_completions, rewarded, samples_to_train_on
+from common.rollout.prompts import Prompts
 
 main = inprocess.main
 NAN = math.nan

@@ -7,11 +7,11 @@ import torch
 from helpers import ROOT, run
 from transformers import GPTJConfig
 
-import common.models
+import common.model.policy
 from bench.models import ARCHITECTURES, ARGS, PAGE, TABLE, checkpoint, measure, row
-from common.attention import packed_attention
-from common.logprobs import token_logprobs
-from common.models import load_policy
+from common.model.attention import packed_attention
+from common.model.logprobs import token_logprobs
+from common.model.policy import load_policy
 
 QUICK = ("qwen3", "gemma2", "mixtral")  # the others are looked at with the slow tests
 
@@ -47,7 +47,7 @@ def test_a_head_that_is_not_the_models_is_refused(left_out, tmp_path, device, mo
         del options[left_out]
         return token_logprobs(hidden_TD, head_VD, targets_T, temperature, **options)
 
-    monkeypatch.setattr(common.models, "token_logprobs", without)
+    monkeypatch.setattr(common.model.policy, "token_logprobs", without)
     model_type = dict(scale="cohere", softcap="gemma2", bias_V="phi")[left_out]
     with pytest.raises(ValueError, match=f"{model_type} has a head that is not supported"):
         load_policy(checkpoint(model_type, tmp_path), ARGS, device)

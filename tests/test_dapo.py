@@ -10,7 +10,7 @@ from helpers import assert_close_metrics, metrics, run
 from test_grpo import REWARD, SAME, samples
 
 import dapo
-from common.packing import Sample, pack
+from common.data.packing import Sample, pack
 
 CPU = torch.device("cpu")
 

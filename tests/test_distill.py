@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from test_grpo import REWARD, samples
 
 import distill
-from common import teachers
-from common.config import TrainArgs
-from common.data import Encoder
-from common.distributed import RunError
-from common.divergences import most_likely
-from common.hub import load_tokenizer
-from common.meter import Meter
-from common.models import load_policy
-from common.packing import Sample, pack
-from common.prompts import Prompts
+from common.config.groups import TrainArgs
+from common.data.encode import Encoder
+from common.data.packing import Sample, pack
+from common.metrics.meter import Meter
+from common.model import teacher as teachers
+from common.model.hub import load_tokenizer
+from common.model.policy import load_policy
+from common.model.teacher import require_known
+from common.model.tiny import tiny_model
+from common.objectives.divergence import most_likely
+from common.parallel.distributed import RunError
 from common.rewards.scoring import Rewards
-from common.teachers import require_known
-from common.tiny import tiny_model
+from common.rollout.prompts import Prompts
 
 main = inprocess.main
 SAME = ("loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
@@ -100,7 +100,7 @@ def test_one_gradient_with_the_sampled_estimator_and_a_reward(main, flags, tmp_p
 def test_a_denominator_per_rank_would_be_noticed(two_ranks, flags, tmp_path):
     """The negative control of the first test: the same script with a token count per rank."""
     source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
-    count = "tokens, _ = measure.count_trained(own_packs_of + data_packs_of)"
+    count = "tokens, _ = statistics.count_trained(own_packs_of + data_packs_of)"
     assert source.count(count) == 1
     per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in own_packs_of + data_packs_of) * world_size"
     wrong.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank))
@@ -253,7 +253,7 @@ def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, te
     with_kill, without, two = tmp_path / "killed.py", tmp_path / "whole.py", tmp_path / "two"
     with_kill.write_text(f"""
 import os, runpy, signal
-from common import teachers
+from common.model import teacher as teachers
 teachers.CHUNK, save, written = 50, teachers.save_file, []
 
 def save_some(tensors, file):

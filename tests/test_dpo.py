@@ -10,17 +10,17 @@ import torch
 from helpers import assert_close_metrics, metrics, run
 
 import dpo
-from common.data import Encoder
-from common.flags import with_flags
-from common.hub import load_tokenizer
-from common.logprobs import store_reference_logps
-from common.meter import Meter
-from common.models import load_policy
-from common.packing import pack_groups
-from common.preference_losses import LOSSES, OVER_BATCH, preference_losses
-from common.rows import PAIR_COLUMNS, train_and_eval_rows
-from common.tasks import arithmetic_rows
-from common.tiny import tiny_model
+from common.config.flags import with_flags
+from common.data.encode import Encoder
+from common.data.packing import pack_groups
+from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
+from common.data.tasks import arithmetic_rows
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer
+from common.model.logprobs import store_reference_logps
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.objectives.preference import LOSSES, OVER_BATCH, preference_losses
 
 main = inprocess.main
 # All of them at once: each is logged on its own, and the gradient is of the sum.
@@ -106,11 +106,11 @@ def objective_of(model, reference, pairs, args, device):
     """The loss, a sum over these pairs, and what is measured; as in main."""
     meter, micro_batches, losses = Meter(), pack_groups(pairs, args.pack_tokens, device), []
     objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
-    everyone, places = dpo.everyones_pairs(model, reference, micro_batches, args)
+    everyone, places = dpo.gather_pairs(model, reference, micro_batches, args)
     for mb, own in zip(micro_batches, places, strict=True):
         logprobs_T, _, _, collision_T = model(mb)
         ours = dpo.pairs_of(mb, logprobs_T, collision_T, dpo.reference_logps(mb, reference), args.wpo)
-        loss_N, parts = preference_losses(dpo.put_in(everyone, own, ours), objectives, args.loss_weights)
+        loss_N, parts = preference_losses(dpo.insert_own(everyone, own, ours), objectives, args.loss_weights)
         losses.append(loss_N[own].sum())
         nll_N = -mb.sequence_sums(logprobs_T)[0::2]
         dpo.measure(meter, "", args, ours, losses[-1], {name: part_N[own] for name, part_N in parts.items()}, nll_N)
@@ -193,12 +193,12 @@ def test_the_gradient_does_not_depend_on_packing(losses, data, device):
         args, pairs, model = setup(data, device, loss=losses, pack_tokens=pack_tokens, max_length=300)
         reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
         micro_batches = pack_groups(pairs, args.pack_tokens, device)
-        everyone, places = dpo.everyones_pairs(model, reference, micro_batches, args)
+        everyone, places = dpo.gather_pairs(model, reference, micro_batches, args)
         objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
         for mb, own in zip(micro_batches, places, strict=True):
             logprobs_T, _, _, collision_T = model(mb)
             ours = dpo.pairs_of(mb, logprobs_T, collision_T, dpo.reference_logps(mb, reference), False)
-            loss_N, _ = preference_losses(dpo.put_in(everyone, own, ours), objectives)
+            loss_N, _ = preference_losses(dpo.insert_own(everyone, own, ours), objectives)
             loss_N.sum().backward()  # of all of them, as main has it
         gradients.append((len(micro_batches), torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])))
     (one, whole), (several, parts) = gradients

@@ -15,17 +15,17 @@ from conftest import talkative
 from helpers import metrics, run
 from test_bad_input import one_error
 
-from common import distributed
-from common.checkpoint import Checkpointer, export_hf
-from common.config import TrainArgs
-from common.hub import load_tokenizer
-from common.models import load_policy, load_scalar_model
-from common.optim import adamw
-from common.packing import Sample
-from common.prompts import Prompts
-from common.rewards.models import score
-from common.rollout.completions import read_completions
-from common.tiny import tiny_model
+from common.config.groups import TrainArgs
+from common.data.packing import Sample
+from common.model.hub import load_tokenizer
+from common.model.policy import load_policy, load_scalar_model
+from common.model.tiny import tiny_model
+from common.parallel import distributed
+from common.rewards.reward_model import score
+from common.rollout.completions_file import read_completions
+from common.rollout.prompts import Prompts
+from common.train.checkpoint import Checkpointer, export_hf
+from common.train.optim import adamw
 
 main = inprocess.main
 evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin

@@ -1,5 +1,5 @@
 """grpo.py: the objective its flags make, and as a whole with the real engine: one gradient, exact resume, engine =
-trainer, real data. tests/test_losses.py and tests/test_advantages.py have the formulas."""
+trainer, real data. tests/objectives/test_policy.py and tests/objectives/test_advantages.py have the formulas."""
 
 import itertools
 import json
@@ -13,11 +13,11 @@ import torch
 from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
 import grpo
-from common import losses
-from common.cli import parse
-from common.flags import with_flags
-from common.meter import Meter
-from common.packing import PackedBatch, Sample, pack
+from common.config.flags import with_flags
+from common.config.parse import parse
+from common.data.packing import PackedBatch, Sample, pack
+from common.metrics.meter import Meter
+from common.objectives import policy as losses
 
 main = inprocess.main
 REWARD = '''

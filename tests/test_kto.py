@@ -11,15 +11,15 @@ from helpers import assert_close_metrics, metrics, run
 from test_dpo import disturbed, naive_logps
 
 import kto
-from common.data import Encoder
-from common.flags import with_flags
-from common.hub import load_tokenizer
-from common.meter import Meter
-from common.models import load_policy
-from common.packing import pack
-from common.rows import KTO_COLUMNS, PAIR_COLUMNS
-from common.tasks import arithmetic_rows
-from common.tiny import tiny_model
+from common.config.flags import with_flags
+from common.data.encode import Encoder
+from common.data.packing import pack
+from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
+from common.data.tasks import arithmetic_rows
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
 
 main = inprocess.main
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
-from common.meter import Meter
-from common.packing import Sample
+from common.data.packing import Sample
+from common.metrics.meter import Meter
 from online_dpo import best_and_worst, measure_pairs
 
 main = inprocess.main

@@ -12,14 +12,14 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
 import ppo
-from common import losses
-from common.advantages import gae
-from common.checkpoint import export_hf
-from common.flags import with_flags
-from common.hub import load_tokenizer
-from common.meter import Meter
-from common.models import load_scalar_model
-from common.packing import PackedBatch, Sample, pack
+from common.config.flags import with_flags
+from common.data.packing import PackedBatch, Sample, pack
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer
+from common.model.policy import load_scalar_model
+from common.objectives import policy as losses
+from common.objectives.advantages import gae
+from common.train.checkpoint import export_hf
 
 main = inprocess.main
 CPU, NAN = torch.device("cpu"), math.nan

@@ -8,8 +8,8 @@ from helpers import assert_close_metrics, metrics, run
 from test_grpo import REWARD, samples
 
 import reinforce
-from common.packing import Sample
-from common.rollout import measure
+from common.data.packing import Sample
+from common.rollout import statistics
 
 main = inprocess.main
 SAME = ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")
@@ -28,11 +28,11 @@ def test_what_an_environment_said_counts_in_no_statistic(name):
     rewards_PG = torch.tensor([[1.0, 0.0, 3.0], [0.5, 2.0, 0.0]], dtype=torch.float64)
     plain = [[completion(4), completion(9), completion(2)], [completion(5), completion(1), completion(7)]]
     played = [[completion(4, 30), completion(9), completion(2, 50)], [completion(5, 3), completion(1), completion(7)]]
-    assert not torch.equal(measure.lengths(plain), measure.lengths(played))
+    assert not torch.equal(statistics.lengths(plain), statistics.lengths(played))
     estimate = reinforce.ADVANTAGES[name]
-    got_PG = estimate(rewards_PG, measure.trained_counts(played))
-    assert torch.equal(got_PG, estimate(rewards_PG, measure.trained_counts(plain)))
-    assert not torch.allclose(got_PG, estimate(rewards_PG, measure.lengths(played)), rtol=1e-2)
+    got_PG = estimate(rewards_PG, statistics.trained_counts(played))
+    assert torch.equal(got_PG, estimate(rewards_PG, statistics.trained_counts(plain)))
+    assert not torch.allclose(got_PG, estimate(rewards_PG, statistics.lengths(played)), rtol=1e-2)
     tokens = torch.cat([x.repeat(sum(s.loss_mask)) for x, s in zip(got_PG.flatten(), sum(played, []), strict=True)])
     assert tokens.mean().item() == pytest.approx(0, abs=1e-9) and tokens.std().item() == pytest.approx(1, rel=1e-5)
 

@@ -8,8 +8,8 @@ import torch
 from helpers import assert_close_metrics, metrics, run
 from test_grpo import REWARD, samples
 
-from common.advantages import leave_one_out
-from common.losses import clip_policy_loss
+from common.objectives.advantages import leave_one_out
+from common.objectives.policy import clip_policy_loss
 
 main = inprocess.main
 SAME = ("grad_norm", "reward", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")

@@ -10,14 +10,14 @@ import torch
 from helpers import assert_close_metrics, metrics, run
 
 import rm
-from common.checkpoint import export_hf
-from common.config import TrainArgs
-from common.hub import load_tokenizer
-from common.models import load_scalar_model
-from common.packing import pack
-from common.rewards.models import at_end, score
-from common.tasks import arithmetic_rows
-from common.tiny import tiny_model
+from common.config.groups import TrainArgs
+from common.data.packing import pack
+from common.data.tasks import arithmetic_rows
+from common.model.hub import load_tokenizer
+from common.model.policy import load_scalar_model
+from common.model.tiny import tiny_model
+from common.rewards.reward_model import at_end, score
+from common.train.checkpoint import export_hf
 
 main = inprocess.main
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)

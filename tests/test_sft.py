@@ -12,7 +12,7 @@ import inprocess
 import pytest
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
-from common.tiny import tiny_model
+from common.model.tiny import tiny_model
 
 main = inprocess.main
 # Mixed lengths (GSM8K-like rows of words), so that a wrong denominator shows.

@@ -1,4 +1,4 @@
-"""Does a model-written program pass the tests of its row (see `test_forms.py` for what those may be)?
+"""Does a model-written program pass the tests of its row (see `test_cases.py` for what those may be)?
 
 Programs only ever see inputs. Outputs are compared here; asserts run in a second confined process, the judge, where
 what they call is a stand-in whose calls are relayed to the program's process. `common/sandbox/program.py` runs both.
@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-from common.rewards.test_forms import (
+from common.rewards.test_cases import (
     AssertTest,
     CallTest,
     StdinTest,

@@ -3,7 +3,7 @@
 For reward functions that may hang, crash or use up the memory: `math` (math_reward.py), where sympy may compute for
 hours, and the user's own. A process that hangs or dies is killed and replaced, and only its call is lost.
 
-The processes run common/rewards/process.py: they import neither torch nor the training script unless the function does,
+The processes run common/rewards/worker.py: they import neither torch nor the training script unless the function does,
 and share no CUDA context with their parent. They are for code that the user chose to run: nothing here protects from
 malice, and what they send back is unpickled.
 """
@@ -21,8 +21,8 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from common.rewards import process
-from common.rewards.process import HEADER, LOAD, one_line
+from common.rewards import worker as process
+from common.rewards.worker import HEADER, LOAD, one_line
 
 AHEAD = 8  # calls sent to a process beyond the one it is at, so that it need not wait for its parent
 CONCURRENT = 64  # calls of an async function at a time

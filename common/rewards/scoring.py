@@ -20,16 +20,16 @@ from queue import PriorityQueue
 import torch
 from torch import Tensor
 
-from common import distributed
-from common.config import SamplingArgs
-from common.hub import resolve_model
-from common.meter import Meter
-from common.packing import Sample
+from common.config.groups import SamplingArgs
+from common.data.packing import Sample
+from common.metrics.meter import Meter
+from common.model.hub import resolve_model
+from common.parallel import distributed
 from common.rewards.background import Background
 from common.rewards.functions import REWARDS, Failure, Value
-from common.rewards.models import RewardModel, short_names
-from common.rewards.named import load_reward, require_usable_rows, reward_of_row
 from common.rewards.pool import CONCURRENT, Pool, Result
+from common.rewards.registry import load_reward, require_usable_rows, reward_of_row
+from common.rewards.reward_model import RewardModel, short_names
 from common.rewards.user_code import reward_form
 from common.sandbox import program
 

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from common import distributed
-from common.rewards.process import load_file
+from common.parallel import distributed
+from common.rewards.worker import load_file
 
 
 def load_callable(flag: str, spec: str) -> Callable:

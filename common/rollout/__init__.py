@@ -1,0 +1,1 @@
+"""Engines (vLLM, transformers), episodes with environments, samplers on training ranks or dedicated ranks."""

@@ -9,12 +9,12 @@ No episode waits for another: its next turn is asked for when its environment ha
 
 from dataclasses import dataclass
 
-from common import distributed
-from common.config import SamplingArgs
-from common.data import Encoder
-from common.packing import Sample
-from common.rollout.base import SEED_SPACING, Completion, Engine
-from common.rollout.environment_processes import Answer, Environments
+from common.config.groups import SamplingArgs
+from common.data.encode import Encoder
+from common.data.packing import Sample
+from common.parallel import distributed
+from common.rollout.engine import SEED_SPACING, Completion, Engine
+from common.rollout.environment_pool import Answer, Environments
 
 Group = list[Sample]
 
@@ -99,7 +99,7 @@ class Episodes:
     def finish(self) -> list[tuple[int, Group]]:
         """All that have begun to their ends, and no other; what is done. Collective with tensor parallelism."""
         done, self.engine.admits_new = [], False
-        while self.engine.anybody(bool(self.listening) or any(e.turn or c.ids for c, e in self.speaking.items())):
+        while self.engine.any_rank(bool(self.listening) or any(e.turn or c.ids for c, e in self.speaking.items())):
             done += self.step()
         self.engine.admits_new = True
         return done
@@ -112,7 +112,7 @@ class Episodes:
         for i, (prompt, row, seed) in enumerate(zip(prompts, rows, seeds, strict=True)):
             self.begin(i, prompt, row, seed, n, temperature)
         groups = {}
-        while self.engine.anybody(self.busy):
+        while self.engine.any_rank(self.busy):
             groups |= self.step()
         return [groups[i] for i in range(len(prompts))]
 

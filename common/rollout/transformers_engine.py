@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.rollout.base import Engine
+from common.rollout.engine import Engine
 
 BATCH = 64  # completions that `generate` samples together
 

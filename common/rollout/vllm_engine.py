@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import distributed
-from common.hub import context_length
-from common.loading import hub_weights
-from common.rollout.base import SLOTS, Engine
+from common.model.hub import context_length
+from common.model.loading import hub_weights
+from common.parallel import distributed
+from common.rollout.engine import SLOTS, Engine
 
 
 def lost_asleep(worker) -> list[str]:

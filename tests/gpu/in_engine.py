@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
-from common import distributed
-from common.config import OnlineArgs, SamplingArgs, TrainArgs
-from common.hub import eos_token_ids, load_tokenizer
-from common.models import load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import pack
-from common.rollout.engine import make_engine, whole_weights
-from common.tiny import tiny_model
+from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.data.packing import pack
+from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.parallel import distributed
+from common.rollout.engines import make_engine, whole_weights
+from common.train.optim import adamw, optimizer_step
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=", "9", "x" * 40, "7 times 8 is ")
 

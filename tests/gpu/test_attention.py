@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from on_gpu import HERE_AND_THERE, relative_error
 from torch.utils.checkpoint import checkpoint
 
-from common.attention import packed_attention, packed_inputs
-from common.packing import Sample, pack
+from common.data.packing import Sample, pack
+from common.model.attention import packed_attention, packed_inputs
 
 LENGTHS = (131, 64, 64, 37, 17, 2, 1)
 BOUNDS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}  # of the norm; bfloat16 rounds by up to 2^-9 at every step

@@ -57,7 +57,7 @@ def test_the_demo_to_its_end(tmp_path):
 @pytest.fixture(scope="module")
 def from_the_hub() -> None:
     """Skips in one line where the models of the commands are neither on disk nor to be had."""
-    from common.hub import resolve_model
+    from common.model.hub import resolve_model
 
     try:
         for name in () if ON_CPU else ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B-Base"):

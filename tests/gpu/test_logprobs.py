@@ -4,7 +4,7 @@ import pytest
 import torch
 from on_gpu import HERE_AND_THERE, ON_CPU, gpu, relative_error
 
-from common.logprobs import LOGPROB_CHUNK, token_logprobs
+from common.model.logprobs import LOGPROB_CHUNK, token_logprobs
 
 # nats at a token; nats in the mean; of the gradients' norms
 BOUNDS = {torch.bfloat16: (2e-3, 2e-4, 1e-2), torch.float32: (5e-5, 5e-6, 1e-4)}

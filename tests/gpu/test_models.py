@@ -7,10 +7,10 @@ import torch
 from on_gpu import DTYPES, ON_CPU, gpu, relative_error
 from transformers import AutoModelForCausalLM
 
-from common.config import TrainArgs
-from common.models import load_policy
-from common.packing import Sample, pack
-from common.tiny import tiny_model
+from common.config.groups import TrainArgs
+from common.data.packing import Sample, pack
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
 
 pytestmark = gpu(1)
 VALUE = dict(bfloat16=0.02, float32=2e-5)  # nats, in the mean over the tokens

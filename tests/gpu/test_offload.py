@@ -8,13 +8,13 @@ from helpers import ROOT
 from on_gpu import ON_CPU, gpu
 from transformers import AutoModelForCausalLM
 
-from common.config import TrainArgs
-from common.memory import Plan, predict, shapes_of
-from common.models import load_policy
-from common.optim import adamw, optimizer_step
-from common.packing import Sample, pack
-from common.rollout.engine import whole_weights
-from common.tiny import tiny_model
+from common.config.groups import TrainArgs
+from common.data.packing import Sample, pack
+from common.model.memory import Plan, predict, shapes_of
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.rollout.engines import whole_weights
+from common.train.optim import adamw, optimizer_step
 
 pytestmark = gpu(1)
 

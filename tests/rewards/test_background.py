@@ -10,7 +10,7 @@ import torch
 from conftest import Args
 from helpers import PATIENCE, ROOT, until
 
-from common.meter import Meter
+from common.metrics.meter import Meter
 from common.rewards.background import Background
 from common.rewards.scoring import Rewards
 from tests.rewards.pools import StillClock

@@ -8,16 +8,16 @@ import torch
 from conftest import Args
 from helpers import PATIENCE
 
-from common.checkpoint import export_hf
-from common.distributed import RunError
-from common.hub import load_tokenizer, resolve_model
-from common.meter import Meter
-from common.models import load_scalar_model
-from common.packing import Sample
+from common.data.packing import Sample
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import load_scalar_model
+from common.parallel.distributed import RunError
 from common.rewards.functions import REWARDS
-from common.rewards.models import score
-from common.rewards.named import load_reward
+from common.rewards.registry import load_reward
+from common.rewards.reward_model import score
 from common.rewards.scoring import Rewards
+from common.train.checkpoint import export_hf
 from tests.rewards.pools import StillClock
 
 # ---- several at once ----
@@ -191,12 +191,12 @@ def test_a_number_that_one_rank_has_is_the_same_on_all(tmp_path, monkeypatch):
     for share in (texts, texts[:1], texts[1:], ()):
         make(names)(groups(*share), meter := Meter())
         with monkeypatch.context() as patch:
-            patch.setattr("common.distributed.gather_objects", lambda local: shares.append(local) or [local])
+            patch.setattr("common.parallel.distributed.gather_objects", lambda local: shares.append(local) or [local])
             meter.reduce()
     whole, *shares = shares
-    monkeypatch.setattr("common.distributed.gather_objects", lambda local: [whole])
+    monkeypatch.setattr("common.parallel.distributed.gather_objects", lambda local: [whole])
     expected = Meter().reduce()
-    monkeypatch.setattr("common.distributed.gather_objects", lambda local: shares)
+    monkeypatch.setattr("common.parallel.distributed.gather_objects", lambda local: shares)
     assert Meter().reduce() == pytest.approx(expected) and expected["rewards/f/rare"] == 1
 
 

@@ -10,14 +10,14 @@ import torch
 from conftest import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
-from common.hub import context_length, load_tokenizer
-from common.models import Policy
-from common.packing import Sample, pack
-from common.rollout import base
-from common.rollout.base import Completion, Engine
-from common.rollout.engine import make_engine, whole_weights
+from common.data.packing import Sample, pack
+from common.model.hub import context_length, load_tokenizer
+from common.model.policy import Policy
+from common.model.tiny import tiny_model
+from common.rollout import engine as base
+from common.rollout.engine import Completion, Engine
+from common.rollout.engines import make_engine, whole_weights
 from common.rollout.vllm_engine import lost_asleep
-from common.tiny import tiny_model
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
 SEEDS = [11, 12, 13, 14, 15]
@@ -64,7 +64,7 @@ def test_engine_and_trainer_agree_on_the_synced_weights(synced, policy, device, 
     assert difference(policy, groups, temperature * 1.1, device) > 1e-3  # the temperature matters
 
 
-def in_work(engine: Engine, count: int, temperature: float = 1.0) -> list[Completion]:
+def in_flight(engine: Engine, count: int, temperature: float = 1.0) -> list[Completion]:
     given = prompts(engine)
     completions = [Completion(given[i % len(given)], NEW_TOKENS, 1000 * i, temperature) for i in range(count)]
     for completion in completions:
@@ -74,7 +74,7 @@ def in_work(engine: Engine, count: int, temperature: float = 1.0) -> list[Comple
 
 def test_completions_in_work_go_on_with_new_weights_and_know_which_sampled_each_token(synced, policy, device):
     """Every token has the log-prob of the very weights that sampled it, and of no others."""
-    completions = in_work(synced, 80)
+    completions = in_flight(synced, 80)
     for _ in range(1 if type(synced).__name__ == "TransformersEngine" else 5):  # that one samples 64 to their ends
         synced.step()
     with scaled(policy, "hf.lm_head.weight", 2.0):
@@ -99,7 +99,7 @@ def test_completions_in_work_go_on_with_new_weights_and_know_which_sampled_each_
 
 def test_interrupted_ones_end_as_if_they_had_not_been(synced):
     whole = synced.generate(prompts(synced), 1, [0] * len(TEXTS), 0.0)
-    completions = in_work(synced, len(TEXTS), temperature=0.0)
+    completions = in_flight(synced, len(TEXTS), temperature=0.0)
     while not all(completion.finish_reason for completion in completions):
         synced.step()
         synced.interrupt()
@@ -108,7 +108,7 @@ def test_interrupted_ones_end_as_if_they_had_not_been(synced):
 
 def test_smaller_orders_go_first_and_only_what_has_begun_when_nothing_new_may(synced, monkeypatch):
     monkeypatch.setattr(base, "SLOTS", 2)
-    completions = in_work(synced, 4)
+    completions = in_flight(synced, 4)
     completions[3].order, ended = -1, []
     while len(ended) < 2:
         ended += synced.step()

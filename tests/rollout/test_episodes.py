@@ -13,15 +13,15 @@ import torch
 from conftest import Args, talkative
 from helpers import PATIENCE, assert_close_metrics, assert_same_weights, metrics, run
 
-from common.data import Encoder
-from common.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
-from common.meter import Meter
-from common.packing import Sample, pack
-from common.prompts import asking, encode_prompts, prompt_columns
+from common.data.encode import Encoder
+from common.data.packing import Sample, pack
+from common.data.tasks import TASKS
+from common.metrics.meter import Meter
 from common.rewards.scoring import Rewards
-from common.rollout import base
+from common.rollout import engine as base
+from common.rollout.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
 from common.rollout.episodes import Episodes
-from common.tasks import TASKS
+from common.rollout.prompts import asking, encode_prompts, prompt_columns
 
 main = inprocess.main
 # Counts the characters of a turn aloud, as long as the row says; may raise.

@@ -6,11 +6,11 @@ import shutil
 import torch
 from conftest import NEW_TOKENS, Args
 
-from common.hub import eos_token_ids, load_tokenizer
-from common.models import load_policy
-from common.packing import pack
-from common.rollout.engine import make_engine
-from common.tiny import tiny_model
+from common.data.packing import pack
+from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.rollout.engines import make_engine
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Flags: their bounds, their groups, and the parsing of the command line and YAML."""

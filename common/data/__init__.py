@@ -1,0 +1,1 @@
+"""Files and hub data sets -> rows -> token ids with loss masks -> packed micro-batches."""

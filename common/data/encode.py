@@ -1,0 +1,193 @@
+"""Rows -> token ids with loss masks. What a row is for follows from its columns, as in TRL."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from common.config.groups import BaseArgs
+from common.data.chat import ChatTemplate, messages_field, text_field
+from common.data.packing import Sample
+from common.data.rows import usable
+
+
+def _split_prompt(row: dict) -> dict:
+    """`prompt`, `chosen` and `rejected` of a row whose chosen and rejected both begin with the prompt: what they share,
+    whole messages, or of strings up to the last white space before they part. Raises `ValueError` if that is nothing.
+    """
+    chosen, rejected = messages_field(row, "chosen"), messages_field(row, "rejected")
+    if (chosen is None) != (rejected is None):
+        raise ValueError(f"{row['_source']}: one of chosen and rejected lists messages, the other does not")
+    if chosen is None:
+        chosen, rejected = text_field(row, "chosen"), text_field(row, "rejected")
+    shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if shared is None:
+        shared = min(len(chosen), len(rejected)) - (len(chosen) == len(rejected) and isinstance(chosen, list))
+    if isinstance(chosen, str):
+        shared = max((i + 1 for i in range(shared) if chosen[i].isspace() and chosen[: i + 1].strip()), default=0)
+    answers = [side[shared] for side in (chosen, rejected) if isinstance(side, list) and len(side) > shared]
+    if not shared or any(message["role"] != "assistant" for message in answers):
+        raise ValueError(f"{row['_source']}: chosen and rejected do not begin with the same prompt")
+    return row | dict(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
+
+
+def _sample(pieces: list[tuple[list[int], bool]], row: dict, train_on_all: bool = False) -> Sample:
+    ids = [i for piece, _ in pieces for i in piece]
+    mask = [trained or train_on_all for piece, trained in pieces for _ in piece]
+    return Sample(ids=ids, loss_mask=mask, prompt_length=next((i for i, m in enumerate(mask) if m), len(ids)), row=row)
+
+
+def _plain_text(row: dict, column: str) -> str:
+    return text_field(row, column) + ("\n" if column == "question" else "")
+
+
+class Encoder:
+    """Rows -> ids, in the one way training and sampling share: text is cut where a completion starts and ends and the
+    pieces are tokenised apart, so the prompt's ids in training are exactly those the engine is given."""
+
+    def __init__(self, tokenizer, args: BaseArgs):
+        self.tokenizer, self.prompt_format, self.system_prompt = tokenizer, args.prompt_format, args.system_prompt
+        has_template = tokenizer.chat_template is not None and args.prompt_format != "plain"
+        if args.prompt_format == "chat" and not has_template:
+            raise ValueError("--prompt_format chat: the tokenizer has no chat template; --chat_template gives it one")
+        if args.system_prompt and not has_template:
+            raise ValueError("--system_prompt needs chat format: a tokenizer with a template, no --prompt_format plain")
+        if args.template_kwargs and not has_template:
+            raise ValueError("--template_kwargs: the tokenizer has no chat template; --chat_template gives it one")
+        self.chat = ChatTemplate(tokenizer, args) if has_template else None
+
+    def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
+        """Prompt ids of an RL row, up to where the model is to speak."""
+        messages = self._prompt_messages(row, columns[0])
+        if messages is None:
+            return self._plain_prompt(row, columns[0])
+        pieces = self.chat.pieces(row, messages, len(messages), add_generation_prompt=True)
+        return [i for text, _ in pieces for i in self._ids(text)]
+
+    def as_asked(self, row: dict, column: str) -> list[dict] | str:
+        """The prompt as the messages or, without a chat template, the text that it is: for another tokenizer."""
+        messages = self._prompt_messages(row, column)
+        return _plain_text(row, column) if messages is None else messages
+
+    def reply(self, messages: list[dict]) -> list[int]:
+        """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the
+        chat template, from behind that EOS up to where the model is to speak again."""
+        return self._ids(self.chat.reply(messages))
+
+    def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
+        """Ids and loss mask of a supervised row. Trained: the completion, or every assistant turn, with its EOS; with
+        `train_on_all` everything."""
+        if columns == ("text",):
+            pieces = [(self._ids(text_field(row, "text"), special=True) + [self.tokenizer.eos_token_id], True)]
+        elif columns == ("messages",):
+            if not (messages := messages_field(row, "messages")):
+                raise ValueError(f"{row['_source']}: column messages must be a list of messages")
+            if self.chat is None:
+                raise ValueError(f"{row['_source']}: column messages needs a chat template, not plain")
+            pieces = self._conversation(row, self._with_system(messages), first_trained=0)
+        else:
+            pieces = self._prompt_completion(row, *columns)
+        return _sample(pieces, row, train_on_all)
+
+    def completion(self, row: dict, prompt: str, completion: str) -> Sample:
+        """A prompt with one of its completions, for the objectives that score whole completions: `sft` up to the last
+        trained token. Raises `ValueError` for a completion without text."""
+        value = row.get(completion)
+        last = messages_field(row, completion)[-1:] if isinstance(value, list) else [dict(content=value)]
+        said = last[0]["content"] if last and not last[0].get("tool_calls") else None
+        if not last or (isinstance(said, str) and not said.strip()):
+            raise ValueError(f"{row['_source']}: column {completion} is empty")
+        sample = _sample(self._prompt_completion(row, prompt, completion), row)
+        if not any(sample.loss_mask):
+            raise ValueError(f"{row['_source']}: column {completion} has no assistant turn")
+        if not sample.prompt_length:
+            raise ValueError(f"{row['_source']}: column {prompt} is empty")
+        end = len(sample.ids) - sample.loss_mask[::-1].index(True)
+        sample.ids, sample.loss_mask = sample.ids[:end], sample.loss_mask[:end]
+        return sample
+
+    def pair(self, row: dict, columns: tuple[str, ...]) -> list[Sample]:
+        """[chosen, rejected] of a preference row, the prompt in a column of its own or in front of both (message lists
+        that do not start with an assistant turn have it in front, whatever the column `prompt` says)."""
+        lists = [messages_field(row, side) for side in ("chosen", "rejected")]
+        if "prompt" not in columns or all(m and m[0]["role"] != "assistant" for m in lists):
+            row = _split_prompt(row)
+        return [self.completion(row, "prompt", side) for side in ("chosen", "rejected")]
+
+    def _prompt_completion(self, row: dict, prompt: str, completion: str) -> list[tuple[list[int], bool]]:
+        messages = self._prompt_messages(row, prompt)
+        if messages is None:
+            if isinstance(row.get(completion), list):
+                where = f"{row['_source']}: column {completion} lists messages, column {prompt} is text"
+                raise ValueError(f"{where}; --prompt_format chat makes that a user turn")
+            answer = self._ids(text_field(row, completion)) + [self.tokenizer.eos_token_id]
+            return [(self._plain_prompt(row, prompt), False), (answer, True)]
+        answer = messages_field(row, completion) or [dict(role="assistant", content=text_field(row, completion))]
+        return self._conversation(row, messages + answer, first_trained=len(messages))
+
+    def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
+        """The prompt as messages, or None if it goes in as plain text."""
+        messages = messages_field(row, column)
+        if messages is None:
+            if self.chat is None or (self.prompt_format == "auto" and column != "question"):
+                if self.system_prompt:
+                    raise ValueError(f"--system_prompt: column {column} is plain text; --prompt_format chat wraps it")
+                return None
+            messages = [dict(role="user", content=text_field(row, column))]
+        elif self.chat is None:
+            raise ValueError(f"{row['_source']}: column {column} lists messages, which need a chat template")
+        return self._with_system(messages)
+
+    def _with_system(self, messages: list[dict]) -> list[dict]:
+        if not self.system_prompt or (messages and messages[0]["role"] == "system"):
+            return messages
+        return [dict(role="system", content=self.system_prompt), *messages]
+
+    def _plain_prompt(self, row: dict, column: str) -> list[int]:
+        if row.get("tools"):
+            raise ValueError(f"{row['_source']}: column tools needs chat format, column {column} is plain text")
+        return self._ids(_plain_text(row, column), special=True)
+
+    def _conversation(self, row: dict, messages: list[dict], first_trained: int) -> list[tuple[list[int], bool]]:
+        return [(self._ids(text), trained) for text, trained in self.chat.pieces(row, messages, first_trained)]
+
+    def _ids(self, text: str, special: bool = False) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids[:-1] if special and ids and ids[-1] == self.tokenizer.eos_token_id else ids
+
+
+PAIR_FLAGS = ("max_length", "overlong", "identical_pairs")  # that `encode_pairs` reads
+
+
+def encode_pairs(
+    rows: list[dict], encode: Callable[[dict], list[Sample]],
+    *, max_length: int, overlong: str, identical_pairs: str, on_bad_row: str,
+) -> tuple[list[list[Sample]], Counter]:  # fmt: skip
+    """What `encode` makes of each row, [chosen, rejected] or a single completion, none longer than `max_length` tokens;
+    and how many rows something was done to, by what. `overlong`, `identical_pairs` and `on_bad_row` are as the flags
+    say; with `skip` nothing that is an error by the others is one.
+
+    Raises `ValueError` naming the row.
+    """
+    pairs, counts, strict = [], Counter(), on_bad_row == "error"
+    for row, pair in usable(rows, encode, on_bad_row):
+        if (length := max(len(sample.ids) for sample in pair)) > max_length:
+            if overlong == "error" and strict:
+                raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
+            if overlong != "truncate" or max(sample.prompt_length for sample in pair) >= max_length:
+                counts["dropped as too long (--max_length)"] += 1
+                continue
+            counts["truncated (--max_length)"] += 1
+            pair = [cut(sample, max_length) for sample in pair]
+        if len(pair) == 2 and pair[0].ids == pair[1].ids:
+            if identical_pairs == "error" and strict:
+                raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
+            counts["with chosen = rejected (--identical_pairs)"] += 1
+            if identical_pairs != "keep":
+                continue
+        pairs.append(pair)
+    return pairs, counts
+
+
+def cut(sample: Sample, length: int) -> Sample:
+    """The sample without its tokens beyond so many."""
+    sample.ids, sample.loss_mask = sample.ids[:length], sample.loss_mask[:length]
+    return sample

@@ -1,0 +1,1 @@
+"""pass@k, majority vote, intervals; evaluation of every checkpoint of a run."""

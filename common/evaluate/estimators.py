@@ -1,0 +1,66 @@
+"""What eval.py says of samples: unbiased pass@k, majority votes, means with bootstrap intervals. Pure functions."""
+
+import math
+from collections import Counter
+
+import numpy as np
+
+from common.parallel import distributed
+from common.rewards.functions import final_answers, last_boxed, to_number
+
+PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The probability that one of k samples, drawn without replacement from n of which c are right, is right:
+    1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError` if k is not in 1..n."""
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def final_answer(text: str) -> str | None:
+    """What a completion votes for: its last boxed answer, its last `####` number or, of a short one, all of it."""
+    answer = last_boxed(text) or (final_answers(text) or [text])[-1]
+    number = to_number(answer)
+    return str(number) if number is not None else "".join(answer.split())[:200] or None
+
+
+def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.Generator) -> list[float]:
+    """For k = 1..S, how often the most frequent answer of k samples is right, over random choices of the k. The first
+    of equally frequent ones wins; a sample without an answer does not vote."""
+    totals = np.zeros(len(answers))
+    for _ in range(PERMUTATIONS):
+        votes: Counter = Counter()
+        is_right, leader = {None: False}, None
+        for k, i in enumerate(rng.permutation(len(answers))):
+            if (answer := answers[i]) is not None:
+                votes[answer] += 1
+                is_right.setdefault(answer, right[i])
+                if votes[answer] > votes[leader]:
+                    leader = answer
+            totals[k] += is_right[leader]
+    return (totals / PERMUTATIONS).tolist()
+
+
+def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, seed: int) -> dict[str, float]:
+    """sum of totals / sum of counts, with its 95% interval by bootstrap over the prompts."""
+    totals, counts = np.array(totals_P, dtype=float), np.array(counts_P, dtype=float)
+    if not counts.sum():
+        return {}
+    rng, means = np.random.default_rng(distributed.fold_seed(seed)), []
+    while len(means) < draws:
+        chosen = rng.integers(0, len(totals), len(totals))
+        if counts[chosen].sum():
+            means.append(totals[chosen].sum() / counts[chosen].sum())
+    low, high = np.quantile(means, [0.025, 0.975])
+    return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
+
+
+def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Per prompt, how many of our completions were judged better than theirs with the same number, a tie being half a
+    win; and of how many."""
+    pairs = [
+        [(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in zip(ours, theirs, strict=True)
+    ]
+    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [len(group) for group in pairs]

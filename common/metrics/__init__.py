@@ -1,0 +1,1 @@
+"""Means over micro-batches and ranks; JSONL, wandb, tensorboard, curves; timeline of every rank."""

@@ -1,0 +1,215 @@
+"""What a run tells: numbers per step, on disk and on the console, by rank 0 alone.
+
+`metrics.jsonl` always, wandb and tensorboard on request; a progress bar on a terminal, plain lines elsewhere.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from common.config.groups import TrainArgs
+from common.data.packing import Sample
+from common.parallel import distributed
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """95% confidence interval of a probability that was seen as `fraction` of `count` independent trials (Wilson)."""
+    z = 1.96
+    center, spread = (
+        fraction + z * z / (2 * count),
+        z * math.sqrt(fraction * (1 - fraction) / count + (z / 2 / count) ** 2),
+    )
+    return (center - spread) / (1 + z * z / count), (center + spread) / (1 + z * z / count)
+
+
+class RunLogger:
+    """`log(step, metrics)` to everywhere. `show`: the numbers beside the progress bar; `curves`: the ones drawn."""
+
+    def __init__(self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str]):
+        self.active, self.folder = distributed.is_main(), Path(args.output_dir)
+        self.total_steps, self.show, self.curves = total_steps, show, curves
+        self.progress = self.wandb = self.tensorboard = None
+        if not self.active:
+            return
+        from rich.console import Console
+
+        self.console = Console()
+        for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint we resume from will come again
+            _keep_until(self.folder / name, first_step or -1)  # a fresh start evaluates step 0 again
+        if "wandb" in args.log:
+            import wandb
+
+            self.wandb = wandb.init(project="onefile", dir=args.output_dir, config=args.to_dict(), resume="allow",
+                                    id=_run_id(self.folder))  # fmt: skip
+        if "tensorboard" in args.log:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
+        if self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self.progress = Progress(*columns, console=self.console)
+            self.task = self.progress.add_task("", total=total_steps, completed=first_step)
+            self.progress.start()
+            distributed.before_failing.append(self.progress.stop)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One line of metrics.jsonl: `step` counts finished steps, from 1."""
+        if not self.active:
+            return
+        with (self.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(dict(step=step) | metrics) + "\n")
+        if self.wandb is not None:
+            self.wandb.log(metrics, step=step)
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(name, value, step)
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.show if name in metrics)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, description=shown)
+        elif step == self.total_steps or step % max(1, self.total_steps // 20) == 0:
+            print(f"step {step}/{self.total_steps}  {shown}", flush=True)
+
+    def message(self, text: str) -> None:
+        """A line for people."""
+        if self.active:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def preview(self, sample: Sample, tokenizer) -> None:
+        """One training sample, decoded; what is trained stands out in colour, or between marks without a terminal."""
+        if not self.active:
+            return
+        from itertools import groupby
+
+        from rich.text import Text
+
+        text, position = Text(), 0
+        for trained, tokens in groupby(sample.loss_mask):
+            length = len(list(tokens))
+            piece = tokenizer.decode(sample.ids[position : position + length])
+            position += length
+            plain = f"⟦{piece}⟧" if trained and not self.console.is_terminal else piece
+            text.append(plain, style="bold green" if trained else "dim")
+        self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
+
+    def samples(self, step: int, groups: list[list[Sample]], positions: Sequence[int], rows: int = 4) -> None:
+        """All ranks' groups to samples.jsonl, in the order of their positions in the step, and a few as a table.
+        Collective."""
+        mine = {
+            position: [
+                dict(
+                    step=step,
+                    prompt=_asked(sample.row),
+                    completion=sample.transcript or sample.text,
+                    reward=sample.reward,
+                    advantage=sample.advantage,
+                    finish_reason=sample.finish_reason,
+                    version=sample.version,
+                )
+                for sample in group
+            ]
+            for position, group in zip(positions, groups, strict=True)
+        }
+        of_position = distributed.gather_dict(mine)
+        if not self.active:
+            return
+        lines = [line for position in sorted(of_position) for line in of_position[position]]
+        with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        from rich.table import Table
+
+        table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
+        for line in lines[:: max(1, len(lines) // rows)][:rows]:
+            table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}")
+        self.console.print(table)
+
+    def draw_curves(self) -> None:
+        """curves.png from metrics.jsonl, so that a resumed run draws all of it."""
+        if self.active:
+            draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            distributed.before_failing.remove(self.progress.stop)
+        if self.wandb is not None:
+            self.wandb.finish()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+
+def _asked(row: dict) -> str | None:
+    """What a prompt comes down to: its text, or its last message's."""
+    prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
+    return prompt[-1]["content"] if isinstance(prompt, list) else prompt
+
+
+def _brief(text: str, limit: int = 160):
+    from rich.text import Text
+
+    text = text.replace("\n", "⏎")
+    return Text(text if len(text) <= limit else text[: limit // 2] + " … " + text[-limit // 2 :])
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may cut the last; texts may hold U+2028
+        try:
+            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged; mend or delete it: {error}") from error
+        path.write_text("".join(kept), encoding="utf-8")
+
+
+def _run_id(folder: Path) -> str:
+    """wandb's id of this run, kept in the folder so that a resumed run goes on in the same place."""
+    path = folder / "wandb_id"
+    if not path.is_file():
+        path.write_text(f"{folder.name}-{time.time_ns():x}")
+    return path.read_text()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
+    """One panel per metric that occurs, one line per metrics.jsonl; of a single run also one per held-out set."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [read_metrics(path) for path in runs]
+    names = [name for name in names if any(name in line for lines in records for line in lines)]
+    if not names:
+        return
+    held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))
+    ends = [{key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")} for name in held_out]
+    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # each metric has them, loss has parts
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    for axis, name in zip(axes.flat, names, strict=False):
+        drawn = [(lines, name, label) for lines, label in zip_longest(records, labels)]
+        drawn += [(records[0], f"{name}/{of_set}", of_set) for of_set in sets if name in held_out]
+        for lines, key, label in drawn:
+            points = [(line["step"], line[key]) for line in lines if key in line]
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []), label=label, marker="." if len(points) < 30 else ""
+            )
+        if len(drawn) > len(records):
+            axis.legend(fontsize=8)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+    if labels:
+        axes.flat[0].legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)

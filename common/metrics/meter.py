@@ -1,0 +1,129 @@
+"""Numbers collected over the micro-batches and ranks of one step."""
+
+import contextlib
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.data.packing import first
+from common.metrics.timeline import Span
+from common.parallel import distributed
+
+
+class Meter:
+    """Collects numbers over the micro-batches and ranks of one step. The global value never depends on how the batch
+    was split, because sums and weights are added up before they are divided."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, tuple[str, list]] = {}
+        self.spans: list[Span] = []  # of `time`, on this rank
+
+    def _entry(self, kind: str, name: str) -> list:
+        entry = self.values.setdefault(name, (kind, []))
+        assert entry[0] == kind, f"{name} is both {entry[0]} and {kind}"
+        return entry[1]
+
+    def mean(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """sum of `total` / sum of `weight`."""
+        self._entry("mean", name).append((total, weight))
+
+    def masked_mean(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
+        """Mean over the tokens in the mask."""
+        self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
+
+    def sum(self, name: str, value: float) -> None:
+        self._entry("sum", name).append((value, 0.0))
+
+    def std(self, name: str, values: Tensor) -> None:
+        """Standard deviation (dividing by n) of all values."""
+        self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
+
+    def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
+        """Effective sample size of the importance weights in the mask as a fraction of them, (mean w)^2 / mean w^2."""
+        weights = torch.where(mask, weights, 0.0)
+        self._entry("ess", name).append((weights.sum(), mask.sum(), weights.square().sum()))
+
+    def max(self, name: str, value: Tensor | float) -> None:
+        self._entry("max", name).append((value, 0.0))
+
+    def min(self, name: str, value: Tensor | float) -> None:
+        self._entry("min", name).append((value, 0.0))
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Seconds spent inside, added up within a step; of the slowest rank."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds, now = time.perf_counter() - start, time.time()
+        self._entry("time", f"time/{name}").append((seconds, 0.0))
+        self.spans.append(Span(name, now - seconds, now))
+
+    def add(self, other: "Meter", end: str = "") -> None:
+        """All that the other has, with `end` behind its names."""
+        for name, (kind, rows) in other.values.items():
+            self._entry(kind, name + end).extend(rows)
+
+    def reduce(self) -> dict[str, float]:
+        """The global values of everything added since the last call, by name. Collective.
+
+        What was measured of nothing (weight 0) is left out.
+        """
+        local, numbers = {}, iter(_on_the_host([x for _, rows in self.values.values() for row in rows for x in row]))
+        for name, (kind, rows) in self.values.items():
+            first, *sums = zip(*([next(numbers) for _ in row] for row in rows), strict=True)
+            combine = dict(max=max, min=min).get(kind, math.fsum)
+            local[name] = (kind, combine(first), *map(math.fsum, sums))
+        self.values = {}
+        ranks = distributed.gather_objects(local)
+        out = {}
+        for name in dict.fromkeys(name for rank in ranks for name in rank):
+            entries = [rank[name] for rank in ranks if name in rank]
+            kind, (first, *sums) = entries[0][0], zip(*(entry[1:] for entry in entries), strict=True)
+            if kind == "sum":
+                out[name] = math.fsum(first)
+            elif kind in ("max", "time", "min"):
+                extreme = min(first) if kind == "min" else max(first)
+                if extreme != (math.inf if kind == "min" else -math.inf):  # of nothing
+                    out[name] = extreme
+            elif weight := math.fsum(sums[0]):
+                mean = out[name] = math.fsum(first) / weight
+                if kind != "mean":
+                    square = math.fsum(sums[1]) / weight
+                    out[name] = math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
+        return out
+
+
+def evaluate_sets(held_out: list, evaluate: Callable[[list], Meter]) -> dict[str, float]:
+    """The metrics of held-out samples, or groups of them, of all ranks; `evaluate` measures this rank's share. Of rows
+    that name their set, `metric/name` is that of the set alone. Collective."""
+    sets, meter = defaultdict(list), Meter()
+    for item in held_out:
+        sets[first(item).row.get("_dataset")].append(item)
+    for name, items in sets.items():
+        of_set = evaluate(items[dist.get_rank() :: dist.get_world_size()])
+        meter.add(of_set)
+        if name is not None:
+            meter.add(of_set, f"/{name}")
+    return meter.reduce()
+
+
+def _on_the_host(values: list[Tensor | float]) -> list[float]:
+    """As numbers: the host waits for a device once, not for each of them."""
+    numbers, of_device = list(values), defaultdict(list)
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            of_device[value.device].append(i)
+    for indices in of_device.values():
+        stacked = torch.stack([values[i].detach().double() for i in indices])
+        for i, number in zip(indices, stacked.tolist(), strict=True):
+            numbers[i] = number
+    return [float(number) for number in numbers]

@@ -1,0 +1,115 @@
+"""Weights of a checkpoint folder -> sharded parameters of a model that was built on meta, and their names in files."""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from common.parallel import distributed
+
+# Mixtures of experts whose names are known: what checkpoints call the module, and an expert's gate, up and down matrix.
+EXPERTS = dict(
+    qwen3_moe=("mlp", "gate_proj", "up_proj", "down_proj"),
+    olmoe=("mlp", "gate_proj", "up_proj", "down_proj"),
+    mixtral=("block_sparse_moe", "w1", "w3", "w2"),
+)
+
+
+def hub_name(model_type: str, name: str) -> str:
+    """Of a module or weight of transformers' model, what checkpoints on the hub call it; the experts stay together."""
+    return name.replace(".mlp.", f".{EXPERTS[model_type][0]}.") if model_type in EXPERTS else name
+
+
+def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A weight of transformers' model under the names that checkpoints on the hub have.
+
+    That is its own name, but for mixtures of experts: transformers 5 keeps the experts of a layer in two parameters
+    [experts, ...], checkpoints have three matrices of each expert. These are views; of a sharded parameter only those
+    that this rank holds, which are whole: FSDP divides the first dimension.
+    """
+    name = hub_name(model_type, name)
+    stem, _, kind = name.rpartition(".")
+    if model_type not in EXPERTS or not stem.endswith(".experts"):
+        yield name, weight
+        return
+    (_, gate, up, down), first = EXPERTS[model_type], 0
+    if isinstance(weight, DTensor):
+        _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        weight = weight.to_local()
+    matrices = dict(gate_up_proj=(gate, up), down_proj=(down,))[kind]
+    for number, expert in enumerate(weight, start=first):
+        for matrix, rows in zip(matrices, expert.chunk(len(matrices)), strict=True):
+            yield f"{stem}.{number}.{matrix}.weight", rows
+
+
+def load_weights(hf: nn.Module, path: str, what: str, device: torch.device) -> Tensor | None:
+    """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
+
+    Returns the scalar head if the checkpoint has none, to be filled by the caller.
+    Raises `ValueError` if the checkpoint's names or shapes are not the model's.
+    """
+    hf.to_empty(device=device)
+    # Buffers that no checkpoint holds (rotary frequencies): NaN until their module computes them again. What else the
+    # module has (Gemma's embedding) is marked, or it would be drawn at random first.
+    for parameter in hf.parameters():
+        parameter._is_hf_initialized = True
+    for name, buffer in list(hf.named_non_persistent_buffers()):
+        buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+        with torch.no_grad():
+            hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
+    if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
+        raise ValueError(f"{what}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
+    wanted = {name: tensor for name, tensor in hf.state_dict().items() if ".lora_" not in name}
+    for name in hf.all_tied_weights_keys:
+        wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
+    reader = HuggingFaceStorageReader(path)
+    with one_line_errors(what):
+        stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
+    if "score.weight" in stored and not hasattr(hf, "score"):
+        raise ValueError(f"{what}: a reward model (it has score.weight), not a language model")
+    new_head = wanted.pop("score.weight", None) if "score.weight" not in stored else None
+
+    def as_stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return iter([(name, tensor)]) if name in stored else hub_weights(hf.config.model_type, name, tensor)
+
+    # Every rank looks at all names and shapes, and reads those of its own shards.
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
+    shapes = dict(each for name, tensor in shapes.items() for each in as_stored(name, tensor))
+    wanted = dict(each for name, tensor in wanted.items() for each in as_stored(name, tensor))
+    for name, tensor in shapes.items():
+        if stored.get(name) != list(tensor.shape):
+            found = f"shape {stored[name]}" if name in stored else "no such weight"
+            raise ValueError(f"{what}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
+    known = shapes.keys() | hf.state_dict().keys()
+    unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model has no use for that one
+    if unused and distributed.is_main():
+        print(f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, {min(unused)} for one")
+    with one_line_errors(what):
+        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
+    return new_head
+
+
+def draw_head(head: DTensor, seed: int) -> None:
+    """Fill a scalar head [1, D] from N(0, 1 / (D + 1)), the same on any number of ranks. Collective."""
+    width, generator = head.shape[1], torch.Generator().manual_seed(seed)
+    drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
+    head.copy_(distribute_tensor(drawn.to(head.device), head.device_mesh, head.placements))
+
+
+@contextlib.contextmanager
+def one_line_errors(what: str):
+    """Unreadable files become a ValueError that names them."""
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (OSError, EOFError, json.JSONDecodeError, SafetensorError, CheckpointException) as error:
+        raise ValueError(f"{what}: cannot read the checkpoint: {distributed.first_line(error)}") from error

@@ -1,0 +1,1 @@
+"""Equations as pure functions of tensors: losses, divergences, advantages, importance weights."""

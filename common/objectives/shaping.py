@@ -1,0 +1,84 @@
+"""What happens to rewards before they become advantages: scale, penalties for length, and the weight of the KL.
+
+Functions are elementwise over completions ([P, G], say). Keyword-only parameters have the names of the flags that set
+them. Lengths are in tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.config.flags import BaseArgs, NotNegative, Positive
+
+
+@dataclass
+class RewardArgs(BaseArgs):
+    """Flags of the scripts that shape the reward and take the KL to the starting model from it."""
+
+    beta: NotNegative[float] = 0.0
+    """weight of the KL penalty to the starting model; 0 never loads it"""
+    kl_target: NotNegative[float] = 0.0
+    """adapt beta so that the logged KL stays near this many nats (per completion in rloo.py and ppo.py, per token in
+    reinforce.py); 0: beta stays as it is"""
+    kl_horizon: Positive[int] = 10_000
+    """with --kl_target: in this many completions beta grows or shrinks by a fifth at most (arXiv:1909.08593)"""
+    reward_scale: Positive[float] = 1.0
+    """rewards are multiplied by this"""
+    reward_clip: NotNegative[float] = 0.0
+    """scaled rewards are clipped to [-reward_clip, reward_clip]; 0: off"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_target and not self.beta:
+            raise ValueError("--kl_target adapts --beta: start it above 0")
+        self.require_read("kl_horizon", self.kl_target > 0, "--kl_target is 0")
+
+
+class KLCoefficient:
+    """beta, constant or adapted to keep the KL near `target` nats (Ziegler et al. 2019, arXiv:1909.08593 Eq. 3-4, with
+    e^x for their factor 1 + x: it stays positive whatever the horizon). In `horizon` completions it grows or shrinks by
+    a fifth at most. target = 0: it stays."""
+
+    def __init__(self, beta: float, target: float, horizon: float):
+        self.value, self.target, self.horizon = beta, target, horizon
+
+    def update(self, kl: float, completions: int) -> None:
+        """After a step whose `completions` had this mean KL, in nats."""
+        if self.target:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= math.exp(error * completions / self.horizon)
+
+    def state_dict(self) -> dict:
+        return dict(value=self.value)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value = state["value"]
+
+
+def shape_rewards(rewards: Tensor, *, reward_scale: float, reward_clip: float) -> Tensor:
+    """Scaled, then clipped to [-reward_clip, reward_clip]; 0: not clipped. Missing rewards (NaN) stay missing."""
+    scaled = rewards * reward_scale
+    return scaled.clamp(-reward_clip, reward_clip) if reward_clip else scaled
+
+
+def truncation_penalties(truncated: Tensor, *, missing_eos_penalty: float) -> Tensor:
+    """What is added to the rewards of completions that were cut off (`truncated`, bool), float64, never positive."""
+    return -missing_eos_penalty * truncated.double()
+
+
+def overlong_ramp(lengths: Tensor, longest: int, buffer: float) -> Tensor:
+    """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`, its floor (DAPO, arXiv:2503.14476
+    Eq. 13). float64."""
+    return ((longest - buffer - lengths.double()) / buffer).clamp(-1, 0)
+
+
+def overlong_penalties(
+    lengths: Tensor, *, overlong_buffer: float, overlong_penalty: float, max_new_tokens: int
+) -> Tensor:
+    """What is added to the rewards for length: DAPO's ramp over the last `overlong_buffer` (a fraction) of
+    `max_new_tokens`, times `overlong_penalty`. float64, never positive; 0 without a buffer."""
+    if not overlong_buffer:
+        return torch.zeros_like(lengths, dtype=torch.float64)
+    return overlong_penalty * overlong_ramp(lengths, max_new_tokens, overlong_buffer * max_new_tokens)

@@ -1,0 +1,1 @@
+"""Process group, collectives and failures; FSDP mesh; which rank computes which sequence."""

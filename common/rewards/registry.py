@@ -1,0 +1,69 @@
+"""What `--reward` names, and which rows of the data it can be computed of."""
+
+from collections.abc import Callable
+
+from common.config.groups import SamplingArgs
+from common.parallel import distributed
+from common.rewards import code_reward, math_reward
+from common.rewards.functions import REWARDS, Reward
+from common.rewards.user_code import load_callable, reward_form
+
+BUILT_IN = REWARDS | dict(math=math_reward.math, code=code_reward.passes, code_fraction=code_reward.fraction)
+
+
+def load_reward(name: str) -> Reward:
+    """A built-in reward, or `path/to/file.py:function`. Raises `ValueError` naming what is wrong."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" not in name:
+        known = ", ".join([*BUILT_IN, "by_row", "environment", "path/to/file.py:function", "model:PATH"])
+        raise ValueError(f"--reward {name}: unknown; there are {known}")
+    reward_form(name, function := load_callable("--reward", name))
+    return function
+
+
+def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
+    """Raises `ValueError` if `rows` lack a column that the function says it reads, or one is not as it must be."""
+    for column in getattr(function, "columns", ()):
+        if not any(column in row for row in rows):
+            found = ", ".join(c for c in rows[0] if not c.startswith("_"))
+            raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
+    for row in rows:
+        require_usable_row(name, function, row)
+
+
+def require_usable_row(name: str, function: Reward, row: dict) -> None:
+    """Raises `ValueError` naming the row."""
+    for column in getattr(function, "columns", ()):
+        if row.get(column) is None:
+            raise ValueError(f"{row['_source']}: column {column} is missing, --reward {name} reads it")
+    if hasattr(function, "check"):
+        try:
+            function.check(row)
+        except (Exception, SystemExit) as error:  # perhaps a user's code: whatever it raises, it is named
+            what = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
+            raise ValueError(f"{row['_source']}: {what} (--reward {name})") from error
+
+
+def reward_of_row(row: dict) -> str:
+    """What its column `reward` names. Raises `ValueError` if that is no built-in reward."""
+    name = row.get("reward")
+    if not isinstance(name, str) or name not in BUILT_IN:
+        what = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
+        raise ValueError(f"{row['_source']}: column reward {what} (--reward by_row)")
+    return name
+
+
+def row_check(args: SamplingArgs) -> Callable[[dict], None]:
+    """What raises `ValueError` for a row that one of `--reward` cannot be computed of; this, for a name that is
+    unknown."""
+    by_row = "by_row" in args.reward
+    names = [name for name in args.reward if name not in ("by_row", "environment") and not name.startswith("model:")]
+    functions = {name: load_reward(name) for name in names}
+
+    def check(row: dict) -> None:
+        of_row = {name: BUILT_IN[name] for name in [reward_of_row(row)]} if by_row else {}
+        for name, function in (functions | of_row).items():
+            require_usable_row(name, function, row)
+
+    return check

@@ -1,0 +1,189 @@
+"""What is measured of a rollout: whether engine and trainer agree, rewards and lengths, held-out scores.
+
+Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from common.config.groups import OnlineArgs
+from common.data.packing import PackedBatch, Sample, pack_minibatches, to_samples
+from common.metrics.meter import Meter
+from common.model.logprobs import add_logprobs
+from common.model.policy import Policy, compute_dtype
+from common.objectives.advantages import group_mean
+from common.parallel import distributed
+from common.rewards.scoring import Rewards
+from common.rollout.prompts import Prompts
+from common.rollout.sampler import Rollouts
+
+
+def gather_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
+    """[P, ...] of every rank, whose groups have these positions in the step -> that of the whole step, in order, on
+    every rank: what is computed from it is the same on any number of ranks. A rank may have none. Collective."""
+    ranks = distributed.gather_objects((list(positions), x_PG))
+    order = torch.tensor([position for positions_of_rank, _ in ranks for position in positions_of_rank]).argsort()
+    return torch.cat([x for _, x in ranks if len(x)])[order]
+
+
+def lengths(groups: list[list[Sample]]) -> Tensor:
+    """Tokens of each completion, those of an environment included, [P, G] int64."""
+    return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
+
+
+def trained_counts(groups: list[list[Sample]]) -> Tensor:
+    """How many tokens of each completion are trained on, [P, G] int64."""
+    return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
+
+
+def truncated(groups: list[list[Sample]]) -> Tensor:
+    """Which completions were cut off, [P, G] bool."""
+    return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
+
+
+def _table(groups: list[list[Sample]], value: Callable[[Sample], float], dtype: torch.dtype) -> Tensor:
+    """[P, G]; [0, 1] without groups, which goes with any G."""
+    table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
+    return table.reshape(len(groups), -1 if groups else 1)
+
+
+def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
+    """Trained tokens of a *global* minibatch and sequences that have any: int64, at least 1 each. Collective."""
+    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+    sequences = distributed.all_sum(sum(any(sample.loss_mask) for mb in minibatch for sample in mb.samples))
+    return tokens.clamp(min=1), sequences.clamp(min=1)
+
+
+# ---- engine against trainer ----
+
+
+def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: OnlineArgs, device: torch.device) -> None:
+    """Compare the log-probs of engine and trainer on all tokens that the present weights, those after `step` steps,
+    have sampled. Collective.
+
+    A wrong temperature, a stale head or a weight that did not arrive shows here, before anything is learned from it.
+    Rounding does not: in bfloat16 the largest difference of many tokens is large, their mean and all but a thousandth
+    of them are not. Raises `RunError` if one of a thousand tokens is above `--max_logprob_difference`, or the mean
+    above a tenth of that.
+    """
+    limit = args.max_logprob_difference or (1e-3 if compute_dtype(args, device) == torch.float32 else 0.5)
+    mine = [torch.zeros(0)]
+    for mb in chain(*minibatches):
+        if mb.samples:
+            assert mb.versions_T is not None, "nobody knows which weights sampled it"
+            fresh_T = mb.loss_mask_T & (mb.versions_T == step)
+            mine.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
+    differences = torch.cat(distributed.gather_objects(torch.cat(mine))).nan_to_num(nan=torch.inf).sort().values
+    if not (count := len(differences)):  # a queue of older rollouts
+        return
+    mean, high = differences.mean().item(), differences[math.ceil(0.999 * count) - 1].item()
+    if high > limit or mean > limit / 10:
+        raise distributed.RunError(
+            f"engine and trainer differ by {mean:.2g} nats on a sampled token, {high:.2g} on one of a thousand "
+            f"(--max_logprob_difference {limit:g}): they do not compute the same model"
+        )
+
+
+def check_rollout(model: Policy, groups: list[list[Sample]], step: int, args: OnlineArgs, device: torch.device) -> None:
+    """`check_agreement` where a script trains on some of the samples only. Collective."""
+    minibatches = pack_minibatches(groups, 1, args.pack_tokens, device)
+    add_logprobs("old", model, minibatches, args.temperature)
+    check_agreement(minibatches, step, args, device)
+
+
+def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
+    """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled, and which of them
+    the correction, if there is one, keeps."""
+    if not mb.samples:  # an empty pack, perhaps without rollout_logprobs_T
+        return
+    mask_T, name = mb.loss_mask_T, "sampling/importance_sampling_ratio"
+    difference_T = torch.where(mask_T, mb.old_logprobs_T - mb.rollout_logprobs_T, 0.0)
+    ratio_T = difference_T.exp()
+    meter.masked_mean("sampling/sampling_logp_difference/mean", difference_T.abs(), mask_T)
+    meter.max("sampling/sampling_logp_difference/max", difference_T.abs().max())
+    meter.masked_mean(f"{name}/mean", ratio_T, mask_T)
+    meter.min(f"{name}/min", ratio_T.masked_fill(~mask_T, math.inf).min())
+    meter.max(f"{name}/max", ratio_T.masked_fill(~mask_T, -math.inf).max())
+    meter.effective_fraction("sampling/ess", ratio_T, mask_T)
+    kept_T = mask_T if mb.correction_T is None else mb.correction_T > 0
+    meter.masked_mean("sampling/kept_fraction", kept_T, mask_T)
+
+
+def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor) -> None:
+    """`measure_sampling`, and the entropy of the policy over the trained tokens of a micro-batch, in nats."""
+    measure_sampling(meter, mb)
+    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
+
+
+# ---- rewards ----
+
+
+def measure_groups(
+    meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
+) -> None:
+    """Every sample gets its reward. Reward and length statistics of this rank's groups. NaN is no reward. Of the
+    `first` rollout of a run rank 0 prints what will keep it from learning; then collective."""
+    to_samples(groups, reward=rewards_PG)
+    if first:
+        ranks = distributed.gather_objects([[(s.reward, s.finish_reason) for s in group] for group in groups])
+        for warning in warnings(list(chain(*ranks))) if distributed.is_main() else ():
+            print(f"warning: in the first rollout {warning}", flush=True)
+    valid_PG = ~rewards_PG.isnan()
+    squares_P = group_mean(rewards_PG).square().sum(-1)
+    std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
+    meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
+    meter.mean("reward_std", std_P.sum(), len(std_P))
+    meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
+    for group, valid_G, rewards_G in zip(groups, valid_PG, rewards_PG, strict=True):
+        if name := group[0].row.get("_dataset"):
+            meter.mean(f"reward/{name}", rewards_G.nansum(), valid_G.sum())
+    for name, part_PG in parts.items():
+        meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
+    for sample in chain(*groups):
+        meter.mean("completions/mean_length", len(sample.completion_ids))
+        meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
+        if sample.transcript:
+            meter.mean("completions/mean_turns", sample.turns)
+
+
+def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
+    """What is wrong with a rollout, and the flags that may change it; `groups` of (reward or NaN, finish_reason)."""
+    reasons, found = [reason for group in groups for _, reason in group], []
+    if (cut_off := reasons.count("length")) == len(reasons) > 0:
+        found.append("no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens")
+    elif cut_off > len(reasons) / 2:
+        found.append(f"{cut_off} of {len(reasons)} completions were cut off: see --max_new_tokens")
+    rewards = [[reward for reward, _ in group if not math.isnan(reward)] for group in groups]
+    equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
+    everything = list(chain(*rewards))
+    what = "see --reward, the form that the prompt asks for, and --temperature"
+    if len(everything) > 1 and len(set(everything)) == 1:
+        found.append(f"all {len(everything)} rewards are {everything[0]:g}: {what}")
+    elif equal and sum(equal) >= 0.9 * len(equal):
+        found.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {what}")
+    return found
+
+
+def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
+    """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
+    reward is at least 1. Of rows that name their set, `metric/name` is that of the set alone. Collective."""
+    meter, sets = Meter(), defaultdict(list)
+    groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
+    rewards_PG, parts = rewards(groups, Meter())
+    means = {"eval/pass_at_1": (rewards.first(parts) >= 1).double(), "eval/reward": rewards_PG}
+    means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
+    for i, (sample,) in enumerate(groups):
+        for end in {"", f"/{sample.row['_dataset']}"} if "_dataset" in sample.row else {""}:
+            sets[end].append(i)
+            for name, number in sample.numbers.items():
+                meter.mean(f"eval/rewards/{name}{end}", number)
+    for end, indices in sets.items():
+        for name, values_PG in means.items():
+            of_set = values_PG[indices]
+            meter.mean(f"{name}{end}", of_set.nansum(), (~of_set.isnan()).sum())
+    return meter.reduce()

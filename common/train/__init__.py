@@ -1,0 +1,1 @@
+"""Optimizer step, checkpoints, and the run around the steps of a script."""

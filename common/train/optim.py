@@ -1,0 +1,91 @@
+"""AdamW, its learning rate as a function of the step, and the one place where weights change."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as adamw_update
+
+from common.config.groups import TrainArgs
+from common.parallel import distributed
+from common.parallel.mesh import average_over_copies
+
+
+def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
+    """AdamW (arXiv:1711.05101) over the sharded float32 masters; weight decay on matrices only. Its moments are where
+    `--offload` says."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
+        dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
+    ]
+    kind = HostAdamW if args.offload == "optimizer" else torch.optim.AdamW
+    optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+    # Its states are there from the start: an engine beside the trainer takes of the memory what is free by then.
+    for parameter in parameters:
+        home = dict(device=parameter.device)
+        if args.offload == "optimizer":
+            home = dict(device="cpu", pin_memory=parameter.is_cuda)
+        optimizer.state[parameter] = dict(
+            step=torch.zeros((), **home),
+            exp_avg=torch.zeros_like(parameter, **home),
+            exp_avg_sq=torch.zeros_like(parameter, **home),
+        )
+    return optimizer
+
+
+class HostAdamW(torch.optim.AdamW):
+    """The same updates, with moments on the host: those of one parameter at a time come to the parameter's device."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = {name: _local(value) for name, value in self.state[parameter].items()}
+                here = {name: value.to(parameter.device, non_blocking=True) for name, value in state.items()}
+                adamw_update(
+                    [_local(parameter)], [_local(parameter.grad)], [here["exp_avg"]], [here["exp_avg_sq"]], [],
+                    [here["step"]], fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+                for name, value in state.items():
+                    value.copy_(here[name])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
+    """Learning rate of the update after `step` finished ones: linear warmup from 0, then `--lr_schedule`, which
+    reaches `min_lr_ratio` of the peak after the last update. A function of the step: nothing to save or resume."""
+    if step < args.warmup_steps:
+        return args.lr * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return args.lr
+    done = min(1.0, (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps))
+    remaining = 1 - done if args.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return args.lr * (args.min_lr_ratio + (1 - args.min_lr_ratio) * remaining)
+
+
+def optimizer_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: Tensor
+) -> float:
+    """Average the gradients over copies of the model, clip, step, clear them; returns the global gradient norm before
+    clipping. Collective.
+
+    `loss` is this rank's share of it, summed over the micro-batches.
+    Raises `RunError` before anything is changed if the loss or the gradient is not finite.
+    """
+    loss = distributed.all_sum(loss)
+    average_over_copies(model)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        what = f"the loss is {float(loss)}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
+        raise distributed.RunError(f"{what}: stopped before the optimizer step, nothing was saved after it")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm

@@ -1,0 +1,193 @@
+"""What every training script does around its steps.
+
+    run = Run(args, model, optimizer, tokenizer, total_steps, show=..., curves=..., order=order)
+    for step in run.steps():          resumes; between steps saves, and stops when told to
+        ...                           a step, measured with run.meter
+        run.log(step + 1, run.reduce(samples, lr=lr))
+    run.end()                         hf/; if it was stopped, a checkpoint too
+
+Plain methods, and nothing here knows an algorithm.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from common.config.groups import TrainArgs
+from common.data.order import epochs_of
+from common.data.packing import Sample
+from common.metrics.logger import RunLogger
+from common.metrics.meter import Meter
+from common.metrics.timeline import Timeline
+from common.model import memory
+from common.model.flops import peak_flops, peak_memory
+from common.model.policy import PackedModel
+from common.parallel import distributed
+from common.train.checkpoint import Checkpointer
+from common.train.optim import learning_rate
+
+
+class Run:
+    """A run of `total_steps` steps, going on with what `--output_dir` has of it."""
+
+    def __init__(
+        self,
+        args: TrainArgs,
+        model: PackedModel,
+        optimizer: torch.optim.Optimizer,
+        tokenizer,
+        total_steps: int,
+        *,
+        show: Sequence[str],
+        curves: Sequence[str],
+        value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
+        **stateful,
+    ):
+        """Restores the newest whole checkpoint into the model, the optimizer and all of `stateful` (what has
+        `state_dict`; one of them also a data `cursor`). `value` is a second model with its optimizer.
+        `show`: metrics beside the progress bar; `curves`: those drawn. Collective.
+
+        Raises `ValueError` if there are checkpoints and none is whole.
+        """
+        self.args, self.total_steps, self.meter = args, total_steps, Meter()
+        self.models = [model] if value is None else [model, value[0]]
+        self.peak_flops = peak_flops(model.device, model.compute_dtype)
+        self.data = next(part for part in stateful.values() if hasattr(part, "cursor"))
+        self.num_tokens, self.latest = 0, {}
+        self.best: float | None = None  # of --keep_best
+        self.best_step = self.without_gain = 0  # evaluations since then
+        self.checkpointer = Checkpointer(args, model, optimizer, tokenizer, value=value, totals=self, **stateful)
+        self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
+        self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
+        self.timeline = Timeline(args.output_dir)
+        self.told_to_stop = False
+        if line := memory.expected(model, args):
+            self.message(line)
+
+    def state_dict(self) -> dict:
+        best = dict(metric=self.args.keep_best, value=self.best, step=self.best_step, without_gain=self.without_gain)
+        return dict(num_tokens=self.num_tokens) | (dict(best=best) if self.args.keep_best else {})
+
+    def load_state_dict(self, state: dict) -> None:
+        self.num_tokens = state["num_tokens"]
+        best = state.get("best", {})
+        if best and best["metric"] == self.args.keep_best:  # else it begins anew
+            self.best, self.best_step, self.without_gain = best["value"], best["step"], best["without_gain"]
+
+    # ---- around steps ----
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, counted from 0. A step that the loop breaks off counts as never begun."""
+        while not self.done:
+            for model in self.models:
+                model.flops = 0.0  # of evaluations
+            yield self.finished
+            self.finished += 1
+            self.told_to_stop = distributed.stop_requested()
+            if self.told_to_stop:
+                return
+            if self.finished % self.args.save_every == 0 or self.done:
+                self._save()
+
+    @property
+    def done(self) -> bool:
+        """Whether no step is left, by their number or by `--early_stop`."""
+        return self.finished >= self.total_steps or 0 < self.args.early_stop <= self.without_gain
+
+    def _save(self) -> None:
+        with self.meter.time("save"):  # counted in the next step's line
+            self.checkpointer.save(self.finished)
+        self.saved = self.finished
+        self.logger.draw_curves()
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(step, self.total_steps, self.args)
+
+    def evaluates(self, finished: int) -> bool:
+        """Whether it is time to, after so many steps."""
+        every = self.args.eval_every
+        return every > 0 and (finished % every == 0 or finished == self.total_steps)
+
+    def checks_engine(self, step: int) -> bool:
+        """Whether engine and trainer are compared on what this step samples: at first, and every `--check_every`."""
+        return step == self.first_step or step % self.args.check_every == 0
+
+    # ---- what it tells ----
+
+    def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
+        """The metrics of a step: what the meter got on all ranks, this rank's `samples` counted, what is `known`, and
+        what the machine did: rates, memory, and the FLOP/s of a rank while its models compute. Collective."""
+        self.meter.sum("trained", sum(sample.num_targets for sample in samples))
+        self.meter.sum("flops", sum(model.flops for model in self.models))
+        for name, gigabytes in peak_memory().items():
+            self.meter.max(name, gigabytes)
+        metrics = self.meter.reduce() | known
+        tokens, flops, sampled = metrics.pop("trained"), metrics.pop("flops"), metrics.pop("sampled", 0)
+        self.num_tokens += int(tokens)
+        metrics |= epochs_of(self.data.cursor) | dict(num_tokens=self.num_tokens)
+        metrics["tokens_per_second"] = tokens / metrics["time/step"]
+        if sampled:
+            apart = "idle/rollout_ranks" in metrics  # ranks that do nothing else
+            metrics["speed/sampled_tokens_per_second"] = sampled / metrics["time/step" if apart else "time/rollout"]
+        seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
+        rate = flops / seconds / distributed.world_size()
+        metrics["speed/tflops"] = rate / 1e12
+        if self.peak_flops:
+            metrics["speed/mfu"] = rate / self.peak_flops
+        return metrics
+
+    def message(self, text: str) -> None:
+        """A line for people."""
+        self.logger.message(text)
+
+    def log(self, finished: int, metrics: dict[str, float]) -> None:
+        """A line of metrics.jsonl after so many steps; after an evaluation best/, if `--keep_best` says so. Collective.
+
+        Raises `ValueError` if the first evaluation does not give that metric.
+        """
+        self.latest = metrics
+        self.logger.log(finished, metrics)
+        self.timeline.add(self.meter.spans)
+        self.meter.spans = []
+        if self.args.keep_best and self.evaluates(finished):
+            self._keep_best(finished, metrics)
+
+    def _keep_best(self, finished: int, metrics: dict[str, float]) -> None:
+        name = self.args.keep_best
+        if name not in metrics and self.best is None:
+            there = ", ".join(key for key in metrics if key.startswith("eval")) or "there was none"
+            raise ValueError(f"--keep_best {name}: no metric of the evaluation: {there}")
+        value = metrics.get(name, math.nan)
+        whole = next((whole for whole in metrics if name.startswith(f"{whole}/")), name)  # of one that is of a set
+        sign = -1 if whole.endswith(("loss", "perplexity")) else 1
+        if not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
+            self.best, self.best_step, self.without_gain = value, finished, 0
+            self.checkpointer.export_hf("best")
+            self.message(f"best {name} so far, {value:.4g} after step {finished}: {self.args.output_dir}/best")
+        else:
+            self.without_gain += 1
+
+    def show_samples(self, finished: int, groups: list[list[Sample]], positions: Sequence[int]) -> None:
+        """All ranks' completions to samples.jsonl and a few on the console, every `--log_every` steps. Collective."""
+        if finished % self.args.log_every == 0 or finished == self.total_steps:
+            self.logger.samples(finished, groups, positions)
+
+    def end(self, summary: str = "") -> None:
+        """Behind the loop: hf/, of a run that was told to stop a checkpoint first, of one that is done a `summary` for
+        people. Collective."""
+        stopped = self.told_to_stop or not self.done
+        if self.finished > self.saved:
+            self._save()
+        if self.finished or not stopped:  # else nothing was trained
+            self.checkpointer.export_hf()
+        if stopped:
+            self.message(f"told to stop after step {self.finished}; the same command goes on from there")
+        else:
+            if self.finished < self.total_steps:
+                name, since = self.args.keep_best, f"since step {self.best_step}"
+                self.message(f"no gain in {name} {since}, {self.without_gain} evaluations: ended after {self.finished}")
+            if summary:
+                self.message(summary)
+            self.message(f"done: {self.args.output_dir}/hf")
+        self.logger.close()

@@ -1,0 +1,305 @@
+"""What stands in messages is read, or refused by name; and the chat template is rendered as the flags say."""
+
+import json
+
+import pytest
+
+from common.config.flags import BaseArgs
+from common.data.chat import end_of_turn, messages_field, tools_field
+from common.data.encode import Encoder
+from common.model.hub import load_tokenizer
+from common.model.tiny import build_tokenizer, tiny_model
+
+TOKENIZER = build_tokenizer()
+EOT = "<|end_of_turn|>"
+SOURCE = dict(_source="rows.jsonl:3")
+CALL = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
+# The tiny template with tools, tool calls and a switch.
+WITH_TOOLS = (
+    "{% if tools %}{{ '<|turn|>tools\n' + tools | tojson + '<|end_of_turn|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|end_of_turn|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% if brief %}{{ '!' }}{% endif %}{% endif %}"
+)
+
+
+def turn(role: str, content: object, **more) -> dict:
+    return dict(role=role, content=content, **more)
+
+
+def tokenizer_with(template: str):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def encoder(tokenizer=TOKENIZER, **flags) -> Encoder:
+    return Encoder(tokenizer, BaseArgs(**flags))
+
+
+def trained(encoder: Encoder, row: dict, columns: tuple[str, ...] = ("messages",)) -> list[str]:
+    """The trained stretches."""
+    sample = encoder.sft(row | SOURCE, columns)
+    text = "".join(
+        encoder.tokenizer.decode([i]) if mask else "\0" for i, mask in zip(sample.ids, sample.loss_mask, strict=True)
+    )
+    return [stretch for stretch in text.split("\0") if stretch]
+
+
+# ---- messages ----
+
+
+def test_text_parts_are_one_text():
+    parts = [dict(type="text", text="a"), dict(type="text", text="b")]
+    row = dict(prompt=[turn("user", parts)], **SOURCE)
+    assert encoder().prompt(row, ("prompt",)) == encoder().prompt(
+        dict(prompt=[turn("user", "ab")], **SOURCE), ("prompt",)
+    )
+
+
+def test_what_is_null_is_not_there_and_arguments_become_objects():
+    """Tables have every column in every message."""
+    call = dict(CALL, id=None, function=dict(name="add", arguments='{"a": 1}'))
+    row = dict(messages=[turn("user", "hi", tool_calls=None), turn("assistant", None, tool_calls=[call])], **SOURCE)
+    assert messages_field(row, "messages") == [
+        turn("user", "hi"), turn("assistant", "", tool_calls=[dict(call, function=CALL["function"])])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (turn("user", [dict(type="image", image="x")]), "turn 1 has a part of type image, only text parts can be read"),
+        (turn("user", ["x"]), "turn 1 has a part of type str"),
+        (turn("user", [dict(type="text")]), "turn 1 has a part of type text"),
+        (turn("assistant", None), "must list objects with string role and content"),
+        (turn("tool", dict(a=1)), "must list objects with string role and content"),
+        (turn("user", "x", tool_calls=[CALL]), "tool_calls must be a list, in an assistant's message"),
+        (turn("assistant", "x", tool_calls="add"), "tool_calls must be a list, in an assistant's message"),
+        (turn("assistant", "x", tool_calls=["add"]), "turn 1: a tool call is an object with `function`"),
+        (turn("assistant", "x", tool_calls=[dict(function=dict(name=1))]), "turn 1: a tool call is an object"),
+        (turn("assistant", "x", tool_calls=[dict(function=dict(name="f"))]), "the arguments of f are not an object"),
+        (turn("assistant", "x", tool_calls=[dict(function=dict(name="f", arguments="{"))]),
+         "the arguments of f are not JSON"),
+        (turn("assistant", "x", tool_calls=[dict(function=dict(name="\ud800", arguments={}))]), "a lone surrogate"),
+    ],
+)  # fmt: skip
+def test_malformed_messages_are_named(message, words):
+    with pytest.raises(ValueError, match=f"rows.jsonl:3: column messages.* ?{words}"):
+        messages_field(dict(messages=[message], **SOURCE), "messages")
+
+
+# ---- tools ----
+
+TOOL = dict(type="function", function=dict(name="add", parameters=dict(type="object")))
+CALLING = [
+    turn("user", "1+1"),
+    turn("assistant", None, tool_calls=[CALL]),
+    turn("tool", "2"),
+    turn("assistant", "It is 2"),
+]
+
+
+def test_a_turn_that_calls_tools_is_trained_and_what_they_say_is_not():
+    coder = encoder(tokenizer_with(WITH_TOOLS))
+    call = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    for tools in ([TOOL], json.dumps([TOOL])):
+        row = dict(messages=CALLING, tools=tools)
+        assert trained(coder, row) == [call + EOT, "It is 2" + EOT]
+        text = TOKENIZER.decode(coder.sft(row | SOURCE, ("messages",)).ids)
+        assert text.startswith("<|turn|>tools\n" + json.dumps([TOOL]) + EOT)
+    row = dict(prompt=CALLING[:1], tools=[TOOL], chosen=CALLING[1:2], rejected=[turn("assistant", "2")], **SOURCE)
+    chosen, rejected = coder.pair(row, ("prompt", "chosen", "rejected"))
+    assert TOKENIZER.decode(chosen.completion_ids) == call + EOT
+    assert (
+        chosen.ids[: chosen.prompt_length] == coder.prompt(row, ("prompt",)) == rejected.ids[: rejected.prompt_length]
+    )
+    assert "tools" in TOKENIZER.decode(coder.prompt(row, ("prompt",)))
+
+
+def test_special_tokens_around_a_call_do_not_end_the_turn():
+    """Qwen's <tool_call> is an added token."""
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    tokenizer.add_tokens(["<call>", "</call>"])
+    assert trained(encoder(tokenizer), dict(messages=CALLING))[0].endswith("</call>" + EOT)
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        ("add", "column tools is not JSON"),
+        (["add"], "column tools must list JSON schemas of functions, each with a name"),
+        (TOOL, "column tools must list JSON schemas"),
+        ('{"name": "add"}', "column tools must list JSON schemas"),
+        ([dict(type="function", function="add")], "column tools must list JSON schemas"),
+        ([dict(name=1)], "column tools must list JSON schemas"),
+        (3, "column tools must list JSON schemas"),
+    ],
+)
+def test_malformed_tools_are_named(tools, words):
+    with pytest.raises(ValueError, match=f"rows.jsonl:3: {words}"):
+        tools_field(dict(tools=tools, **SOURCE))
+
+
+def test_tools_that_the_template_does_not_write_are_refused():
+    row = dict(messages=CALLING, prompt="x", **SOURCE)
+    with pytest.raises(ValueError, match="rows.jsonl:3: the chat template does not write the tool call of add"):
+        encoder().sft(row, ("messages",))
+    with pytest.raises(ValueError, match="rows.jsonl:3: column tools: the chat template never reads tools"):
+        encoder().sft(row | dict(tools=[TOOL]), ("messages",))
+    with pytest.raises(ValueError, match="rows.jsonl:3: column tools needs chat format, column prompt is plain text"):
+        encoder().prompt(row | dict(tools=[TOOL]), ("prompt",))
+
+
+# ---- --chat_template, --template_kwargs ----
+
+
+def test_a_template_from_a_file_is_used_and_saved(tmp_path):
+    (tmp_path / "chat.jinja").write_text(WITH_TOOLS + "\n")
+    tokenizer = load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
+    text = tokenizer.decode(encoder(tokenizer).prompt(dict(question="x", tools=[TOOL], **SOURCE), ("question",)))
+    assert text.startswith("<|turn|>tools") and text.endswith("<|turn|>assistant\n")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text().strip() == WITH_TOOLS.strip()
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "No such file or directory"),
+        (b"\xff", "not UTF-8: .* can't decode byte"),
+        (b"{% for %}", r"does not render: Expected an expression.* \(line 1\)"),
+        (b"{{ 1 / 0 }}", "does not render: division by zero"),
+        (b"{{ messages[0].content + 1 }}", "does not render: can only concatenate str"),
+        (b"{{ raise_exception('no') }}", "does not render: no"),
+        (b"hello", "what an assistant says does not come out of it"),
+    ],
+)
+def test_a_template_that_does_not_render_is_refused(template, words, tmp_path):
+    if template is not None:
+        (tmp_path / "chat.jinja").write_bytes(template)
+    with pytest.raises(ValueError, match=f"^--chat_template .*chat.jinja: .*{words}"):
+        load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
+
+
+@pytest.mark.parametrize(("value", "ends"), [("true", "\n!"), ("false", "\n"), ("null", "\n"), ("a: b", "\n!")])
+def test_template_kwargs_reach_the_template(value, ends):
+    coder = encoder(tokenizer_with(WITH_TOOLS), template_kwargs=(f"brief={value}",))
+    assert TOKENIZER.decode(coder.prompt(dict(question="x", **SOURCE), ("question",))).endswith("assistant" + ends)
+
+
+@pytest.mark.parametrize(
+    ("kwarg", "words"),
+    [
+        ("breif=true", "--template_kwargs breif: the chat template never reads it"),
+        ("messages=x", "--template_kwargs messages: it is what the data says"),
+    ],
+)
+def test_kwargs_that_the_template_never_reads(kwarg, words):
+    with pytest.raises(ValueError, match=words):
+        encoder(tokenizer_with(WITH_TOOLS), template_kwargs=(kwarg,))
+
+
+def test_templates_may_have_what_transformers_adds_to_jinja():
+    template = WITH_TOOLS.replace(
+        "{{ '<|end_of_turn|>\n' }}", "{% generation %}{{ '<|end_of_turn|>\n' }}{%- endgeneration %}"
+    )
+    template += "{% for m in messages %}{% break %}{% endfor %}"
+    assert trained(
+        encoder(tokenizer_with(template), template_kwargs=("brief=1",)), dict(messages=[CALLING[0], CALLING[-1]])
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(template_kwargs=("brief=1",)), "--template_kwargs: the tokenizer has no chat template"),
+        (dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat template"),
+    ],
+)
+def test_a_tokenizer_without_a_template(flags, words):
+    with pytest.raises(ValueError, match=words):
+        encoder(tokenizer_with(None), **flags)
+
+
+# ---- where turns begin and end ----
+
+
+def test_a_template_that_adds_text_to_the_turn_and_strips_it():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{{ m.content | trim + '<|end_of_turn|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+    )
+    row = dict(messages=[turn("user", "a"), turn("assistant", " b\n"), turn("user", "c"), turn("assistant", "d ")])
+    sample = encoder(tokenizer).sft(row | SOURCE, ("messages",))
+    trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "b" + EOT + "<think>\n\n</think>\n\nd" + EOT
+
+
+def test_a_template_that_rewrites_turns_names_the_row():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
+    with pytest.raises(ValueError, match="rows.jsonl:3: turn 2"):
+        encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_end_of_turn_is_trained_when_the_tokenizer_does_not_name_it(special):
+    """Gemma 3 has <end_of_turn> among its added tokens alone; many ChatML models mark theirs as not special."""
+    from tokenizers import AddedToken
+
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=special, normalized=False)])
+    tokenizer.chat_template = TOKENIZER.chat_template.replace(EOT, "<|im_end|>")
+    sample = encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",))
+    trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(trained) == "b<|im_end|>"
+
+
+def test_the_token_that_ends_a_turn():
+    token_id, _ = end_of_turn(TOKENIZER)
+    assert TOKENIZER.decode([token_id]) == EOT
+    assert end_of_turn(tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")) is None
+    assert end_of_turn(tokenizer_with("<|turn|>")) is None
+
+
+@pytest.mark.parametrize("earlier", ["b", "<b>", "assistant", "<think>"])
+def test_an_earlier_turn_that_is_written_otherwise_than_it_is_sampled(earlier):
+    """Qwen3 without thinking: the prompt ends with empty thoughts, which only the last turn keeps."""
+    tokenizer = tokenizer_with(
+        "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+        "{{ m.content + '<|end_of_turn|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+    )
+    messages = [turn("user", "a"), turn("assistant", earlier), turn("user", "c"), turn("assistant", "d")]
+    assert trained(encoder(tokenizer), dict(messages=messages)) == [earlier + EOT, "d" + EOT]
+
+
+def test_a_turn_is_refused_if_what_stands_before_it_is_written_otherwise():
+    tokenizer = tokenizer_with("{{ messages | length }}" + TOKENIZER.chat_template)
+    with pytest.raises(ValueError, match="rows.jsonl:3: turn 2 does not come out"):
+        trained(encoder(tokenizer), dict(messages=[turn("user", "a"), turn("assistant", "b")]))
+
+
+def test_what_the_model_said_earlier_is_tokenised_as_it_was_sampled():
+    """Apart from what stands before it: here a line break would become one token with that of the template."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["\n\n"])
+    messages, coder = [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")], encoder(tokenizer)
+    prompt = coder.prompt(dict(prompt=messages, **SOURCE), ("prompt",))
+    whole = coder.sft(dict(messages=[*messages, turn("assistant", "d")], **SOURCE), ("messages",))
+    assert whole.ids[: len(prompt)] == prompt and tokenizer.convert_tokens_to_ids("\n\n") not in prompt
+    last = coder.sft(dict(prompt=messages, completion="d", **SOURCE), ("prompt", "completion"))
+    assert last.ids == whole.ids and last.prompt_length == len(prompt)
+
+
+def test_a_turn_in_a_prompt_may_be_written_otherwise_than_it_went_in():
+    """It is not trained: templates drop earlier thoughts."""
+    upper = tokenizer_with(TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper"))
+    prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
+    assert "\nB" + EOT in TOKENIZER.decode(encoder(upper).prompt(dict(prompt=prompt, **SOURCE), ("prompt",)))

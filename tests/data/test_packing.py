@@ -1,0 +1,159 @@
+"""Packing shifts streams once, loses nothing and never exceeds its budget."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.data.packing import Sample, of_samples, pack, pack_groups, pack_minibatches, to_samples
+
+CPU = torch.device("cpu")
+
+
+def sample(length: int, start: int = 0) -> Sample:
+    ids = list(range(start, start + length))
+    return Sample(
+        ids=ids,
+        loss_mask=[i % 2 == 0 for i in ids],
+        rollout_logprobs=[float(-i) for i in ids],
+        weights=[float(10 * i) for i in ids],
+    )
+
+
+@given(st.lists(st.integers(2, 30), max_size=40), st.integers(30, 100))
+def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
+    samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
+    micro_batches = pack(samples, pack_tokens, CPU)
+    targets = []
+    for mb in micro_batches:
+        assert len(mb.targets_T) <= pack_tokens
+        assert mb.offsets == mb.cu_seqlens_N1.tolist() and mb.offsets[-1] == len(mb.targets_T)
+        if not samples:
+            continue
+        assert torch.equal(mb.rollout_logprobs_T, -mb.targets_T.float())  # a stream follows the targets
+        assert torch.equal(mb.weights_T, 10 * mb.targets_T.float())
+        assert torch.equal(mb.loss_mask_T, mb.targets_T % 2 == 0)
+        assert torch.equal(mb.targets_T, mb.input_ids_T + 1)  # ids of a sample count up: the shift is by one
+        assert torch.equal(mb.position_ids_T, mb.input_ids_T % 1000)  # positions restart in every sequence
+        targets += mb.targets_T.tolist()
+    assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
+
+
+def test_sequence_ids_and_offsets():
+    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and len(mb.samples) == 2
+    assert mb.sequence_ids_T.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_no_samples_still_gives_one_masked_pack():
+    (mb,) = pack([], 10, CPU)
+    assert len(mb.targets_T) == 1 and not mb.loss_mask_T.any()
+
+
+def test_too_long_names_the_flag():
+    with pytest.raises(ValueError, match="--pack_tokens 10"):
+        pack([sample(12)], 10, CPU)
+
+
+def test_first_fit_decreasing_fills_the_bins():
+    micro_batches = pack([sample(n + 1) for n in (2, 5, 5, 8, 3, 7)], 10, CPU)
+    assert [len(mb.targets_T) for mb in micro_batches] == [10, 10, 10]
+
+
+@given(st.lists(st.tuples(st.integers(2, 15), st.integers(2, 15)), max_size=20), st.integers(30, 60))
+def test_groups_stay_together_and_in_order(lengths, pack_tokens):
+    groups = [[sample(a, start=1000 * n), sample(b, start=1000 * n + 500)] for n, (a, b) in enumerate(lengths)]
+    seen = []
+    for mb in pack_groups(groups, pack_tokens, CPU):
+        assert len(mb.samples) % 2 == 0 and (not mb.samples or len(mb.targets_T) <= pack_tokens)
+        for first, second in zip(mb.samples[0::2], mb.samples[1::2], strict=True):
+            assert second.ids[0] == first.ids[0] + 500
+            seen.append(first.ids[0] // 1000)
+        starts = [mb.input_ids_T[begin].item() for begin in mb.offsets[:-1]]
+        assert not mb.samples or starts == [s.ids[0] for s in mb.samples]
+    assert sorted(seen) == list(range(len(groups)))
+
+
+def test_sequence_sums_count_trained_tokens_alone():
+    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    x_T = torch.tensor([1.0, 2, 4, 8, 16, 32]).requires_grad_()
+    assert mb.loss_mask_T.tolist() == [False, True, False, True, False, True]
+    sums = mb.sequence_sums(x_T)
+    assert sums.tolist() == [2 + 8, 32] and sums.dtype == torch.float64
+    assert mb.per_sequence(s.ids[0] for s in mb.samples).tolist() == [100, 0]
+    (filler,) = pack([], 10, CPU)
+    y_T = torch.tensor([float("nan")], requires_grad=True)
+    empty = filler.sequence_sums(y_T)
+    assert empty.shape == (0,)
+    empty.sum().backward()
+    assert y_T.grad.tolist() == [0.0]
+
+
+# ---- sums, means and numbers per sequence ----
+
+
+def test_sequence_sums_and_means_on_every_token_are_of_trained_tokens():
+    (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
+    x_T = torch.tensor([float("nan"), 2, float("inf"), 4, float("nan"), 32]).requires_grad_()
+    assert mb.sequence_sum_T(x_T).tolist() == [6] * 4 + [32] * 2
+    means_T = mb.sequence_mean_T(x_T)
+    assert means_T.tolist() == [3] * 4 + [32] * 2 and means_T.dtype == torch.float64
+    means_T.sum().backward()
+    assert x_T.grad.tolist() == [0, 2, 0, 2, 0, 2]  # 4 tokens see a mean over 2, 2 tokens one over 1
+
+
+def test_a_sequence_without_trained_tokens_has_mean_zero():
+    masked = sample(4)
+    masked.loss_mask = [False] * 4
+    (mb,) = pack([masked], 100, CPU)
+    assert mb.sequence_mean_T(torch.ones(3)).tolist() == [0, 0, 0] and mb.sequence_sums(torch.ones(3)).tolist() == [0]
+
+
+@given(st.lists(st.integers(2, 15), min_size=1, max_size=12))
+def test_numbers_of_samples_reach_their_tokens_in_the_order_of_the_pack(lengths):
+    samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
+    for s in samples:
+        s.advantage, s.kl = float(s.ids[0]), s.ids[0] + 0.5
+    for mb in pack(samples, 20, CPU):
+        first_T = (mb.input_ids_T // 1000 * 1000).float()
+        assert torch.equal(mb.advantages_T, first_T) and torch.equal(mb.on_tokens("kl"), first_T + 0.5)
+        assert mb.of_samples("kl").tolist() == [s.ids[0] + 0.5 for s in mb.samples]
+        assert mb.targets_T[mb.ends_N].tolist() == [s.ids[-1] for s in mb.samples]
+        mb.to_samples(logp=mb.of_samples("kl") * 2, ref_logp=-mb.of_samples("advantage"))
+    assert all(s.logp == 2 * s.kl and s.ref_logp == -s.advantage for s in samples)
+
+
+def test_a_filler_has_no_sequences_but_a_token():
+    (filler,) = pack([], 10, CPU)
+    assert filler.on_tokens("advantage").tolist() == filler.advantages_T.tolist() == [0.0]
+    assert filler.of_samples("advantage").shape == filler.per_sequence([]).shape == (0,)
+    assert filler.ends_N.tolist() == [] and filler.sequence_mean_T(torch.ones(1)).tolist() == [0.0]
+    assert filler.lengths_T.tolist() == [0.0]
+    filler.to_samples(kl=torch.zeros(0))
+
+
+def test_numbers_of_groups():
+    groups = [[sample(3), sample(4)], [sample(5), sample(6)]]
+    values_PG = torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)
+    to_samples(groups, advantage=values_PG, kl=-values_PG)
+    assert torch.equal(of_samples(groups, "advantage"), values_PG) and torch.equal(of_samples(groups, "kl"), -values_PG)
+    with pytest.raises(ValueError):
+        to_samples(groups, advantage=values_PG[:1])
+
+
+# ---- minibatches ----
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_minibatch_is_of_its_groups(together):
+    """Whatever their lengths; in one micro-batch with `together`."""
+    groups = [[sample(3 + n % 4, start=1000 * n), sample(9, start=1000 * n + 500)] for n in range(6)]
+    minibatches = pack_minibatches(groups, 3, 16, CPU, together)
+    for m, minibatch in enumerate(minibatches):
+        firsts = [s.ids[0] for mb in minibatch for s in mb.samples]
+        assert sorted(firsts) == sorted(s.ids[0] for group in groups[2 * m : 2 * m + 2] for s in group)
+        if together:
+            assert all(a // 1000 == b // 1000 for a, b in zip(firsts[0::2], firsts[1::2], strict=True))
+    groups[2] = groups[3] = []  # dropped: the second minibatch has nothing left
+    _, (filler,), _ = pack_minibatches(groups, 3, 16, CPU, together)
+    assert filler.samples == [] and not filler.loss_mask_T.any()

@@ -1,0 +1,466 @@
+"""Every kind of file loads, held-out rows are held out, and what cannot be read is named."""
+
+import json
+
+import pytest
+
+from common.config.flags import eval_sets_of
+from common.config.groups import TrainArgs
+from common.data.rows import (
+    PROMPT_COLUMNS,
+    SFT_COLUMNS,
+    load_rows,
+    named,
+    reasons,
+    renamed,
+    require_columns,
+    require_held_out,
+    rows_of_split,
+    sources_of,
+    train_and_eval_rows,
+    usable,
+)
+
+PAIR = ("prompt", "completion")
+
+# ---- files ----
+
+
+def load(path, split: str = "train") -> list[dict] | None:
+    rows = load_rows("--dataset", str(path), split)
+    return rows and [{k: v for k, v in row.items() if k != "_source"} for row in rows]
+
+
+ROWS = [dict(prompt="a\u2028b", completion="c\x85d"), dict(prompt="\u00e9", completion="\n")]
+
+
+def test_jsonl_breaks_lines_at_newlines_only(tmp_path):
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    assert load(tmp_path / "rows.jsonl") == ROWS
+    assert [row["_source"] for row in load_rows("--dataset", str(tmp_path / "rows.jsonl"), "train")] == [
+        "rows.jsonl:1", "rows.jsonl:3",
+    ]  # fmt: skip
+    assert load(tmp_path / "rows.jsonl", "test") is None
+
+
+def test_json_parquet_and_csv(tmp_path):
+    import datasets
+
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.to_csv(tmp_path / "rows.csv", index=False)
+    for name in ("rows.json", "rows.parquet", "rows.csv"):
+        assert load(tmp_path / name) == ROWS, name
+
+
+def compressed(path, text: str) -> str:
+    """The file, compressed as its name says."""
+    import pyarrow
+
+    with pyarrow.output_stream(str(path), compression="detect") as stream:
+        stream.write(text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("end", ["gz", "zst"])
+def test_compressed_files(end, tmp_path):
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+    path = compressed(tmp_path / f"rows.jsonl.{end}", lines)
+    assert load(path) == ROWS and load(compressed(tmp_path / f"rows.json.{end}", json.dumps(ROWS))) == ROWS
+    assert [row["_source"] for row in load_rows("--dataset", path, "train")] == [
+        f"rows.jsonl.{end}:1", f"rows.jsonl.{end}:3",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=f"^--dataset .*broken.jsonl.{end}: line 2 is not valid JSON"):
+        load(compressed(tmp_path / f"broken.jsonl.{end}", '{"a": 1}\noops\n'))
+    whole = (tmp_path / f"rows.jsonl.{end}").read_bytes()
+    for name, content in (("cut", whole[:-3]), ("plain", lines.encode())):
+        (tmp_path / f"{name}.jsonl.{end}").write_bytes(content)
+        with pytest.raises(ValueError, match=f"^--dataset .*{name}.jsonl.{end}: "):
+            load(tmp_path / f"{name}.jsonl.{end}")
+
+
+def test_arrow_files_and_what_was_saved_to_disk(tmp_path):
+    import datasets
+
+    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[1:])}
+    parts["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    (arrow,) = (tmp_path / "one").glob("*.arrow")
+    assert load(arrow) == load(tmp_path / "one") == load(tmp_path / "both") == ROWS
+    assert load(tmp_path / "both", "test") == ROWS[1:] and load(tmp_path / "one", "test") is None
+    assert [row["_source"] for row in load_rows("--dataset", str(arrow), "train")] == [
+        f"{arrow.name}:{n}" for n in (1, 2)
+    ]
+
+
+def test_files_by_a_glob_come_in_the_order_of_their_names(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name in ("part-2", "part-10", "part-1", "other", "b/part-0"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(dict(text=name)) + "\n")
+    compressed(tmp_path / "part-3.jsonl.gz", '{"text": "part-3"}')
+    rows = load_rows("--dataset", str(tmp_path / "part-*"), "train")
+    assert [row["text"] for row in rows] == ["part-1", "part-10", "part-2", "part-3"]
+    assert rows[3]["_source"] == "part-3.jsonl.gz:1" and load(tmp_path / "part-*", "test") is None
+    assert [row["text"] for row in load(tmp_path / "**" / "part-[01].jsonl")] == ["b/part-0", "part-1"]
+    with pytest.raises(ValueError, match="absent-.*: no such file"):
+        load("absent-*.jsonl")
+    (tmp_path / "part-4.txt").touch()
+    with pytest.raises(ValueError, match="part-4.txt: expected a .jsonl"):
+        load(tmp_path / "part-*")
+
+
+# ---- rows that cannot be used ----
+
+
+def test_bad_lines_end_the_run_or_are_left_out_and_counted(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\noops\n[1]\n{"text": "b"}\n{"text"\nhm\n')
+    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
+        load(path)
+    rows = load_rows("--dataset", str(path), "train", on_bad_row="skip")
+    assert [(row["text"], row["_source"]) for row in rows] == [("a", "rows.jsonl:1"), ("b", "rows.jsonl:4")]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"--on_bad_row skip: 2 left out, such as --dataset {path}: line 2 is not valid JSON: Expecting value",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: rows.jsonl:3 is not an object",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: line 5 is not valid JSON: Expecting ':' delimiter",
+    ]
+    path.write_text("oops\n")
+    with pytest.raises(ValueError, match="rows.jsonl has no row that can be read"):
+        load_rows("--dataset", str(path), "train", on_bad_row="skip")
+
+
+def test_rows_that_cannot_be_encoded(capsys):
+    rows = [dict(n=n, _source=f"x:{n}") for n in range(6)]
+
+    def encode(row: dict) -> int:
+        if row["n"] % 2:
+            raise ValueError(f"{row['_source']}: {row['n']} is odd")
+        if row["n"] == 4:
+            raise ValueError(f"{row['_source']}: four")
+        return 10 * row["n"]
+
+    with pytest.raises(ValueError, match="x:1: 1 is odd"):
+        list(usable(rows, encode, "error"))
+    assert list(usable(rows, encode, "skip")) == [(rows[0], 0), (rows[2], 20)]
+    assert capsys.readouterr().out.splitlines() == [
+        "--on_bad_row skip: 3 left out, such as x:1: 1 is odd",
+        "--on_bad_row skip: 1 left out, such as x:4: four",
+    ]
+
+    def refuse(row: dict) -> int:
+        raise ValueError("--system_prompt: not about a row")
+
+    with pytest.raises(ValueError, match="--system_prompt"):
+        list(usable(rows, refuse, "skip"))
+
+
+# ---- folders ----
+
+
+def test_a_folder_with_files_of_several_splits(tmp_path):
+    import datasets
+
+    for name, row in (("train-00000-of-00002", 0), ("train-00001-of-00002", 1), ("test", 1)):
+        datasets.Dataset.from_list([ROWS[row]]).to_parquet(tmp_path / f"{name}.parquet")
+    (tmp_path / "README.md").touch()
+    assert load(tmp_path) == ROWS and load(tmp_path, "test") == [ROWS[1]] and load(tmp_path, "validation") is None
+
+
+def test_a_folder_without_splits_is_all_training(tmp_path):
+    for n, row in enumerate(ROWS):
+        (tmp_path / f"part{n}.jsonl").write_text(json.dumps(row))
+    assert load(tmp_path) == ROWS and load(tmp_path, "test") is None
+
+
+def test_columns_are_recognised_or_refused():
+    assert require_columns("--dataset", [dict(text="", messages=[], _source="")], SFT_COLUMNS) == ("messages",)
+    assert require_columns("--dataset", [dict(text="", messages=None, _source="")], SFT_COLUMNS) == ("text",)
+    assert require_columns("--dataset", [dict(prompt="", completion="", answer="")], SFT_COLUMNS) == PAIR
+    assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == ("question",)
+    words = r"--dataset x has the columns foo \(x:1\); needed: messages, or prompt and completion"
+    with pytest.raises(ValueError, match=words):
+        require_columns("--dataset x", [dict(foo=1, _source="x:1")], SFT_COLUMNS)
+
+
+def test_an_instruction_is_not_lost_beside_its_input():
+    row = dict(input="x", output="y", _source="x:1")
+    assert require_columns("--dataset", [row], SFT_COLUMNS) == ("input", "output")
+    assert require_columns("--dataset", [row], PROMPT_COLUMNS) == ("input",)
+    with pytest.raises(ValueError, match="--dataset would lose its instruction beside input"):
+        require_columns("--dataset", [row | dict(instruction="translate")], SFT_COLUMNS)
+
+
+# ---- other names ----
+
+
+@pytest.mark.parametrize("eval_split", ["train", "test"])
+def test_columns_get_other_names_in_every_split(tmp_path, eval_split):
+    for split in ("train", "test"):
+        rows = [dict(question=f"{split}{i}", answer="b", x=i) for i in range(4)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("prompt=question", "completion=answer")
+    args = TrainArgs(dataset=str(tmp_path), columns=names, eval_split=eval_split, eval_size=2)
+    for rows in train_and_eval_rows(args):
+        assert all(sorted(row) == ["_source", "completion", "prompt", "x"] and row["completion"] == "b" for row in rows)
+
+
+def test_names_may_be_swapped_and_given_twice():
+    rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
+    assert renamed("--dataset", rows, dict(a="b", b="a", c="a")) == [
+        dict(a=2, b=1, c=1, _source="x:1"), dict(b=3, c=3, _source="x:2")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (dict(prompt="problem"), "--columns prompt=problem: no column problem, --dataset x has question, answer"),
+        (dict(answer="question"), "--columns answer=question: --dataset x has a column answer already"),
+        (dict(_source="question"), "--columns _source=question: --dataset x has a column _source already"),
+    ],
+)
+def test_names_that_do_not_fit_the_data(columns, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        renamed("--dataset x", [dict(question="a", answer="b", _source="x:1")], columns)
+
+
+def numbered(path, count: int, start: int = 0):
+    path.write_text("".join(json.dumps(dict(text=str(start + n))) + "\n" for n in range(count)))
+    return str(path)
+
+
+def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(tmp_path):
+    file = numbered(tmp_path / "rows.jsonl", 50)
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=file, eval_size=8))
+    assert len(train) == 42 and len(held_out) == 8
+    assert {row["text"] for row in train + held_out} == {str(n) for n in range(50)}
+    assert train_and_eval_rows(TrainArgs(dataset=file, eval_size=8, seed=1)) == (train, held_out)
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=file, eval_every=0))
+    assert len(train) == 50 and held_out == []
+    with pytest.raises(ValueError, match="--eval_size 50 leaves no training rows"):
+        train_and_eval_rows(TrainArgs(dataset=file, eval_size=50))
+
+
+def test_several_datasets_without_weights_are_one(tmp_path):
+    files = (numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30))
+    both = numbered(tmp_path / "both.jsonl", 50)
+    for rows, of_one in zip(
+        *(train_and_eval_rows(TrainArgs(dataset=d, eval_size=8)) for d in (files, both)), strict=True
+    ):
+        assert [row["text"] for row in rows] == [row["text"] for row in of_one]
+
+
+def test_datasets_with_weights_are_held_out_from_one_by_one(tmp_path):
+    files = (numbered(tmp_path / "a.jsonl", 30) + ":3", numbered(tmp_path / "b.jsonl", 20, start=30) + ":1")
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=files, eval_size=9))
+    for rows, counts in ((train, (26, 16)), (held_out, (4, 4))):
+        assert tuple([row["_dataset"] for row in rows].count(name) for name in "ab") == counts
+        assert all((row["_dataset"] == "a") == (int(row["text"]) < 30) for row in rows)
+    with pytest.raises(ValueError, match="--eval_size 1 is less than a row of each of 2 datasets; or --eval_every 0"):
+        train_and_eval_rows(TrainArgs(dataset=files, eval_size=1))
+    alone = train_and_eval_rows(TrainArgs(dataset=files[0], eval_size=4))
+    assert [row["text"] for row in alone[0]] == [row["text"] for row in train if row["_dataset"] == "a"]
+    assert "_dataset" not in alone[0][0]
+    named = train_and_eval_rows(
+        TrainArgs(dataset=files, eval_dataset=str(tmp_path / "b.jsonl"), eval_size=9, eval_split="x")
+    )
+    assert [len(rows) for rows in named] == [50, 9]
+
+
+def test_several_held_out_sets(tmp_path):
+    """Each of at most `--eval_size` rows, which do not depend on the others; one without a name has none."""
+    a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 3, start=30)
+    flags = dict(dataset=numbered(tmp_path / "train.jsonl", 9, start=50), eval_size=4)
+    train, held_out = train_and_eval_rows(TrainArgs(eval_dataset=(a, f"hard={b}", "arithmetic"), **flags))
+    assert len(train) == 9 and not any("_dataset" in row for row in train)
+    assert [row["_dataset"] for row in held_out] == ["a"] * 4 + ["hard"] * 3 + ["arithmetic"] * 4
+    alone = {name: train_and_eval_rows(TrainArgs(eval_dataset=name, **flags))[1] for name in (a, f"x={b}")}
+    assert held_out[:4] == [row | dict(_dataset="a") for row in alone[a]] and "_dataset" not in alone[a][0]
+    assert [row["_dataset"] for row in alone[f"x={b}"]] == ["x"] * 3
+    assert named({"x/a.jsonl": None, "y/a.jsonl": None, "c": "d"}) == {
+        "x/a.jsonl": "x/a.jsonl", "y/a.jsonl": "y/a.jsonl", "d": "c"
+    }  # fmt: skip
+    assert eval_sets_of(["./x=1.jsonl", "y=./x=2.jsonl"]) == {"./x=1.jsonl": None, "./x=2.jsonl": "y"}
+
+
+@pytest.mark.parametrize(
+    ("datasets", "words"),
+    [
+        ((), "--eval_dataset needs at least one"),
+        (("a", "a"), "--eval_dataset a: a stands there twice"),
+        (("x=a", "y=a"), "--eval_dataset y=a: a stands there twice"),
+        (("x=a", "x=b"), "--eval_dataset x=b: x stands there twice"),
+        (("a", "a=b"), "--eval_dataset a=b: a stands there twice"),
+        (("x=",), "--eval_dataset x=: expected name=dataset"),
+        (("=x",), "--eval_dataset =x: expected name=dataset"),
+    ],
+)
+def test_held_out_sets_that_are_none(datasets, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        TrainArgs(eval_dataset=datasets)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ((), "--dataset needs at least one"),
+        (("a", "a"), "--dataset a: a stands there twice"),
+        (("a:1", "a:2"), "--dataset a:2: a stands there twice"),
+        (("a:1", "b"), "--dataset a:1 b: give all of them weights, or none"),
+        (("a:0", "b:1"), "--dataset a:0: a weight must be greater than 0"),
+        (("a:nan",), "--dataset a:nan: a weight must be greater than 0"),
+        (("a:inf",), "--dataset a:inf: a weight must be greater than 0"),
+    ],
+)
+def test_weights_that_are_none(dataset, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        TrainArgs(dataset=dataset)
+
+
+def test_names_of_datasets():
+    assert list(sources_of(("x/a.jsonl.gz:1", "b/c:2", "d/part-*.parquet:1"))) == ["a", "c", "part-*"]
+    assert list(sources_of(("x/a.jsonl:1", "y/a.jsonl:2"))) == ["x/a.jsonl", "y/a.jsonl"]
+    assert sources_of(("a", "b")) == {"": (["a", "b"], 1.0)} and sources_of(("a:7",)) == {"": (["a"], 1.0)}
+
+
+def test_columns_that_all_datasets_have():
+    a = dict(prompt="", completion="", _dataset="a", _source="a:1")
+    rows = [a, dict(a, text="", _dataset="b", _source="b:1")]
+    assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
+    with pytest.raises(ValueError, match=r"has the columns prompt, completion \(a:1, b:1\); needed: text"):
+        require_columns("--dataset", rows, (("text",),))
+
+
+def test_a_first_row_without_the_columns_of_the_others():
+    """Tables have None where a row has nothing."""
+    useless = [dict(note="x", _source="x:1"), dict(text=None, prompt="a", completion=None, _source="x:2")]
+    rows = [*useless, dict(text="b", prompt=None, completion=None, _source="x:3"), dict(messages=[], _source="x:4")]
+    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+        require_columns("--dataset", rows, SFT_COLUMNS)
+    assert require_columns("--dataset", rows, SFT_COLUMNS, "skip") == ("text",)
+    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+        require_columns("--dataset", useless, SFT_COLUMNS, "skip")
+    of_two = [row | dict(_dataset=name) for name in "ab" for row in rows]
+    assert require_columns("--dataset", of_two, SFT_COLUMNS, "skip") == ("text",)
+    with pytest.raises(ValueError, match=r"has the columns  \(x:3, x:1\)"):
+        require_columns("--dataset", of_two[:6], SFT_COLUMNS, "skip")
+
+
+def test_weights_are_for_training():
+    with pytest.raises(ValueError, match="--dataset a:1 b:2: weights are of the --dataset of scripts that train"):
+        rows_of_split("--dataset", ("a:1", "b:2"), "--dataset_split", "train", TrainArgs())
+
+
+def test_a_held_out_split_or_file_is_used_and_capped(tmp_path):
+    (tmp_path / "data").mkdir()
+    numbered(tmp_path / "data" / "train.jsonl", 5)
+    numbered(tmp_path / "data" / "test.jsonl", 30, start=100)
+    other = numbered(tmp_path / "other.jsonl", 30, start=200)
+    for flags, first in ((dict(), 100), (dict(eval_dataset=other), 200)):
+        train, held_out = train_and_eval_rows(TrainArgs(dataset=str(tmp_path / "data"), eval_size=7, **flags))
+        assert [row["text"] for row in train] == list("01234")
+        assert len({row["text"] for row in held_out}) == 7 and all(int(row["text"]) >= first for row in held_out)
+
+
+def test_a_split_that_is_not_there_is_refused(tmp_path):
+    file = numbered(tmp_path / "rows.jsonl", 5)
+    with pytest.raises(ValueError, match="no split 'other': see --dataset_split"):
+        train_and_eval_rows(TrainArgs(dataset=file, dataset_split="other"))
+
+
+def test_training_on_the_held_out_split_sets_rows_aside():
+    train, held_out = train_and_eval_rows(TrainArgs(dataset_split="test"))
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+
+
+def test_an_eval_dataset_without_the_split_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    numbered(tmp_path / "data" / "validation.jsonl", 5)
+    with pytest.raises(ValueError, match="--eval_split"):
+        train_and_eval_rows(TrainArgs(eval_dataset=str(tmp_path / "data")))
+
+
+# ---- what is wrong with them ----
+
+
+FILE_ERRORS = [
+    ("empty.jsonl", "", "empty.jsonl is empty"),
+    ("blank.jsonl", "\n\n", "blank.jsonl is empty"),
+    ("broken.jsonl", '{"prompt": "a"}\n\n{"prompt": oops\n', "line 3 is not valid JSON"),
+    ("broken.json", '[{"prompt": "a"},\n {"prompt":}]', "line 2 is not valid JSON"),
+    ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
+    ("number.json", '[{"prompt": "a"}, 3]', "number.json:2 is not an object"),
+    ("bytes.jsonl", b"\xff\xfe", "can't decode"),
+    ("rows.txt", "a", "expected a .jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv file"),
+    ("rows.parquet", "not parquet", "cannot be read"),
+    ("empty.csv", "", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "words"), FILE_ERRORS, ids=[name for name, _, _ in FILE_ERRORS])
+def test_data_file(name, text, words, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError) as error:
+        load_rows("--dataset", str(path), "train")
+    assert str(error.value).startswith(f"--dataset {path}: ") and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("/absent.jsonl", "no such file"),
+        ("absent.csv", "no such file"),
+        ("nobody/nothing", "no such file or folder, and not found on the hub"),
+        ("a/b/c", "no such file or folder, and not found on the hub"),
+    ],
+)
+def test_dataset_not_found(dataset, words, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        load_rows("--eval_dataset", dataset, "train")
+    assert str(error.value).startswith(f"--eval_dataset {dataset}: ") and words in str(error.value)
+
+
+def test_empty_folder(tmp_path):
+    with pytest.raises(ValueError, match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow or .csv files in it"):
+        load_rows("--dataset", str(tmp_path), "train")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(dataset_split="validation"), "--dataset arithmetic has no split 'validation'"),
+        (dict(eval_split="validation", eval_size=20000), "--eval_size 20000 leaves no training rows of 15952"),
+        (dict(eval_dataset="/absent.jsonl"), "--eval_dataset /absent.jsonl: no such file"),
+    ],
+)
+def test_splits(flags, words):
+    with pytest.raises(ValueError) as error:
+        train_and_eval_rows(TrainArgs(**flags))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("choices", [SFT_COLUMNS, PROMPT_COLUMNS])
+def test_columns(choices):
+    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"):
+        require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
+
+
+def test_a_held_out_set_may_not_be_lost():
+    rows = [dict(_dataset=name) for name in "aabb"]
+    require_held_out(rows, rows[1:3], "")
+    require_held_out([], [], "")
+    with pytest.raises(ValueError, match="^no held-out rows of b are left: all too long$"):
+        require_held_out(rows, rows[:2], ": all too long")
+    with pytest.raises(ValueError, match="^no held-out rows are left$"):
+        require_held_out([dict(text="")], [], "")
+
+
+def test_reasons():
+    assert reasons({"dropped": 3, "truncated": 1}) == "3 dropped, 1 truncated" and reasons({}) == ""

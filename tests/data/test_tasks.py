@@ -1,0 +1,30 @@
+"""The built-in tasks: the same rows always, something to learn by imitation and something left for rewards."""
+
+from collections import Counter
+
+import pytest
+
+from common.data.tasks import TASKS, arithmetic_rows
+
+
+def test_arithmetic_rows():
+    train, test = arithmetic_rows("train"), arithmetic_rows("test")
+    assert arithmetic_rows("train") == train
+    assert len({row["prompt"] for row in test}) == len(test) == 500
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    assert set(Counter(row["prompt"] for row in train).values()) == {4}
+    for row in train + test:
+        assert str(eval(row["prompt"].rstrip("="))) == row["answer"] == row["chosen"] != row["rejected"]
+    solved = sum(row["completion"] == row["answer"] for row in train) / len(train)
+    assert 0.3 < solved < 0.7  # something is learned by imitation, and something is left for rewards
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_are_the_same_always(name):
+    test = TASKS[name]("test")
+    assert TASKS[name]("test") == test and len(test) >= 200
+
+
+def test_a_split_that_is_not_there():
+    with pytest.raises(ValueError, match="the arithmetic task has no split 'validation', only train and test"):
+        arithmetic_rows("validation")

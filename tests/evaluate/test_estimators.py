@@ -1,0 +1,83 @@
+"""What eval.py says of samples is what it should be, by brute force."""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from common.evaluate import estimators
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            right = [i < c for i in range(n)]
+            for k in range(1, n + 1):
+                chosen = [any(subset) for subset in itertools.combinations(right, k)]
+                assert estimators.pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+    for k in (0, 5):
+        with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
+            estimators.pass_at_k(4, 1, k)
+
+
+def vote(answers: list, right: dict) -> bool:
+    """Plurality; of equally frequent answers the one that got there first."""
+    counts, leader = Counter(), None
+    for answer in answers:
+        if answer is not None:
+            counts[answer] += 1
+            leader = answer if leader is None or counts[answer] > counts[leader] else leader
+    return right.get(leader, False)
+
+
+@pytest.mark.parametrize("answers", ["aab", "abc", "abbcc", "a-b-", "----", "b", "aabbb"])
+def test_majority_is_the_mean_over_all_orders(answers, monkeypatch):
+    monkeypatch.setattr(estimators, "PERMUTATIONS", 20_000)
+    answers = [None if a == "-" else a for a in answers]
+    got = estimators.majority_at_k(answers, [a == "b" for a in answers], np.random.default_rng(0))
+    for k in range(1, len(answers) + 1):
+        orders = [vote(order, {"b": True}) for order in itertools.permutations(answers, k)]
+        assert got[k - 1] == pytest.approx(sum(orders) / len(orders), abs=0.015), k
+
+
+def test_a_clear_majority_decides_and_makes_up_for_a_wrong_one():
+    rng = np.random.default_rng(0)
+    assert estimators.majority_at_k(["1"] * 5 + ["2"] * 3, [True] * 5 + [False] * 3, rng)[-1] == 1
+    assert estimators.majority_at_k(["1"] * 5 + ["2"] * 3, [False] * 5 + [True] * 3, rng)[-1] == 0
+    assert estimators.majority_at_k([], [], rng) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{1,000.0}", "1000"), (r"\boxed{x + 1} ", "x+1"), ("6*3=18\n#### 18", "18"), (" 0.50 ", "1/2"),
+        ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
+    ],
+)  # fmt: skip
+def test_what_a_completion_votes_for(text, answer):
+    assert estimators.final_answer(text) == answer
+
+
+def test_intervals_hold_the_mean_and_narrow_with_the_prompts():
+    rng = random.Random(0)
+    widths = []
+    for count in (50, 5000):
+        xs = [float(rng.random() < 0.3) for _ in range(count)]
+        found = estimators.mean_and_interval(xs, [1.0] * count, draws=1000, seed=0)
+        assert found == estimators.mean_and_interval(xs, [1.0] * count, draws=1000, seed=0)
+        normal = 1.96 * math.sqrt(found["mean"] * (1 - found["mean"]) / count)
+        assert found["mean"] == pytest.approx(sum(xs) / count)
+        assert found["high"] - found["mean"] == pytest.approx(normal, rel=0.25)
+        assert found["mean"] - found["low"] == pytest.approx(normal, rel=0.25)
+        widths.append(found["high"] - found["low"])
+    assert widths[1] < widths[0] / 5
+    assert estimators.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)["mean"] == pytest.approx(7 / 3)
+    assert estimators.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
+
+
+def test_wins_count_ties_as_halves_and_leave_missing_ones_out():
+    ours, theirs = [[1.0, 2.0], [None, 0.5], [None]], [[0.0, 2.0], [1.0, 0.7], [3.0]]
+    assert estimators.wins(ours, theirs) == ([1.5, 0, 0], [2, 1, 0])

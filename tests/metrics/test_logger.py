@@ -1,0 +1,124 @@
+"""metrics.jsonl has every step once, also after a resume; what is shown, and where."""
+
+import json
+
+import pytest
+
+from common.config.groups import TrainArgs
+from common.data.packing import Sample
+from common.metrics.logger import RunLogger, draw_curves, read_metrics, wilson_interval
+
+# ---- RunLogger ----
+
+
+def logger(folder, first_step: int = 0, **flags) -> RunLogger:
+    args = TrainArgs(output_dir=str(folder), **flags)
+    return RunLogger(args, first_step, total_steps=4, show=("loss",), curves=("loss", "reward"))
+
+
+def completion(text: str, reward: float = 1.0) -> Sample:
+    row = dict(prompt="p")
+    return Sample([1, 2], [False, True], text=text, reward=reward, advantage=0.5, finish_reason="length", row=row)
+
+
+def log_steps(folder, first: int, last: int, run: int) -> None:
+    log = logger(folder, first)
+    for step in range(first + 1, last + 1):
+        log.log(step, dict(loss=1.0 / step, run=run))
+        log.samples(step, [[completion("x\ny")]], [0])
+    log.close()
+
+
+def steps(path) -> list[tuple[int, int]]:
+    return [(line["step"], line.get("run", 0)) for line in read_metrics(path)]
+
+
+def test_resume_cuts_what_will_come_again(tmp_path, capsys):
+    log_steps(tmp_path, 0, 3, run=1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while writing
+    log_steps(tmp_path, 2, 4, run=2)
+    assert steps(tmp_path / "metrics.jsonl") == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert [step for step, _ in steps(tmp_path / "samples.jsonl")] == [1, 2, 3, 4]
+    assert "step 4/4  loss 0.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\x85"])
+def test_resume_with_line_separators_in_a_completion(character, tmp_path):
+    log = logger(tmp_path)
+    log.samples(1, [[completion(f"a{character}b")]], [0])
+    logger(tmp_path, first_step=1)
+    (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
+    assert json.loads(line)["completion"] == f"a{character}b"
+
+
+def test_samples_are_written_whole(tmp_path):
+    log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
+    log.samples(3, [[completion(text, 0.25), completion("y", 0.0)]], [0])
+    first, second = read_metrics(tmp_path / "samples.jsonl")
+    assert first == dict(
+        step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length", version=0
+    )
+    assert (second["completion"], second["reward"]) == ("y", 0.0)
+
+
+def test_preview_marks_what_is_trained(tmp_path, capsys):
+    from common.model.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    ids = tokenizer("1+1=2[b]", add_special_tokens=False)["input_ids"]
+    logger(tmp_path).preview(Sample(ids=ids, loss_mask=[i >= 4 for i in range(len(ids))]), tokenizer)
+    assert "1+1=\u27e62[b]\u27e7" in capsys.readouterr().out
+
+
+def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    logger(tmp_path / "run").draw_curves()  # nothing to draw yet
+    assert not (tmp_path / "run" / "curves.png").exists()
+    log_steps(tmp_path / "run", 0, 4, run=1)
+    logger(tmp_path / "run", first_step=4).draw_curves()
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    runs = [tmp_path / "run" / "metrics.jsonl"] * 2
+    draw_curves(runs, ("loss",), tmp_path / "both.png", labels=("a", "b"))
+    assert (tmp_path / "both.png").stat().st_size > 5000
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "other").mkdir()
+    log_steps(tmp_path / "other", 0, 2, run=1)
+    logger(tmp_path / "other").draw_curves()
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_held_out_sets_are_lines_in_the_panels_of_their_metrics(tmp_path, monkeypatch):
+    """What a single run has of each set; the parts of a loss are no sets."""
+    import matplotlib.pyplot as plt
+
+    names = ("loss", "eval_loss", "eval_rewards/accuracies")
+    sets = [f"{name}{end}" for name in names[1:] for end in ("", "/a", "/b")]
+    line = dict.fromkeys([*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"], 0.5)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line | dict(step=1)) + "\n")
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    labels = {}
+    for runs in (1, 2):
+        draw_curves(
+            [tmp_path / "metrics.jsonl"] * runs, names, tmp_path / "curves.png", labels=[*"xy"] if runs > 1 else ()
+        )
+        labels[runs] = [axis.get_legend_handles_labels()[1] for axis in plt.gcf().axes]
+    monkeypatch.undo()
+    plt.close("all")
+    assert labels == {1: [[], ["a", "b"], ["a", "b"]], 2: [["x", "y"]] * 3}
+
+
+def test_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = logger(tmp_path, log=("tensorboard",))
+    log.log(1, dict(loss=0.5))
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(e.step, e.value) for e in events] == [(1, 0.5)]
+
+
+def test_wilson_interval_is_that_of_the_tables():
+    """Newcombe 1998 (doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E), Table I."""
+    for hits, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
+        assert wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)

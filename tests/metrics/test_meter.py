@@ -1,0 +1,108 @@
+"""A meter's values do not depend on how a batch is split."""
+
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.data.packing import Sample
+from common.metrics.meter import Meter, evaluate_sets
+
+
+def test_mean_is_weighted_and_max_and_min_are_not(device):
+    meter = Meter()
+    meter.mean("a", 6.0, 2)
+    meter.mean("a", torch.tensor(1.0), torch.tensor(3))
+    meter.mean("plain", 1)
+    meter.mean("plain", 2)
+    for value in (3.0, torch.tensor(-5.0), 4):
+        meter.max("largest", value)
+        meter.min("smallest", value)
+    assert meter.reduce() == dict(a=1.4, plain=1.5, largest=4.0, smallest=-5.0)
+
+
+@given(st.lists(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1), min_size=1, max_size=5))
+def test_masked_mean_does_not_depend_on_the_split(micro_batches):
+    meter, tokens = Meter(), [token for mb in micro_batches for token in mb]
+    for mb in micro_batches:
+        values, mask = zip(*mb, strict=True)
+        meter.masked_mean("x", torch.tensor(values, dtype=torch.float64), torch.tensor(mask))
+    kept = [value for value, trained in tokens if trained]
+    assert meter.reduce() == (dict(x=pytest.approx(math.fsum(kept) / len(kept), abs=1e-9)) if kept else {})
+
+
+def test_nothing_is_left_out_and_nothing_is_carried_over():
+    meter = Meter()
+    assert meter.reduce() == {}
+    meter.mean("empty", 0.0, 0)
+    meter.mean("x", 1.0)
+    assert meter.reduce() == dict(x=1.0)
+    assert meter.reduce() == {}
+
+
+def test_a_name_has_one_kind():
+    meter = Meter()
+    meter.mean("x", 1.0)
+    with pytest.raises(AssertionError, match="x is both mean and max"):
+        meter.max("x", 1.0)
+
+
+def test_times_add_up_within_a_step(monkeypatch):
+    clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    meter = Meter()
+    for _ in range(2):
+        with meter.time("nap"):
+            pass
+    assert meter.reduce() == {"time/nap": 1.75}
+    with meter.time("nap"):
+        pass
+    assert meter.reduce() == {"time/nap": 4.0}
+
+
+def test_spread_and_effective_fraction_do_not_depend_on_the_split():
+    values = torch.tensor([1.0, 2, 4, 9], dtype=torch.float64)
+    for parts in ([values], [values[:1], values[1:]], list(values.split(1))):
+        meter = Meter()
+        for part in parts:
+            meter.std("spread", part)
+            meter.effective_fraction("ess", part, torch.ones(len(part), dtype=torch.bool))
+        got = meter.reduce()
+        assert got["spread"] == pytest.approx(values.std(correction=0).item())
+        assert got["ess"] == pytest.approx((values.mean() ** 2 / values.square().mean()).item())
+    meter.std("spread", values[:0])
+    meter.effective_fraction("ess", values, torch.zeros(len(values), dtype=torch.bool))
+    assert meter.reduce() == {}
+
+
+def test_no_graph_is_kept():
+    meter, x = Meter(), torch.ones(3, requires_grad=True)
+    meter.masked_mean("x", x * 2, torch.tensor([True, True, False]))
+    assert not any(t.requires_grad for _, pairs in meter.values.values() for pair in pairs for t in pair)
+    assert meter.reduce() == dict(x=2.0)
+
+
+def test_of_several_sets_each_is_measured_and_all_together(device):
+    """A mean over all is weighted by what each set has; samples of no set are not measured apart."""
+    rows = [dict(_dataset="a"), dict(_dataset="b"), dict(_dataset="a")]
+    samples = [Sample([n], [True], row=row) for n, row in enumerate(rows)]
+    asked = []
+
+    def evaluate(ours: list) -> Meter:
+        asked.append(ours)
+        meter = Meter()
+        for item in ours:
+            n = (item[0] if isinstance(item, list) else item).ids[0]
+            meter.mean("x", 10.0 * n, n + 1)
+            meter.max("most", n)
+        return meter
+
+    expected = {"x": 30 / 6, "most": 2, "x/a": 20 / 4, "most/a": 2, "x/b": 10 / 2, "most/b": 1}
+    assert evaluate_sets(samples, evaluate) == evaluate_sets([[s, s] for s in samples], evaluate) == expected
+    assert asked[:2] == [[samples[0], samples[2]], [samples[1]]]
+    for sample in samples:
+        sample.row = {}
+    assert evaluate_sets(samples, evaluate) == dict(x=5, most=2) and asked[-1] == samples

@@ -1,0 +1,221 @@
+"""A checkpoint is a model: of the same weights as the export of that step, for every script; and bad ones are named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import inprocess
+import pytest
+import torch
+from helpers import run
+from model.test_policy import ARCHITECTURES, write_checkpoint
+from safetensors.torch import load_file
+
+from common.config.groups import TrainArgs
+from common.model import convert
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import load_policy, load_scalar_model
+from common.model.tiny import tiny_model
+from common.train.checkpoint import Checkpointer, prepare_output_dir
+from common.train.optim import adamw
+
+main = inprocess.main
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def saved(folder: Path, device, path: str = "", load=load_policy, **flags) -> Checkpointer:
+    """A run with a checkpoint after step 1."""
+    args = TrainArgs(output_dir=str(folder), dtype="float32", **flags)
+    prepare_output_dir(args)
+    model = load(path or tiny_model(), args, device)
+    run = Checkpointer(args, model, adamw(model, args), load_tokenizer(tiny_model()))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(0.01 * number)
+    run.save(1)
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(device, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    saved(folder, device)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(finished, tmp_path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run") / "checkpoints" / "step_000001"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "load"),
+    [
+        ("qwen3", torch.bfloat16, load_policy),
+        pytest.param("llama", torch.float32, load_policy, marks=pytest.mark.slow),
+        pytest.param("llama", torch.float32, load_scalar_model, marks=pytest.mark.slow),
+        pytest.param("gemma3", torch.bfloat16, load_policy, marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_the_export_of_that_step(name, dtype, load, tmp_path, device):
+    """File by file: weights, config, generation config, tokenizer."""
+    path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
+    run = saved(tmp_path / "run", device, path, load)
+    run.export_hf()
+    shutil.rmtree(path)  # the starting model may be another run's checkpoint: it is not looked at again
+    run.save(2)
+    run.export_hf()
+    for step in (1, 2):
+        found = resolve_model(str(tmp_path / f"run/checkpoints/step_00000{step}"))
+        assert files(Path(found)) == files(tmp_path / "run" / "hf"), step
+    assert load_file(f"{found}/model.safetensors").popitem()[1].dtype == torch.float32  # what is computed with
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= files(Path(found)).keys()
+
+
+@pytest.mark.slow
+def test_it_is_written_once_and_goes_with_its_checkpoint(tmp_path, device, capsys):
+    run = saved(tmp_path, device, keep_last=1)
+    path = tmp_path / "checkpoints" / "step_000001"
+    capsys.readouterr()
+    hf = resolve_model(str(path))
+    assert hf == f"{path}/hf" and f"{path} is a checkpoint: its weights are in {path}/hf now" in capsys.readouterr().out
+    written = (path / "hf/model.safetensors").stat().st_mtime_ns
+    assert resolve_model(str(path)) == resolve_model(hf) == hf and capsys.readouterr().out == ""
+    assert (path / "hf/model.safetensors").stat().st_mtime_ns == written
+    assert [p.name for p in path.iterdir() if "hf" in p.name] == ["hf"]
+    assert run.load_latest() == 1  # what is beside is not in its way
+    run.save(2)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+
+
+@pytest.mark.slow
+def test_its_run_may_delete_it_meanwhile(tmp_path, device, monkeypatch):
+    """The run goes on, and the one that reads says so in one line."""
+    run = saved(tmp_path, device, keep_last=1)
+    read = convert.read_weights
+
+    def read_while_the_run_saves(folder: Path) -> dict:
+        weights = read(folder)
+        run.save(2)
+        return weights
+
+    monkeypatch.setattr(convert, "read_weights", read_while_the_run_saves)
+    path, remove = tmp_path / "checkpoints/step_000001", shutil.rmtree
+
+    def remove_what_nobody_writes_to(folder: Path, **flags) -> None:
+        assert not path.is_dir(), "a file written meanwhile would be in the way"
+        remove(folder, **flags)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_what_nobody_writes_to)
+    with pytest.raises(ValueError, match=f"^--model {path}: it was deleted meanwhile, by its run's --keep_last$"):
+        resolve_model(str(path))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+
+
+# ---- bad input ----
+
+
+def cut(folder: Path) -> None:
+    shard = next(folder.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def older(folder: Path) -> None:
+    """As before this was written: manifest.json lists what is there."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in [name for name in manifest if not name.endswith(("distcp", ".metadata", "state.json"))]:
+        (folder / name).unlink()
+        del manifest[name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, r"not a whole checkpoint: __0_0.distcp is not what was written"),
+        (lambda folder: (folder / ".metadata").unlink(), "not a whole checkpoint: .metadata is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "not a whole checkpoint: config.json is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "not a whole checkpoint: manifest.json: No such file"),
+        (
+            lambda folder: (folder / "manifest.json").write_text("[]"),
+            "not a whole checkpoint: manifest.json does not list",
+        ),
+        (older, "a checkpoint of an older version, without config.json; resume its run, and its next one can be named"),
+    ],
+)
+def test_bad_checkpoints(damage, words, checkpoint):
+    damage(checkpoint)
+    with pytest.raises(ValueError, match=f"^--reference_model {checkpoint}: {words}") as error:
+        resolve_model(str(checkpoint), "--reference_model")
+    assert "\n" not in str(error.value) and not list(checkpoint.glob("*hf*"))
+
+
+@pytest.mark.slow
+def test_an_older_checkpoint_resumes(tmp_path, device):
+    run = saved(tmp_path, device)
+    older(tmp_path / "checkpoints/step_000001")
+    assert run.load_latest() == 1
+
+
+def test_a_folder_of_checkpoints_is_no_model(checkpoint):
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        with pytest.raises(ValueError, match=f"^--model {folder}: a folder of checkpoints; .* such as {checkpoint}$"):
+            resolve_model(str(folder))
+    checkpoint.rename(checkpoint.with_suffix(".tmp"))
+    with pytest.raises(ValueError, match="the folder has no config.json"):
+        resolve_model(str(checkpoint.parent))
+
+
+def test_a_run_does_not_delete_the_model_it_starts_from(checkpoint):
+    with pytest.raises(ValueError, match=f"^--model {checkpoint}: --resume never would delete it$"):
+        prepare_output_dir(TrainArgs(model=str(checkpoint), output_dir=str(checkpoint.parent.parent), resume="never"))
+    assert checkpoint.is_dir()
+
+
+# ---- every script ----
+
+
+@pytest.mark.slow
+def test_scripts_start_from_a_checkpoint(main, tmp_path):
+    """Written by two ranks, and read by two; of the last step it is hf/, bit for bit. A checkpoint of rm.py is a reward
+    model."""
+    row = dict(prompt="1+1=", answer="2", completion="2", chosen="2", rejected="3")
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    data = ("--dataset", tmp_path / "rows.jsonl")
+    short = (*data, "--batch_size", 2, "--max_steps", 2, "--eval_every", 0, "--save_every", 1)
+    run(2, "sft.py", *short, "--output_dir", tmp_path / "sft")
+    model = tmp_path / "sft/checkpoints/step_000002"
+    done = run(2, "rm.py", "--model", model, *short, "--output_dir", tmp_path / "rm")
+    assert done.stdout.count("is a checkpoint: its weights are in") == 1
+    assert files(model / "hf") == files(tmp_path / "sft/hf")
+    judge = tmp_path / "rm/checkpoints/step_000001"
+    main("dpo", "--model", model, *short, "--output_dir", tmp_path / "dpo")
+    rollouts = ("--prompts_per_step", 2, "--samples_per_prompt", 2, "--max_new_tokens", 4, "--engine", "transformers")
+    main(
+        "grpo",
+        "--model",
+        model,
+        *data,
+        *rollouts,
+        *short[4:],
+        "--reward",
+        f"model:{judge}",
+        "--output_dir",
+        tmp_path / "grpo",
+    )
+    named = (
+        "--reward_model",
+        judge,
+        "--perplexity_model",
+        model,
+        "--against",
+        tmp_path / "dpo/checkpoints/step_000001",
+    )
+    main("eval", "--model", tmp_path / "grpo/checkpoints/step_000002", *data, *rollouts[2:], *named,
+         "--output_dir", tmp_path / "eval")  # fmt: skip
+    found = json.loads((tmp_path / "eval/results.json").read_text())
+    assert {"win_rate", "reward_model", "perplexity"} <= found.keys()
+    assert (judge / "hf").is_dir() and (tmp_path / "dpo/checkpoints/step_000001/hf").is_dir()

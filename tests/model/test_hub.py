@@ -1,0 +1,102 @@
+"""Checkpoints are found, and what is wrong with one is named."""
+
+import json
+import shutil
+
+import pytest
+
+from common.config.groups import TrainArgs
+from common.model.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.tiny import CONTEXT, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("/absent/folder", "no such folder"),
+        ("./absent", "no such folder"),
+        (__file__, "no such folder"),
+        ("nobody/nothing", "not in the local cache, and the hub cannot be reached"),
+        ("no body", "not a valid Hugging Face id"),
+    ],
+)
+def test_model_not_found(model, words, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as error:
+        resolve_model(model)
+    assert str(error.value).startswith(f"--model {model}: ") and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.json", None, "the folder has no config.json"),
+        ("tokenizer_config.json", None, "the folder has no tokenizer_config.json"),
+        ("model.safetensors", None, "the folder has no *.safetensors weights"),
+        ("config.json", "{oops", "config.json is not valid JSON"),
+        ("tokenizer.json", "{oops", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "{}", "the tokenizer cannot be loaded"),
+        ("tokenizer.json", None, "the tokenizer cannot be loaded"),
+        ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
+        ("config.json", '{"model_type": "qwen3", "num_hidden_layers": "four"}', "num_hidden_layers"),
+        ("config.json", '{"model_type": "clip"}', "clip is not a causal language model"),
+    ],
+)
+def test_model_folder(file, text, words, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(resolve_model(str(folder)))
+    assert str(error.value).startswith(f"--model {folder}: ") and words in str(error.value)
+
+
+def test_a_reference_with_another_tokenizer_or_vocabulary(tmp_path):
+    tokenizer = load_tokenizer(tiny_model())
+    for name, edit in (
+        ("tokenizer.json", ('"0":0', '"é":0')),
+        ("config.json", ('"vocab_size": 356', '"vocab_size": 9')),
+    ):
+        folder = tmp_path / name
+        shutil.copytree(tiny_model(), folder)
+        text = (folder / name).read_text()
+        compact = text if edit[0] in text else text.replace('"0": 0', '"0":0')
+        assert edit[0] in compact
+        (folder / name).write_text(compact.replace(*edit))
+        with pytest.raises(ValueError, match="--reference_model .*(another tokenizer|its vocabulary of 9)"):
+            require_same_tokenizer("--reference_model", str(folder), tokenizer)
+
+
+def test_the_right_model_passes(monkeypatch):
+    path = resolve_model("tiny")
+    assert path == tiny_model() == resolve_model(path) and resolve_model(f"{path}/") == path
+    require_same_tokenizer("--reference_model", path, load_tokenizer(path))
+    with pytest.raises(ValueError, match="^--reference_model: an empty name"):
+        resolve_model("", "--reference_model")
+
+
+def test_a_tokenizer_without_an_end(tmp_path):
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"}))
+    with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
+        load_tokenizer(str(tmp_path / "model"))
+
+
+def test_every_end_of_a_completion_counts(tmp_path):
+    tokenizer = load_tokenizer(tiny_model())
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")]
+    assert eos_token_ids(tiny_model(), tokenizer) == sorted(ends)
+    for listed, expected in ((7, [7, tokenizer.eos_token_id]), (None, [tokenizer.eos_token_id])):
+        (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=listed)))
+        assert eos_token_ids(str(tmp_path), tokenizer, "plain") == expected
+        assert eos_token_ids(str(tmp_path), tokenizer) == sorted({*expected, *ends})  # the template's too
+
+
+def test_the_context_is_the_models_or_what_a_pack_holds():
+    assert context_length(tiny_model(), TrainArgs()) == CONTEXT
+    assert context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101  # the first token is never predicted

@@ -1,0 +1,593 @@
+"""Adapters: their gradient, one weight for trainer, engine and files, the reference, checkpoints, PEFT's format."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import inprocess
+import pytest
+import torch
+import transformers
+from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from model.test_policy import ARCHITECTURES, hf_model, samples, separate, small, whole, write_checkpoint
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FSDPModule
+
+import common.model.lora
+from common.config.groups import TrainArgs
+from common.data.packing import pack
+from common.model import memory
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.lora import PREFIX, LoRAArgs, LoRALinear, save_adapter
+from common.model.policy import load_policy, load_reference, load_scalar_model
+from common.model.tiny import tiny_model
+from common.model.value import load_with_value_model
+from common.rollout.engines import whole_weights
+from common.train.checkpoint import Checkpointer, export_hf
+from common.train.optim import adamw, optimizer_step
+
+main = inprocess.main
+
+
+@dataclass
+class Args(LoRAArgs, TrainArgs):
+    """Flags of a script that trains."""
+
+
+ARGS = Args(dtype="float32", lora_rank=4, lora_alpha=8.0, lr=5e-3)
+MODELS = ARCHITECTURES | dict(untied=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=False)))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return write_checkpoint(MODELS["untied"](), tmp_path_factory.mktemp("untied"))
+
+
+def adapters(model) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()) for name, p in model.hf.named_parameters() if ".lora_" in name}
+
+
+@torch.no_grad()
+def move(model, seed: int = 5):
+    """As training would: B is not zero any more."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            local = parameter.to_local()
+            local.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(local.device))
+    return model
+
+
+def logprobs(model, device) -> list[torch.Tensor]:
+    with torch.no_grad():
+        out = [model(mb)[0] for mb in pack(samples(), 100, device)]
+    model.reshard()
+    return out
+
+
+# ---- what it computes ----
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "gemma3"))]
+)
+def test_the_gradient_is_that_of_w_plus_sba(name, recompute, tmp_path, device):
+    """By plain autograd through the sum, of A and B and of nothing else; tied heads and biases too."""
+    path = write_checkpoint(MODELS[name](), tmp_path)
+    policy, plain = move(load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)), hf_model(path)
+    for mb in pack(samples(), 100, device):
+        (-policy(mb)[0] * mb.loss_mask_T).sum().backward()
+    leaves = {name: value.clone().requires_grad_() for name, value in adapters(policy).items()}
+    weights = {name: p.detach() for name, p in plain.named_parameters()}
+    for layer in {name.rpartition(".")[0] for name in leaves}:
+        added = 2.0 * leaves[f"{layer}.lora_B"] @ leaves[f"{layer}.lora_A"]  # alpha / rank
+        weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + added
+    assert len(leaves) == 2 * 7 * 3
+
+    def patched(ids, **flags):
+        return torch.func.functional_call(plain, weights, (ids,), flags)
+
+    losses = [-separate(patched, s, 1.0)[0] * torch.tensor(s.loss_mask[1:]) for s in samples()]
+    torch.cat(losses).sum().backward()
+    for name, parameter in policy.hf.named_parameters():
+        if name in leaves:
+            torch.testing.assert_close(whole(parameter.grad), leaves[name].grad, atol=2e-5, rtol=1e-4, msg=name)
+        else:
+            assert parameter.grad is None and not parameter.requires_grad
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same(path, device):
+    """Dynamo takes the layer as it is: the backend is the eager one."""
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        plain, compiled = (move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True))
+        (mb,) = pack(samples(), 1000, device)
+        grads = []
+        for policy in (plain, compiled):
+            policy(mb)[0].sum().backward()
+            grads.append([whole(p.grad) for p in policy.parameters() if p.requires_grad])
+    torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+    assert all(x.any() for x in grads[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, device, monkeypatch):
+    """Bit for bit: what is multiplied with, what the engine is given, hf/, and a checkpoint named as a model."""
+    args = replace(ARGS, dtype=dtype, output_dir=str(tmp_path))
+    policy, used, names = move(load_policy(path, args, device)), {}, []
+    merge = common.model.lora.merge
+
+    def recorded(*args):
+        used[names[-1]] = merge(*args)
+        return used[names[-1]]
+
+    monkeypatch.setattr(common.model.lora, "merge", recorded)
+    layers = {name: layer for name, layer in policy.hf.named_modules() if isinstance(layer, LoRALinear)}
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_, name=name: names.append(f"{name}.weight"))
+        for name, layer in layers.items()
+    ]
+    logprobs(policy, device)
+    for hook in hooks:
+        hook.remove()
+    monkeypatch.undo()
+    assert used.keys() == {f"{name}.weight" for name in layers} and len(used) == 21
+
+    compute, stored = getattr(torch, dtype), load_file(Path(path) / "model.safetensors")
+    run = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
+    run.save(1)
+    run.export_hf()
+    as_model = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000001")))
+    exported, named = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", as_model))
+    for weights in (dict(whole_weights(policy, compute)), exported, named):
+        assert weights.keys() == stored.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, used.get(name, stored[name]).to(compute).to(weight.dtype)), name
+            assert torch.equal(weight, stored[name].to(compute).to(weight.dtype)) == (name not in used)
+    assert {f.name for f in (tmp_path / "hf").iterdir()} == {f.name for f in as_model.iterdir()}
+
+
+def test_a_new_adapter_changes_nothing_and_is_drawn_by_the_seed(path, device):
+    plain, policy = load_policy(path, Args(dtype="float32"), device), load_policy(path, ARGS, device)
+    assert all(map(torch.equal, logprobs(plain, device), logprobs(policy, device)))
+    again, other = (adapters(load_policy(path, replace(ARGS, seed=seed), device)) for seed in (0, 1))
+    for name, value in adapters(policy).items():
+        assert torch.equal(value, again[name])
+        if name.endswith("lora_B"):
+            assert (value == 0).all()
+        else:
+            bound = value.shape[1] ** -0.5
+            assert not torch.equal(value, other[name]) and 0.9 * bound < value.abs().max() <= bound
+            assert abs(value.mean()) < bound / 4
+
+
+def test_what_is_kept_and_what_is_trained(path, device):
+    """The frozen weights in the compute dtype, the adapters and the head in float32."""
+    args = replace(ARGS, dtype="bfloat16")
+    for load, head in ((load_policy, set()), (load_scalar_model, {"score.weight"})):
+        model = load(path, args, device)
+        trained = {name for name, p in model.hf.named_parameters() if p.requires_grad}
+        assert trained == adapters(model).keys() | head
+        for name, p in model.hf.named_parameters():
+            assert p.dtype == (torch.float32 if name in trained else torch.bfloat16), name
+        before = {name: whole(p.detach()).clone() for name, p in model.hf.named_parameters()}
+        optimizer = adamw(model, args)
+        for _ in range(2):  # A has a gradient once B is not 0
+            for mb in pack(samples(), 100, device):
+                out = model(mb)
+                loss = (-out[0] if load is load_policy else out).sum()
+                loss.backward()
+            optimizer_step(model, optimizer, args.lr, 1.0, loss.detach())
+        for name, p in model.hf.named_parameters():
+            assert torch.equal(whole(p.detach()), before[name]) == (name not in trained), name
+
+
+def test_the_sum_is_rounded_once_small_steps_are_not_lost(path, device):
+    """In bfloat16 a thousandth of W is lost in each step, and there after many."""
+    weight, a, b = torch.ones(1, 1, dtype=torch.bfloat16), torch.ones(1, 1), torch.zeros(1, 1)
+    for step in range(1, 9):
+        b += 1e-3
+        assert common.model.lora.merge(weight, a, b, 1.0).item() == (1.0 if step < 4 else 1.0078125)
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        (("attention",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (("q_proj", "mlp.up_proj"), {"q_proj", "up_proj"}),
+    ],
+)
+def test_targets(targets, layers, path, device, tmp_path):
+    policy = load_policy(path, replace(ARGS, lora_targets=targets), device)
+    assert {name.split(".")[-2] for name in adapters(policy)} == layers
+    assert len(adapters(policy)) == 2 * 3 * len(layers)
+    save_adapter(policy.hf, path, ARGS, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["target_modules"] == sorted(layers)
+
+
+def test_rslora_divides_by_the_root_of_the_rank(path, device):
+    policy = load_policy(path, replace(ARGS, lora_rslora=True), device)
+    assert policy.hf.model.layers[0].mlp.up_proj.scale == 8 / 2
+
+
+# ---- the reference ----
+
+
+def test_the_reference_is_the_starting_model(path, device, tmp_path):
+    """Of a run that goes on from an adapter too; and the policy is as if it had not been asked."""
+    save_adapter(move(load_policy(path, ARGS, device)).hf, path, ARGS, tmp_path / "adapter")
+    args = replace(ARGS, adapter=str(tmp_path / "adapter"))
+    policy = load_policy(path, args, device)
+    start = logprobs(policy, device)
+    reference = load_reference(policy, args, device)
+    assert not list(reference.parameters())
+    moved = adapters(move(policy, seed=6))
+    assert not any(map(torch.equal, logprobs(policy, device), start))
+
+    def gradient(asked: bool) -> list[torch.Tensor]:
+        for mb in pack(samples(), 100, device):
+            logprobs_T, *_ = policy(mb)
+            if asked:  # between the forward and its backward
+                reference(mb)
+            logprobs_T.sum().backward()
+        grads = [whole(p.grad) for p in policy.parameters() if p.requires_grad]
+        policy.zero_grad()
+        return grads
+
+    assert all(map(torch.equal, gradient(False), gradient(True)))
+    assert all(map(torch.equal, logprobs(reference, device), start))
+    assert all(torch.equal(value, moved[name]) for name, value in adapters(policy).items())
+    other = load_reference(policy, args, device, path)  # the bare base, because it was asked for
+    assert not any(p.requires_grad for p in other.parameters())
+    assert all(map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device)))
+
+
+# ---- the value model ----
+
+
+def trained(model) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+@torch.no_grad()
+def as_one_of_its_own(values, path, args, device):
+    """A scalar model with frozen weights of its own, and the same adapters and head."""
+    model = load_scalar_model(path, args, device)
+    for ours, theirs in zip(trained(model), trained(values), strict=True):
+        ours.to_local().copy_(theirs.to_local())
+    return model
+
+
+@pytest.mark.parametrize("how", ["in turns", "in turns, recomputed", "one backward, recomputed"])
+def test_a_value_model_in_the_policy_is_as_one_beside_it(how, path, device):
+    """Numbers and gradients of both, bit for bit, in whichever order they are computed."""
+    args = replace(ARGS, activation_checkpointing="recomputed" in how)
+    policy, values = load_with_value_model(path, path, args, device)
+    new = load_scalar_model(path, args, device)
+    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained(values), trained(new), strict=True))
+    plain, alone = move(load_policy(path, args, device)), as_one_of_its_own(move(values, seed=6), path, args, device)
+    move(policy)
+    for mb in pack(samples(), 100, device):
+        for model, value_model in ((policy, values), (plain, alone)):
+            policy_loss, value_loss = -model(mb)[0].sum(), value_model(mb).square().sum()
+            if how == "one backward, recomputed":
+                (policy_loss + value_loss).backward()
+            else:
+                policy_loss.backward()
+                value_loss.backward()
+        with torch.no_grad():
+            assert torch.equal(values(mb), alone(mb)) and torch.equal(policy(mb)[0], plain(mb)[0])
+        values.reshard(), alone.reshard()
+    assert len(trained(policy)) == 42 and len(trained(values)) == 43
+    for ours, theirs in ((values, alone), (policy, plain)):
+        for p, q in zip(trained(ours), trained(theirs), strict=True):
+            assert torch.equal(whole(p.grad), whole(q.grad)) and p.grad.to_local().any()
+
+
+def test_the_value_model_shares_the_frozen_weights_and_nothing_of_it_is_the_policys(
+    path, device, tmp_path, monkeypatch
+):
+    """Of FSDP's shards, in bytes; the line about memory counts its adapters; the engine, hf/ and adapter/ are as
+    without it."""
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(memory, "capacity_of", lambda device: 2**31)
+        policy, values = load_with_value_model(path, path, ARGS, device)
+    counted = memory.loaded()[-1]
+    assert counted.trained == 2 * sum(p.numel() for p in trained(policy))
+    plain, scalar = load_policy(path, ARGS, device), load_scalar_model(path, ARGS, device)
+    move(policy), move(plain), move(values, seed=6)
+    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    held = [p for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+    sizes = {p.sharded_param.to_local().data_ptr(): p.sharded_param.to_local().nbytes for p in held}
+    added = sum(p.to_local().nbytes for p in trained(scalar))
+    assert sum(sizes.values()) == sum(p.to_local().nbytes for p in plain.parameters()) + added
+    assert {p.to_local().data_ptr() for p in values.parameters()} < sizes.keys()
+    assert policy.state_dict().keys() == plain.state_dict().keys()
+    assert dict(policy.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+    pairs = zip(whole_weights(policy, torch.float32), whole_weights(plain, torch.float32), strict=True)
+    assert all(ours[0] == theirs[0] and torch.equal(ours[1], theirs[1]) for ours, theirs in pairs)
+    for model, name in ((policy, "ours"), (plain, "plain")):
+        save_adapter(model.hf, path, replace(ARGS, model=path), tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# ---- checkpoints ----
+
+
+def test_a_checkpoint_has_adapters_and_moments_alone(path, device, tmp_path):
+    args = replace(ARGS, output_dir=str(tmp_path))
+    policy = load_policy(path, args, device)
+    optimizer = adamw(policy, args)
+    run = Checkpointer(args, policy, optimizer, load_tokenizer(tiny_model()))
+    for state in optimizer.state.values():
+        move_all = [state["exp_avg"].to_local(), state["exp_avg_sq"].to_local()]
+        for number, x in enumerate(move_all):
+            x.fill_(number + 1.5)
+    kept = adapters(move(policy))
+    run.save(1)
+    stored = FileSystemReader(tmp_path / "checkpoints" / "step_000001").read_metadata().state_dict_metadata
+    assert {name for name in stored if name.startswith("model.")} == {f"model.hf.{name}" for name in kept}
+    assert all("lora_" in name for name in stored if "exp_avg" in name)
+    fresh = load_policy(path, args, device)
+    again = Checkpointer(args, fresh, other := adamw(fresh, args), load_tokenizer(tiny_model()))
+    assert again.load_latest() == 1
+    assert all(torch.equal(value, kept[name]) for name, value in adapters(fresh).items())
+    assert all(
+        (whole(s["exp_avg"]) == 1.5).all() and (whole(s["exp_avg_sq"]) == 2.5).all() for s in other.state.values()
+    )
+    shutil.move(path, f"{path}_gone")
+    try:
+        with pytest.raises(ValueError, match=rf"the model that its adapters belong to, {path}, has no "):
+            resolve_model(str(tmp_path / "checkpoints" / "step_000001"))
+    finally:
+        shutil.move(f"{path}_gone", path)
+
+
+# ---- PEFT's format ----
+
+
+@pytest.mark.parametrize("load", [load_policy, load_scalar_model])
+def test_adapter_folder(load, path, device, tmp_path):
+    """W of the base + alpha / r B A of the file, as PEFT computes it, is the exported model; a run starts from it."""
+    args = replace(ARGS, model=path)
+    model = move(load(path, args, device))
+    export_hf(model, load_tokenizer(tiny_model()), tmp_path / "hf")
+    save_adapter(model.hf, path, args, tmp_path / "adapter")
+    file, base, exported = (
+        load_file(folder / name)
+        for folder, name in (
+            (tmp_path / "adapter", "adapter_model.safetensors"),
+            (Path(path), "model.safetensors"),
+            (tmp_path / "hf", "model.safetensors"),
+        )
+    )
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    scalar = load is load_scalar_model
+    assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == path
+    assert config["task_type"] == ("SEQ_CLS" if scalar else "CAUSAL_LM")
+    assert config["modules_to_save"] == (["score"] if scalar else None)
+    assert torch.equal(file.pop(f"{PREFIX}score.weight"), exported["score.weight"]) if scalar else "score" not in file
+    for name in {name.rpartition(".lora_")[0] for name in file}:
+        added = (
+            config["lora_alpha"] / config["r"] * file.pop(f"{name}.lora_B.weight") @ file.pop(f"{name}.lora_A.weight")
+        )
+        weight = f"{name.removeprefix('base_model.model.')}.weight"
+        torch.testing.assert_close(exported[weight], base[weight] + added, atol=1e-6, rtol=0)
+        assert added.abs().max() > 1e-2
+    assert not file and config["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    again = load(path, replace(args, adapter=str(tmp_path / "adapter")), device)
+    ours, theirs = (dict(m.hf.named_parameters()) for m in (model, again))
+    assert all(torch.equal(whole(ours[name].detach()), whole(theirs[name].detach())) for name in ours)
+
+
+def test_peft_loads_it(path, device, tmp_path):
+    peft = pytest.importorskip("peft")
+    policy = move(load_policy(path, ARGS, device))
+    save_adapter(policy.hf, path, ARGS, tmp_path / "adapter")
+    model = peft.PeftModel.from_pretrained(hf_model(path), tmp_path / "adapter").eval()
+    for sample in samples():
+        (mb,) = pack([sample], 1000, device)
+        with torch.no_grad():
+            torch.testing.assert_close(policy(mb)[0].double(), separate(model, sample, 1.0)[0], atol=1e-5, rtol=0)
+    policy.reshard()
+
+
+def by_peft(folder: Path, drop=(), **changes) -> str:
+    """An adapter as PEFT's defaults write it, on two layers of each block: bfloat16, and more keys than are ours."""
+    config = dict(
+        alora_invocation_tokens=None, alpha_pattern={}, auto_mapping=None, base_model_name_or_path="some/base",
+        bias="none", corda_config=None, eva_config=None, exclude_modules=None, fan_in_fan_out=False,
+        inference_mode=True, init_lora_weights=True, layer_replication=None, layers_pattern=None,
+        layers_to_transform=None, loftq_config={}, lora_alpha=8, lora_bias=False, lora_dropout=0.05,
+        megatron_config=None, megatron_core="megatron.core", modules_to_save=None, peft_type="LORA", r=4,
+        rank_pattern={}, revision=None, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM", use_dora=False,
+        use_rslora=False,
+    )  # fmt: skip
+    generator, tensors = torch.Generator().manual_seed(2), {}
+    for block in range(3):
+        for name, width in (("q_proj", 64), ("v_proj", 32)):
+            layer = f"base_model.model.model.layers.{block}.self_attn.{name}"
+            tensors[f"{layer}.lora_A.weight"] = torch.randn(4, 64, generator=generator).bfloat16()
+            tensors[f"{layer}.lora_B.weight"] = torch.randn(width, 4, generator=generator).bfloat16()
+    folder.mkdir(parents=True)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
+    tensors |= changes.pop("tensors", {})
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    return str(folder)
+
+
+def test_a_run_starts_from_an_adapter_of_peft(path, device, tmp_path, capsys):
+    args = replace(ARGS, adapter=by_peft(tmp_path / "adapter"), lora_targets=("q_proj", "v_proj"))
+    weights = dict(whole_weights(load_policy(path, args, device), torch.float32))
+    assert f"--adapter {args.adapter}, which was made for some/base" in capsys.readouterr().out
+    base, file = load_file(Path(path) / "model.safetensors"), load_file(tmp_path / "adapter/adapter_model.safetensors")
+    for name, weight in base.items():
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in file:
+            a, b = (file[f"{layer}.lora_{which}.weight"].float() for which in "AB")
+            weight = weight + 2 * b @ a
+        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=1e-5)
+
+
+LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "flags", "words"),
+    [
+        (
+            None,
+            dict(lora_targets=("q_prj",)),
+            "--lora_targets q_prj: no linear layer of --model .* is that; there are do",
+        ),
+        (None, dict(lora_targets=("q_proj", "lm_head")), "--lora_targets lm_head: no linear layer of"),
+        (None, dict(adapter="/nowhere"), "--adapter /nowhere: cannot read .*No such file"),
+        (dict(r=8), {}, "its r is 8, --lora_rank is 4"),
+        (dict(lora_alpha=16), {}, "its lora_alpha is 16, --lora_alpha is 8.0"),
+        (dict(use_rslora=True), {}, "its use_rslora is True, --lora_rslora is False"),
+        (dict(alpha_pattern=dict(q_proj=3)), {}, "its alpha_pattern is {'q_proj': 3}, which is not supported"),
+        (dict(init_lora_weights="pissa"), {}, "its init_lora_weights is pissa, which is not supported"),
+        (dict(peft_type="IA3"), {}, r"adapter_config.json is not that of a LoRA adapter"),
+        (
+            {},
+            dict(lora_targets=("q_proj",)),
+            "has model.layers.0.self_attn.v_proj.lora_A, which is no adapter of --model",
+        ),
+        (
+            {},
+            dict(lora_targets=("attention",)),
+            "has no model.layers.0.self_attn.k_proj.lora_A: --lora_targets are other",
+        ),
+        (dict(drop=(f"{LAYER}.lora_B.weight",)), {}, "has no model.layers.1.self_attn.q_proj.lora_B: "),
+        (
+            dict(tensors={f"{LAYER}.lora_B.weight": torch.zeros(65, 4)}),
+            {},
+            r"model.layers.1.self_attn.q_proj.lora_B is \[65, 4\], --model needs \[64, 4\]",
+        ),
+        (
+            dict(tensors={f"{LAYER}.lora_magnitude_vector": torch.zeros(64)}),
+            {},
+            "has model.layers.1.self_attn.q_proj.lora_magnitude_vector, which is no adapter",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(adapter, flags, words, path, device, tmp_path):
+    args = replace(ARGS, lora_targets=("q_proj", "v_proj"))
+    if adapter is not None:
+        args = replace(args, adapter=by_peft(tmp_path / "adapter", **adapter))
+    with pytest.raises(ValueError, match=words) as error:
+        load_policy(path, replace(args, **flags), device)
+    assert "\n" not in str(error.value) and str(error.value).startswith("--")
+
+
+# ---- whole runs ----
+
+ROWS = [dict(prompt=f"{i}+{i}=", chosen=f"{2 * i}", rejected=f"{i}, or so") for i in range(40)]
+STEPS = ("--max_steps", 4, "--batch_size", 8, "--lr", 1e-2, "--eval_every", 0, "--save_every", 2, "--lora_rank", 4)
+NAMES = ("loss", "grad_norm", "num_tokens")
+
+
+@pytest.mark.slow
+def test_one_gradient_on_one_and_two_ranks_and_exact_resume(sums, tmp_path, main):
+    flags = (*STEPS, "--dataset", sums, "--warmup_steps", 0)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
+    main("sft", *flags, "--pack_tokens", 400, "--max_length", 100, "--output_dir", tmp_path / "one")
+    assert_close_metrics(tmp_path / "one", tmp_path / "two", NAMES, rel=1e-4)
+    first, *_, last = (line["loss"] for line in metrics(tmp_path / "one"))
+    assert last < first
+    flags = (*flags, "--pack_tokens", 400, "--max_length", 100)
+    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "one", finished=4)
+    with pytest.raises(ValueError, match=r"holds a run with other flags \(lora_rank was 4, is 8\)"):
+        main("sft", *flags, "--lora_rank", 8, "--output_dir", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_two_ranks_to_one(sums, tmp_path, main):
+    flags = (*STEPS, "--dataset", sums, "--warmup_steps", 10)
+    run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "two", again, ignore=lambda *_: ["hf", "adapter", "step_000004"])
+    main("sft", *flags, "--output_dir", again)
+    assert_close_metrics(tmp_path / "two", again, NAMES, rel=1e-4)
+    adapters = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (tmp_path / "two", again))
+    for ours, theirs in zip(*(adapter.values() for adapter in adapters), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.mark.slow
+def test_stored_and_online_references_agree(pairs, tmp_path, main):
+    flags = (*STEPS, "--beta", 0.5, "--dataset", pairs)
+    main("dpo", *flags, "--output_dir", tmp_path / "stored")
+    main("dpo", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
+    assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "grad_norm"), rel=1e-4, floor=0.1)
+    assert metrics(tmp_path / "online")[-1]["rewards/margins"] != 0
+
+
+@pytest.mark.slow
+def test_a_reward_model(pairs, tmp_path, main):
+    flags = (*STEPS, "--dataset", pairs)
+    main("rm", *flags, "--output_dir", tmp_path / "run")
+    inprocess.assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=4)
+    adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert torch.equal(adapter["base_model.model.score.weight"], exported["score.weight"])
+
+
+ONLINE = ("--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--max_new_tokens", 5, "--lr", 1e-2,
+          "--eval_every", 0, "--save_every", 1, "--keep_last", 2, "--lora_rank", 4, "--beta", 0.1,
+          "--engine", "transformers")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path, main):
+    """The reference and the value model too: its adapters and its head are in the checkpoints."""
+    (tmp_path / "reward.py").write_text("def digits(completion, row): return sum(map(str.isdigit, completion)) / 5")
+    extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
+    flags = (
+        *ONLINE,
+        *extra,
+        "--reward",
+        f"{tmp_path}/reward.py:digits",
+        "--max_logprob_difference",
+        1e-4,
+        "--check_every",
+        1,
+    )
+    main(script, *flags, "--output_dir", tmp_path / "run")
+    inprocess.assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
+    adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert len(adapter) == 2 * 7 * 4 and all(tensor.any() for tensor in adapter.values())
+    kl = [line["objective/kl" if script == "ppo" else "kl"] for line in metrics(tmp_path / "run")]
+    assert kl[0] == 0 != kl[1]
+
+
+@pytest.mark.slow
+def test_ppo_with_one_base_is_ppo_with_two_and_ranks_are_one(tmp_path, main):
+    """Bit for bit with a value model of another path, of which the files are the same; also with two copies of two
+    ranks that share sequences, on the host."""
+    copied = shutil.copytree(tiny_model(), tmp_path / "copied")
+    flags = (*ONLINE, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
+    names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")
+    main("ppo", *flags, "--output_dir", tmp_path / "one")
+    main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")
+    assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=0)
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
+    many = ("--context_ranks", 2, "--shard_ranks", 2, "--offload", "all")
+    run(4, "ppo.py", *flags, *many, "--output_dir", tmp_path / "many")
+    assert_close_metrics(tmp_path / "one", tmp_path / "many", names, rel=1e-3, floor=0.1)

@@ -1,0 +1,204 @@
+"""What a run takes of a GPU's memory is foreseen; frozen models take half, and `--offload` changes no number."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+
+import inprocess
+import pytest
+import torch
+from conftest import Args
+from helpers import ROOT, assert_same_weights, environment, metrics, run
+from model.test_policy import ARCHITECTURES, samples, write_checkpoint
+from test_distill import write_teacher
+
+from common.config.groups import TrainArgs
+from common.data.packing import pack
+from common.model import memory
+from common.model import policy as models
+from common.model.hub import load_tokenizer
+from common.model.memory import GIB, Plan, Shapes, predict, refusal, shapes_of
+from common.model.policy import load_policy, load_scalar_model
+from common.model.tiny import tiny_model
+from common.train.checkpoint import export_hf
+
+main = inprocess.main
+
+# ---- frozen models ----
+
+
+@pytest.mark.parametrize("kind", ["policy", "scalar"])
+@torch.no_grad()
+def test_frozen_models_are_kept_in_the_compute_dtype_and_give_the_same_numbers(tmp_path, device, kind):
+    """Bit for bit, of float32 weights that bfloat16 does not hold."""
+    args, load = TrainArgs(dtype="bfloat16"), load_policy if kind == "policy" else load_scalar_model
+    path = tiny_model()
+    if kind == "scalar":
+        export_hf(load(path, TrainArgs(dtype="float32"), device), load_tokenizer(path), tmp_path / "hf")
+        path = str(tmp_path / "hf")
+    frozen, masters = load(path, args, device, trainable=False), load(path, args, device)
+    assert {p.to_local().dtype for p in frozen.parameters()} == {torch.bfloat16}
+    assert {p.to_local().dtype for p in masters.parameters()} == {torch.float32}
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in (p.to_local() for p in masters.parameters()))
+    buffers = dict(masters.named_buffers())
+    assert all(b.dtype == buffers[name].dtype and torch.equal(b, buffers[name]) for name, b in frozen.named_buffers())
+    (mb,) = pack(samples(vocabulary=300), 1000, device)
+    ours, theirs = ((out,) if torch.is_tensor(out := model(mb)) else out for model in (frozen, masters))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_buffers_of_a_frozen_model_stay_as_they_are(tmp_path, device):
+    """Gemma multiplies its embedding by a buffer."""
+    path = write_checkpoint(ARCHITECTURES["gemma3"](), tmp_path)
+    frozen = load_policy(path, TrainArgs(dtype="bfloat16"), device, trainable=False)
+    assert {b.dtype for b in frozen.buffers() if b.is_floating_point()} == {torch.float32}
+
+
+# ---- --offload ----
+
+SHORT = ["--max_steps", 2, "--save_every", 1, "--eval_every", 0, "--dtype", "float32"]
+RUNS = {
+    "sft": ["--batch_size", 8, *SHORT],
+    "ppo": ["--prompts_per_step", 4, "--minibatches", 2, "--engine", "transformers", "--max_new_tokens", 4, *SHORT],
+}
+CHANGES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")], ppo=[("none", "all")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", RUNS)
+def test_offload_changes_no_number_and_may_change_on_the_way(main, sums, tmp_path, script):
+    """From the checkpoint of one layout, another goes on to the same weights, bit for bit."""
+    flags = (*RUNS[script], *(["--dataset", sums, "--lr", 3e-3] if script == "sft" else []))
+    folders = {offload: tmp_path / offload for change in CHANGES[script] for offload in change}
+    for offload, folder in folders.items():
+        main(script, *flags, "--offload", offload, "--output_dir", folder)
+        assert_same_weights(folders["none"], folder)
+        losses = [[line["loss"] for line in metrics(f) if line["step"]] for f in (folders["none"], folder)]
+        assert losses[0] == losses[1] and len(losses[0]) == 2
+    for before, after in CHANGES[script]:
+        again = tmp_path / f"{before}_{after}"
+        shutil.copytree(folders[before], again, ignore=lambda *_: ["hf", "step_000002"])
+        main(script, *flags, "--offload", after, "--output_dir", again)
+        assert_same_weights(folders["none"], again)
+
+
+@pytest.mark.slow
+def test_offload_on_two_ranks(sums, tmp_path):
+    """Where FSDP does communicate."""
+    flags = ["--batch_size", 8, *SHORT, "--dataset", sums, "--lr", 3e-3]
+    for offload in ("none", "all"):
+        run(2, "sft.py", *flags, f"--offload={offload}", f"--output_dir={tmp_path / offload}")
+    assert_same_weights(tmp_path / "none", tmp_path / "all")
+
+
+def test_with_offload_all_weights_and_gradients_are_where_fsdp_keeps_them(device):
+    args = TrainArgs(dtype="float32", offload="all")
+    model = load_policy(tiny_model(), args, device)
+    (mb,) = pack(samples(vocabulary=300), 1000, device)
+    model(mb)[0].sum().backward()
+    for parameter in model.parameters():
+        assert parameter.to_local().device.type == parameter.grad.to_local().device.type == "cpu"
+    assert {b.device.type for b in model.buffers()} == {device.type}
+
+
+# ---- the prediction ----
+
+# Round numbers: 8 blocks of 1e9 weights and 1e9 beside them, half of which is the head.
+MODEL = Shapes(
+    weights=9 * 10**9, trained=9 * 10**9, block=10**9, block_trained=10**9, root=10**9, root_trained=10**9,
+    head=5 * 10**8, tied=False, layers=8, hidden=4096, queries=4096, keys=1024, normed=True,
+    inner=12288, experts=0, vocabulary=122070,
+)  # fmt: skip
+FROZEN = dataclasses.replace(MODEL, trained=0, block_trained=0, root_trained=0)
+PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
+
+
+def test_what_stays_is_counted_by_hand():
+    """Of 9e9 weights on 10 ranks: 4 bytes of each as weight, as gradient and twice for Adam; 2 where it is frozen."""
+    parts = predict([MODEL, FROZEN], PLAN)
+    assert (parts["weights"], parts["gradients"], parts["Adam"]) == pytest.approx((5.4e9, 3.6e9, 7.2e9))
+    both = predict([MODEL, MODEL], PLAN)
+    assert (both["weights"], both["gradients"], both["Adam"]) == pytest.approx((7.2e9, 7.2e9, 14.4e9))
+    assert both["activations"] == parts["activations"]  # they take turns
+    host = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="optimizer"))
+    assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
+    gone = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="all"))
+    assert gone["weights"] == gone["gradients"] == gone["Adam"] == 0
+    float32 = predict([FROZEN, MODEL], dataclasses.replace(PLAN, bytes=4))
+    assert float32["weights"] == pytest.approx(7.2e9)
+
+
+def test_an_engine_beside_the_trainer_takes_turns_with_what_an_update_takes():
+    parts = predict([MODEL], dataclasses.replace(PLAN, engine=100e9))
+    assert parts["engine"] == 100e9 and "activations" not in parts and "gradients" not in parts
+    assert "engine" not in predict([MODEL], dataclasses.replace(PLAN, engine=1e9))
+    assert predict([MODEL], dataclasses.replace(PLAN, engine=1e9, engine_stays=True))["engine"] == 1e9
+
+
+def test_what_cannot_fit_is_refused_with_what_would_help():
+    """In one line; each remedy that it names does help."""
+    needs = sum(predict([MODEL], PLAN).values())
+    assert refusal([MODEL], PLAN, needs) is None
+    said = refusal([MODEL], PLAN, needs - 1)
+    assert said.startswith(f"needs {needs / GIB:.1f} GiB of {needs / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4")
+    assert "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in said and "\n" not in said
+    long = dataclasses.replace(PLAN, pack_tokens=32768, recompute=False)
+    said = refusal([MODEL], long, 40e9)
+    assert "--activation_checkpointing true or --pack_tokens " in said
+    size = int(said.partition("--pack_tokens ")[2].split()[0])
+    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=size), 40e9) is None
+    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9) is not None
+    beside = dataclasses.replace(PLAN, engine=60e9)
+    assert "--rollout_ranks above 0" in refusal([MODEL], beside, 65e9)
+    assert "none of the flags alone would do" in refusal([MODEL], PLAN, 1e9)
+
+
+def test_shapes_are_those_of_the_loaded_model(device):
+    """Of a tied and of a scalar one, frozen or not."""
+    model = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    m, hf = shapes_of(model.hf), model.hf
+    blocks = [sum(p.numel() for p in block.parameters()) for block in hf.model.layers]
+    assert m.weights == m.trained == sum(p.numel() for p in hf.parameters()) == m.root + sum(blocks)
+    assert (m.block, m.layers, m.head, m.tied) == (blocks[0], len(blocks), hf.lm_head.weight.numel(), True)
+    frozen = shapes_of(load_policy(tiny_model(), TrainArgs(dtype="float32"), device, trainable=False).hf)
+    assert frozen == dataclasses.replace(m, trained=0, block_trained=0, root_trained=0)
+    scalar = shapes_of(load_scalar_model(tiny_model(), TrainArgs(dtype="float32"), device).hf)
+    assert scalar.head == 0 and not scalar.tied and scalar.weights == m.weights + m.hidden
+
+
+def test_models_are_refused_before_they_are_read_and_counted_while_they_are_there(device, monkeypatch):
+    """The second of two may be the one too many; a model that is gone takes nothing."""
+    args, read = TrainArgs(dtype="float32"), []
+    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    load = models.load_weights
+    monkeypatch.setattr(models, "load_weights", lambda *given: read.append(1) or load(*given))
+    policy = load_policy(tiny_model(), args, device)
+    one = memory.expected(policy, args)
+    assert one.startswith("memory per GPU: 0.") and "GiB of 2.0 (" in one
+    load_policy(tiny_model(), args, device, trainable=False)
+    assert memory.expected(policy, args) == one and len(read) == 2
+    needs = sum(predict([shapes_of(policy.hf)], memory.plan_of(policy, args, 1)).values())
+    monkeypatch.setattr(memory, "capacity_of", lambda device: needs + 2**20)
+    with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* on each GPU; --activation_checkpo"):
+        load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
+    assert len(read) == 2
+
+
+def test_what_samples_is_the_policy_whichever_model_comes_next(tmp_path, device, monkeypatch):
+    """transformers as the engine takes a second copy of the policy, and a teacher that is smaller changes nothing."""
+    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    args = Args(dtype="float32", engine="transformers")
+    policy = load_policy(tiny_model(), args, device)
+    teacher = load_policy(str(write_teacher(tmp_path / "teacher")), args, device, trainable=False, flag="--teacher")
+    sizes = [4 * sum(p.numel() for p in model.parameters()) for model in (policy, teacher)]
+    assert sizes[1] < sizes[0] == memory.plan_of(teacher, args, 2**31).engine
+
+
+@pytest.mark.slow
+def test_the_prediction_is_what_fake_tensors_take():
+    """Within a tenth: a training step's forward and backward with FSDP2 on 8 ranks."""
+    command = [sys.executable, ROOT / "bench/memory_plan.py", "--tokens", "2048", "--check", "tied", "untied"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stdout.count("predicted") == 4

@@ -1,0 +1,269 @@
+"""Mixtures of experts: names of each expert in files, two parameters per layer in the model, the same numbers. Each row
+of docs/models.md is tested in test_coverage.py; this is what is special to experts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import inprocess
+import pytest
+import torch
+from helpers import ROOT, metrics, run
+from inprocess import assert_resumes_exactly
+from model.test_convert import saved
+from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+from bench.models import ARGS, checkpoint, rows
+from common.data.packing import Sample, pack
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.loading import EXPERTS
+from common.model.policy import load_policy, load_scalar_model
+from common.model.tiny import tiny_model
+from common.objectives.policy import expert_balance
+from common.rollout.engines import whole_weights
+from common.rollout.transformers_engine import TransformersEngine
+from common.train.checkpoint import export_hf
+
+main = inprocess.main
+
+DOWN = dict(
+    qwen3_moe="model.layers.0.mlp.experts.3.down_proj.weight",
+    olmoe="model.layers.0.mlp.experts.3.down_proj.weight",
+    mixtral="model.layers.0.block_sparse_moe.experts.3.w2.weight",
+)  # as the checkpoints on the hub have them
+
+# What a rank does in the test of several: the last of three has nothing to compute.
+RANK = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from model.test_moe import *
+from common.parallel import distributed
+path, folder, recompute = sys.argv[1:]
+device, rank, world_size = distributed.setup(0)
+policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute == "True"), device)
+mine = rows()[rank::2] if rank < 2 else []
+assert gradient_is_transformers(policy, mine, path, 100, device, world_size)
+export_hf(policy, load_tokenizer(path), Path(folder))
+distributed.cleanup()
+"""
+
+
+@pytest.fixture(
+    scope="module", params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS]
+)
+def model_type(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(model_type, tmp_path_factory) -> str:
+    return checkpoint(model_type, tmp_path_factory.mktemp(model_type))
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def same(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(whole(one[name]), other[name]) for name in one)
+
+
+# ---- the gradient, by transformers alone ----
+
+
+def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
+    """arXiv:2412.19437 Eq. 17-20 of one sequence, as they are written; mean over layers."""
+    total = 0.0
+    for logits_TE in router_logits:
+        (T, E), s = logits_TE.shape, logits_TE.softmax(-1)
+        chosen = [set(row.topk(top_k).indices.tolist()) for row in s]
+        for i in range(E):
+            f_i = E / (top_k * T) * sum(i in experts for experts in chosen)
+            total = total + f_i * s[:, i].mean()
+    return total / len(router_logits)
+
+
+def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size=1) -> bool:
+    """Of all log-probs and ten times the balance of every sequence: that of `policy`, of whose rows this rank packs
+    `mine`, and that of a plain model, one row after the other."""
+    policy.watch_experts("")
+    for mb in pack([Sample(ids, [True] * len(ids)) for ids in mine], pack_tokens, device):
+        logprobs_T = policy(mb)[0]
+        (((logprobs_T * mb.loss_mask_T).sum() + 10 * policy.expert_balance_N.sum()) * world_size).backward()
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
+    for ids in rows():
+        ids_T = torch.tensor([ids], device=device)
+        out = plain(ids_T[:, :-1], use_cache=False, output_router_logits=True)
+        logprobs_T = out.logits[0].log_softmax(-1).gather(-1, ids_T[0, 1:, None])
+        (logprobs_T.sum() + 10 * balance(out.router_logits, plain.config.num_experts_per_tok)).backward()
+    gradient = {name: whole(parameter.grad) for name, parameter in policy.hf.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    largest = max(g.abs().max() for g in expected.values())
+    worst = max(((gradient[name] - g).abs().max() / largest).item() for name, g in expected.items())
+    return gradient.keys() == expected.keys() and worst < 1e-5
+
+
+# ---- files ----
+
+
+def test_the_names_on_the_hub_are_read_and_written(model_type, path, tmp_path, device):
+    """A file with a name for each expert gives transformers' own weights, and is what an export and a checkpoint that
+    is named as a model have, bit for bit."""
+    stored = load_file(Path(path) / "model.safetensors")
+    assert DOWN[model_type] in stored
+    policy = load_policy(path, ARGS, device)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert same(policy.hf.state_dict(), plain.state_dict())
+    export_hf(policy, load_tokenizer(path), tmp_path / "hf")
+    assert same(stored, load_file(tmp_path / "hf" / "model.safetensors"))
+    run = saved(tmp_path / "run", device, path)
+    run.export_hf()
+    named = Path(resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000001")))
+    exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert exported.keys() == stored.keys() and not same(stored, exported)
+    assert same(load_file(named / "model.safetensors"), exported)
+
+
+def test_the_names_of_transformers_are_read(path, tmp_path, device):
+    """One parameter for all experts of a layer, as it has in memory."""
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    plain.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "model.safetensors")
+    assert same(load_policy(str(tmp_path), ARGS, device).hf.state_dict(), plain.state_dict())
+
+
+def test_an_expert_that_is_missing_or_misshaped_is_named(model_type, path, tmp_path, device):
+    name, stored = DOWN[model_type], load_file(Path(path) / "model.safetensors")
+    (tmp_path / "config.json").write_text((Path(path) / "config.json").read_text())
+    save_file(stored | {name: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name} \[.*\] expected, the checkpoint has shape \[2, 3\]"):
+        load_policy(str(tmp_path), ARGS, device)
+    del stored[name]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} .* expected, the checkpoint has no such weight"):
+        load_policy(str(tmp_path), ARGS, device)
+
+
+def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
+    """Only its head is new, and it comes back from its export."""
+    if model_type == "olmoe":
+        pytest.skip("transformers has no sequence classifier of olmoe")
+    value = load_scalar_model(path, ARGS, device)
+    export_hf(value, load_tokenizer(path), tmp_path / "hf")
+    again = load_scalar_model(str(tmp_path / "hf"), ARGS, device, trainable=False)
+    assert same(value.hf.state_dict(), {name: whole(w) for name, w in again.hf.state_dict().items()})
+
+
+@pytest.mark.slow
+def test_resume_is_exact(main, sums, tmp_path):
+    """Of a run that balances its experts."""
+    path = checkpoint("mixtral", tmp_path / "model")
+    flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 4, "--batch_size", 4, "--save_every", 2)
+    flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0, "--dataset", sums)
+    main("sft", *flags, "--output_dir", tmp_path / "run")
+    assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path / "run"))
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize(("pack_tokens", "recompute"), [(63, False), (1000, True)])
+def test_gradient_does_not_depend_on_packing(pack_tokens, recompute, path, device):
+    """Nor on recomputation: it is that of transformers' model, of the balance of experts too."""
+    policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)
+    assert gradient_is_transformers(policy, rows(), path, pack_tokens, device)
+
+
+def test_balance_of_experts():
+    """1 where a sequence's tokens are spread evenly, and E / k where all choose the same and are sure; even sequences
+    do not make up for each other. The gradient is away from what is chosen most."""
+    even, sure = torch.eye(4) * 50, torch.tensor([[50.0, 0, 0, 0]] * 4)
+    logits_TE = torch.cat([even, sure]).requires_grad_()
+    lengths_N = torch.tensor([4, 4])
+    torch.testing.assert_close(expert_balance((logits_TE,), lengths_N, 1), torch.tensor([1.0, 4.0]))
+    logits_TE = torch.tensor([[1.0, 0, 0, 0]] * 3).requires_grad_()
+    expert_balance((logits_TE,), torch.tensor([3]), 1).sum().backward()
+    assert (logits_TE.grad[:, 0] > 0).all() and (logits_TE.grad[:, 1:] < 0).all()
+
+
+def test_only_experts_can_be_balanced(device):
+    with pytest.raises(ValueError, match="--router_aux_loss_coef: qwen3 is no mixture of experts"):
+        load_policy(tiny_model(), ARGS, device).watch_experts("--router_aux_loss_coef")
+
+
+def test_an_empty_pack_has_zero_gradient(path, device):
+    policy = load_policy(path, ARGS, device)
+    policy.watch_experts("")
+    (mb,) = pack([], 100, device)
+    ((policy(mb)[0] * mb.loss_mask_T).sum() + policy.expert_balance_N.sum()).backward()
+    assert all((whole(parameter.grad) == 0).all() for parameter in policy.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_several_ranks(ranks, path, tmp_path):
+    """Four experts, also on three ranks, one of which has nothing to compute: the gradient is that of transformers on
+    one process, and the export is the checkpoint."""
+    (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
+    run(ranks, tmp_path / "rank.py", path, tmp_path / "hf", ranks == 3)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same(load_file(Path(path) / "model.safetensors"), exported)
+
+
+def test_noise_of_the_router_is_off(tmp_path, device):
+    """Mixtral may have it in its configuration: log-probs must not depend on when they are computed."""
+    path = checkpoint("mixtral", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | dict(router_jitter_noise=0.5)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    policy = load_policy(path, ARGS, device)
+    (mb,) = pack([Sample(rows()[0], [True] * len(rows()[0]))], 100, device)
+    assert torch.equal(policy(mb)[0], policy(mb)[0])
+
+
+def test_bfloat16(path, device):
+    """It starts: the check of packing allows for rounding, and log-probs are float32's but for that."""
+    (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()], 1000, device)
+    with torch.no_grad():
+        exact_T, rounded_T = (load_policy(path, replace(ARGS, dtype=d), device)(mb)[0] for d in ("float32", "bfloat16"))
+    assert (exact_T - rounded_T).abs().median() < 0.1
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_compiled_once(path, device):
+    """Whatever the router says of a pack, and the compiler does not fail at it; and they compute the same."""
+    plain = load_policy(path, ARGS, device)
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        policy, graphs = load_policy(path, replace(ARGS, compile=True), device), []
+        for start in range(5):
+            (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()[start:]], 1000, device)
+            torch.testing.assert_close(policy(mb)[0], plain(mb)[0], atol=1e-5, rtol=0)
+            policy(mb)[0].sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] > 0
+
+
+# ---- engines ----
+
+
+@torch.no_grad()
+def test_transformers_samples_from_what_is_trained(path, device):
+    policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
+    engine = TransformersEngine(path, ARGS, [1], tokenizer, device, True)
+    for parameter in policy.parameters():
+        parameter.mul_(1.1)
+    engine.load_weights(whole_weights(policy, engine.dtype))
+    groups = engine.generate(rows()[:2], 2, [1, 2], 0.7)
+    (mb,) = pack([sample for group in groups for sample in group], 1000, device)
+    assert ((policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])  # olmoe has the names and the kernel of the first
+def test_vllm_samples_from_what_is_trained(model_type):
+    """Weights come twice, as at every step: vLLM packs experts for its kernel."""
+    pytest.importorskip("vllm")
+    done = run(1, "bench/models.py", "--vllm", model_type)
+    assert json.loads(done.stdout.splitlines()[-1])["vllm"] < 1e-4

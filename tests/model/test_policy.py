@@ -1,0 +1,321 @@
+"""The packed forward computes what Hugging Face's model computes, and what is loaded and exported is the checkpoint."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+
+from common.config.groups import TrainArgs
+from common.data.packing import Sample, pack
+from common.model.policy import load_policy, load_scalar_model
+from common.model.tiny import build_tokenizer, tiny_model
+
+ARGS = TrainArgs(dtype="float32")
+WINDOW = 7
+LENGTHS = (18, 41, 41, 6, 64, 2)  # two alike: they go through attention as one batch; most longer than the window
+
+
+def small(**extra) -> dict:
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    ids = dict(num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return sizes | ids | extra
+
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32,
+    rope_theta=10000.0,
+)  # fmt: skip
+YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
+
+ARCHITECTURES = dict(
+    qwen3=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=True)),
+    llama=lambda: transformers.LlamaConfig(**small(rope_parameters=LLAMA3_ROPE)),
+    llama_yarn=lambda: transformers.LlamaConfig(**small(rope_parameters=YARN_ROPE)),
+    mistral=lambda: transformers.MistralConfig(**small(sliding_window=WINDOW)),
+    qwen2=lambda: transformers.Qwen2Config(
+        **small(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, attention_dropout=0.5)
+    ),
+    gemma3=lambda: transformers.Gemma3TextConfig(**small(head_dim=16, sliding_window=WINDOW)),
+    qwen3_moe=lambda: transformers.Qwen3MoeConfig(
+        **small(head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+    ),
+)
+
+
+def write_checkpoint(config, folder: Path, dtype: torch.dtype = torch.float32) -> str:
+    """Random weights everywhere: norms and biases too, which a fresh model has at 1 and 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request, tmp_path_factory) -> str:
+    return write_checkpoint(ARCHITECTURES[request.param](), tmp_path_factory.mktemp(request.param))
+
+
+def hf_model(path: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def samples(lengths=LENGTHS, vocabulary: int = 97) -> list[Sample]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    return [Sample(ids=i, loss_mask=[(t + len(i)) % 3 != 0 for t in range(len(i))]) for i in ids]
+
+
+def separate(model, sample: Sample, temperature: float):
+    """`(logprobs, entropy, correct)` of one sequence, alone, by the plain model."""
+    logits = model(torch.tensor([sample.ids[:-1]]), use_cache=False).logits[0].double() / temperature
+    logp, targets = logits.log_softmax(-1), torch.tensor(sample.ids[1:])
+    logprobs = logp.gather(-1, targets[:, None])[:, 0]
+    return logprobs, -(logp.exp() * logp).sum(-1), logits.argmax(-1) == targets
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# ---- the packed forward ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_packed_equals_separate(checkpoint, device, temperature):
+    policy, plain = load_policy(checkpoint, ARGS, device), hf_model(checkpoint)
+    batch = samples()
+    for pack_tokens in (63, 100, 1000):
+        seen = 0
+        for mb in pack(batch, pack_tokens, device):
+            logprobs_T, entropy_T, correct_T, _ = policy(mb, temperature=temperature)
+            for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
+                targets = mb.targets_T[begin:end].tolist()
+                (sample,) = [s for s in batch if s.ids[1:] == targets]
+                logprobs, entropy, correct = separate(plain, sample, temperature)
+                torch.testing.assert_close(logprobs_T[begin:end].double(), logprobs, atol=1e-5, rtol=0)
+                torch.testing.assert_close(entropy_T[begin:end].double(), entropy, atol=1e-5, rtol=0)
+                assert torch.equal(correct_T[begin:end], correct)
+                seen += 1
+        assert seen == len(batch)
+
+
+def test_the_window_matters(tmp_path, device):
+    """Otherwise the test above would not notice a window that is ignored."""
+    config = ARCHITECTURES["mistral"]()
+    path = write_checkpoint(config, tmp_path / "window")
+    config.sliding_window = None
+    wide = write_checkpoint(config, tmp_path / "wide")
+    (mb,) = pack(samples(), 1000, device)
+    with torch.no_grad():
+        narrow_T, wide_T = (load_policy(p, ARGS, device)(mb)[0] for p in (path, wide))
+    assert (narrow_T - wide_T).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("pack_tokens", [63, 100, 1000])
+def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
+    """Packed in any way, with recomputation or without: the gradient of one masked loss by the plain model."""
+    path, batch = tiny_model(), samples(vocabulary=300)
+    args = TrainArgs(dtype="float32", activation_checkpointing=recompute)
+    policy, plain = load_policy(path, args, device), hf_model(path)
+    forwards = []
+    policy.hf.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: forwards.append(1))
+    micro_batches = pack(batch, pack_tokens, device)
+    for mb in micro_batches:
+        logprobs_T, entropy_T, *_ = policy(mb, temperature=0.8)
+        (-(logprobs_T + 0.1 * entropy_T) * mb.loss_mask_T).sum().backward()
+    assert len(forwards) == len(micro_batches) * (2 if recompute else 1)
+    for sample in batch:
+        logprobs, entropy, _ = separate(plain, sample, 0.8)
+        (-(logprobs + 0.1 * entropy) * torch.tensor(sample.loss_mask[1:])).sum().backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert expected.keys() == {name for name, _ in policy.hf.named_parameters()}
+    for name, parameter in policy.hf.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), expected[name], atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_an_empty_pack_has_zero_gradient(device):
+    policy = load_policy(tiny_model(), ARGS, device)
+    (mb,) = pack([], 100, device)
+    logprobs_T, *_ = policy(mb)
+    (-logprobs_T * mb.loss_mask_T).sum().backward()
+    assert all((whole(parameter.grad) == 0).all() for parameter in policy.parameters())
+
+
+# ---- token log-probs ----
+
+
+# ---- loading ----
+
+
+def test_loaded_exactly(checkpoint, device):
+    """Weights and rotary buffers alike; the buffers are in no checkpoint."""
+    policy, plain = load_policy(checkpoint, ARGS, device), hf_model(checkpoint)
+    for ours, theirs in (
+        (policy.hf.state_dict(), plain.state_dict()),
+        (dict(policy.hf.named_buffers()), dict(plain.named_buffers(remove_duplicate=False))),
+    ):
+        for name, tensor in ours.items():
+            assert torch.equal(whole(tensor), theirs[name]), name
+    assert policy.hf.state_dict().keys() == plain.state_dict().keys()
+    assert any("inv_freq" in name for name, _ in policy.hf.named_buffers())
+    assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+
+
+def test_a_tied_head_stays_tied(device):
+    hf = load_policy(tiny_model(), ARGS, device).hf
+    assert hf.lm_head.weight is hf.model.embed_tokens.weight
+
+
+def test_bf16_checkpoint_is_exact_in_float32_masters(tmp_path, device):
+    path = write_checkpoint(ARCHITECTURES["llama"](), tmp_path, torch.bfloat16)
+    stored = load_file(tmp_path / "model.safetensors")
+    weights = load_policy(path, ARGS, device).hf.state_dict()
+    assert weights.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert tensor.dtype == torch.bfloat16 and whole(weights[name]).dtype == torch.float32
+        assert torch.equal(whole(weights[name]), tensor.float()), name
+
+
+def test_frozen_has_no_gradient(device):
+    policy = load_policy(tiny_model(), ARGS, device, trainable=False)
+    assert not any(parameter.requires_grad for parameter in policy.parameters())
+
+
+def edited(folder: Path, edit) -> str:
+    shutil.copytree(tiny_model(), folder)
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata=dict(format="pt"))
+    return str(folder)
+
+
+def test_missing_or_misshaped_weight_is_named(tmp_path, device):
+    name = "model.layers.2.mlp.up_proj.weight"
+    missing = edited(tmp_path / "missing", lambda weights: weights.pop(name))
+    with pytest.raises(ValueError, match=f"{name}.*no such weight"):
+        load_policy(missing, ARGS, device)
+    misshaped = edited(tmp_path / "misshaped", lambda weights: weights.update({name: torch.zeros(512, 64)}))
+    with pytest.raises(ValueError, match=rf"{name} \[512, 128\].*\[512, 64\]"):
+        load_policy(misshaped, ARGS, device)
+
+
+def test_damaged_file_is_one_line(tmp_path, device):
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match="cannot read the checkpoint") as error:
+        load_policy(str(tmp_path / "model"), ARGS, device)
+    assert "\n" not in str(error.value)
+
+
+LEAKING = dict(
+    mamba=lambda: transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=8),
+    lfm2=lambda: transformers.Lfm2Config(**small(layer_types=["conv", "full_attention", "conv"])),
+    falcon_h1=lambda: transformers.FalconH1Config(
+        **small(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
+    ),
+)
+
+
+@pytest.mark.parametrize("what", LEAKING)
+def test_models_that_mix_packed_sequences_are_refused(what, tmp_path, device):
+    path = write_checkpoint(LEAKING[what](), tmp_path)
+    (mb,) = pack(samples(), 1000, device)
+    with pytest.raises(ValueError) as error:
+        load_policy(path, ARGS, device)(mb)
+    assert "\n" not in str(error.value)
+
+
+def test_memory_that_runs_out_while_loading_is_not_the_models_fault(device, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("common.model.policy.packed_attention", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_policy(tiny_model(), ARGS, device)
+
+
+# ---- export ----
+
+
+# ---- memory ----
+
+
+def whole_units(model) -> list[str]:
+    """The FSDP units of a model whose weights are gathered, or that still hold the memory of gathered ones."""
+    units = []
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            parameters = unit._get_fsdp_state()._fsdp_param_group.fsdp_params  # no public way to ask, torch 2.13
+            gathered = [tensor for p in parameters for tensor in p.all_gather_outputs]
+            sharded = all(p.sharded_state.name == "SHARDED" for p in parameters)
+            if not sharded or any(tensor.untyped_storage().size() for tensor in gathered):
+                units.append(name or "root")
+    return units
+
+
+@pytest.mark.parametrize("kind", ["policy", "value", "reference"])
+def test_nothing_stays_whole(device, kind):
+    """Outside a forward and its backward every weight is sharded; a root that is trained needs `reshard` after a
+    forward without backward, a frozen one does not."""
+    load, trainable = load_scalar_model if kind == "value" else load_policy, kind != "reference"
+    model = load(tiny_model(), TrainArgs(), device, trainable=trainable)
+    assert whole_units(model) == []  # the check of packing has run a forward
+    (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
+    with torch.no_grad():
+        model(mb)
+    assert whole_units(model) == (["root"] if trainable else [])
+    model.reshard()
+    assert whole_units(model) == []
+    if trainable:
+        out = model(mb)
+        (out if kind == "value" else out[0]).sum().backward()
+        assert whole_units(model) == []
+
+
+def test_fsdp_hands_the_pack_through(device):
+    """The very object: FSDP copies what it can look into, and in a pack that is every sample."""
+    model = load_policy(tiny_model(), ARGS, device)
+    (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: seen.append(kwargs.get("pack") or args[0]), with_kwargs=True
+            )
+    model(mb)[0].sum().backward()
+    assert len(seen) == 1 + model.hf.config.num_hidden_layers and all(pack is mb for pack in seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_are_compiled_once(device, recompute):
+    """Not for every pack: twenty of different shapes after the first add none, and their numbers are those of blocks
+    that are not compiled. The backend is the eager one: what is counted is what Dynamo hands to it."""
+    from torch._dynamo.utils import counters
+
+    generator, plain = random.Random(0), load_policy(tiny_model(), ARGS, device)
+    graphs = []
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        args = TrainArgs(dtype="float32", compile=True, activation_checkpointing=recompute)
+        policy = load_policy(tiny_model(), args, device)
+        for _ in range(21):
+            lengths = [generator.randrange(2, 40) for _ in range(generator.randrange(1, 8))]
+            batch = [Sample([generator.randrange(3, 90) for _ in range(n)], [True] * n) for n in lengths]
+            (mb,) = pack(batch, 1000, device)
+            torch.testing.assert_close(policy(mb)[0], plain(mb)[0], atol=1e-5, rtol=0)
+            policy(mb)[0].sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] > 0

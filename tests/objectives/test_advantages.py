@@ -1,0 +1,310 @@
+"""Rewards to advantages: naive formulas, exact zeros where there is nothing to learn, and missing rewards."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.objectives.advantages import (
+    gae,
+    gdpo,
+    group_advantages,
+    group_mean,
+    group_mean_batch_std,
+    leave_one_out,
+    length_adaptive_lambda,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    top_entropy_threshold,
+    unequal,
+    whiten,
+)
+
+NAN = float("nan")
+reward = st.floats(-100, 100).map(lambda x: round(x, 3))
+triples = st.lists(st.lists(reward, min_size=3, max_size=3), min_size=1, max_size=5)
+gappy = st.lists(st.lists(reward | st.just(NAN), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+def double(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def known(values):
+    return [x for x in values if not math.isnan(x)]
+
+
+# ---- a group ----
+
+
+@given(triples)
+def test_equals_the_naive_formula(rewards):
+    scaled, centred = (advantages(torch.tensor(rewards)).tolist() for advantages in (group_advantages, group_mean))
+    for group, s, c in zip(torch.tensor(rewards).tolist(), scaled, centred, strict=True):
+        mean, std = statistics.fmean(group), statistics.stdev(group)
+        assert c == pytest.approx([r - mean for r in group], abs=1e-9)
+        assert s == pytest.approx([(r - mean) / (std + 1e-6) for r in group], rel=1e-6, abs=1e-6)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(2, 16), st.integers(1, 3))
+def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
+    rewards = torch.full((groups, n), reward, dtype=torch.float64)
+    lengths = torch.arange(1, n + 1).expand(groups, n)
+    for advantages in (
+        group_advantages(rewards), group_mean(rewards), leave_one_out(rewards), group_mean_batch_std(rewards),
+        reinforce_plus_plus(rewards, lengths), reinforce_plus_plus_baseline(rewards, lengths),
+        gdpo(rewards[None], [2.0]),
+    ):  # fmt: skip
+        assert (advantages == 0).all() and advantages.dtype == torch.float64
+
+
+def test_the_lone_correct_sample_counts():
+    advantages = group_advantages(torch.tensor([[1.0, 0, 0, 0]]))
+    assert advantages[0, 0] > 1 and (advantages[0, 1:] < 0).all()
+
+
+def test_unequal_keeps_a_group_with_one_correct_sample_whole():
+    groups = double([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1e-12, 0, 0, 0], [NAN, 1, 1, 1], [NAN, 1, 0, 1]])
+    assert unequal(groups).tolist() == [True, False, False, True, False, True]
+    assert not unequal(double([[NAN, NAN], [1, NAN], [NAN, -1]])).any()
+
+
+def test_missing_rewards_are_left_out_of_their_group():
+    with_nan = group_advantages(torch.tensor([[1.0, NAN, 0.0, 0.0]]))
+    without = group_advantages(torch.tensor([[1.0, 0.0, 0.0]]))
+    assert with_nan[0, 1] == 0
+    torch.testing.assert_close(with_nan[:, [0, 2, 3]], without)
+    for hopeless in ([NAN, NAN], [1.0, NAN]):
+        assert (group_advantages(torch.tensor([hopeless])) == 0).all()
+
+
+def test_all_members_of_a_group_share_one_scale():
+    """A standard deviation that left a sample out would differ between the members."""
+    rewards = double([[1.0, 0.0, 0.0, 0.3], [5.0, 4.0, -1.0, 4.5]])
+    scale = group_advantages(rewards) / group_mean(rewards)
+    torch.testing.assert_close(scale, scale[:, :1].expand(2, 4))
+    torch.testing.assert_close(group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0)
+
+
+def test_groups_do_not_see_each_other_even_if_their_rewards_are_equal():
+    both = group_advantages(torch.tensor([[1.0, 0.0], [100.0, 50.0], [1.0, 0.0]]))
+    torch.testing.assert_close(both[:1], group_advantages(torch.tensor([[1.0, 0.0]])))
+    torch.testing.assert_close(both[2], both[0])
+
+
+# ---- leave one out ----
+
+
+@given(triples)
+def test_the_baseline_is_the_mean_of_the_others(rewards):
+    for group, got in zip(rewards, leave_one_out(double(rewards)).tolist(), strict=True):
+        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(3)]
+        assert got == pytest.approx([r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9)
+
+
+@given(triples)
+def test_leave_one_out_is_the_group_mean_times_n_over_n_minus_1(rewards):
+    torch.testing.assert_close(leave_one_out(double(rewards)), 1.5 * group_mean(double(rewards)))
+
+
+def test_a_missing_reward_is_in_no_baseline():
+    assert leave_one_out(torch.tensor([[1.0, NAN, 0.0, 0.5]]))[0].tolist() == [0.75, 0, -0.75, 0]
+    assert leave_one_out(torch.tensor([[1.0, NAN], [2.0, 2.0]])).tolist() == [[0, 0], [0, 0]]
+
+
+# ---- the whole batch ----
+
+
+def naive_whiten(values):
+    """Whitened values of a flat list in which everything counts once."""
+    if len(values) < 2 or len(set(values)) == 1:
+        return [0.0] * len(values)
+    mean, std = statistics.fmean(values), statistics.stdev(values)
+    return [(x - mean) / (std + 1e-6) for x in values]
+
+
+def naive_centred(group):
+    present = known(group)
+    return [NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - statistics.fmean(present) for r in group]
+
+
+@given(gappy)
+def test_group_mean_batch_std(rewards):
+    flat = known(r for group in rewards for r in group)
+    std = statistics.stdev(flat) if len(flat) > 1 else 0.0
+    got = group_mean_batch_std(double(rewards)).tolist()
+    for group, advantages in zip(rewards, got, strict=True):
+        expected = [0.0 if math.isnan(c) else c / (std + 1e-6) for c in naive_centred(group)]
+        assert advantages == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@given(gappy, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))
+def test_reinforce_plus_plus_whitens_over_trained_tokens(rewards, baseline, trained):
+    """A completion without any, or without reward, is in no statistic and gets 0."""
+    values = [r for group in rewards for r in (naive_centred(group) if baseline else group)]
+    trained = trained[: len(values)]
+    counts = [0 if math.isnan(x) else count for x, count in zip(values, trained, strict=True)]
+    whitened = iter(naive_whiten([x for x, count in zip(values, counts, strict=True) for _ in range(count)]))
+    expected = [[next(whitened) for _ in range(count)][0] if count else 0.0 for count in counts]
+    function = reinforce_plus_plus_baseline if baseline else reinforce_plus_plus
+    got = function(double(rewards), torch.tensor(trained).view(-1, 3).double())
+    assert got.flatten().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_reinforce_plus_plus_of_equal_lengths_is_plain_whitening():
+    rewards, lengths = double([[1, 0, 4], [2, 7, 1]]), torch.full((2, 3), 5)
+    got = reinforce_plus_plus(rewards, lengths)
+    whitened = (rewards - rewards.mean()) / rewards.std(correction=0)
+    torch.testing.assert_close(got, whitened, rtol=0.05, atol=0)  # n - 1 of 30 tokens, not of 6 completions
+    torch.testing.assert_close(got / got[0, 0], whitened / whitened[0, 0])
+    one = torch.ones(2, 3)
+    torch.testing.assert_close(reinforce_plus_plus(rewards, one), whiten(rewards, one))
+
+
+@given(gappy, gappy)
+def test_gdpo_normalises_each_reward_then_their_sum(first, second):
+    groups = min(len(first), len(second))
+    parts, weights, sums = [first[:groups], second[:groups]], [0.5, 2.0], []
+    for group in zip(*parts, strict=True):
+        missing = [math.isnan(a) and math.isnan(b) for a, b in zip(*group, strict=True)]
+        total = [0.0] * 3
+        for weight, part in zip(weights, group, strict=True):
+            centred = naive_centred(part)
+            std = statistics.stdev(known(centred)) if len(known(centred)) > 1 else 0.0
+            scaled = [0.0 if math.isnan(c) else weight * c / (std + 1e-6) for c in centred]
+            total = [t + x for t, x in zip(total, scaled, strict=True)]
+        sums += [NAN if gone else t for t, gone in zip(total, missing, strict=True)]
+    whitened = iter(naive_whiten(known(sums)))
+    expected = [0.0 if math.isnan(x) else next(whitened) for x in sums]
+    got = gdpo(double(parts), weights).flatten().tolist()
+    if len(known(sums)) > 1 and statistics.stdev(known(sums)) > 1e-9:  # else it is rounding against rounding
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_a_large_reward_does_not_drown_a_small_one_in_gdpo():
+    small, large = double([[1, 0, 1, 0]]), double([[0, 0, 1000, 1000]])
+    got = gdpo(torch.stack([small, large]), [1.0, 1.0])
+    torch.testing.assert_close(got, gdpo(torch.stack([small, large / 1000]), [1.0, 1.0]), rtol=1e-4, atol=1e-4)
+    assert (got.round(decimals=3).sign() == torch.tensor([[0, -1, 1, 0]])).all()
+
+
+def test_gdpo_of_one_reward_is_the_whitened_group_advantage():
+    rewards = double([[1, 0, 4], [2, 7, 1]])
+    torch.testing.assert_close(gdpo(rewards[None], [3.0]), whiten(3 * group_advantages(rewards), torch.ones(2, 3)))
+
+
+def test_of_one_group_the_batch_is_the_group():
+    rewards = double([[1, 0, 4, 1]])
+    torch.testing.assert_close(group_mean_batch_std(rewards), group_advantages(rewards))
+    torch.testing.assert_close(reinforce_plus_plus(rewards, torch.ones(1, 4)), group_advantages(rewards))
+
+
+@given(st.lists(st.tuples(reward, st.integers(0, 4)), min_size=1, max_size=8))
+def test_whiten_counts_each_value_as_often_as_it_says(pairs):
+    values, counts = zip(*pairs, strict=True)
+    whitened = iter(naive_whiten([x for x, count in pairs for _ in range(count)]))
+    expected = [[next(whitened) for _ in range(count)][0] if count else 0.0 for _, count in pairs]
+    assert whiten(double(values), torch.tensor(counts)).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_whitened_has_mean_0_and_standard_deviation_1():
+    counts = torch.tensor([3, 1, 2])
+    tokens = whiten(double([5, -1, 0]), counts).repeat_interleave(counts)
+    assert tokens.mean().item() == pytest.approx(0, abs=1e-12) and tokens.std().item() == pytest.approx(1, rel=1e-5)
+
+
+def test_no_rewards_at_all_give_zeros():
+    nothing = torch.full((2, 2), NAN)
+    for advantages in (group_mean_batch_std(nothing), reinforce_plus_plus(nothing, torch.ones(2, 2)),
+                       gdpo(nothing[None], [1.0]), leave_one_out(nothing)):  # fmt: skip
+        assert (advantages == 0).all()
+
+
+# ---- one number per token ----
+
+step = st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2))  # trained, reward, value
+unit = st.sampled_from([0.0, 0.3, 0.95, 1.0])
+# prompt, then tokens of which some are not trained: tool output, or the whole of a masked completion
+packed = st.lists(st.tuples(st.integers(0, 3), st.lists(step, min_size=1, max_size=7), unit), min_size=1, max_size=4)
+
+
+def naive_gae(rewards, values, gamma, lam):
+    """The sum over all later deltas, of one sequence's trained tokens."""
+    values = [*values, 0.0]  # nothing comes after the last
+    deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+@given(packed, unit)
+def test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens(sequences, gamma):
+    stream, expected = [], []  # (reward, value, trained, sequence)
+    for n, (prompt, steps, lam) in enumerate(sequences):
+        stream += [(7.0, -5.0, False, n)] * prompt + [(r, v, trained, n) for trained, r, v in steps]
+        rewards, values = [r for trained, r, _ in steps if trained], [v for trained, _, v in steps if trained]
+        advantages = iter(naive_gae(rewards, values, gamma, lam))
+        expected += [0.0] * prompt + [next(advantages) if trained else 0.0 for trained, _, _ in steps]
+    rewards, values, mask, ids = zip(*stream, strict=True)
+    lambda_N = double([lam for _, _, lam in sequences])
+    got = gae(double(rewards), double(values), torch.tensor(mask), torch.tensor(ids), gamma, lambda_N)
+    assert got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9) and got.dtype == torch.float64
+
+
+def test_gae_by_hand():
+    """Two completions with a tool's output in the first; the last value of a cut-off completion is 0 all the same."""
+    mask_T = torch.tensor([False, True, False, True, False, True])
+    ids_T = torch.tensor([0, 0, 0, 0, 1, 1])
+    rewards_T, values_T = torch.tensor([9.0, 0, 9, 1, 9, 2]), torch.tensor([9.0, 0.5, 9, 0.25, 9, 1])
+    got = gae(rewards_T, values_T, mask_T, ids_T, 0.5, double([0.5, 0.5]))
+    last = 1 - 0.25
+    assert got.tolist() == [0, 0.5 * 0.25 - 0.5 + 0.25 * last, 0, last, 0, 2 - 1]
+
+
+def test_gae_without_discount_or_values_is_the_score_on_every_token():
+    mask_T, ids_T = torch.tensor([False, True, True, True, True]), torch.tensor([0, 0, 0, 0, 1])
+    got = gae(torch.tensor([0, 0, 0, 3.0, -2]), torch.zeros(5), mask_T, ids_T, 1.0, torch.ones(2))
+    assert got.tolist() == [0, 3, 3, 3, -2]
+
+
+def test_gae_of_masked_tokens_alone_is_zero_whatever_they_hold():
+    nan_T = torch.full((3,), NAN)
+    assert gae(nan_T, nan_T, torch.zeros(3).bool(), torch.zeros(3).long(), 1.0, torch.ones(0)).tolist() == [0, 0, 0]
+    one_T = torch.tensor([NAN, 1.0, NAN])
+    got = gae(one_T, one_T, torch.tensor([False, True, False]), torch.zeros(3).long(), 1.0, torch.ones(1))
+    assert got.tolist() == [0, 0, 0]
+
+
+def test_length_adaptive_lambda():
+    got = length_adaptive_lambda(torch.tensor([0, 1, 20, 40, 1000]), 0.05).tolist()
+    assert got == pytest.approx([0, 0, 0, 1 - 1 / 2, 1 - 1 / 50])
+
+
+# ---- which tokens ----
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 10, 100, 1000])
+def test_top_entropy_threshold_keeps_exactly_its_fraction_rounded_up(tokens):
+    """In floating point 0.07 * 100, 0.14 * 100 and others are a little above the whole number that they are."""
+    entropies = torch.randperm(tokens).double()
+    for permille in range(1, 1000):
+        kept = tokens - top_entropy_threshold(entropies, permille / 1000)  # they are 0, 1, ..., tokens - 1
+        assert kept == -(-permille * tokens // 1000), permille
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kept"), [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)]
+)
+def test_top_entropy_threshold_of_ten_tokens(fraction, kept):
+    entropies = torch.tensor([0.3, 0.1, 0.2, 0.6, 1.0, 0.5, 0.4, 0.9, 0.7, 0.8])
+    assert (entropies >= top_entropy_threshold(entropies, fraction)).sum() == kept
+
+
+def test_seven_percent_of_a_hundred_tokens_are_seven():
+    assert top_entropy_threshold(torch.arange(100.0), 0.07) == 93
+
+
+def test_top_entropy_threshold_of_no_tokens_lets_none_pass():
+    assert top_entropy_threshold(torch.zeros(0), 0.2) == math.inf
+    assert top_entropy_threshold(torch.zeros(0), 1.0) == -math.inf

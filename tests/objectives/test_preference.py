@@ -1,0 +1,434 @@
+"""Preference objectives equal their formulas in naive 100-digit arithmetic, values and gradients, also at extremes."""
+
+import inspect
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpmath import MPContext
+
+from common.objectives.preference import (
+    LOSSES,
+    REFERENCE_FREE,
+    Pairs,
+    f,
+    implicit_rewards,
+    kto,
+    preference_losses,
+    rewards_per_token,
+    wpo_weights,
+)
+
+mp = MPContext()
+mp.dps = 100
+STEP = mp.mpf(10) ** -40  # of central differences: exact beyond float64, even where third derivatives reach e^180
+
+FLAGS = dict(
+    beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, length_normalize=True, simpo_gamma=0.5,
+    discopop_tau=0.05,
+)  # fmt: skip
+# The objectives that read label_smoothing, and those that read f_divergence and f_alpha
+SMOOTHED = {"sigmoid", "robust", "exo_pair"}
+DIVERGENT = {"sigmoid", "robust", "hinge", "exo_pair", "discopop"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Waking threads for a handful of numbers can take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- the oracle: plain loops over numbers, from the formulas ----
+
+
+def s(x):
+    return 1 / (1 + mp.exp(-x))
+
+
+def log_s(x):
+    return -mp.log(1 + mp.exp(-x))
+
+
+def naive_f(u, args):
+    kind, a = args.f_divergence, mp.mpf(args.f_alpha)
+    if kind == "js":
+        return mp.log(2) + log_s(u)
+    if kind == "forward_kl" or (kind == "alpha" and a == 0):
+        return 1 - mp.exp(min(-u, 60))
+    if kind == "reverse_kl" or a == 1:
+        return u
+    return (mp.exp(min((a - 1) * u, 60)) - 1) / (a - 1)
+
+
+def naive_log_odds(p):
+    p = min(p, mp.mpf(-1e-9))
+    return p - mp.log(1 - mp.exp(p))
+
+
+def naive_loss(name, row, rows, args):
+    pc, pr, rc, rr, nc, nr = row
+    lc, lr = pc - rc, pr - rr
+    b, e, tau = mp.mpf(args.beta), mp.mpf(args.label_smoothing), mp.mpf(args.discopop_tau)
+    z = b * (naive_f(lc, args) - naive_f(lr, args))
+    match name:
+        case "sigmoid":
+            return -(1 - e) * log_s(z) - e * log_s(-z)
+        case "robust":
+            return (-(1 - e) * log_s(z) + e * log_s(-z)) / (1 - 2 * e)
+        case "hinge":
+            return max(0, 1 - z)
+        case "ipo":
+            return ((lc / nc - lr / nr if args.length_normalize else lc - lr) - 1 / (2 * b)) ** 2
+        case "sigmoid_norm":
+            return -log_s(b * (lc / nc - lr / nr))
+        case "exo_pair":
+            return s(z) * (log_s(z) - mp.log(1 - e)) + s(-z) * (log_s(-z) - mp.log(e))
+        case "nca_pair":
+            return -log_s(b * lc) - log_s(-b * lc) / 2 - log_s(-b * lr) / 2
+        case "bco_pair":
+            return -log_s(b * lc) - log_s(-b * lr)
+        case "sppo_hard":
+            return (lc - 1 / (2 * b)) ** 2 + (lr + 1 / (2 * b)) ** 2
+        case "apo_zero":
+            return 1 - s(b * lc) + s(b * lr)
+        case "apo_down":
+            return s(b * lc) + 1 - s(b * (lc - lr))
+        case "aot":
+            rank = sum(other[0] - other[1] < pc - pr for other in rows)
+            return -log_s(b * (pc - pr - sorted(other[2] - other[3] for other in rows)[rank]))
+        case "aot_unpaired":
+            rank = sum(other[0] - other[2] < lc for other in rows)
+            return -log_s(b * (lc - sorted(other[1] - other[3] for other in rows)[rank]))
+        case "discopop":
+            m = s(z / tau)
+            return (1 - m) * -log_s(z) + m * mp.exp(-z)
+        case "simpo":
+            return -log_s(b * (pc / nc - pr / nr) - mp.mpf(args.simpo_gamma))
+        case "orpo":
+            return -pc / nc - b * log_s(naive_log_odds(pc / nc) - naive_log_odds(pr / nr))
+        case "cpo":
+            return -log_s(b * (pc - pr)) - pc / nc
+    raise AssertionError(f"the oracle does not know {name}")
+
+
+def naive_losses(name, rows, args):
+    return [naive_loss(name, row, rows, args) for row in rows]
+
+
+def assert_equals_naive(loss_N, inputs, naive, rows):
+    """Each value; and the gradient of their sum with respect to `inputs`, which are the first columns of `rows`."""
+    rows = [[mp.mpf(x) for x in row] for row in rows]
+
+    def derivative(i, column):
+        rows[i][column] += STEP
+        above = mp.fsum(naive(rows))
+        rows[i][column] -= 2 * STEP
+        below = mp.fsum(naive(rows))
+        rows[i][column] += STEP
+        return (above - below) / (2 * STEP)
+
+    compared = list(zip(loss_N.tolist(), naive(rows), strict=True))
+    for column, grad in enumerate(torch.autograd.grad(loss_N.sum(), inputs)):
+        compared += [(g, derivative(i, column)) for i, g in enumerate(grad.tolist())]
+    for actual, expected in compared:
+        assert math.isfinite(actual) and abs(actual - expected) <= 1e-9 * max(1, abs(expected))
+
+
+# ---- inputs ----
+
+
+LENGTHS = st.integers(1, 9)
+
+
+def rows_of(logps, offset=0.0, lengths=LENGTHS, max_size=3):
+    """Pairs (pc, pr, rc, rr, nc, nr) whose log-probs subtract without rounding, and which sort in one way only."""
+    policy = logps.map(lambda logp: logp - offset)
+    gap, lc, lr = lambda r: r[0] - r[1], lambda r: r[0] - r[2], lambda r: r[1] - r[3]
+    row = st.tuples(policy, policy, logps, logps, lengths, lengths)
+    return st.lists(row, min_size=1, max_size=max_size, unique_by=(gap, lc, lr))
+
+
+LOGPS = st.integers(-20 * 64, 0).map(lambda k: k / 64)
+ROWS = rows_of(LOGPS, max_size=4)
+# The offset keeps exponents off the kink where they are clamped, at 60
+EXTREME_ROWS = rows_of(st.integers(-100, 0) | st.integers(-10_000, 0), offset=0.25)
+ONE_TOKEN_ROWS = rows_of(LOGPS, lengths=st.just(1))
+EQUAL_ROWS = st.lists(
+    st.tuples(LOGPS, LOGPS, LENGTHS), min_size=1, max_size=3, unique_by=lambda row: row[0] - row[1]
+).map(lambda rows: [(p, p, ref, ref, n, n) for p, ref, n in rows])
+BETAS = st.integers(1, 60).map(lambda k: k / (10 * math.pi))  # irrational: no z is on the kink of the hinge, at 1
+
+
+def arguments(*names, **flags):
+    """Random flags as far as these objectives read them."""
+    drawn = {"beta": BETAS}
+    if "simpo" in names:
+        drawn["simpo_gamma"] = st.floats(0, 2)
+    if "discopop" in names:
+        drawn["discopop_tau"] = st.floats(0.05, 1)
+    if SMOOTHED & set(names):
+        drawn["label_smoothing"] = st.floats(0.001 if "exo_pair" in names else 0, 0.45)
+    if "ipo" in names:
+        drawn["length_normalize"] = st.booleans()
+    drawn = st.fixed_dictionaries(drawn | {k: st.just(v) for k, v in flags.items()})
+    divergences = st.just({})
+    if DIVERGENT & set(names):
+        named = st.sampled_from([{"f_divergence": kind} for kind in ("reverse_kl", "forward_kl", "js")])
+        orders = st.sampled_from([0.0, 1.0]) | st.floats(-1, 2)
+        divergences = named | orders.map(lambda alpha: {"f_divergence": "alpha", "f_alpha": alpha})
+    return st.builds(lambda one, other: flags_of(**one, **other), drawn, divergences)
+
+
+def flags_of(**flags):
+    """As an argument parser would leave them."""
+    assert flags.keys() <= FLAGS.keys()
+    return SimpleNamespace(**FLAGS | flags)
+
+
+def read_by(name):
+    return {p.name for p in inspect.signature(LOSSES[name]).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def bind(name, flags):
+    """The objective with those of the flags that it reads."""
+    return partial(LOSSES[name], **{flag: getattr(flags, flag) for flag in read_by(name)})
+
+
+def smoothing(name):
+    return 0.1 if name in SMOOTHED else 0.0
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def pairs_of(rows, weights=None):
+    chosen, rejected, *others = (tensor(column) for column in zip(*rows, strict=True))
+    return Pairs(chosen.requires_grad_(), rejected.requires_grad_(), *others, tensor(weights or [1] * len(rows)))
+
+
+def gradients(loss_N, pairs):
+    return torch.autograd.grad(loss_N.sum(), (pairs.chosen_logps, pairs.rejected_logps))
+
+
+def check(name, rows, args):
+    pairs = pairs_of(rows)
+    inputs = pairs.chosen_logps, pairs.rejected_logps
+    assert_equals_naive(bind(name, args)(pairs), inputs, lambda rows: naive_losses(name, rows, args), rows)
+
+
+# ---- every objective ----
+
+every_objective = pytest.mark.parametrize("name", LOSSES)
+
+
+@every_objective
+def test_the_signature_says_what_is_read(name):
+    own = dict(ipo={"length_normalize"}, simpo={"simpo_gamma"}, discopop={"discopop_tau"}).get(name, set())
+    smoothed = {"label_smoothing"} if name in SMOOTHED else set()
+    assert read_by(name) == {"beta"} | own | smoothed | ({"f_divergence", "f_alpha"} if name in DIVERGENT else set())
+
+
+@every_objective
+@settings(max_examples=30)
+@given(data=st.data())
+def test_value_and_gradient(name, data):
+    check(name, data.draw(ROWS), data.draw(arguments(name)))
+
+
+@every_objective
+@settings(max_examples=20)
+@given(data=st.data())
+def test_value_and_gradient_at_extreme_logits(name, data):
+    check(name, data.draw(EXTREME_ROWS), data.draw(arguments(name)))
+
+
+@every_objective
+@settings(max_examples=8)
+@given(data=st.data())
+def test_value_and_gradient_of_equal_pairs(name, data):
+    check(name, data.draw(EQUAL_ROWS), data.draw(arguments(name)))
+
+
+@every_objective
+@settings(max_examples=8)
+@given(data=st.data())
+def test_value_and_gradient_of_one_token(name, data):
+    check(name, data.draw(ONE_TOKEN_ROWS), data.draw(arguments(name)))
+
+
+@every_objective
+@settings(max_examples=8)
+@given(data=st.data())
+def test_permuting_pairs_permutes_losses(name, data):
+    rows, args = data.draw(ROWS), data.draw(arguments(name))
+    order = data.draw(st.permutations(range(len(rows))))
+    before, after = bind(name, args)(pairs_of(rows)), bind(name, args)(pairs_of([rows[i] for i in order]))
+    torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
+
+
+@every_objective
+def test_certain_completions_have_finite_losses_and_gradients(name):
+    args = flags_of(label_smoothing=smoothing(name))
+    for rows in ([(0, 0, 0, 0, 1, 1)], [(0, -1e4, -1e4, 0, 1, 1)], [(-1e4, 0, 0, -1e4, 1, 1)]):
+        check(name, rows, args)
+
+
+# ---- what holds between objectives, or for one ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 33])
+def test_sigmoid_is_ln_2_where_policy_is_reference(n):
+    pairs = pairs_of([(-i, -2 * i, -i, -2 * i, 3, 4) for i in range(n)])
+    loss, _ = preference_losses(pairs, {"sigmoid": bind("sigmoid", flags_of())}, [1.0])
+    assert loss.tolist() == [math.log(2)] * n
+
+
+@settings(max_examples=20)
+@given(ROWS, arguments("sigmoid", label_smoothing=0.0))
+def test_robust_without_smoothing_is_sigmoid(rows, args):
+    pairs = pairs_of(rows)
+    robust, sigmoid = bind("robust", args)(pairs), bind("sigmoid", args)(pairs)
+    assert torch.equal(robust, sigmoid)
+    assert torch.equal(torch.stack(gradients(robust, pairs)), torch.stack(gradients(sigmoid, pairs)))
+
+
+@settings(max_examples=20)
+@given(ONE_TOKEN_ROWS, BETAS)
+def test_per_token_is_summed_for_one_token(rows, beta):
+    pairs, per_token = pairs_of(rows), flags_of(beta=beta)
+    summed = flags_of(beta=beta, length_normalize=False)
+    assert torch.equal(bind("ipo", per_token)(pairs), bind("ipo", summed)(pairs))
+    torch.testing.assert_close(bind("sigmoid_norm", per_token)(pairs), bind("sigmoid", per_token)(pairs))
+
+
+def test_aot_matches_sorted_gaps_and_keeps_the_order_of_the_policy():
+    rows = [(-1, -4, -9, -2, 1, 1), (-2, -3, -1, -1, 1, 1), (-3, -5, -1, -6, 1, 1)]  # gaps 3, 1, 2 and -7, 0, 5
+    losses = LOSSES["aot"](pairs_of(rows), beta=0.3).tolist()
+    assert losses == pytest.approx([math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12)
+
+
+def test_aot_unpaired_matches_sorted_log_ratios_and_keeps_the_order_of_the_chosen():
+    rows = [(-1, -9, -4, -2, 1, 1), (-2, -1, -3, -1, 1, 1), (-3, -1, -5, -6, 1, 1)]  # lc 3, 1, 2 and lr -7, 0, 5
+    losses = LOSSES["aot_unpaired"](pairs_of(rows), beta=0.3).tolist()
+    assert losses == pytest.approx([math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo", "cpo"])
+@settings(max_examples=8)
+@given(rows=ROWS, beta=BETAS)
+def test_reference_free_objectives_see_no_reference(name, rows, beta):
+    loss, without = bind(name, flags_of(beta=beta)), [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows]
+    assert torch.equal(loss(pairs_of(rows)), loss(pairs_of(without)))
+
+
+# ---- f-divergences ----
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
+@settings(max_examples=30)
+@given(u=st.lists(st.floats(-25, 25), min_size=1, max_size=6), alpha=st.floats(-1, 2))
+def test_f_value_and_gradient(kind, u, alpha):
+    args, u_N = flags_of(f_divergence=kind, f_alpha=alpha), tensor(u).requires_grad_()
+    assert_equals_naive(f(u_N, kind, alpha), [u_N], lambda rows: [naive_f(u, args) for (u,) in rows], [(x,) for x in u])
+
+
+@pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.5, 1 - 1e-12, 1.0, 3.0])
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
+def test_f_is_finite_and_never_decreases(kind, alpha):
+    u_N = tensor(list(range(-10_000, 10_001))).requires_grad_()
+    value_N = f(u_N, kind, alpha)
+    (grad_N,) = torch.autograd.grad(value_N.sum(), u_N)
+    assert value_N.isfinite().all() and grad_N.isfinite().all()
+    assert (value_N.diff() >= 0).all() and (grad_N >= 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENT))
+@pytest.mark.parametrize("alpha, kind", [(1.0, "reverse_kl"), (0.0, "forward_kl")])
+@settings(max_examples=8)
+@given(rows=ROWS, beta=BETAS)
+def test_alpha_at_its_ends_is_a_kl(name, alpha, kind, rows, beta):
+    flags, pairs = {"beta": beta, "label_smoothing": smoothing(name)}, pairs_of(rows)
+    by_alpha = bind(name, flags_of(f_divergence="alpha", f_alpha=alpha, **flags))(pairs)
+    by_name = bind(name, flags_of(f_divergence=kind, **flags))(pairs)
+    torch.testing.assert_close(by_alpha, by_name, rtol=1e-12, atol=1e-12)
+
+
+# ---- several objectives, weights, rewards ----
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_objectives_add_up_with_their_weights_and_those_of_the_pairs(data):
+    names = data.draw(st.lists(st.sampled_from(list(LOSSES)), min_size=1, max_size=3, unique=True))
+    loss_weights = data.draw(st.lists(st.floats(0, 3), min_size=len(names), max_size=len(names)))
+    args, rows = data.draw(arguments(*names)), data.draw(ROWS)
+    weights = data.draw(st.lists(st.floats(0, 1), min_size=len(rows), max_size=len(rows)))
+
+    def naive(rows):
+        total = [mp.mpf(0)] * len(rows)
+        for name, weight in zip(names, loss_weights, strict=True):
+            total = [t + mp.mpf(weight) * loss for t, loss in zip(total, naive_losses(name, rows, args), strict=True)]
+        return [mp.mpf(weight) * t for weight, t in zip(weights, total, strict=True)]
+
+    pairs = pairs_of(rows, weights)
+    loss_N, parts = preference_losses(pairs, {name: bind(name, args) for name in names}, loss_weights)
+    assert_equals_naive(loss_N, (pairs.chosen_logps, pairs.rejected_logps), naive, rows)
+    assert list(parts) == names
+    for name, part_N in parts.items():
+        assert torch.equal(part_N, bind(name, args)(pairs))
+
+
+@pytest.mark.parametrize("length_normalize", [True, False])
+@pytest.mark.parametrize("name", [*LOSSES, "kto"])
+@settings(max_examples=8)
+@given(rows=ROWS, beta=BETAS)
+def test_implicit_rewards(name, length_normalize, rows, beta):
+    per_token, referenced = rewards_per_token(name, length_normalize), name not in REFERENCE_FREE
+    rewards = implicit_rewards(pairs_of(rows), per_token=per_token, referenced=referenced, beta=beta)
+    for side, reward_N in enumerate(rewards):
+        assert not reward_N.requires_grad
+        for row, reward in zip(rows, reward_N.tolist(), strict=True):
+            policy, reference, length = row[side::2]
+            expected = policy if name in ("simpo", "orpo", "cpo") else policy - reference
+            if name in ("sigmoid_norm", "simpo", "orpo") or (name == "ipo" and length_normalize):
+                expected /= length
+            assert math.isclose(reward, beta * expected, rel_tol=1e-9, abs_tol=1e-9)
+
+
+# ---- single completions ----
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.floats(-20, 20) | st.floats(-1e4, 1e4), st.booleans()), min_size=1, max_size=6),
+    baseline=st.floats(0, 10),
+    beta=BETAS,
+    weights=st.fixed_dictionaries({"desirable_weight": st.floats(0, 3), "undesirable_weight": st.floats(0, 3)}),
+)
+def test_kto_value_and_gradient(rows, baseline, beta, weights):
+    z0, b = mp.mpf(baseline), mp.mpf(beta)
+    w_d, w_u = mp.mpf(weights["desirable_weight"]), mp.mpf(weights["undesirable_weight"])
+
+    def naive(rows):
+        return [w_d * (1 - s(b * (u - z0))) if good else w_u * (1 - s(b * (z0 - u))) for u, good in rows]
+
+    log_ratios, desirable = zip(*rows, strict=True)
+    log_ratios_N, desirable_N = tensor(log_ratios).requires_grad_(), torch.tensor(desirable)
+    for z0_given in (baseline, tensor(baseline)):
+        loss_N = kto(log_ratios_N, desirable_N, z0_given, beta=beta, **weights)
+        assert_equals_naive(loss_N, [log_ratios_N], naive, rows)
+
+
+@given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
+def test_wpo_weights_are_likelihoods_up_to_1_without_gradient(logps):
+    weights = wpo_weights(tensor(logps).requires_grad_())
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx([math.exp(min(logp, 0)) for logp in logps], rel=1e-9)

@@ -1,0 +1,105 @@
+"""Completions end: a base model whose chat template ends turns with another token than its EOS, through the scripts."""
+
+import json
+import shutil
+
+import inprocess
+import pytest
+import torch
+from helpers import metrics
+
+from common.model.tiny import EOS, build_tokenizer, tiny_model
+from common.rollout.engine import Completion, Engine
+from grpo import Args
+
+main = inprocess.main
+EOT = "<|end_of_turn|>"
+
+
+@pytest.fixture
+def base(tmp_path):
+    """`tiny` as base models are: neither of its configs lists the template's end-of-turn token."""
+    folder = tmp_path / "base"
+    shutil.copytree(tiny_model(), folder)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | dict(eos_token_id=min(config["eos_token_id"]))))
+    return folder
+
+
+@pytest.mark.slow
+def test_completions_end_after_training_on_chats(main, base, tmp_path):
+    """-> sft.py -> grpo.py -> eval.py -> `model.generate`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chats = [[dict(role="user", content=f"{i}+1="), dict(role="assistant", content=str(i + 1))] for i in range(64)]
+    for name, rows in (
+        ("chats", [dict(messages=chat) for chat in chats]),
+        ("prompts", [dict(prompt=chat[:1], answer=chat[1]["content"]) for chat in chats[:8]]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main("sft", "--model", base, "--dataset", tmp_path / "chats.jsonl", "--output_dir", tmp_path / "sft",
+         "--max_steps", 40, "--batch_size", 8, "--lr", 2e-3, "--eval_every", 0)  # fmt: skip
+    sampling = ("--dataset", tmp_path / "prompts.jsonl", "--engine", "transformers", "--max_new_tokens", 16)
+    trained = tmp_path / "trained"  # knows no more of what ends a turn than the base model, but has learned it
+    shutil.copytree(base, trained)
+    shutil.copy(tmp_path / "sft" / "hf" / "model.safetensors", trained)
+    main("grpo", "--model", trained, *sampling, "--output_dir", tmp_path / "grpo", "--max_steps", 1,
+         "--prompts_per_step", 8, "--samples_per_prompt", 4, "--eval_every", 0)  # fmt: skip
+    assert metrics(tmp_path / "grpo")[0]["completions/clipped_ratio"] <= 0.1
+    main("eval", "--model", tmp_path / "grpo" / "hf", *sampling, "--output_dir", tmp_path / "eval")
+    results = json.loads((tmp_path / "eval" / "results.json").read_text())
+    assert results["overall"]["truncated"]["mean"] <= 0.1
+
+    for folder in (tmp_path / "sft" / "hf", tmp_path / "grpo" / "hf"):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.eos_token == EOT
+        ids = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=16)
+        assert tokenizer.decode(out[0, -1]) == EOT
+
+
+def test_an_export_ends_where_training_does(base, tmp_path):
+    from common.model.hub import load_tokenizer, save_ends
+
+    (base / "generation_config.json").write_text(json.dumps(dict(eos_token_id=7, top_k=20)))
+    tokenizer = load_tokenizer(str(base))
+    eos, eot = tokenizer.convert_tokens_to_ids([EOS, EOT])
+    for prompt_format, ends, token in (("auto", [7, eos, eot], EOT), ("plain", [7, eos], EOS)):
+        folder = tmp_path / prompt_format
+        folder.mkdir()
+        save_ends(str(base), tokenizer, prompt_format, folder)
+        assert json.loads((folder / "generation_config.json").read_text()) == dict(eos_token_id=ends, top_k=20)
+        assert load_eos(folder) == token and tokenizer.eos_token == EOS
+    save_ends(tiny_model(), tokenizer, "auto", folder)  # it knows the token as one of its ends
+    assert load_eos(folder) == EOS
+
+
+def load_eos(folder) -> str:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder).eos_token
+
+
+def test_an_end_that_is_not_marked_as_special_is_no_part_of_the_text(device):
+    """As in many ChatML tokenizers: a reward would see it behind the answer."""
+    from tokenizers import AddedToken
+
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
+    end, seven = tokenizer.convert_tokens_to_ids(["<|im_end|>", "7"])
+
+    class Silent(Engine):
+        def _start(self, path):
+            pass
+
+    engine = Silent("", Args(), [end, seven], tokenizer, device, trained=False)
+
+    def said(*last: int) -> str:
+        ids = [tokenizer.convert_tokens_to_ids("6"), *last]
+        completion = Completion([5], 2, 0, 1.0, ids=ids, logprobs=[0.0] * 2, versions=[0] * 2, finish_reason="stop")
+        return engine.sample(completion).text
+
+    assert said(end) == "6"
+    assert said(seven) == "67"  # a character that was made an EOS is said

@@ -1,0 +1,163 @@
+"""Several copies of a model, each on some of the ranks: gradients, checkpoints and weights are those of one copy."""
+
+import pytest
+import torch
+from helpers import ROOT, assert_close_metrics, metrics, run
+
+from common.config.groups import TrainArgs
+from common.parallel import distributed, mesh
+
+RANK = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from pathlib import Path
+import torch
+from model.test_policy import samples, whole
+from common.parallel import distributed
+from common.train import optim
+from common.train.checkpoint import Checkpointer, prepare_output_dir
+from common.config.groups import TrainArgs
+from common.model.hub import load_tokenizer
+from common.model.policy import load_policy
+from common.train.optim import adamw, optimizer_step
+from common.data.packing import pack
+from common.rollout.engines import whole_weights
+from common.model.tiny import tiny_model
+
+device, rank, size = distributed.setup(0)
+folder, batch = Path(sys.argv[1]), samples((18, 41, 41, 6, 64, 2, 90, 33, 12, 77, 5, 8), vocabulary=300)
+
+
+def begin(shard_ranks):
+    args = TrainArgs(dtype="float32", lr=1e-3, shard_ranks=shard_ranks, output_dir=str(folder))
+    return args, load_policy(tiny_model(), args, device)
+
+
+def backward(model, pack_tokens):
+    packs = pack(batch[rank::size], pack_tokens, device)
+    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in packs))
+    loss = torch.zeros(())
+    for mb in packs:
+        logprobs_T, entropy_T, *_ = model(mb)
+        of_pack = (-(logprobs_T + 0.1 * entropy_T) * mb.loss_mask_T).sum() / tokens
+        (of_pack * size).backward()
+        loss += of_pack.detach()
+    return loss, len(packs)
+
+
+def stepped(model, pack_tokens, max_grad_norm=1e9):
+    "What the optimizer is given: gradients, their norm before clipping."
+    seen, sgd = {{}}, torch.optim.SGD(model.parameters())
+    sgd.register_step_pre_hook(lambda *_: seen.update({{n: whole(p.grad) for n, p in model.named_parameters()}}))
+    loss, packs = backward(model, pack_tokens)
+    norm = optimizer_step(model, sgd, 0.0, max_grad_norm, loss)
+    return seen, norm, packs
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(float((one[n] - other[n]).abs().max() / other[n].abs().max()) for n in other)
+
+
+def moments(model, optimizer):
+    return [whole(optimizer.state[p][name]) for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+
+
+layouts = list(dict.fromkeys((size, 2, 1)))  # first of all plain FSDP
+for pack_tokens in (90, 1000):
+    plain, norm, packs = stepped(begin(layouts[0])[1], pack_tokens)
+    assert (packs > 1) == (pack_tokens == 90)
+    for shard_ranks in layouts[1:]:
+        args, model = begin(shard_ranks)
+        assert {{p.device_mesh.size() for p in model.parameters()}} == {{shard_ranks}}
+        groups = [model.copies.get_group(), *(p.device_mesh.get_group() for p in model.parameters())]
+        assert {{group._get_backend(device).options._timeout.days for group in groups}} == {{1}}  # as of all ranks
+        hybrid, its_norm, _ = stepped(model, pack_tokens)
+        assert difference(hybrid, plain) < 1e-6 and abs(its_norm / norm - 1) < 1e-6
+        clipped, its_norm, _ = stepped(model, pack_tokens, norm / 2)
+        assert difference(clipped, {{n: g / 2 for n, g in plain.items()}}) < 1e-5 and abs(its_norm / norm - 1) < 1e-6
+        average, optim.average_over_copies = optim.average_over_copies, lambda model: None
+        assert difference(stepped(model, pack_tokens)[0], plain) > 0.1, "who forgets the other copies is found out"
+        optim.average_over_copies = average
+if folder.is_dir():  # one gradient, also of another number of ranks
+    assert difference(plain, torch.load(folder / "gradient.pt")) < 1e-6
+
+tokenizer = load_tokenizer(tiny_model())
+def checkpointer(shard_ranks):
+    args, model = begin(shard_ranks)
+    optimizer = adamw(model, args)
+    return model, optimizer, Checkpointer(args, model, optimizer, tokenizer)
+
+
+if not folder.is_dir():
+    prepare_output_dir(begin(2)[0])
+    model, optimizer, writer = checkpointer(2)
+    for _ in range(2):
+        optimizer_step(model, optimizer, 1e-3, 1.0, backward(model, 90)[0])
+    writer.save(2)
+    if rank == 0:
+        torch.save(plain, folder / "gradient.pt")
+        torch.save([[whole(p.detach()) for p in model.parameters()], moments(model, optimizer)], folder / "state.pt")
+    else:
+        [whole(p.detach()) for p in model.parameters()], moments(model, optimizer)
+    distributed.barrier()
+weights, adam = torch.load(folder / "state.pt")
+for shard_ranks in layouts:
+    model, optimizer, reader = checkpointer(shard_ranks)
+    assert reader.load_latest() == 2
+    assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), weights))
+    assert all(map(torch.equal, moments(model, optimizer), adam))
+    to_engine, state = dict(whole_weights(model, torch.float32)), model.hf.state_dict()
+    assert to_engine.keys() == state.keys() and all(torch.equal(to_engine[n], whole(w)) for n, w in state.items())
+    reader.save(2)  # for the next layout to read
+if rank == 0:
+    print("layouts", layouts)
+distributed.cleanup()
+"""
+
+
+@pytest.mark.slow
+def test_copies_are_one_model(tmp_path):
+    """Gradients, norms and clipping, packed loosely and tightly; checkpoints of any layout are read by any, with more
+    and with fewer ranks; what goes to the engine is the model."""
+    (tmp_path / "rank.py").write_text(RANK)
+    for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
+        done = run(ranks, tmp_path / "rank.py", tmp_path / "run")
+        assert f"layouts {layouts}" in done.stdout
+        assert f"hybrid sharding: {ranks} copies of each model, each on 1 of the {ranks} ranks" in done.stdout
+
+
+@pytest.mark.slow
+def test_scripts_train_alike_on_copies(tmp_path):
+    """ppo.py, which has two models, both trained in one loop; its engine agrees with the trainer at every rollout."""
+    flags = ("--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--max_steps", 2, "--lr", 1e-3,
+             "--minibatches", 2, "--epochs_per_rollout", 1,
+             "--engine", "transformers", "--pack_tokens", 40, "--eval_every", 0, "--check_every", 1)  # fmt: skip
+    for name, extra in (("one", ()), ("two", ("--shard_ranks", 1))):
+        run(2, "ppo.py", *flags, *extra, "--output_dir", tmp_path / name)
+    names = ("loss", "value_loss", "grad_norm", "value_grad_norm", "entropy", "objective/kl", "reward")
+    assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=1e-4, floor=1e-3)
+    for line in metrics(tmp_path / "two"):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "said"),
+    [
+        ("aaaa", 4, ""),
+        ("aabb", 2, ""),
+        ("aabbcc", 2, ""),
+        ("aaabb", 5, "machines have 3, 2 ranks, not as many neighbours each: every model is sharded over all 5\n"),
+        ("abab", 4, "machines have 2, 2 ranks, not as many neighbours each: every model is sharded over all 4\n"),
+    ],
+)
+def test_by_default_a_copy_is_on_one_machine(hosts, ranks, said, monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "gather_objects", lambda _: list(hosts))
+    assert mesh._ranks_of_a_machine() == ranks
+    assert capsys.readouterr().out == said
+
+
+def test_one_rank_has_one_copy(device):
+    shards, copies = mesh.shard_mesh(TrainArgs(), device)
+    assert shards.size() == 1 and copies is None
+    assert torch.distributed.get_world_size() == 1

@@ -1,0 +1,220 @@
+"""Reward models: whose numbers are those of transformers on the conversation in their own words."""
+
+import json
+
+import inprocess
+import pytest
+import torch
+from conftest import Args
+from helpers import run
+
+from common.data.packing import Sample
+from common.metrics.meter import Meter
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import load_scalar_model
+from common.parallel.distributed import RunError
+from common.rewards.reward_model import short_names
+from common.rewards.scoring import Rewards
+from common.train.checkpoint import export_hf
+
+main = inprocess.main
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>\n' }}"
+    "{% endfor %}"
+)
+
+
+def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256):
+    """A Llama of its own vocabulary: bytes, some of them merged."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "th", "in", "an"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n"), ("a", "n")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=context, num_labels=1, pad_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = LlamaForSequenceClassification(config)
+        torch.nn.init.normal_(model.score.weight, std=1.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def by_transformers(folder, ids: list[int]) -> float:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    return float(model(input_ids=torch.tensor([ids])).logits)
+
+
+def sampled(tokenizer, row: dict, prompt: str, text: str, finish_reason: str = "stop") -> Sample:
+    prompt, ids = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (prompt, text))
+    ids = prompt + ids + [tokenizer.eos_token_id] * (finish_reason == "stop")
+    mask = [i >= len(prompt) for i in range(len(ids))]
+    return Sample(ids, mask, prompt_length=len(prompt), text=text, finish_reason=finish_reason, row=row)
+
+
+@pytest.fixture
+def asked(device):
+    """The policy's tokenizer, rows of messages and of a question, and two completions of each."""
+    tokenizer = load_tokenizer(resolve_model("tiny"))
+    rows = [
+        dict(prompt=[dict(role="user", content="What is in the bath?")], _source="a:1"),
+        dict(prompt=[dict(role="user", content=text) for text in ("Hi", "Then?")], _source="a:2"),
+    ]
+    texts = (("thin things", "an ant"), ("", "nothing, and then a long answer"))
+    groups = []
+    for row, of_row in zip(rows, texts, strict=True):
+        prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        groups.append([sampled(tokenizer, row, prompt, text) for text in of_row])
+    return tokenizer, rows, groups
+
+
+@pytest.mark.slow
+def test_each_of_two_models_is_asked_in_its_own_words(asked, device, tmp_path):
+    tokenizer, rows, groups = asked
+    other, trained = save_classifier(tmp_path / "other" / "hf"), tmp_path / "trained" / "hf"
+    ours, here = tmp_path / "ours" / "hf", save_classifier(tmp_path / "start")
+    trained.parent.mkdir()
+    export_hf(load_scalar_model(str(here), Args(), device), load_tokenizer(str(here)), trained)
+    ours.parent.mkdir()
+    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    before = [list(sample.ids) for group in groups for sample in group]
+    names = tuple(f"model:{folder}" for folder in (other, trained, ours))
+    found = {}
+    for pack_tokens in (4096, 150):
+        args = Args(reward=names, pack_tokens=pack_tokens, max_new_tokens=64, dtype="float32")
+        found[pack_tokens] = Rewards(args, rows, tokenizer, device)(groups, Meter())[1]
+    parts = found[150]
+    assert list(parts) == ["model/other/hf", "model/trained/hf", "model/ours/hf"]
+    for name, part_PG in parts.items():
+        torch.testing.assert_close(part_PG, found[4096][name], atol=1e-5, rtol=1e-5)
+    assert before == [sample.ids for group in groups for sample in group]
+    theirs = load_tokenizer(str(other))
+    for i, group in enumerate(groups):
+        for j, sample in enumerate(group):
+            messages = [*sample.row["prompt"], dict(role="assistant", content=sample.text)]
+            whole = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
+            assert theirs.decode(whole).endswith("<|im_end|>\n")
+            assert parts["model/other/hf"][i, j] == pytest.approx(by_transformers(other, whole), abs=1e-4)
+            # what rm.py trained is read where it was trained
+            assert parts["model/trained/hf"][i, j] == pytest.approx(by_transformers(trained, whole[:-1]), abs=1e-4)
+            assert parts["model/ours/hf"][i, j] == pytest.approx(by_transformers(ours, sample.ids), abs=1e-4)
+
+
+GROUP = """
+def f(completions, row, ids):
+    return [(float(len(i)), {"long": 1.0, "rare": 2.0} if "long" in c else {}) for c, i in zip(completions, ids)]
+"""
+
+
+@pytest.mark.slow
+def test_on_two_ranks_as_on_one(asked, main, device, tmp_path):
+    """Models and a function of the group; only one rank has its numbers."""
+    tokenizer, rows, groups = asked
+    other, ours = save_classifier(tmp_path / "other"), tmp_path / "ours"
+    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    for name, lines in (
+        ("rows", [dict(prompt=row["prompt"], answer="") for row in rows]),
+        ("texts", [dict(completions=[sample.text for sample in group]) for group in groups]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "mine.py").write_text(GROUP)
+    flags = ("--dataset", tmp_path / "rows.jsonl", "--completions", tmp_path / "texts.jsonl", "--reward",
+             f"{tmp_path}/mine.py:f", f"model:{other}", f"model:{ours}", "--reward_model", other)  # fmt: skip
+    main("eval", *flags, "--output_dir", tmp_path / "1")
+    run(2, "eval.py", *flags, "--output_dir", tmp_path / "2")
+    one, two = (json.loads((tmp_path / ranks / "results.json").read_text()) for ranks in "12")
+    assert list(one["overall"]["rewards"]) == ["f", "model/other", "model/ours", "f/long", "f/rare"]
+    assert one["overall"]["rewards"]["f/rare"]["mean"] == 2
+    assert one["reward_model"] == one["overall"]["rewards"]["model/other"]
+    for name, found in one["overall"]["rewards"].items():
+        assert two["overall"]["rewards"][name] == pytest.approx(found, rel=1e-5)
+
+
+def test_plain_prompts_are_text_and_what_was_cut_off_has_no_end(device, tmp_path):
+    tokenizer, other = load_tokenizer(resolve_model("tiny")), save_classifier(tmp_path / "other", template=None)
+    row = dict(question="What then?", _source="a:1")
+    group = [sampled(tokenizer, row, "What then?\n", "nothing", how) for how in ("stop", "length")]
+    args = Args(reward=(f"model:{other}",), prompt_format="plain", dtype="float32")
+    _, parts = Rewards(args, [row], tokenizer, device)([group], Meter())
+    theirs = load_tokenizer(str(other))
+    ids = theirs("What then?\nnothing")["input_ids"]
+    expected = [by_transformers(other, ids + [theirs.eos_token_id]), by_transformers(other, ids)]
+    assert parts["model"][0].tolist() == pytest.approx(expected, abs=1e-4) and expected[0] != expected[1]
+
+
+def test_what_it_cannot_read_has_no_reward(asked, device, tmp_path):
+    """Too long for its context, here or in the policy's ids, for --pack_tokens, or refused by its template."""
+    tokenizer, rows, groups = asked
+    other = save_classifier(tmp_path / "other", context=50)
+    args = Args(reward=(f"model:{other}",), max_reward_errors=0.3, dtype="float32")
+    rewards, meter = Rewards(args, rows, tokenizer, device), Meter()
+    total, _ = rewards(groups, meter)
+    assert total.isnan().tolist() == [[False, False], [False, True]] and meter.reduce()["reward/error_fraction"] == 0.25
+    with pytest.raises(
+        RunError, match=r"of 2 .*model on a:2: .*other: a sequence of \d+ tokens is longer than its con"
+    ):
+        rewards(groups[1:], Meter())
+    rows[1]["prompt"][0]["role"] = "system"
+    with pytest.raises(
+        RunError, match=r"model on a:2: .*other: its chat template refuses the messages: no system turns"
+    ):
+        rewards(groups[1:], Meter())
+    args = Args(reward=(f"model:{other}",), pack_tokens=30, max_new_tokens=8, max_reward_errors=0.5, dtype="float32")
+    with pytest.raises(RunError, match=r"a sequence of \d+ tokens is longer than --pack_tokens"):
+        Rewards(args, rows, tokenizer, device)(groups[:1], Meter())
+
+
+def test_a_model_that_cannot_be_asked_is_refused_at_start(asked, device, tmp_path):
+    tokenizer, rows, _ = asked
+    bare, other = save_classifier(tmp_path / "bare", template=None), save_classifier(tmp_path / "other")
+    for flags, path, words in (
+        (dict(), bare, "prompts are messages, and its tokenizer has no chat template"),
+        (dict(system_prompt="Be brief."), other, "its chat template refuses the messages: no system turns"),
+        (
+            dict(environment="calculator"),
+            other,
+            "another tokenizer than --model's, which --environment has no text for",
+        ),
+        (dict(), tmp_path, "the folder has no config.json"),
+        (dict(), tmp_path / "none", "no such folder"),
+    ):
+        named = ("environment",) if flags.get("environment") else ()
+        args = Args(reward=(f"model:{path}", *named), **flags)
+        with pytest.raises(ValueError, match=f"^--reward .*{words}") as error:
+            Rewards(args, rows, tokenizer, device)
+        assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["gsm8k", "a/b.py:f", "model:runs/a/hf"], ["gsm8k", "f", "model"]),
+        (["model:runs/a/hf", "model:runs/b/hf/"], ["model/a/hf", "model/b/hf"]),
+        (["model:org/one", "model:org/two", "gsm8k"], ["model/one", "model/two", "gsm8k"]),
+        (["model:a/x/hf", "model:b/x/hf", "model:hf"], ["model/a/x/hf", "model/b/x/hf", "model/hf"]),
+    ],
+)
+def test_models_are_named_by_what_tells_them_apart(names, short):
+    assert list(short_names(names).values()) == short
+
+
+def test_the_same_model_twice_is_refused(asked, device, tmp_path):
+    folder = save_classifier(tmp_path / "other")
+    with pytest.raises(ValueError, match="the names must differ"):
+        Rewards(Args(reward=(f"model:{folder}", f"model:{folder}/")), asked[1], asked[0], device)

@@ -1,0 +1,176 @@
+"""Ranks that only generate: the same run as with the engine in the training process, bounded staleness, nothing lost at
+a kill, and no hang when a rank of either kind dies."""
+
+import json
+import os
+import signal
+from collections import Counter
+
+import helpers
+import pytest
+import yaml
+from helpers import Moment, Ranks, assert_close_metrics, assert_same_weights, metrics, run, until, weights
+from test_grpo import REWARD
+
+import rloo
+from common.model.hub import load_tokenizer
+from common.train.checkpoint import prepare_output_dir
+from tests.rewards.test_reward_model import by_transformers, save_classifier
+
+pytestmark = pytest.mark.slow
+
+STEPS, PROMPTS = 6, 8
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """48 prompts, each with a name of its own: an epoch is six steps."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [dict(prompt=f"{100 + i}+7=", answer=str(107 + i)) for i in range(STEPS * PROMPTS)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    return (
+        "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
+        "--reward", f"{folder / 'reward.py'}:digits", "--prompts_per_step", PROMPTS, "--samples_per_prompt", 4,
+        "--max_new_tokens", 8, "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--save_every", 2,
+    )  # fmt: skip
+
+
+FAST = ("--engine", "transformers")
+
+
+@pytest.fixture(scope="module")
+def colocated(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colocated")
+    run(1, "rloo.py", *flags, *FAST, "--output_dir", folder)
+    return folder
+
+
+def lines(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_without_staleness_it_is_the_colocated_run_also_when_a_rollout_rank_is_told_to_stop(colocated, flags, tmp_path):
+    """It stops all, and the same command resumes."""
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
+    with Ranks(2, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
+        until(Moment(tmp_path, step=2).logged)
+        os.kill(ranks.pids[1], signal.SIGTERM)
+        done = ranks.end()
+    assert done.returncode == 0 and "told to stop after step" in done.stdout, done.stderr
+    assert "resuming from" in run(2, "rloo.py", *flags, "--output_dir", tmp_path).stdout
+    assert_same_weights(colocated, tmp_path)
+    assert lines(colocated) == lines(tmp_path)
+    numbers = ("loss", "kl", "grad_norm", "reward", "eval/pass_at_1", "eval/reward", "epoch", "num_tokens")
+    assert_close_metrics(colocated, tmp_path, numbers, rel=0)
+
+
+def test_with_vllm_too_it_is_the_colocated_run(flags, tmp_path):
+    """Weights go from two shards, parameter by parameter, into a vLLM engine that has to agree with the trainers."""
+    flags = (*flags, "--engine", "vllm", "--max_steps", 2)
+    run(3, "rloo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
+    for line in metrics(tmp_path)[1:]:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4 and line["sampling/staleness/max"] == 0
+    run(1, "rloo.py", *flags, "--output_dir", tmp_path / "colocated")
+    assert [line["completion"] for line in lines(tmp_path)] == [x["completion"] for x in lines(tmp_path / "colocated")]
+    one, other = weights(tmp_path), weights(tmp_path / "colocated")
+    assert max((one[name] - other[name]).abs().max() for name in one) < 1e-5
+
+
+def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
+    staleness = 3
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
+    helpers.run_and_kill(2, "rloo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    assert not (tmp_path / "hf").exists(), "killed too late"
+    run(2, "rloo.py", *flags)
+    ages = [line["step"] - 1 - line["version"] for line in lines(tmp_path)]
+    assert 0 < max(ages) <= staleness and min(ages) == 0, Counter(ages)
+    uses = Counter(line["prompt"] for line in lines(tmp_path))
+    assert len(uses) == STEPS * PROMPTS and set(uses.values()) == {4}, "each prompt of the epoch once, four samples"
+    for line in metrics(tmp_path)[1:]:
+        stale = line["sampling/staleness/max"] > 0
+        assert stale == (line["sampling/sampling_logp_difference/max"] > 1e-4), "old weights, other probabilities"
+        assert 0 <= line["idle/rollout_ranks"] <= 1 and 0 < line["idle/training_ranks"] < 1 and "engine/running" in line
+
+
+@pytest.mark.parametrize("extra", [("--engine", "vllm", "--oversample", 1.5), (*FAST, "--partial_rollouts", "false")])
+def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, small, tmp_path):
+    """How much of it they interrupt is a matter of time; that a token has the log-prob of its weights, and that what
+    has begun can be ended before, stand in test_engine.py and test_episodes.py."""
+    flags = (*flags, *small[:2], "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
+    run(2, "rloo.py", *flags, *extra, "--max_staleness", 2, "--output_dir", tmp_path)
+    lines = metrics(tmp_path)
+    assert all(line["sampling/version_spread/max"] <= line["sampling/staleness/max"] <= 2 for line in lines)
+    assert "vllm" in extra or all(line["sampling/version_spread/max"] == 0 for line in lines)
+    assert {line["what"] for line in timeline(tmp_path, 1)} >= {"sample", "weights"}
+    assert {line["what"] for line in timeline(tmp_path, 0)} >= {"rollout", "train", "step", "sync"}
+
+
+def test_reward_models_are_asked_about_what_is_complete_while_the_rest_is_sampled(flags, small, tmp_path):
+    judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
+    extra = (*small[:2], "--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
+    where = ("--rollout_ranks", 1, "--max_staleness", 2, "--oversample", 1.5, "--output_dir", folder)
+    run(3, "rloo.py", *flags, *extra, *where)
+    tokenizer = load_tokenizer(str(judge))
+    for line in lines(folder)[::7]:
+        ids = tokenizer(line["prompt"] + line["completion"])["input_ids"]
+        ids += [tokenizer.eos_token_id] * (line["finish_reason"] == "stop")
+        assert line["reward"] == pytest.approx(by_transformers(judge, ids), abs=1e-4)
+    did = sorted(timeline(folder, 0), key=lambda span: span["began"])
+    did = [span["what"] for span in did if span["what"] in ("rollout", "reward", "train")]
+    assert "rollout" in did[did.index("reward") : did.index("train")], did
+
+
+def timeline(folder, rank: int) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"timeline/rank_{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
+    (2, 1, "grpo.py", ()), (2, 1, "dapo.py", ("--max_draws", 3)), (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
+    (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
+    (2, 1, "distill.py", ("--teacher", "tiny")),
+])  # fmt: skip
+def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, extra, flags, small, tmp_path):
+    where = (*small[:2], "--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
+    run(ranks, script, *flags, *FAST, *extra, *where)
+    assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
+    assert all(line["sampling/staleness/max"] <= 1 for line in metrics(tmp_path)[1:])
+    assert metrics(tmp_path)[-1]["sampling/staleness/max"] == 1
+
+
+@pytest.mark.parametrize(
+    "victim, message", [(0, "error: training rank 0 is gone: "), (2, "error: rollout rank 2 is gone: ")]
+)
+def test_a_dead_rank_of_either_kind_ends_the_job(victim, message, flags, tmp_path):
+    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_steps", 5000, "--epochs", 1000, "--eval_every", 0)
+    with Ranks(3, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
+        until(Moment(tmp_path, step=2).logged)
+        os.kill(ranks.pids[victim], signal.SIGKILL)
+        done = ranks.end()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and (message in said[0] or "lost another rank" in said[0]), done.stderr
+
+
+def test_a_resumed_run_may_change_its_rollout_ranks_but_not_how_old_samples_may_be(tmp_path, device):
+    (tmp_path / "metrics.jsonl").write_text("")
+
+    def goes_on(**now: int) -> None:
+        then = rloo.Args(rollout_ranks=2, max_staleness=3)
+        (tmp_path / "args.yaml").write_text(yaml.safe_dump(then.to_dict()))
+        prepare_output_dir(rloo.Args(**now, output_dir=str(tmp_path)))
+
+    goes_on(rollout_ranks=3, max_staleness=3)
+    goes_on()  # without rollout ranks the flag is not read
+    with pytest.raises(ValueError, match="max_staleness was 3, is 1"):
+        goes_on(rollout_ranks=2)
+
+
+def test_trainers_that_fail_at_start_leave_no_rollout_rank_behind(flags, tmp_path):
+    bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
+    stderr = run(2, "rloo.py", *flags, *FAST, *bad, code=1, torchrun=True).stderr
+    assert [line for line in stderr.splitlines() if line.startswith("error: ")][0].startswith(
+        "error: --reward nonsense"
+    )
+    assert "forcefully" not in stderr, "the launcher waited 30 seconds for it and killed it"

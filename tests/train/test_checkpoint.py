@@ -1,0 +1,215 @@
+"""The run's folder and its checkpoints, whole or damaged; and what is exported is what was trained."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.config.groups import TrainArgs
+from common.model.hub import load_tokenizer
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.train.checkpoint import Checkpointer, export_hf, prepare_output_dir
+from common.train.optim import adamw
+
+# ---- export ----
+
+
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))])
+def test_export_is_the_checkpoint(name, dtype, computed, tmp_path, device):
+    """Straight after loading: the same names and weights, in the wider of their dtype and `--dtype`, and files that
+    transformers opens."""
+    path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
+    args = dataclasses.replace(ARGS, dtype=computed)
+    export_hf(load_policy(path, args, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf"))
+    wider = torch.promote_types(dtype, getattr(torch, computed))
+    assert before.keys() == after.keys()
+    assert all(after[n].dtype == wider and torch.equal(after[n], before[n].to(wider)) for n in before)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == wider
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=wider) for folder in (path, tmp_path / "hf")]
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(*(model(ids).logits for model in models))
+    text = "1+1=\u00e9"
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(path)(text)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, device):
+    policy = load_policy(tiny_model(), ARGS, device)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.5)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "stale").touch()
+    export_hf(policy, load_tokenizer(tiny_model()), tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    for name, tensor in exported.state_dict().items():
+        assert torch.equal(tensor, whole(policy.hf.state_dict()[name])), name
+    assert not (tmp_path / "hf" / "stale").exists()
+    folders = Path(tiny_model()), tmp_path / "hf"
+    before, after = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
+    assert before == after
+
+
+# ---- the folder ----
+
+
+def begin(folder, **flags) -> None:
+    """As far as a run with a checkpoint."""
+    prepare_output_dir(TrainArgs(output_dir=str(folder), **flags))
+    (folder / "checkpoints" / "step_000001").mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def test_a_folder_belongs_to_a_run_with_its_flags(tmp_path):
+    begin(tmp_path)
+    begin(tmp_path, max_steps=9, save_every=1, resume="must")  # may change
+    before = (tmp_path / "args.yaml").read_text()
+    for flags, words in (
+        (
+            dict(lr=1.0),
+            r"holds a run with other flags \(lr was 1e-05, is 1.0\): name another folder, or --resume never",
+        ),
+        (dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5), r"lr was 1e-05, is 1.0, .* and 1 more\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^--output_dir {tmp_path} .*{words}"):
+            begin(tmp_path, **flags)
+    assert (tmp_path / "args.yaml").read_text() == before
+    begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
+    for folder in (tmp_path / "held_out", tmp_path):
+        text = (folder / "args.yaml").read_text()
+        older = re.sub(r"^(dataset|eval_dataset):\n- (.*)\n", r"\1: \2\n", text, flags=re.MULTILINE)  # when it was one
+        assert older != text and older.count("\n- ") == text.count("\n- ") - (1 if folder == tmp_path else 2)
+        (folder / "args.yaml").write_text(older)
+    begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
+    begin(tmp_path)
+    assert (tmp_path / "args.yaml").read_text() != older
+    (tmp_path / "args.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="args.yaml in it is not one of ours"):
+        begin(tmp_path)
+
+
+def test_a_run_that_never_began_leaves_the_folder_free(tmp_path):
+    prepare_output_dir(TrainArgs(output_dir=str(tmp_path)))
+    prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0))
+    with pytest.raises(ValueError, match=f"^--resume must: {tmp_path} has no checkpoint"):
+        prepare_output_dir(TrainArgs(output_dir=str(tmp_path), resume="must"))
+
+
+def test_starting_over_deletes_what_is_ours_and_nothing_else(tmp_path):
+    begin(tmp_path)
+    for name in ("own.json", "other.json", "hf.tmp/x", "checkpoints/step_000002.tmp/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    begin(tmp_path)
+    assert (tmp_path / "own.json").is_file() and not list(tmp_path.rglob("*.tmp"))
+    prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0, resume="never"), owned=("own*.json",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.yaml", "checkpoints", "other.json"]
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}/file/run: .*Not a directory"):
+        prepare_output_dir(TrainArgs(output_dir=str(tmp_path / "file" / "run")))
+
+
+# ---- checkpoints ----
+
+
+class Cursor:
+    """What has a state."""
+
+    at = 0
+
+    def state_dict(self) -> dict:
+        return dict(at=self.at)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.at = state["at"]
+
+
+@pytest.fixture
+def checkpointer(tmp_path, device):
+    """With one checkpoint after each of three steps, of which all are kept."""
+    args = TrainArgs(output_dir=str(tmp_path), keep_last=3, dtype="float32")
+    model = load_policy(tiny_model(), args, device)
+    made = Checkpointer(args, model, adamw(model, args), load_tokenizer(tiny_model()), cursor=Cursor())
+    for step in (1, 2, 3):
+        fill(made, step)
+        made.save(step)
+    fill(made, 0)
+    return made
+
+
+def fill(made: Checkpointer, value: float) -> None:
+    """Weights, moments and cursor of a step."""
+    model, optimizer = made.trained[""]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad = None
+        with torch.no_grad():
+            parameter.fill_(value)
+        optimizer.state[parameter]["exp_avg"].fill_(value)
+    made.stateful["cursor"].at = value
+
+
+def is_of_step(made: Checkpointer, value: float) -> bool:
+    model, optimizer = made.trained[""]
+    same = all((whole(p) == value).all() and (whole(optimizer.state[p]["exp_avg"]) == value).all()
+               for p in model.parameters())  # fmt: skip
+    return same and made.stateful["cursor"].at == value
+
+
+def steps_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_newest_checkpoint_comes_back(checkpointer, tmp_path, capsys):
+    assert checkpointer.load_latest() == 3 and is_of_step(checkpointer, 3)
+    assert f"resuming from {tmp_path}/checkpoints/step_000003 (step 3)" in capsys.readouterr().out
+    assert json.loads((tmp_path / "checkpoints/step_000003/state.json").read_text()) == dict(step=3, cursor=dict(at=3))
+    checkpointer.keep_last = 2
+    fill(checkpointer, 30)
+    checkpointer.save(3)  # once more: it replaces the one of that step
+    assert steps_in(tmp_path) == ["step_000002", "step_000003"]
+    assert checkpointer.load_latest() == 3 and is_of_step(checkpointer, 30)
+
+
+def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_path, capsys):
+    folder = tmp_path / "checkpoints"
+    shard = next((folder / "step_000003").glob("*.distcp"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    (folder / "step_000002" / "manifest.json").write_text("{}")
+    shutil.copytree(folder / "step_000001", folder / "step_000009.tmp")  # a save that was killed
+    assert checkpointer.load_latest() == 1 and is_of_step(checkpointer, 1)
+    said = capsys.readouterr().out
+    assert f"step_000003 is damaged ({shard.name} is not what was written): trying the one before it" in said
+    assert "step_000002 is damaged (manifest.json does not list the checkpoint's files)" in said
+    assert [name for name in steps_in(tmp_path) if "." not in name] == ["step_000001"]
+    next((folder / "step_000001").glob("*.distcp")).unlink()
+    for _ in range(2):  # the second time too, when it has been set aside
+        with pytest.raises(ValueError, match=f"no checkpoint in {folder} is whole: --resume never starts over"):
+            checkpointer.load_latest()
+
+
+def test_without_a_checkpoint_it_starts_at_0(checkpointer, tmp_path):
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert checkpointer.load_latest() == 0

@@ -1,0 +1,153 @@
+"""The learning rate is a function of the step, and no bad gradient reaches the weights."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from common.config.groups import TrainArgs
+from common.data.packing import Sample, pack
+from common.model.policy import load_policy
+from common.model.tiny import tiny_model
+from common.parallel.distributed import RunError
+from common.train.optim import HostAdamW, adamw, learning_rate, optimizer_step
+
+CPU = torch.device("cpu")
+
+
+def rates(total: int, **flags) -> list[float]:
+    args = TrainArgs(lr=1.0, **flags)
+    return [learning_rate(step, total, args) for step in range(total)]
+
+
+def test_constant():
+    assert rates(3) == [1, 1, 1]
+
+
+def test_warmup_then_linear():
+    assert rates(8, warmup_steps=4, lr_schedule="linear") == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
+    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_at_the_floor():
+    decay = rates(100, lr_schedule="cosine", min_lr_ratio=0.2)
+    assert decay[0] == 1 and decay[50] == pytest.approx(0.6) and 0.2 < decay[-1] < 0.201
+    assert all(a > b for a, b in zip(decay, decay[1:], strict=False))
+    after = learning_rate(100, 100, TrainArgs(lr=1.0, lr_schedule="cosine", min_lr_ratio=0.2))
+    assert (
+        after
+        == pytest.approx(0.2)
+        == learning_rate(200, 100, TrainArgs(lr_schedule="linear", lr=1.0, min_lr_ratio=0.2))
+    )
+
+
+def test_warmup_longer_than_the_run():
+    assert rates(2, warmup_steps=4, lr_schedule="cosine") == [0.25, 0.5]
+
+
+# ---- the step ----
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.fixture
+def model(device):
+    model = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    (mb,) = pack([Sample(ids=[5, 6, 7, 8], loss_mask=[True] * 4)], 10, device)
+    (-model(mb)[0].sum()).backward()
+    return model
+
+
+def snapshot(model) -> dict[str, torch.Tensor]:
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_clipping_and_its_norm(model, scale):
+    """The norm returned is the one before clipping; only longer gradients are scaled down."""
+    gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
+    before, sgd = snapshot(model), torch.optim.SGD(model.parameters(), lr=123.0)
+    loss = torch.tensor(1.0)
+    assert optimizer_step(model, sgd, 0.1, scale * norm, loss) == pytest.approx(norm, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        expected = before[name] - 0.1 * min(scale, 1.0) * gradients[name]
+        torch.testing.assert_close(whole(parameter.detach()), expected, atol=1e-6, rtol=1e-4)
+        assert parameter.grad is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nothing_changes_when_loss_or_gradient_is_not_finite(model, bad, where):
+    args = TrainArgs(dtype="float32", lr=0.1, weight_decay=0.1)
+    optimizer, before, loss = adamw(model, args), snapshot(model), torch.tensor(1.0)
+    if where == "loss":
+        loss = torch.tensor(bad)
+    else:
+        whole_grad = next(model.parameters()).grad
+        whole_grad.mul_(bad)
+    with pytest.raises(RunError, match=f"the {where}.*stopped before the optimizer step"):
+        optimizer_step(model, optimizer, 0.1, 1.0, loss)
+    assert all(torch.equal(t, before[name]) for name, t in snapshot(model).items())
+    assert all(not whole(value).any() for state in optimizer.state.values() for value in state.values())
+
+
+def test_weight_decay_is_on_matrices_only(model):
+    args = TrainArgs(dtype="float32", lr=0.1, weight_decay=0.5)
+    optimizer, before = adamw(model, args), snapshot(model)
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    optimizer_step(model, optimizer, 0.1, 1.0, torch.tensor(0.0))
+    shapes = {name: tensor.ndim for name, tensor in before.items()}
+    assert set(shapes.values()) == {1, 2}
+    for name, tensor in snapshot(model).items():
+        torch.testing.assert_close(tensor, before[name] * (0.95 if shapes[name] == 2 else 1.0))
+
+
+def test_adamw_takes_its_flags(model):
+    optimizer = adamw(model, TrainArgs(adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.1))
+    assert all(group["betas"] == (0.5, 0.6) for group in optimizer.param_groups)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_states_are_there_before_the_first_step_and_change_nothing(model):
+    """An engine that starts later counts them; the updates are those of an optimizer that makes them as it goes."""
+    args, lazily = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), CPU)
+    ours, plain = adamw(model, args), adamw(lazily, args)
+    assert all(ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} for p in model.parameters())
+    plain.state.clear()
+    for _ in range(3):
+        for p, q in zip(model.parameters(), lazily.parameters(), strict=True):
+            p.grad = q.grad = torch.ones_like(p)
+        ours.step()
+        plain.step()
+    for p, q in zip(model.parameters(), lazily.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q))
+        assert ours.state[p]["step"] == 3 and torch.equal(
+            whole(ours.state[p]["exp_avg"]), whole(plain.state[q]["exp_avg"])
+        )
+
+
+def test_moments_on_the_host_change_nothing(model, device):
+    """Bit for bit, with decay, a parameter without gradient and different rates; and only the moments moved."""
+    args, twin = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    plain, host = adamw(twin, args), adamw(model, dataclasses.replace(args, offload="optimizer"))
+    assert isinstance(host, HostAdamW) and not isinstance(plain, HostAdamW)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(4):
+        for i, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            p.grad = q.grad = None
+            if i != 1:
+                p.grad, q.grad = torch.zeros_like(p), torch.zeros_like(q)
+                p.grad.to_local().copy_(torch.randn(p.shape, generator=generator))
+                q.grad.to_local().copy_(p.grad.to_local())
+        for optimizer in (plain, host):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q))
+        mine, theirs = host.state[p], plain.state[q]
+        assert mine["step"] == theirs["step"] and mine["exp_avg"].to_local().device.type == "cpu"
+        assert all(torch.equal(whole(mine[k]).cpu(), whole(theirs[k]).cpu()) for k in ("exp_avg", "exp_avg_sq"))
