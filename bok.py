@@ -3,16 +3,19 @@ Noukhovitch et al. 2024, arXiv:2410.18252).
 
     torchrun --nproc_per_node 8 bok.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
 
-Several completions of each prompt are sampled and rewarded, the best are kept, and the policy is fitted to them by
-maximum likelihood, as in sft.py. Nothing pushes down what was bad. With `--beta` completions are ranked by their reward
-minus beta times log(policy / starting model). With `--offline` the starting model samples once, for all prompts, and
-what is kept of that is the training set.
+The policy samples G completions of every prompt and learns the best ones by maximum likelihood, as in sft.py. No term
+of the objective lowers the probability of the others:
 
-Differences from the papers: one rollout is one optimizer step by default, where RAFT alternates large rounds of
-sampling and training (--prompts_per_step, --minibatches and --epochs_per_rollout make those). See docs/bok.md.
+    S_i = R_i - beta log(pi(y_i) / pi_ref(y_i))                                                  ranking_PG in main()
+    K   = the `keep` completions of each prompt with the highest S_i, or all with S_i > keep_above              best()
+    L   = mean_t [ -log pi(y_t) ]                              t: tokens of the completions in K                loss()
 
-Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch. Every per-token stream is
-aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
+With `--offline` the starting model samples once, for all prompts, and the best of these completions are the training
+set. Differences from the papers: a rollout is one optimizer step by default, where RAFT alternates large rounds of
+sampling and training; --prompts_per_step, --minibatches and --epochs_per_rollout make such rounds. See docs/bok.md.
+
+Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a micro-batch. Per-token
+tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
 import math
@@ -23,46 +26,60 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.config.flags import AtLeast2, NotNegative, Positive, with_flags
+from common.config.flags import AtLeast2, NotNegative, Positive
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.config.parse import parse
-from common.data.packing import Sample, of_samples, pack_minibatches, to_samples
+from common.data.packing import Sample, pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import add_logprobs
+from common.model.logprobs import with_logprobs
 from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
-from common.objectives.shaping import truncation_penalties
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
+from common.rollout import statistics
 from common.rollout.completions_file import read_completions, sample_completions, samples_to_train_on
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_rollouts, serve
 from common.rollout.sampler import Rollouts
-from common.rollout.statistics import check_rollout, evaluate, measure_groups, measure_sampling, truncated
 from common.train.checkpoint import prepare_output_dir
+from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
-OFFLINE_FILE = "completions.jsonl"
+SHOW = ("loss", "reward", "eval/pass_at_1", "time/step")
+
+
+# ---- the objective ----
+
+
+def best(ranking_PG: Tensor, *, keep: int, keep_above: float | None) -> Tensor:
+    """Return which completions are trained on, [P, G] bool: the `keep` highest of each group, the first among
+    equals, or all above `keep_above`. A completion without a reward (NaN) is not kept."""
+    if keep_above is not None:
+        return ranking_PG > keep_above
+    order_PG = ranking_PG.nan_to_num(nan=-math.inf).argsort(dim=-1, descending=True, stable=True)
+    return (order_PG.argsort(dim=-1) < keep) & ~ranking_PG.isnan()
+
+
+def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
+    """Return this micro-batch's share of the loss: the mean of -log pi over the `tokens` of the *global* minibatch."""
+    return -(logprobs_T * mask_T).sum() / tokens.clamp(min=1)
 
 
 @dataclass
 class Args(OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     output_dir: str = "runs/bok"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/; with --offline
-    completions.jsonl too"""
     samples_per_prompt: AtLeast2 = 4
     """completions sampled for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
-    """how many of them are trained on: those of highest reward, of equal ones the first"""
+    """number of completions of each prompt to train on: those of highest reward"""
     keep_above: float | None = None
-    """train on all whose reward (less penalties) is above this, however many; in place of --keep"""
+    """train on all completions whose reward (less penalties) is above this, instead of --keep; default: off"""
     beta: NotNegative[float] = 0.0
-    """what ranks completions is reward - beta x log(policy / starting model); 0 never loads the starting model"""
+    """completions are ranked by reward - beta x log(policy / starting model); 0 never loads the starting model"""
     offline: bool = False
-    """sample once before training, from the starting model, and train on what is kept of that"""
+    """sample once before training, from the starting model, and train on the best of these completions"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,24 +90,15 @@ class Args(OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
         self.require_read("rollout_ranks", not self.offline, "with --offline nothing is sampled during training")
 
 
-def best(ranking_PG: Tensor, *, keep: int, keep_above: float | None) -> Tensor:
-    """Which completions are trained on, [P, G] bool: the first `keep` of each group in descending order, of equal ones
-    the first, or all above `keep_above`. One without a reward (NaN) never is."""
-    if keep_above is not None:
-        return ranking_PG > keep_above
-    order_PG = ranking_PG.nan_to_num(nan=-math.inf).argsort(dim=-1, descending=True, stable=True)
-    return (order_PG.argsort(dim=-1) < keep) & ~ranking_PG.isnan()
-
-
 def sample_offline(
     args: Args, prompts: Prompts, rollouts: Rollouts, rewards: Rewards, tokenizer
-) -> list[list[Sample]] | None:
-    """The starting model's completions of every prompt, rewarded, on every rank: from completions.jsonl, which grows as
-    they come and is only read once it is whole. None if the run was told to stop meanwhile. Collective.
+) -> tuple[list[list[Sample]], Tensor]:
+    """Return the starting model's completions of all prompts, on every rank, and their rewards, [prompts, G]; none
+    after a stop. They are stored in completions.jsonl; a complete file is only read. Collective.
 
-    Raises `ValueError` for a file that is damaged or of other prompts.
+    Raises `ValueError` for a file that is damaged or has other prompts.
     """
-    file = Path(args.output_dir) / OFFLINE_FILE
+    file = Path(args.output_dir) / "completions.jsonl"
     lines = read_completions("--output_dir", file, prompts, tokenizer, own=True, to_train_on=True)
     if lines and (found := len(lines[0]["completions"])) != args.samples_per_prompt:
         raise ValueError(f"{file}: {found} completions of a prompt, --samples_per_prompt is {args.samples_per_prompt}")
@@ -101,124 +109,108 @@ def sample_offline(
     lines = sample_completions(
         file, lines, prompts, generate, rewards, batch_size=args.prompts_per_step, seed=args.seed, to_train_on=True
     )
-    if len(lines) == len(prompts):
-        return samples_to_train_on(lines, prompts, tokenizer, episodes=args.environment is not None)
-    if distributed.is_main():
-        print(f"told to stop after {len(lines)} of {len(prompts)} prompts; the same command goes on from there")
-    return None
+    if len(lines) < len(prompts):
+        if distributed.is_main():
+            print(f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues")
+        return [], torch.zeros(0)
+    scores = [[math.nan if c["reward"] is None else c["reward"] for c in line["completions"]] for line in lines]
+    groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.environment is not None)
+    return groups, torch.tensor(scores, dtype=torch.float64)
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until the others are done
+        return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
-    # ---- data: prompts as token ids, and what the rewards need beside them ----
+    # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
-    model = load_policy(path, args, device)
-    reference = load_reference(model, args, device) if args.beta else None
-    optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
+    # ---- models: FSDP2 shards ----
+    policy = load_policy(path, args, device)  # trained
+    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    optimizer = adamw(policy, args)
+    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
-        stored = sample_offline(args, prompts, rollouts, rewards, tokenizer)
-        if stored is None:
+        stored, stored_rewards = sample_offline(args, prompts, rollouts, rewards, tokenizer)
+        if not stored:  # a stop was requested
             rollouts.close()
             return distributed.cleanup()
 
-    # ---- what is kept, its floats bound to the flags of their names ----
-    choose, cut_off = with_flags(best, args), with_flags(truncation_penalties, args)
-
-    # ---- resume: everything else is a function of (seed, step) ----
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts,
-        show=("loss", "reward", "eval/pass_at_1", "time/step"),
-        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "eval/reward",
-                "kept/reward", "loss", "kl", "entropy", "completions/mean_length", "grad_norm"),
-    )  # fmt: skip
-    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    run.message(
-        f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, "
-        f"{updates} updates per rollout"
-    )
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    total_steps = num_steps(args, prompts)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
+              curves=(*CURVES, "kept/reward", "loss", "kl"))  # fmt: skip
+    run.message(*describe(args, prompts, held_out, rollouts))
+    meter = run.meter
     if args.offline:
-        stored_PG = of_samples(stored, "reward")
-        run.message(f"offline: {stored_PG.numel()} completions, mean reward {stored_PG.nanmean():.4g}")
-    if held_out and run.first_step == 0:
-        run.log(0, evaluate(rollouts, 0, held_out, rewards))
+        run.message(f"offline: {stored_rewards.numel()} completions, mean reward {stored_rewards.nanmean():.4g}")
+    if run.first_step == 0:
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
-        with meter.time("step"):
-            if args.offline:
-                drawn = rollouts.order.draw(args.prompts_per_step)
-                groups = [stored[drawn[i]] for i in rollouts.positions]
-                rewards_PG, parts = of_samples(groups, "reward"), {}
-            else:
-                rollouts.submit(step, total_steps)
-                groups = rollouts.collect(step, meter)
-                if groups is None:  # told to stop
-                    break
-                with meter.time("reward"):
-                    rewards_PG, parts = rewards(groups, meter)
-            measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            if run.checks_engine(step) and (step == 0 or not args.offline):  # what is stored is of the starting model
-                check_rollout(model, groups, step, args, device)
+        # ---- 1. rollout: G completions of each of this rank's P prompts, sampled now or before training ----
+        if args.offline:
+            drawn = rollouts.order.draw(args.prompts_per_step)
+            mine = [drawn[i] for i in rollouts.positions]
+            groups, rewards_PG, parts = [stored[i] for i in mine], stored_rewards[mine], {}
+        else:
+            groups = rollouts.rollout(step, total_steps, meter)
+            if groups is None:  # a stop was requested
+                break
+            with meter.time("reward"):
+                rewards_PG, parts = rewards(groups, meter)
+        statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+        if run.checks_engine(step) and (step == 0 or not args.offline):  # stored completions are the starting model's
+            statistics.check_rollout(policy, groups, step, args, device)
 
-            # ---- 2. rank and choose ----
-            ranking_PG = rewards_PG + cut_off(truncated(groups))
-            if reference is not None:
-                with meter.time("logprobs"):
-                    everything = pack_minibatches(groups, 1, args.pack_tokens, device)
-                    add_logprobs("old", model, everything, args.temperature)
-                    add_logprobs("ref", reference, everything, args.temperature)
-                for mb in chain(*everything):
-                    mb.to_samples(kl=mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T))
-                kl_PG = of_samples(groups, "kl")
-                ranking_PG = ranking_PG - args.beta * kl_PG
-                meter.mean("kl", kl_PG.sum(), kl_PG.numel())
-            kept_PG = choose(ranking_PG)
-            to_samples(groups, advantage=kept_PG.double())  # for samples.jsonl
-            kept = [[sample for sample in group if sample.advantage] for group in groups]
-            minibatches = pack_minibatches(kept, args.minibatches, args.pack_tokens, device)
-            meter.mean("kept/reward", rewards_PG[kept_PG].sum(), kept_PG.sum())
-            meter.mean("kept/fraction", kept_PG.sum(), kept_PG.numel())
+        # ---- 2. rank and choose ----
+        ranking_PG = rewards_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
+        if reference is not None:
+            with meter.time("logprobs"):
+                packed = pack_minibatches(groups, 1, args.pack_tokens, device)
+                (packed,) = with_logprobs(packed, args.temperature, old=policy, ref=reference)
+            kl = [mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T) for mb in packed]
+            kl_PG = per_sample(packed, kl, rewards_PG.shape)
+            ranking_PG = ranking_PG - args.beta * kl_PG
+            meter.mean("kl", kl_PG.sum(), kl_PG.numel())
+        kept_PG = best(ranking_PG, keep=args.keep, keep_above=args.keep_above)
+        kept = [[s for s, k in zip(*pair, strict=True) if k] for pair in zip(groups, kept_PG, strict=True)]
+        minibatches = pack_minibatches(kept, args.minibatches, args.pack_tokens, device)
+        meter.mean("kept/reward", rewards_PG[kept_PG].sum(), kept_PG.sum())
+        meter.mean("kept/fraction", kept_PG.sum(), kept_PG.numel())
 
-            # ---- 3. update: maximum likelihood of what was kept ----
-            with meter.time("train"):
-                for minibatch in minibatches * args.epochs_per_rollout:
-                    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
-                    minibatch_loss = torch.zeros((), device=device)
-                    for mb in minibatch:
-                        logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                        # Mean over the tokens of the *global* minibatch. FSDP averages over ranks; undo that.
-                        loss = -(logprobs_T * mb.loss_mask_T).sum() / tokens.clamp(min=1)
-                        (loss * world_size).backward()
-                        minibatch_loss += loss.detach()
-                        meter.masked_mean("loss", -logprobs_T, mb.loss_mask_T)
-                        meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
-                        if mb.old_logprobs_T is None:  # the first pass
-                            mb.old_logprobs_T = logprobs_T.detach()
-                            measure_sampling(meter, mb)
-                    lr = run.learning_rate(step)
-                    if not tokens:  # nothing is good enough: no step by momentum alone
-                        optimizer.zero_grad()
-                        continue
-                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
+        # ---- 3. update: one optimizer step per minibatch ----
+        with meter.time("train"):
+            lr = run.learning_rate(step)
+            for i, minibatch in enumerate(minibatches * args.epochs_per_rollout):
+                tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))  # *global* minibatch
+                minibatch_loss = torch.zeros((), device=device)
+                for mb in minibatch:
+                    logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
+                    mb_loss = loss(logprobs_T, mb.loss_mask_T, tokens)
+                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += mb_loss.detach()
+                    meter.masked_means({"loss": -logprobs_T, "entropy": entropy_T}, mb.loss_mask_T)
+                    if i < args.minibatches:  # the first epoch
+                        statistics.measure_mismatch(meter, logprobs_T.detach(), mb)
+                        meter.masked_mean("sampling/kept_fraction", mb.loss_mask_T, mb.loss_mask_T)
+                if tokens:
+                    meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                else:  # no completion was kept: no step by momentum alone
+                    optimizer.zero_grad()
 
         # ---- 4. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
-        if held_out and run.evaluates(step + 1):
-            metrics |= evaluate(rollouts, step + 1, held_out, rewards)
+        if run.evaluates(step + 1):
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions)
+        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, kept_PG.double())
 
     run.end()
     rollouts.close()

@@ -3,106 +3,135 @@ arXiv:2306.13649; MiniLLM, Gu et al. 2023, arXiv:2306.08543).
 
     torchrun --nproc_per_node 8 distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --dataset openai/gsm8k
 
-The student samples, and at each of its tokens its distribution is drawn to the teacher's: no reward, no advantage over
-a group, and as many numbers to learn from as the vocabulary has tokens, at every token. `--on_policy_fraction` below 1
-has the rest of a step's completions from the data.
+The student pi samples, and on each of its tokens its distribution is pulled towards that of the teacher q:
 
-Differences from the papers: the fraction is of each step's prompts, not a coin for each step; nothing is learned
-through the sampling (as in GKD), and a reward is mixed in with `--estimator sampled` alone. See docs/distill.md.
+    full:     L   = mean_t D(pi, q) of the distributions at t; D: --divergence                            loss()
+    sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]          loss()
+              A_t = teacher_coef log(q(y_t) / pi_old(y_t)) + reward_coef A       rho_t = pi(y_t) / pi_old(y_t)
+              A   = (R - mean of the R of its prompt) / their standard deviation                    advantages()
 
-Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch. Every per-token stream is
-aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
+`--on_policy_fraction` below 1 takes the other completions of a step from the data.
+
+Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin for each step; the
+sampling has no gradient (as in GKD); only `sampled` learns from a reward; bounded c_t = pi_old(y_t) / pi_engine(y_t)
+correct for the difference between engine and trainer.
+
+Shapes: P prompts on this rank, G completions per prompt, T packed tokens of a micro-batch. Per-token tensors are
+aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from common.config.flags import (
-    BelowOne,
-    Fraction,
-    NotNegative,
-    OpenFraction,
-    Positive,
-    require_flags_read,
-    with_flags,
-)
+from common.config.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.config.parse import parse
 from common.data.encode import Encoder, cut
 from common.data.order import make_order
-from common.data.packing import Sample, pack, pack_minibatches, to_samples
+from common.data.packing import Sample, pack, pack_minibatches
 from common.data.rows import SFT_COLUMNS, require_columns, usable
 from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.logprobs import add_logprobs
+from common.model.logprobs import with_logprobs
 from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_policy
 from common.model.teacher import StoredTeacher, load_teacher, require_known, shared_vocabulary
-from common.objectives.advantages import group_advantages
-from common.objectives.divergence import DIVERGENCES, Comparison
-from common.objectives.importance import CorrectionArgs, correction_weights
-from common.objectives.policy import clip_policy_loss, clipped
-from common.objectives.shaping import truncation_penalties
+from common.objectives.advantages import centre_groups
+from common.objectives.divergence import DIVERGENCES, Comparison, Divergence, jsd
+from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.policy import bounded_exp, is_clipped
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_rollouts, serve
 from common.train.checkpoint import prepare_output_dir
+from common.train.online import num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
 COLUMNS = tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)  # a prompt and its completion
+SHOW = ("loss", "reverse_kl", "agreement", "eval_loss", "eval/pass_at_1", "time/step")
+CURVES = ("loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy",
+          "teacher_entropy", "completions/mean_length", "grad_norm")  # fmt: skip
+
+# ---- the objective ----
+
+
+def divergence(args: "Args") -> Divergence:
+    """Return the divergence of `--divergence`, a function of the log-probs of student and teacher."""
+    return partial(jsd, jsd_beta=args.jsd_beta) if args.divergence == "jsd" else DIVERGENCES[args.divergence]
+
+
+def advantages(rewards_PG: Tensor) -> Tensor:
+    """Return the advantage A of every completion, [P, G] float64; exactly 0 where all rewards of the prompt
+    are equal. A missing reward (NaN) counts in no statistic and gets 0."""
+    centred_PG, size_P1 = centre_groups(rewards_PG), (~rewards_PG.isnan()).sum(-1, keepdim=True)
+    std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (size_P1 - 1).clamp(min=1)).sqrt()
+    return centred_PG / (std_P1 + 1e-6)
+
+
+def loss(
+    both: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None, advantages_T: Tensor | None,
+    mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return this micro-batch's share of L, a mean over the `tokens` of the *global* minibatch, and tensors [T] to log.
+    `both`: student and teacher. Only the student's own completions have `rollout_logprobs_T`, of the engine, and
+    `advantages_T`, reward_coef A."""
+    if args.estimator == "full":
+        logged = {} if rollout_logprobs_T is None else {"sampling/kept_fraction": torch.ones_like(mask_T)}
+        return (both.divergence_T * mask_T).sum() / tokens, logged
+    A_T = args.teacher_coef * (both.teacher_logprobs_T - old_logprobs_T) + advantages_T
+    c_T = importance_weights(
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, level=args.correction, mode=args.correction_mode,
+        low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
+    )  # fmt: skip
+    log_rho_T = both.logprobs_T - old_logprobs_T
+    rho_T = bounded_exp(log_rho_T)
+    loss_T = -torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T) * c_T
+    clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
+    return (loss_T * mask_T).sum() / tokens, {"clip_ratio/region_mean": clipped_T, "sampling/kept_fraction": c_T > 0}
 
 
 @dataclass
 class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
     output_dir: str = "runs/distill"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     teacher: str | None = None
-    """Hugging Face id or folder of the model to learn from; it has the student's tokenizer. There must be one"""
+    """Hugging Face id or folder of the model to learn from, which has the student's tokenizer. Required"""
     samples_per_prompt: Positive[int] = 1
-    """completions sampled for each prompt (G)"""
     reward: tuple[str, ...] = ()
-    """what to measure completions by: exact_match, gsm8k, math, ... (docs/rewards.md); nothing is learned from it
-    unless reward_coef is above 0"""
+    """rewards to measure completions by (docs/rewards.md); learned from only if reward_coef is above 0"""
     lr: Positive[float] = 1e-5
-    """peak learning rate of AdamW"""
     on_policy_fraction: Fraction = 1.0
-    """the fraction of a step's prompts that the student completes (lambda of the paper); the others' completions are
-    the data's, of other rows"""
+    """fraction of a step's prompts that the student completes (the paper's lambda); the data completes other rows"""
     divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
-    """what is minimised at each token, over the whole vocabulary: the table in docs/distill.md"""
+    """divergence minimised at each token, over the whole vocabulary: the table in docs/distill.md"""
     jsd_beta: OpenFraction = 0.5
     """jsd: weight of the teacher in the mixture; towards 0 it is like forward_kl, towards 1 like reverse_kl"""
     top_k: NotNegative[int] = 0
-    """keep so many of the teacher's most likely tokens and take all others as one: the divergence is then a lower bound
-    of that over the whole vocabulary; 0: the whole vocabulary"""
+    """keep the teacher's k most likely tokens, count all others as one: a lower bound of the divergence; 0: keep all"""
     teacher_logprobs: Literal["live", "stored"] = "live"
-    """stored: the teacher's `top_k` log-probs of the data's completions are written once, before training, which then
-    goes without the teacher in memory; for `--on_policy_fraction 0`"""
+    """stored (--on_policy_fraction 0): write the teacher's `top_k` log-probs of the data once, then train without it"""
     estimator: Literal["full", "sampled"] = "full"
-    """full: of the whole vocabulary; sampled: log(teacher / student) of each sampled token as its advantage in PPO's
-    clipped loss, of which the expected gradient is that of reverse_kl"""
+    """full: the divergence; sampled: PPO's clipped loss with log(teacher / student) of each token as its advantage"""
     teacher_coef: NotNegative[float] = 1.0
     """sampled: weight of log(teacher / student) in a token's advantage"""
     reward_coef: NotNegative[float] = 0.0
-    """sampled: weight of the completion's advantage by `reward` over its group, (r - mean) / std as in grpo.py, on each
-    of its tokens"""
+    """sampled: weight of the completion's advantage by `reward` within its group, (r - mean) / std as in grpo.py"""
     clip_low: BelowOne = 0.2
-    """sampled: the importance ratio is clipped below at 1 - clip_low"""
+    """sampled: lower clip bound of the importance ratio: 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
-    """sampled: the importance ratio is clipped above at 1 + clip_high"""
+    """sampled: upper clip bound of the importance ratio: 1 + clip_high"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_flags_read(self, DIVERGENCES, self.divergence, flag="divergence")
+        self.require_read("jsd_beta", self.divergence == "jsd", f"--divergence is {self.divergence}")
         self.require_read("missing_eos_penalty", self.reward_coef > 0, "rewards are measured, not learned from")
         self.require_read("divergence", self.estimator == "full", "--estimator sampled is of reverse_kl")
         self.require_read("top_k", self.estimator == "full", "--estimator sampled is of the sampled token")
@@ -123,12 +152,12 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
 
     @property
     def own_prompts(self) -> int:
-        """How many of a step's prompts the student completes."""
+        """Number of a step's prompts that the student completes."""
         return round(self.on_policy_fraction * self.prompts_per_step)
 
     @property
     def needs_engine(self) -> bool:
-        """Whether anything is sampled, be it to measure."""
+        """Whether anything is sampled, also to evaluate only."""
         return self.on_policy_fraction > 0 or len(self.reward) > 0
 
     @property
@@ -142,13 +171,10 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
             raise ValueError(f"{self._fraction} is {self.own_prompts}, not a multiple of {of} ({shares})")
 
 
-def given_samples(prompts: Prompts, encoder: Encoder, args: Args, needed: bool) -> list[Sample]:
-    """Each prompt with the data's completion, which ends where the student's own would: after `--max_new_tokens`. Where
-    they are not `needed`, rows without one are left out."""
-    if needed:
-        columns = require_columns(args.dataset_flag, prompts.rows, COLUMNS)
-    else:
-        columns = next((pair for pair in COLUMNS if all({*pair} <= row.keys() for row in prompts.rows)), None)
+def read_samples(prompts: Prompts, encoder: Encoder, args: Args, needed: bool) -> list[Sample]:
+    """Return each prompt with the data's completion, cut after `--max_new_tokens`; skip others unless `needed`."""
+    readable = [pair for pair in COLUMNS if all({*pair} <= row.keys() for row in prompts.rows)]
+    columns = require_columns(args.dataset_flag, prompts.rows, COLUMNS) if needed else next(iter(readable), None)
 
     def encode(row: dict) -> Sample:
         sample = encoder.completion(row, "_prompt" if "_prompt" in row else columns[0], columns[1])
@@ -161,159 +187,132 @@ def given_samples(prompts: Prompts, encoder: Encoder, args: Args, needed: bool) 
     return samples
 
 
-def measure_both(meter: Meter, prefix: str, both: Comparison, mask_T: Tensor) -> None:
-    """Student beside teacher, over the trained tokens of a micro-batch: nats, and how often they have the same most
-    likely token."""
-    meter.masked_mean(f"{prefix}reverse_kl", both.reverse_kl_T, mask_T)
-    meter.masked_mean(f"{prefix}agreement", both.agree_T, mask_T)
-    meter.masked_mean(f"{prefix}entropy", both.entropy_T, mask_T)
-    meter.masked_mean(f"{prefix}teacher_entropy", both.teacher_entropy_T, mask_T)
-    meter.masked_mean(f"{prefix}teacher_mass", both.teacher_mass_T, mask_T)
+def describe(args: Args, prompts: Prompts, held_out: Prompts, given_held_out: list[Sample], rollouts) -> list[str]:
+    """Return lines about the data, the length, the engine and the updates of the run."""
+    steps = f"{num_steps(args, prompts)} steps on {distributed.world_size()} ranks"
+    how = f"{rollouts or 'no engine'}, {args.updates_per_rollout} updates per rollout"
+    own = f"{args.own_prompts} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})"
+    missing = ["no eval_loss: the held-out rows have no completions"] if len(held_out) and not given_held_out else []
+    return [f"{prompts}, {held_out} held out, {steps}, {how}", f"the student completes {own}", *missing]
+
+
+def compared(both: Comparison, prefix: str) -> dict[str, Tensor]:
+    """Return streams to log about student and teacher: nats, and whether their most likely tokens agree."""
+    streams = dict(reverse_kl=both.reverse_kl_T, agreement=both.agree_T, entropy=both.entropy_T,
+                   teacher_entropy=both.teacher_entropy_T, teacher_mass=both.teacher_mass_T)  # fmt: skip
+    return {prefix + name: x_T for name, x_T in streams.items()}
 
 
 @torch.no_grad()
 def evaluate(
-    model: Policy, teacher: Policy | StoredTeacher, samples: list[Sample], args: Args, device: torch.device
+    policy: Policy, teacher: Policy | StoredTeacher, samples: list[Sample], args: Args, device: torch.device
 ) -> dict[str, float]:
-    """Student beside teacher on the data's completions of held-out rows; `samples` is this rank's share. Collective."""
-    meter, divergence = Meter(), with_flags(DIVERGENCES[args.divergence], args)
-    for mb in pack(samples, args.pack_tokens, device):
-        both = model(mb, args.temperature, teacher.teach(mb), divergence, args.top_k)
-        meter.masked_mean("eval_loss", both.divergence_T, mb.loss_mask_T)
-        meter.masked_mean("eval/reverse_kl", both.reverse_kl_T, mb.loss_mask_T)
-        meter.masked_mean("eval/agreement", both.agree_T, mb.loss_mask_T)
-    return meter.reduce()
+    """Compare student and teacher on held-out completions, divided among the ranks; {} without any. Collective."""
+    meter, mine = Meter(), samples[torch.distributed.get_rank() :: distributed.world_size()]
+    for mb in pack(mine, args.pack_tokens, device) if samples else []:
+        both = policy(mb, args.temperature, teacher.teach(mb), divergence(args), args.top_k)
+        means = {"eval_loss": both.divergence_T, "eval/reverse_kl": both.reverse_kl_T, "eval/agreement": both.agree_T}
+        meter.masked_means(means, mb.loss_mask_T)
+    return meter.reduce() if samples else {}
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until the others are done
+        return serve(args, device)  # generates until training ends
     if args.teacher is None:
         raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
     prepare_output_dir(args, owned=("teacher_logprobs/*",))
 
-    # ---- data: prompts as token ids, for some steps' rows with the data's completions ----
+    # ---- data: prompts as token ids; `given`: completions of the data ----
     path, teacher_path = resolve_model(args.model), resolve_model(args.teacher, "--teacher")
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--teacher", teacher_path, tokenizer)
     vocabulary = shared_vocabulary(path, teacher_path, args.top_k)
-    context = min(context_length(path, args), context_length(teacher_path, args))
-    prompts, held_out = load_prompts(args, tokenizer, context)
+    prompts, held_out = load_prompts(args, tokenizer, min(context_length(p, args) for p in (path, teacher_path)))
     own, encoder = args.own_prompts, Encoder(tokenizer, args)
-    given = given_samples(prompts, encoder, args, needed=True) if own < args.prompts_per_step else []
-    given_held_out = given_samples(held_out, encoder, args, needed=False)
-    rows = [sample.row for sample in given] or prompts.rows
-    order = make_order(rows, replace(args, seed=distributed.fold_seed(args.seed, 1)))
+    given = read_samples(prompts, encoder, args, needed=True) if own < args.prompts_per_step else []
+    given_held_out = read_samples(held_out, encoder, args, needed=False)
+    order = make_order([s.row for s in given] or prompts.rows, replace(args, seed=distributed.fold_seed(args.seed, 1)))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models: FSDP2 shards train, and frozen ones teach; vLLM samples ----
-    model = load_policy(path, args, device)
-    teacher = load_teacher(teacher_path, given + given_held_out, vocabulary, args, device)
-    optimizer = adamw(model, args)
+    # ---- models: FSDP2 shards ----
+    policy = load_policy(path, args, device)  # trained
+    teacher = load_teacher(teacher_path, given + given_held_out, vocabulary, args, device)  # frozen
+    optimizer = adamw(policy, args)
     sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
-    rollouts = make_rollouts(model, prompts, sampled, tokenizer, device, rewards) if args.needs_engine else None
+    rollouts = make_rollouts(policy, prompts, sampled, tokenizer, device, rewards) if args.needs_engine else None
 
-    # ---- the objective, its floats bound to the flags of their names ----
-    divergence = with_flags(DIVERGENCES[args.divergence], args) if args.estimator == "full" else None
-    policy_loss, correction = with_flags(clip_policy_loss, args), with_flags(correction_weights, args)
-    outside_clip, cut_off = with_flags(clipped, args), with_flags(truncation_penalties, args)
-
-    # ---- resume: everything else is a function of (seed, step) ----
-    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order)
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, **cursors,  # the first says how many epochs are done
-        show=("loss", "reverse_kl", "agreement", "eval_loss", "eval/pass_at_1", "time/step"),
-        curves=("loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy",
-                "teacher_entropy", "completions/mean_length", "grad_norm"),
-    )  # fmt: skip
-    run.models.append(teacher)  # its forwards count too
-    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    how = f"{rollouts or 'no engine'}, {updates} updates per rollout"
-    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {how}")
-    run.message(f"the student completes {own} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})")
-    if len(held_out) and not given_held_out:
-        run.message("no eval_loss: the held-out rows have no completions")
-
-    def evaluated(step: int) -> dict[str, float]:
-        """After so many steps: what the student writes, if there is a reward, and on what is given."""
-        solved = statistics.evaluate(rollouts, step, held_out, rewards) if len(held_out) and args.reward else {}
-        share = given_held_out[rank::world_size]
-        return solved | (evaluate(model, teacher, share, args, device) if given_held_out else {})
-
-    if run.first_step == 0 and (metrics := evaluated(0)):
-        run.log(0, metrics)
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order)  # the first one counts the epochs
+    total_steps = num_steps(args, prompts)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, **cursors, show=SHOW, curves=CURVES)
+    run.models.append(teacher)  # counts in speed/tflops
+    run.message(*describe(args, prompts, held_out, given_held_out, rollouts))
+    meter, rewarded = run.meter, held_out if args.reward else []  # held-out prompts whose completions have a reward
+    compare_with = divergence(args) if args.estimator == "full" else None
+    if run.first_step == 0:
+        first = statistics.evaluate(rollouts, 0, rewarded, rewards)
+        run.log(0, first | evaluate(policy, teacher, given_held_out, args, device))
 
     for step in run.steps():
-        # ---- 1. batch: what the student writes, by its weights of now or somewhat older ones, and what is given ----
-        with meter.time("step"):
-            groups: list[list[Sample]] = []
-            if own:
-                rollouts.submit(step, total_steps)
-                groups = rollouts.collect(step, meter)
-                if groups is None:  # told to stop
-                    break
-                require_known(chain(*groups), teacher)
-                with meter.time("reward"):
-                    rewards_PG, parts = rewards(groups, meter)
-                statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-                of_group_PG = group_advantages(rewards_PG + cut_off(statistics.truncated(groups)))
-                to_samples(groups, advantage=args.reward_coef * of_group_PG)
-            count = (args.prompts_per_step - own) * args.samples_per_prompt
-            from_data = [[given[i]] for i in order.draw(count)[rank::world_size]]
+        # ---- 1. batch: completions of the student, and those of the data ----
+        groups = []
+        if own:
+            groups = rollouts.rollout(step, total_steps, meter)
+            if groups is None:  # a stop was requested
+                break
+            require_known(chain(*groups), teacher)
+            with meter.time("reward"):
+                rewards_PG, parts = rewards(groups, meter)
+            statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+            shaped_PG = rewards_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
+            advantages_PG = args.reward_coef * advantages(shaped_PG)
+        count = (args.prompts_per_step - own) * args.samples_per_prompt
+        from_data = [[given[i]] for i in order.draw(count)[rank::world_size]]
 
-            # ---- 2. pack: the two apart, so that engine and trainer are compared on what was sampled ----
-            own_packs, data_packs = (
-                pack_minibatches(x, args.minibatches, args.pack_tokens, device) if x else [[]] * args.minibatches
-                for x in (groups, from_data)
-            )
-            with meter.time("logprobs"):
-                if own and (updates > 1 or run.checks_engine(step)):  # else the update's own forward will do
-                    add_logprobs("old", model, own_packs, args.temperature)
-            if own and run.checks_engine(step):
-                statistics.check_agreement(own_packs, step, args, device)
+        # ---- 2. pack, each kind apart; log-probs that stay fixed: of the policy before its updates ----
+        own_packs, data_packs = (
+            pack_minibatches(x, args.minibatches, args.pack_tokens, device) if x else [[]] * args.minibatches
+            for x in (groups, from_data)
+        )
+        check = own > 0 and run.checks_engine(step)
+        with meter.time("logprobs"):  # on policy the log-probs of the update itself serve as old ones
+            if check or own and args.updates_per_rollout > 1:
+                own_packs = with_logprobs(own_packs, args.temperature, old=policy)
+        if check:
+            statistics.check_agreement(own_packs, step, args, device)
 
-            # ---- 3. update: one optimizer step per minibatch ----
-            with meter.time("train"):
-                for own_packs_of, data_packs_of in [*zip(own_packs, data_packs, strict=True)] * args.epochs_per_rollout:
-                    # The denominator counts the *global* minibatch, before the first backward.
-                    tokens, _ = statistics.count_trained(own_packs_of + data_packs_of)
-                    minibatch_loss = torch.zeros((), device=device)
-                    packs = [("", mb) for mb in own_packs_of] + [("data/", mb) for mb in data_packs_of]
-                    for prefix, mb in packs:
-                        both = model(mb, args.temperature, teacher.teach(mb), divergence, args.top_k)
-                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
-                            mb.old_logprobs_T = both.logprobs_T.detach()
-                        if args.estimator == "full":
-                            loss_T = both.divergence_T
-                        else:
-                            of_teacher_T = both.teacher_logprobs_T - mb.old_logprobs_T
-                            mb.advantages_T = args.teacher_coef * of_teacher_T + mb.on_tokens("advantage")
-                            engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
-                            mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                            log_ratio_T = both.logprobs_T - mb.old_logprobs_T
-                            loss_T = policy_loss(log_ratio_T, mb.advantages_T) * mb.correction_T
-                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
-                            meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
-                        loss = (loss_T * mb.loss_mask_T).sum() / tokens
-                        (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                        minibatch_loss += loss.detach()
-                        measure_both(meter, prefix, both, mb.loss_mask_T)
-                        if not prefix:
-                            statistics.measure_sampling(meter, mb)
-                    lr = run.learning_rate(step)
-                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
-                    meter.mean("loss", minibatch_loss, 1 / world_size)
+        # ---- 3. update: one optimizer step per minibatch ----
+        with meter.time("train"):
+            lr = run.learning_rate(step)
+            for own_mbs, data_mbs in [*zip(own_packs, data_packs, strict=True)] * args.epochs_per_rollout:
+                tokens, _ = statistics.count_trained(own_mbs + data_mbs)  # of the *global* minibatch
+                minibatch_loss = torch.zeros((), device=device)
+                for prefix, mb in [("", mb) for mb in own_mbs] + [("data/", mb) for mb in data_mbs]:
+                    both = policy(mb, args.temperature, teacher.teach(mb), compare_with, args.top_k)
+                    old_logprobs_T = both.logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
+                    mb_loss, logged = loss(
+                        both, old_logprobs_T, mb.rollout_logprobs_T, None if prefix else mb.on_tokens(advantages_PG),
+                        mb.loss_mask_T, mb.sequence_ids_T, tokens, args,
+                    )  # fmt: skip
+                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += mb_loss.detach()
+                    meter.masked_means(logged | compared(both, prefix), mb.loss_mask_T)
+                    if not prefix:
+                        statistics.measure_mismatch(meter, old_logprobs_T, mb)
+                meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
 
         # ---- 4. log and evaluate ----
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluated(step + 1)
+            metrics |= statistics.evaluate(rollouts, step + 1, rewarded, rewards)
+            metrics |= evaluate(policy, teacher, given_held_out, args, device)
         run.log(step + 1, metrics)
         if own:
-            run.show_samples(step + 1, groups, rollouts.positions)
+            run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG)
 
     run.end()
     if rollouts is not None:

@@ -2,55 +2,76 @@
 
     torchrun --nproc_per_node 8 dpo.py --model Qwen/Qwen3-1.7B --dataset trl-lib/ultrafeedback_binarized
 
-A pair is a prompt with a chosen and a rejected completion. The policy's own log-ratio to a reference model serves as
-the reward, and -log s(beta (lc - lr)) makes it larger for the chosen one. common/objectives/preference.py has the
-formulas, docs/dpo.md a table of them. kto.py learns from single completions.
+The policy learns from pairs: a prompt with a chosen and a rejected completion, y_c and y_r. The log-ratio to a frozen
+reference is an implicit reward, and the loss makes it larger for the chosen completion:
 
-Differences from the papers: the reference's log-probs are computed once, before training, so that training has one
-model in memory; chosen and rejected share one packed stream.
+    r(y) = beta log(pi(y) / pi_ref(y))                  pi(y): product over the tokens of the completion
+    L    = mean_pairs [ -log sigmoid(r(y_c) - r(y_r)) ]                                         loss()
 
-Shapes: N pairs (2N sequences) and T packed tokens in one micro-batch; sequences 2i and 2i + 1 are chosen and rejected
-of pair i. Every per-token stream is aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
+`--loss` adds up 16 other objectives: common/objectives/preference.py has their equations, docs/dpo.md a table. kto.py
+learns from single completions.
+
+Differences from the papers: the log-probs of the reference are computed once, before training, so that training holds
+one model in memory; chosen and rejected share one packed stream.
+
+Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are chosen and rejected of
+pair i. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from common.config.flags import Fraction, Positive, with_flags
+from common.config.flags import Fraction, Positive
 from common.config.groups import PreferenceArgs, TrainArgs
 from common.config.parse import parse
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
-from common.data.packing import LazyGroups, PackedBatch, Sample, pack_groups
+from common.data.packing import PackedBatch, Sample, pack_groups
 from common.data.rows import PAIR_COLUMNS
-from common.data.token_cache import Samples, load_samples
-from common.metrics.logger import wilson_interval
+from common.data.token_cache import load_samples
 from common.metrics.meter import Meter, evaluate_sets
-from common.model.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.logprobs import store_reference_logps, weighted_logps
+from common.model.hub import fit_max_length, load_tokenizer, resolve_model
+from common.model.logprobs import weighted_logps
 from common.model.lora import LoRAArgs
-from common.model.policy import Policy, load_policy, load_reference
-from common.objectives.preference import (
-    LOSSES,
-    OVER_BATCH,
-    PER_TOKEN,
-    REFERENCE_FREE,
-    Pairs,
-    implicit_rewards,
-    preference_losses,
-    rewards_per_token,
-    wpo_weights,
-)
+from common.model.policy import Policy, load_policy
+from common.model.reference import reference_logps, reference_or_logps
+from common.objectives import preference
+from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.train.checkpoint import prepare_output_dir
+from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+
+SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
+CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins", "rewards/chosen",
+          "rewards/rejected", "grad_norm")  # fmt: skip
+
+# ---- the objective ----
+
+
+def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each pair, [N] float64, and its parts: the objectives of `--loss`, which are added up with
+    `--loss_weights` (as in MPO, arXiv:2411.10442) and times the weight of the pair."""
+    parts = {}
+    for name in args.loss:
+        match name:
+            case "sigmoid" if args.f_divergence == "reverse_kl":  # DPO Eq. 7; with label smoothing cDPO
+                z, e = args.beta * (pairs.lc - pairs.lr), args.label_smoothing  # lc, lr: log-ratios to the reference
+                parts[name] = -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
+            case _:
+                parts[name] = preference.preference_loss(
+                    name, pairs, beta=args.beta, label_smoothing=args.label_smoothing,
+                    length_normalize=args.length_normalize, f_divergence=args.f_divergence, f_alpha=args.f_alpha,
+                    simpo_gamma=args.simpo_gamma, discopop_tau=args.discopop_tau,
+                )  # fmt: skip
+    weights = args.loss_weights or [1.0] * len(parts)
+    return pairs.weights * sum(weight * part for weight, part in zip(weights, parts.values(), strict=True)), parts
 
 
 @dataclass
@@ -82,11 +103,9 @@ class Args(PreferenceArgs, LoRAArgs, TrainArgs):
         super().__post_init__()
         names, chosen = " ".join(self.loss), set(self.loss)
         if chosen <= REFERENCE_FREE and (self.reference_model or self.reference_logprobs == "online"):
-            raise ValueError(
-                f"--loss {names} has no reference: --reference_model and --reference_logprobs are not read"
-            )
+            raise ValueError(f"--reference_model and --reference_logprobs have no effect with --loss {names}")
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
-            raise ValueError(f"--ld_alpha is for summed log-ratios of pairs, not for --loss {names}")
+            raise ValueError(f"--ld_alpha needs a loss of summed log-ratios, not --loss {names}")
         if self.max_length and 2 * (self.max_length - 1) > self.room:
             raise ValueError(f"two sequences of --max_length {self.max_length} exceed {self.room_flags}")
 
@@ -98,192 +117,151 @@ class Args(PreferenceArgs, LoRAArgs, TrainArgs):
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Rows -> [chosen, rejected] pairs no longer than `--max_length`, their tokens weighted as `--ld_alpha` says; and
-    how many rows something was done to, by what."""
-    pairs, counts = with_flags(encode_pairs, args)(rows, lambda row: encoder.pair(row, columns))
-    for pair in pairs if args.ld_alpha < 1 else ():
-        shared = min(sum(sample.loss_mask) for sample in pair)
-        for sample in pair:
-            sample.weights = [1.0 if n <= shared else args.ld_alpha for n in accumulate(sample.loss_mask)]
-    return pairs, counts
+    """Tokenize rows into [chosen, rejected] pairs of at most `--max_length` tokens, their tokens weighted by
+    `--ld_alpha`; count the rows that were dropped or changed."""
+    pairs, counts = encode_pairs(rows, lambda row: encoder.pair(row, columns), args)
+    if args.ld_alpha == 1:
+        return pairs, counts
+    shared = [min(sum(sample.loss_mask) for sample in pair) for pair in pairs]  # length of the shorter completion
+
+    def weights(sample: Sample, shared: int) -> list[float]:
+        return [1.0 if n <= shared else args.ld_alpha for n in accumulate(sample.loss_mask)]
+
+    weighted = [[replace(s, weights=weights(s, n)) for s in pair] for pair, n in zip(pairs, shared, strict=True)]
+    return weighted, counts
 
 
-@torch.no_grad()
-def reference_logps(mb: PackedBatch, reference: Policy | None) -> Tensor:
-    """Log-prob of each completion by the reference, [2N]: by the model if it is in memory, else as stored; 0 without
-    any."""
-    return mb.of_samples("ref_logp") if reference is None else weighted_logps(mb, reference(mb)[0])
-
-
-def pairs_of(mb: PackedBatch, logprobs_T: Tensor, collision_T: Tensor, ref_logps_2N: Tensor, wpo: bool) -> Pairs:
-    """What the objectives see of a micro-batch."""
+def make_pairs(mb: PackedBatch, logprobs_T: Tensor, collision_T: Tensor, ref_logps_P2: Tensor, wpo: bool) -> Pairs:
+    """Return the pairs of a micro-batch: log-probs of completions by policy and reference, lengths, weights."""
     logps_2N, lengths_2N = weighted_logps(mb, logprobs_T), mb.sequence_sums(torch.ones_like(logprobs_T))
-    sides = [x_2N[side::2] for x_2N in (logps_2N, ref_logps_2N, lengths_2N) for side in (0, 1)]
+    sides = [x_2N[side::2] for x_2N in (logps_2N, mb.select(ref_logps_P2), lengths_2N) for side in (0, 1)]
     adjusted_2N = mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_2N
-    weights_N = wpo_weights(adjusted_2N[0::2] + adjusted_2N[1::2]) if wpo else torch.ones_like(sides[0])
+    weights_N = preference.wpo_weights(adjusted_2N[0::2] + adjusted_2N[1::2]) if wpo else torch.ones_like(sides[0])
     return Pairs(*sides, weights=weights_N)
 
 
 @torch.no_grad()
 def gather_pairs(
-    model: Policy, reference: Policy | None, micro_batches: list[PackedBatch], args: Args
+    policy: Policy, micro_batches: list[PackedBatch], ref_logps_P2: Tensor, args: Args
 ) -> tuple[Pairs | None, list[slice]]:
-    """For objectives that sort the pairs of all ranks: these, and where those of each of our micro-batches stand among
-    them; else None. Collective."""
+    """Return the pairs of all ranks for objectives that sort them, and the place of each micro-batch among them; else
+    None. Collective."""
     if not OVER_BATCH & set(args.loss):
         return None, [slice(None)] * len(micro_batches)
-    mine = []
-    for mb in micro_batches:
-        logprobs_T, _, _, collision_T = model(mb)
-        mine.append(pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo).tensors())
+    outputs = ((mb, policy(mb)) for mb in micro_batches)
+    mine = [make_pairs(mb, out[0], out[3], ref_logps_P2, args.wpo).tensors() for mb, out in outputs]
     ranks = distributed.gather_objects([torch.cat(column).cpu() for column in zip(*mine, strict=True)])
     first = sum(len(columns[0]) for columns in ranks[: torch.distributed.get_rank()])
     ends = accumulate((len(tensors[0]) for tensors in mine), initial=first)
-    everyone = Pairs(*(torch.cat(columns).to(mine[0][0].device) for columns in zip(*ranks, strict=True)))
-    return everyone, [slice(*bounds) for bounds in pairwise(ends)]
+    pairs = Pairs(*(torch.cat(columns).to(mine[0][0].device) for columns in zip(*ranks, strict=True)))
+    return pairs, [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def insert_own(everyone: Pairs | None, own: slice, pairs: Pairs) -> Pairs:
-    """Our pairs, which have gradients, in their place among everyone's, which have none; alone without those."""
-    if everyone is None:
+def insert_own(others: Pairs | None, own: slice, pairs: Pairs) -> Pairs:
+    """Return the pairs of all ranks with `pairs`, which have gradients, in their place; without others, `pairs`."""
+    if others is None:
         return pairs
-    columns = zip(everyone.tensors(), pairs.tensors(), strict=True)
-    return Pairs(*(torch.cat([x_N[: own.start], ours_N, x_N[own.stop :]]) for x_N, ours_N in columns))
+    columns = zip(others.tensors(), pairs.tensors(), strict=True)
+    return Pairs(*(torch.cat([x_N[: own.start], own_N, x_N[own.stop :]]) for x_N, own_N in columns))
 
 
-def measure(
-    meter: Meter, prefix: str, args: Args, pairs: Pairs, loss: Tensor, parts: dict[str, Tensor], nll_N: Tensor
-) -> None:
-    """Of a micro-batch's pairs: the loss, a sum, and its parts; implicit rewards (those of the first objective);
-    log-probs."""
-    referenced, per_token = args.loss[0] not in REFERENCE_FREE, rewards_per_token(args.loss[0], args.length_normalize)
-    chosen_N, rejected_N = implicit_rewards(pairs, per_token=per_token, referenced=referenced, beta=args.beta)
-    values = {"loss": loss, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
+def forward(
+    policy: Policy, mb: PackedBatch, ref_logps_P2: Tensor, others: Pairs | None, own: slice, args: Args, meter: Meter,
+    prefix: str = "",
+) -> Tensor:  # fmt: skip
+    """Return the loss of a micro-batch, summed over its pairs; log it with implicit rewards and log-probs."""
+    logprobs_T, entropy_T, _, collision_T = policy(mb)
+    pairs = make_pairs(mb, logprobs_T, collision_T, ref_logps_P2, args.wpo)
+    loss_N, parts = loss(insert_own(others, own, pairs), args)
+    nll_N = -mb.sequence_sums(logprobs_T)[0::2] / (pairs.chosen_lengths if args.sft_length_normalize else 1)
+    # The value is that of the own pairs; the gradient is that of all pairs that they were sorted with.
+    total = loss_N.sum() + (loss_N[own].sum() - loss_N.sum()).detach() + args.sft_weight * nll_N.sum()
+
+    first, per_token = args.loss[0], preference.rewards_per_token(args.loss[0], args.length_normalize)
+    chosen_N, rejected_N = preference.implicit_rewards(
+        pairs, per_token=per_token, referenced=first not in REFERENCE_FREE, beta=args.beta
+    )
+    logged = {"loss": total, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
               "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N,
               "logps/chosen": pairs.chosen_logps, "logps/rejected": pairs.rejected_logps}  # fmt: skip
     if len(parts) > 1 or args.sft_weight:
-        values |= {f"loss/{name}": part_N for name, part_N in parts.items()}
-    values |= ({"loss/sft": nll_N} if args.sft_weight else {}) | ({"wpo/weight": pairs.weights} if args.wpo else {})
-    for name, value in values.items():
+        logged |= {f"loss/{name}": part_N[own] for name, part_N in parts.items()}
+    logged |= ({"loss/sft": nll_N} if args.sft_weight else {}) | ({"wpo/weight": pairs.weights} if args.wpo else {})
+    for name, value in logged.items():
         meter.mean(prefix + name, value.detach().sum(), len(chosen_N))
+    meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
+    return total
 
 
 @torch.no_grad()
 def evaluate(
-    model: Policy, reference: Policy | None, pairs: list[list[Sample]], args: Args, device: torch.device
-) -> Meter:
-    """Held-out metrics; `pairs` is this rank's share."""
+    policy: Policy, reference: Policy | None, pairs: list[list[Sample]], stored_P2: Tensor, args: Args,
+    device: torch.device,
+) -> Meter:  # fmt: skip
+    """Measure this rank's share of the held-out pairs."""
     meter, micro_batches = Meter(), pack_groups(pairs, args.pack_tokens, device)
-    objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
-    everyone, places = gather_pairs(model, reference, micro_batches, args)
+    ref_logps_P2 = reference_logps(reference, micro_batches, stored_P2)
+    others, places = gather_pairs(policy, micro_batches, ref_logps_P2, args)
     for mb, own in zip(micro_batches, places, strict=True):
-        logprobs_T, entropy_T, _, collision_T = model(mb)
-        ours = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
-        loss_N, parts = preference_losses(insert_own(everyone, own, ours), objectives, args.loss_weights)
-        nll_N = -mb.sequence_sums(logprobs_T)[0::2] / (ours.chosen_lengths if args.sft_length_normalize else 1)
-        loss = loss_N[own].sum() + args.sft_weight * nll_N.sum()
-        measure(meter, "eval_", args, ours, loss, {name: part_N[own] for name, part_N in parts.items()}, nll_N)
-        meter.masked_mean("eval_entropy", entropy_T, mb.loss_mask_T)
+        forward(policy, mb, ref_logps_P2, others, own, args, meter, "eval_")
     return meter
 
 
-def reference_of(
-    model: Policy, parts: list[Samples], tokenizer, args: Args, device: torch.device
-) -> tuple[Policy | None, list[Samples | LazyGroups]]:
-    """The reference model if it stays in memory, else None, and the samples have their `ref_logp`. Call it before a
-    checkpoint is loaded, as the policy still is the starting model, which often is the reference. Collective."""
-    path = resolve_model(args.reference_model or args.model, "--reference_model")
-    require_same_tokenizer("--reference_model", path, tokenizer)
-    if args.max_length > (context := context_length(path, args)):
-        raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
-
-    def load() -> Policy:
-        other = args.reference_model or args.reference_logprobs == "online"
-        return load_reference(model, args, device, args.reference_model and path) if other else model
-
-    if args.reference_logprobs == "online":
-        return load(), parts
-    return None, store_reference_logps(parts, path, load, Path(args.output_dir), args, device)
-
-
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     prepare_output_dir(args, owned=("reference_logps.json",))
 
-    # ---- data ----
+    # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room // 2 + 1)
     tokenizer = load_tokenizer(path, args)
-    (pairs, train_counts), (eval_pairs, eval_counts) = load_samples(
+    (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, (*PAIR_FLAGS, "ld_alpha")
     )
     order = pairs.order(args)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
-    # ---- model: FSDP2 shards of float32 masters; the reference scores the data, then it is let go ----
-    model, reference = load_policy(path, args, device), None
-    if not set(args.loss) <= REFERENCE_FREE:
-        reference, (pairs, eval_pairs) = reference_of(model, [pairs, eval_pairs], tokenizer, args, device)
-    optimizer = adamw(model, args)
+    # ---- models: FSDP2 shards of float32 masters; the frozen reference scores the pairs before training ----
+    policy = load_policy(path, args, device)
+    needed = not set(args.loss) <= REFERENCE_FREE
+    reference, (stored, eval_stored) = reference_or_logps(policy, (pairs, eval_pairs), tokenizer, args, device, needed)
+    optimizer = adamw(policy, args)
 
-    # ---- the objectives, their floats bound to the flags of their names ----
-    objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
-
-    # ---- resume: everything else is a function of (seed, step) ----
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, order=order,
-        show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
-        curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
-                "rewards/chosen", "rewards/rejected", "grad_norm"),
-    )  # fmt: skip
-    meter = run.meter
-    for name, counts in (("training", train_counts), ("held-out", eval_counts)):
-        for reason, count in counts.items():
-            run.message(f"{count} {name} rows {reason}")
-    run.message(f"{len(pairs)} training rows, {len(eval_pairs)} held out, {total_steps} steps, {world_size} ranks")
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    run = Run(args, policy, optimizer, tokenizer, num_steps(args, pairs), order=order, show=SHOW, curves=CURVES)
+    run.message(*describe(args, pairs, eval_pairs, counts, eval_counts))
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
+    meter = run.meter
 
     for step in run.steps():
-        # ---- 1. batch: the same global pairs whatever the number of ranks, every rank takes its share ----
-        with meter.time("step"):
-            batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
-            # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
-            micro_batches = pack_groups(batch, args.pack_tokens, device)
-            with meter.time("logprobs"):
-                everyone, places = gather_pairs(model, reference, micro_batches, args)
+        # ---- 1. batch: the same global pairs on any number of ranks; every rank takes its share ----
+        mine = order.draw(args.batch_size)[rank::world_size]
+        batch = [pairs[i] for i in mine]
+        micro_batches = pack_groups(batch, args.pack_tokens, device)  # as many on every rank: FSDP collectives match
+        with meter.time("logprobs"):
+            ref_logps_P2 = reference_logps(reference, micro_batches, stored[mine])
+            others, places = gather_pairs(policy, micro_batches, ref_logps_P2, args)
 
-            # ---- 2. update: one optimizer step over the whole batch ----
-            with meter.time("train"):
-                batch_loss = torch.zeros((), device=device)
-                for mb, own in zip(micro_batches, places, strict=True):
-                    logprobs_T, entropy_T, _, collision_T = model(mb)
-                    ours = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
-                    loss_N, parts = preference_losses(insert_own(everyone, own, ours), objectives, args.loss_weights)
-                    lengths_N = ours.chosen_lengths if args.sft_length_normalize else 1
-                    nll_N = -mb.sequence_sums(logprobs_T)[0::2] / lengths_N
-                    # The value is our pairs'; the gradient is through ours, of every pair they were sorted against.
-                    loss = loss_N.sum() + (loss_N[own].sum() - loss_N.sum()).detach() + args.sft_weight * nll_N.sum()
-                    # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
-                    (loss / args.batch_size * world_size).backward()
-                    batch_loss += loss.detach() / args.batch_size
-                    measure(meter, "", args, ours, loss, {name: part_N[own] for name, part_N in parts.items()}, nll_N)
-                    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
-                lr = run.learning_rate(step)
-                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+        # ---- 2. update: one optimizer step; the loss is a mean over the pairs of the *global* batch ----
+        with meter.time("train"):
+            batch_loss = torch.zeros((), device=device)
+            for mb, own in zip(micro_batches, places, strict=True):
+                mb_loss = forward(policy, mb, ref_logps_P2, others, own, args, meter) / args.batch_size
+                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                batch_loss += mb_loss.detach()
+            lr = run.learning_rate(step)
+            grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
-        if eval_pairs and run.evaluates(step + 1):
-            metrics |= evaluate_sets(eval_pairs, lambda ours: evaluate(model, reference, ours, args, device))
+        if run.evaluates(step + 1):
+            metrics |= evaluate_sets(eval_pairs, lambda mine: evaluate(
+                policy, reference, [eval_pairs[i] for i in mine], eval_stored[mine], args, device
+            ))  # fmt: skip
         run.log(step + 1, metrics)
 
-    summary = ""
-    if (accuracy := run.latest.get("eval_rewards/accuracies")) is not None:
-        low, high = wilson_interval(accuracy, len(eval_pairs))
-        summary = f"held-out accuracy {accuracy:.3f} (95% interval {low:.3f} to {high:.3f})"
-    run.end(summary)
+    run.end(held_out_accuracy(run, eval_pairs))
     distributed.cleanup()
 
 

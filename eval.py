@@ -2,11 +2,11 @@
 
     torchrun --nproc_per_node 8 eval.py --model runs/grpo/hf --config configs/eval_gsm8k.yaml --samples_per_prompt 16
 
-Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, by the engine, the sampling and the
-rewards of training. A completion solves its prompt if its first reward is at least 1. pass@k is the unbiased estimator
-of Chen et al. 2021 (arXiv:2107.03374); intervals are 95% bootstraps over prompts. Completions are written as they come:
-the same command goes on where it stopped. Results: `results.json` and a table; of `--model runs/x/checkpoints` those
-of every checkpoint, and a curve.
+Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, with the engine, sampling and rewards
+of training. A completion solves its prompt if its first reward is at least 1. pass@k is the unbiased estimator of Chen
+et al. 2021 (arXiv:2107.03374); intervals are 95% bootstraps over prompts. Completions are stored in batches, and the
+same command continues an interrupted run. Results: `results.json` and a table; with `--model runs/x/checkpoints` one of
+each per checkpoint, and a curve.
 
 Shapes: P prompts, S samples of each, B bootstrap draws.
 """
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.config.flags import MayChange, NotNegative, Positive, with_flags
+from common.config.flags import MayChange, NotNegative, Positive
 from common.config.groups import SamplingArgs
 from common.config.parse import parse
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack
+from common.data.packing import Sample, pack, per_sample
 from common.data.rows import rows_of_split
 from common.evaluate import checkpoint_curve
 from common.evaluate.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
@@ -47,31 +47,30 @@ OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 @dataclass
 class Args(SamplingArgs):
     model: str = "tiny"
-    """Hugging Face id or folder of the model to measure, or a run's folder of checkpoints: all of them, into one curve;
-    `tiny` is a built-in untrained one"""
+    """Hugging Face id or folder of a model, `tiny` (built-in, untrained), or a run's checkpoints/ for a curve of all"""
     dataset_split: str = "test"
-    """split to evaluate on; a file, which has no splits, is taken whole"""
+    """split to evaluate on; a file has no splits and is used whole"""
     output_dir: str = "runs/eval"
-    """where everything goes: args.yaml, completions_file.jsonl, results.json"""
+    """folder of args.yaml, completions.jsonl and results.json"""
     max_prompts: Positive[int] | None = None
-    """only the first so many rows of the data"""
+    """number of rows of the data, the first ones; default: all"""
     samples_per_prompt: NotNegative[int] = 4
     """completions sampled for each prompt beside the greedy one, S; 0: none"""
     greedy: bool = True
-    """one greedy completion of each prompt"""
+    """sample one greedy completion of each prompt"""
     ks: MayChange[tuple[int, ...]] = ()
     """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
     prompts_per_batch: MayChange[Positive[int]] = 256
-    """prompts sampled between two writes to completions_file.jsonl, over all ranks"""
+    """prompts sampled between two writes to completions.jsonl, over all ranks"""
     domain_column: MayChange[str] = "domain"
-    """column by which the table is divided, where the data has it"""
+    """column whose values divide the table, if the data has it"""
     completions: str | None = None
-    """measure what is in this file instead of sampling: JSONL, a line per row of the data, with `completions` (a list
+    """file of completions to measure instead of sampling: JSONL, a line per row of the data, with `completions` (a list
     of texts, or of objects as eval.py writes them) or `completion` (one text)"""
     against: MayChange[str | None] = None
     """win rate against another model, or against the completions in a .jsonl file"""
     reward_model: MayChange[str | None] = None
-    """reward model whose mean score is reported, and which judges the win rate; default judge: `--reward`"""
+    """reward model whose mean score is reported and that judges the win rate; default judge: `--reward`"""
     perplexity_model: MayChange[str | None] = None
     """language model under which the perplexity of the completions is reported"""
     bootstrap_samples: MayChange[Positive[int]] = 1000
@@ -95,7 +94,7 @@ class Args(SamplingArgs):
 
 
 def measure(args: Args, lines: list[dict]) -> dict:
-    """What results.json says of these prompts."""
+    """Return the results of these prompts: the numbers of `overall` or of one domain in results.json."""
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
 
     def mean_of(value_of, groups: list[list[dict]]) -> dict[str, float]:
@@ -129,22 +128,22 @@ def measure(args: Args, lines: list[dict]) -> dict:
 def log_likelihoods(
     model: Policy, samples: list[Sample], pack_tokens: int, device: torch.device
 ) -> list[tuple[float, int]]:
-    """The model's log-prob of each completion, in nats, and its tokens. Collective.
+    """Return the model's log-prob of each completion, in nats, and its number of tokens. Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context."""
     require_context(model, max((len(sample.ids) for sample in samples), default=0))
-    for mb in pack(samples, pack_tokens, device):
-        logprobs_T, *_ = model(mb, temperature=1.0)
-        mb.to_samples(logp=mb.sequence_sums(logprobs_T))
-    return [(sample.logp, sum(sample.loss_mask)) for sample in samples]
+    packs = pack(samples, pack_tokens, device)
+    logps = per_sample(packs, [mb.sequence_sums(model(mb, temperature=1.0)[0]) for mb in packs], (len(samples),))
+    return [(logp, sum(sample.loss_mask)) for logp, sample in zip(logps.tolist(), samples, strict=True)]
 
 
 def shown_ks(args: Args, overall: dict) -> list[int]:
+    """Return the k of pass@k that the table shows."""
     return list(args.ks) or [1 << i for i in range(16) if 1 << i <= len(overall["pass_at_k"])]
 
 
 def print_results(args: Args, results: dict) -> None:
-    """All prompts with intervals; the domains below."""
+    """Print a table of all prompts, with intervals, and one of the domains."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -153,7 +152,7 @@ def print_results(args: Args, results: dict) -> None:
     ks = shown_ks(args, overall)
 
     def shown(m: dict) -> dict[str, tuple[dict, float]]:
-        """What of it is shown: name -> (mean and interval, scale)."""
+        """Return the columns: name -> (mean and interval, scale)."""
         out = dict(greedy=(m["greedy"], 100.0)) | {f"pass@{k}": (m["pass_at_k"].get(k), 100.0) for k in ks}
         out |= {f"majority@{k}": (m["majority_at_k"].get(k), 100.0) for k in ks if k > 2}
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
@@ -178,18 +177,18 @@ def print_results(args: Args, results: dict) -> None:
 
 @dataclass
 class Task:
-    """What every checkpoint is asked, and what judges the answers."""
+    """Prompts and judges, the same for every checkpoint."""
 
     prompts: Prompts
     tokenizer: Any
     rewards: Rewards
     device: torch.device
-    others: dict[str, str]  # models named beside --model, by flag: --against, --reward_model, --perplexity_model
-    files: dict[str, list[dict]]  # completions that are named instead of a model: of `model` and `against`
+    others: dict[str, str]  # folders of further models, by flag: --against, --reward_model, --perplexity_model
+    files: dict[str, list[dict]]  # completions from a file instead of a model: `model`, `against`
 
 
 def load_task(args: Args, path: str, device: torch.device) -> Task:
-    """All that is named, looked at before anything slow. `path` is the model's folder."""
+    """Load and check the inputs of all flags, before anything slow. `path` is the model's folder."""
     tokenizer = load_tokenizer(path, args)
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True)
     rows = rows[: args.max_prompts]
@@ -215,24 +214,25 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
 def answers(
     args: Args, task: Task, engine: Engine | None, flag: str, path: str | None, file: Path
 ) -> tuple[list[dict], Engine | None]:
-    """The lines of the completions of --model or --against (`flag`), named or sampled into `file`; fewer than there are
-    prompts if the run is told to stop. And the engine, which is started when first needed. Collective."""
+    """Return the completions of --model or --against (`flag`), read or sampled into `file`, a line per prompt, fewer
+    after a stop; and the engine, which is started when first needed. Collective."""
     if flag in task.files:
         return completions_file.reward_again(task.files[flag], task.prompts, task.tokenizer, task.rewards), engine
     lines = completions_file.read_completions("--output_dir", file, task.prompts, task.tokenizer, own=True)
     if len(lines) < len(task.prompts):
         engine = completions_file.load_engine(engine, path, args, task.tokenizer, task.device, f"--{flag}")
-        episodes = Episodes(engine, args, task.tokenizer)
+        counts = dict(greedy=args.greedy, samples_per_prompt=args.samples_per_prompt, temperature=args.temperature)
+        generate = partial(completions_file.greedy_and_sampled, Episodes(engine, args, task.tokenizer), **counts)
         lines = completions_file.sample_completions(
-            file, lines, task.prompts, partial(with_flags(completions_file.greedy_and_sampled, args), episodes),
-            task.rewards, batch_size=args.prompts_per_batch, seed=args.seed, greedy=args.greedy,
+            file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_batch, seed=args.seed,
+            greedy=args.greedy,
         )  # fmt: skip
-        engine.sleep()  # what comes next may need the memory
+        engine.sleep()  # frees memory for the judges
     return lines, engine
 
 
 def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> dict:
-    """results.json of a model: `both` are its completions and, with --against, theirs. Collective."""
+    """Return results.json of a model from `both`: its completions and, with --against, the other's. Collective."""
     counts = [len(lines[0]["completions"]) for lines in both]
     if len(set(counts)) > 1:
         raise ValueError(
@@ -281,8 +281,8 @@ def main(args: Args) -> None:
     if distributed.is_main():
         print(f"{task.prompts} on {world_size} ranks")
 
-    # ---- completions, ours and theirs: from a file, or sampled by one engine; then what they say ----
-    engine, told_to_stop, theirs = None, False, []
+    # ---- completions of each, from a file or sampled by one engine; then their results ----
+    engine, stopped, theirs = None, False, []
     their_file = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
     for place, model in models:
         if place != folder and not checkpoint_curve.still_there(model):
@@ -294,7 +294,7 @@ def main(args: Args) -> None:
             if not theirs:  # the same for every checkpoint
                 theirs, engine = answers(args, task, engine, "against", task.others.get("against"), their_file)
             both.append(theirs)
-        if told_to_stop := any(len(lines) < len(task.prompts) for lines in both):
+        if stopped := any(len(lines) < len(task.prompts) for lines in both):
             break
         results = all_results(args, task, model, both)
         if distributed.is_main():
@@ -303,7 +303,7 @@ def main(args: Args) -> None:
             print_results(args, results)
             if place != folder:
                 checkpoint_curve.draw(folder, shown_ks(args, results["overall"]))
-    if told_to_stop and distributed.is_main():
+    if stopped and distributed.is_main():
         print("told to stop; the same command goes on from there")
 
     if engine is not None:

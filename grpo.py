@@ -1,22 +1,26 @@
-"""GRPO and its family, reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
+"""GRPO and its family: reinforcement learning with verifiable rewards (Shao et al. 2024, arXiv:2402.03300).
 
     torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k --preset gspo
 
-Several completions of each prompt are sampled and rewarded; a completion's advantage is how much better it did than its
-group, and PPO's clipped loss makes the better ones more likely. No value model, and no reference unless `--beta`. The
-family differs in the loss, in what a token counts, and in the advantage: a flag for each, a `--preset` for a paper's.
-dapo.py and reinforce.py go on from here.
+The policy samples G completions of every prompt. The advantage of each is its reward relative to its group:
 
-Differences from the paper, without a preset: the loss is a mean over the tokens of the whole global batch and the clip
-bounds differ (both DAPO, arXiv:2503.14476), KL to the reference is off, and the probabilities of engine and trainer are
-reconciled by truncated importance weights. See docs/grpo.md.
+    A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                              advantages()
+    L     = mean_t [ -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + beta KL_t ]    loss()
+    rho_t = pi(y_t) / pi_old(y_t)                      pi_old: the policy at the time of the rollout
 
-Shapes: P prompts on this rank, B prompts of the step on all ranks, G samples per prompt, K rewards, T packed tokens in
-one micro-batch. Every per-token stream is aligned with *targets*: x_T[t] describes targets_T[t].
+There is no value model, and no reference model unless `--beta` is positive. `--loss`, `--reduction` and `--advantage`
+select the variants of the family, `--preset` those of one paper. dapo.py and reinforce.py continue from here.
+
+Differences from the paper, without a preset (docs/grpo.md): the mean is over the tokens of the global minibatch and the
+clip bounds differ (both DAPO, arXiv:2503.14476), the KL term is off, and truncated importance weights correct for the
+difference between the probabilities of the inference engine and the trainer.
+
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, K rewards, T packed tokens of a micro-batch.
+Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal
@@ -24,83 +28,166 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, require_flags_read, with_flags
+from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, require_read_by
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.config.parse import parse
-from common.data.packing import PackedBatch, pack_minibatches, to_samples
+from common.data.packing import pack_minibatches
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import add_logprobs
+from common.model.logprobs import with_logprobs
 from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
-from common.objectives import advantages
-from common.objectives import policy as losses
-from common.objectives.importance import CorrectionArgs, correction_weights, off_policy_mask
-from common.objectives.shaping import truncation_penalties
+from common.objectives.advantages import centre_groups, whiten
+from common.objectives.importance import CorrectionArgs, importance_weights, off_policy_mask
+from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
+from common.objectives.reduction import per_token, sequence_mean, sequence_sum
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_rollouts, serve
 from common.train.checkpoint import prepare_output_dir
+from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
-# --loss: the function, and of what its importance ratio is, on each token (docs/grpo.md has the formulas).
-TOKEN, MEAN, SUM = (lambda mb, x_T: x_T), PackedBatch.sequence_mean_T, PackedBatch.sequence_sum_T
+# --loss: level of its importance ratio, and the flags that only it reads.
+CLIP = ("clip_low", "clip_high", "dual_clip")
 LOSSES = {
-    "clip": (losses.clip_policy_loss, TOKEN),
-    "reinforce": (losses.reinforce_loss, TOKEN),
-    "cispo": (losses.cispo_loss, TOKEN),
-    "sapo": (losses.sapo_loss, TOKEN),
-    "gspo": (losses.clip_policy_loss, MEAN),
-    "sequence_clip": (losses.clip_policy_loss, SUM),
-    "topr": (losses.topr_loss, SUM),
-    "vespo": (losses.vespo_loss, SUM),
+    "clip": (per_token, CLIP),
+    "reinforce": (per_token, ()),
+    "cispo": (per_token, ("cispo_high",)),
+    "sapo": (per_token, ("sapo_tau_positive", "sapo_tau_negative")),
+    "gspo": (sequence_mean, CLIP),
+    "sequence_clip": (sequence_sum, CLIP),
+    "topr": (sequence_sum, ()),
+    "vespo": (sequence_sum, ("vespo_k_positive", "vespo_lambda_positive", "vespo_k_negative", "vespo_lambda_negative")),
 }
-# --advantage: of the rewards of all ranks, [B, G]; gdpo looks at them one by one.
-ADVANTAGES = {
-    "group": advantages.group_advantages,
-    "group_mean": advantages.group_mean,
-    "group_mean_batch_std": advantages.group_mean_batch_std,
-    "leave_one_out": advantages.leave_one_out,
-}
-PAPER_CLIP = dict(clip_low=0.2, clip_high=0.2)
+
+# ---- the objective ----
+
+
+def advantages(name: str, rewards_BG: Tensor, rewards_KBG: Tensor, weights_K: Sequence[float]) -> Tensor:
+    """Return the advantage of every completion of all ranks, [B, G] float64, from its total reward or, for gdpo, from
+    its K rewards. A missing reward (NaN) counts in no statistic and gets 0; a group of equal rewards gets exactly 0."""
+    centred_BG, valid_BG = centre_groups(rewards_BG), ~rewards_BG.isnan()  # r - mean of its group
+    size_B1 = valid_BG.sum(-1, keepdim=True)
+    match name:
+        case "group":  # GRPO: (r - mean) / std of the group
+            std_B1 = (centred_BG.square().sum(-1, keepdim=True) / (size_B1 - 1).clamp(min=1)).sqrt()
+            return centred_BG / (std_B1 + 1e-6)
+        case "group_mean":  # Dr. GRPO (arXiv:2503.20783): dividing would favour very easy and very hard prompts
+            return centred_BG
+        case "leave_one_out":  # RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others
+            return centred_BG * size_B1 / (size_B1 - 1).clamp(min=1)
+        case "group_mean_batch_std":  # LitePPO (arXiv:2508.08221): std of the whole batch
+            valid = rewards_BG[valid_BG].double()
+            return centred_BG / ((valid.std() if len(valid) > 1 else 0.0) + 1e-6)
+        case "gdpo":  # arXiv:2601.05242: each reward as in `group`, their weighted sum whitened over the batch
+            rewards_KBG = rewards_KBG.masked_fill(~valid_BG, math.nan)
+            each_K = [advantages("group", r_BG, rewards_KBG, weights_K) for r_BG in rewards_KBG]
+            total_BG = sum(w * A_BG for w, A_BG in zip(weights_K, each_K, strict=True))
+            return whiten(total_BG, (~rewards_KBG.isnan().all(0)).long())
+    raise ValueError(name)
+
+
+def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args") -> Tensor:
+    """Return the policy loss of each token. log_rho: log(pi / pi_old) of the token or its completion; A: advantage."""
+    rho_T = bounded_exp(log_rho_T)
+    match args.loss:
+        case "clip" | "gspo" | "sequence_clip":  # PPO (arXiv:1707.06347 Eq. 7), GSPO (arXiv:2507.18071 Eq. 5)
+            objective_T = torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T)
+            if args.dual_clip:  # the loss of a negative advantage is at most dual_clip |A| (arXiv:1912.09729 Eq. 5)
+                objective_T = torch.where(A_T < 0, torch.max(objective_T, args.dual_clip * A_T), objective_T)
+            return -objective_T
+        case "reinforce":  # Williams 1992: without rho, only the first update of a rollout is unbiased
+            return -A_T * logprobs_T
+        case "cispo":  # arXiv:2506.13585 Eq. 4: clips the weight of the gradient, so that every token keeps one
+            return rho_T.clamp(max=1 + args.cispo_high).detach() * (-A_T * logprobs_T)
+        case "sapo":  # arXiv:2511.20347: a sigmoid gate that closes gradually as rho leaves 1
+            tau_T = torch.where(A_T > 0, args.sapo_tau_positive, args.sapo_tau_negative)
+            return -4 / tau_T * torch.sigmoid(tau_T * (rho_T - 1)) * A_T
+        case "topr":  # arXiv:2503.14286 Eq. 8: truncates rho of bad completions, ignores rho of good ones
+            return torch.where(A_T < 0, rho_T.clamp(max=1), 1.0).detach() * (-A_T * logprobs_T)
+        case "vespo":  # arXiv:2602.10693: phi(rho) = rho^k exp(lambda (1 - rho)), which is 1 at rho = 1
+            positive_T = args.vespo_k_positive * log_rho_T + args.vespo_lambda_positive * (1 - rho_T)
+            negative_T = args.vespo_k_negative * log_rho_T + args.vespo_lambda_negative * (1 - rho_T)
+            return bounded_exp(torch.where(A_T < 0, negative_T, positive_T)).detach() * (-A_T * logprobs_T)
+    raise ValueError(args.loss)
+
+
+def loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, ref_logprobs_T: Tensor | None,
+    entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor,
+    args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return this micro-batch's share of the objective, to be minimised, and per-token tensors to log:
+
+        L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
+
+    w_t makes the sum over the micro-batches of all ranks a mean over the *global* minibatch, which has `tokens` trained
+    tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded, without gradient. KL_t estimates
+    KL(pi || pi_ref). `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token.
+    """
+    where, (level, flags) = (mask_T, sequence_ids_T), LOSSES[args.loss]
+    log_rho_T = level(logprobs_T, *where) - level(old_logprobs_T, *where)
+    c_T = importance_weights(
+        old_logprobs_T - rollout_logprobs_T, *where, level=args.correction, mode=args.correction_mode,
+        low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
+    )  # fmt: skip
+    loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
+    logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
+    if args.off_policy_threshold is not None:  # mask bad completions that the policy has left
+        streams = logprobs_T, rollout_logprobs_T, advantages_T
+        loss_T = loss_T * off_policy_mask(*streams, *where, args.off_policy_threshold)
+    if flags == CLIP:
+        bounds = args.clip_low, args.clip_high, args.dual_clip
+        logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), advantages_T, *bounds)
+    if ref_logprobs_T is not None:
+        kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+        if args.unbiased_kl:  # the samples are of pi_old: weigh by the token's ratio, with its gradient (2512.02556)
+            kl_T = bounded_exp(logprobs_T - old_logprobs_T) * kl_T
+        loss_T, logged["kl"] = loss_T + args.beta * kl_T, kl_T
+    if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
+        loss_T = loss_T - args.entropy_coef * entropy_T
+    match args.reduction:
+        case "token":  # mean over tokens (DAPO, arXiv:2503.14476)
+            w_T = mask_T / tokens
+        case "sequence":  # mean over completions of their token means (GRPO)
+            w_T = mask_T / sequence_sum(mask_T, *where).clamp(min=1) / sequences
+        case "sequence_sum":  # mean over completions of their token sums (REINFORCE)
+            w_T = mask_T / sequences
+        case "constant":  # the same, over a constant length (Dr. GRPO, arXiv:2503.20783)
+            w_T = mask_T / sequences / args.max_new_tokens
+    return (loss_T * w_T).sum(), logged
 
 
 @dataclass
 class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
-        "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04, **PAPER_CLIP),
-        "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean", **PAPER_CLIP),
+        "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04, clip_low=0.2, clip_high=0.2),
+        "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean", clip_low=0.2, clip_high=0.2),
         "gspo": dict(loss="gspo", reduction="sequence", advantage="group", clip_low=3e-4, clip_high=4e-4,
                      correction="sequence"),
         "cispo": dict(loss="cispo", reduction="token", advantage="group"),
         "sapo": dict(loss="sapo", reduction="sequence", advantage="group"),
         "topr": dict(loss="topr", reduction="sequence_sum", advantage="group_mean"),
-        "liteppo": dict(loss="clip", reduction="token", advantage="group_mean_batch_std", **PAPER_CLIP),
-        "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", **PAPER_CLIP),
+        "liteppo": dict(loss="clip", reduction="token", advantage="group_mean_batch_std", clip_low=0.2, clip_high=0.2),
+        "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
-    """what `--preset` may name, and the flags that each sets"""
-    RENAMED_PRESETS: ClassVar[dict[str, str]] = {
-        "dapo": "python dapo.py",
-        "reinforce": "python reinforce.py --preset reinforce",
-        "reinforce++": "python reinforce.py --preset reinforce++",
-        "reinforce++_baseline": "python reinforce.py --preset reinforce++_baseline",
+    RENAMED_PRESETS: ClassVar[dict[str, str]] = {"dapo": "python dapo.py"} | {
+        name: f"python reinforce.py --preset {name}" for name in ("reinforce", "reinforce++", "reinforce++_baseline")
     }
-    """presets that are scripts of their own"""
     output_dir: str = "runs/grpo"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G): a group, whose members are compared"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW"""
     preset: Literal[tuple(PRESETS)] | None = None
     """the flags of a published variant, see docs/grpo.md; one that is also given with another value is an error"""
     loss: Literal[tuple(LOSSES)] = "clip"
     """what is minimised for each token: the table in docs/grpo.md, `LOSSES` above"""
-    reduction: losses.Reduction = "token"
+    reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     """mean over: tokens; completions, of their means (sequence) or sums; or sum / (completions x max_new_tokens)"""
-    advantage: Literal[*ADVANTAGES, "gdpo"] = "group"
+    advantage: Literal["group", "group_mean", "group_mean_batch_std", "leave_one_out", "gdpo"] = "group"
     """how rewards become advantages: the table in docs/grpo.md, `ADVANTAGES` above"""
     clip_low: BelowOne = 0.2
     """clip, gspo, sequence_clip: the importance ratio is clipped below at 1 - clip_low"""
@@ -123,11 +210,10 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     vespo_lambda_negative: NotNegative[float] = 2.0
     """vespo: vespo_lambda_positive for the others"""
     off_policy_threshold: Positive[float] | None = None
-    """completions with a negative advantage have no loss where the mean over their tokens of log(policy that sampled /
-    present policy) is above this (arXiv:2512.02556 Eq. 9)"""
+    """mask completions with A < 0 whose mean log(pi_engine / pi) exceeds this (arXiv:2512.02556 Eq. 9); default: off"""
     beta: NotNegative[float] = 0.0
     """weight of the KL to the starting model on each token of the loss; 0 never loads that model"""
-    kl_estimator: losses.KLEstimator = "k3"
+    kl_estimator: KLEstimator = "k3"
     """estimate of the KL per token: k1, k2 or k3"""
     kl_clamp: NotNegative[float] = 0.0
     """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: not"""
@@ -138,7 +224,7 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_flags_read(self, {name: function for name, (function, _) in LOSSES.items()}, self.loss)
+        require_read_by(self, {name: flags for name, (_, flags) in LOSSES.items()}, self.loss)
         if 0 < self.dual_clip <= 1:
             raise ValueError(f"--dual_clip {self.dual_clip} must be above 1, or 0 for none")
         if self.loss in ("gspo", "sequence_clip"):
@@ -148,135 +234,92 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
         for flag in ("kl_estimator", "kl_clamp", "unbiased_kl"):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
-
-def completion_advantages(
-    name: str, rewards_PG: Tensor, parts_KPG: Tensor, weights_K: Sequence[float], positions: Sequence[int]
-) -> Tensor:
-    """`--advantage` of this rank's completions, [P, G], with the statistics of all ranks'. Collective."""
-    if name == "gdpo":
-        parts_PKG = parts_KPG.masked_fill(rewards_PG.isnan(), math.nan).transpose(0, 1)
-        advantages_BG = advantages.gdpo(statistics.gather_groups(parts_PKG, positions).transpose(0, 1), weights_K)
-    else:
-        advantages_BG = ADVANTAGES[name](statistics.gather_groups(rewards_PG, positions))
-    return advantages_BG[list(positions)]
+    def cautions(self) -> Iterator[str]:
+        """Yield lines about flags whose effect may surprise."""
+        if self.beta and self.kl_estimator == "k1":
+            yield "--kl_estimator k1: the expected gradient of this KL term is zero; it does not constrain the policy"
+        if self.loss == "reinforce" and self.updates_per_rollout > 1:
+            yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until the others are done
+        return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
-    # ---- data: prompts as token ids, and what the rewards need beside them ----
+    # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
-    model = load_policy(path, args, device)
-    reference = load_reference(model, args, device) if args.beta else None
-    optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
+    # ---- models: FSDP2 shards ----
+    policy = load_policy(path, args, device)  # trained
+    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    optimizer = adamw(policy, args)
+    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
-    # ---- the objective, its floats bound to the flags of their names ----
-    function, ratio_of = LOSSES[args.loss]
-    policy_loss, correction = with_flags(function, args), with_flags(correction_weights, args)
-    keep = with_flags(off_policy_mask, args)
-    kl_estimate, weights_of = with_flags(losses.kl_estimate, args), with_flags(losses.reduction_weights, args)
-    outside_clip, cut_off = with_flags(losses.clipped, args), with_flags(truncation_penalties, args)
-
-    # ---- resume: everything else is a function of (seed, step) ----
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts,
-        show=("reward", "eval/pass_at_1", "completions/mean_length", "time/step"),
-        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "entropy",
-                "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
-    )  # fmt: skip
-    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
-    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
-    if args.preset:
-        flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())
-        run.message(f"preset {args.preset}: {flags}")
-    if args.beta and args.kl_estimator == "k1":
-        run.message("--kl_estimator k1 in the loss: its gradient is zero on average, it does not hold the policy")
-    if args.loss == "reinforce" and updates > 1:
-        run.message(f"--loss reinforce has no ratio: after the first of {updates} updates its gradient is biased")
-    if held_out and run.first_step == 0:
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    total_steps = num_steps(args, prompts)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES)
+    run.message(*describe(args, prompts, held_out, rollouts), *args.cautions())
+    meter, on_policy = run.meter, args.updates_per_rollout == 1
+    if run.first_step == 0:
         run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
-        with meter.time("step"):
-            rollouts.submit(step, total_steps)
-            groups = rollouts.collect(step, meter)
-            if groups is None:  # told to stop
-                break
+        # ---- 1. rollout: G completions of each of this rank's P prompts ----
+        groups = rollouts.rollout(step, total_steps, meter)
+        if groups is None:  # a stop was requested
+            break
 
-            # ---- 2. reward, and advantage: how much better than the rest of its group ----
-            with meter.time("reward"):
-                rewards_PG, parts = rewards(groups, meter)
-            statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            penalties_PG = cut_off(statistics.truncated(groups))
-            parts_KPG = torch.stack([*parts.values(), penalties_PG])
-            advantages_PG = completion_advantages(
-                args.advantage, rewards_PG + penalties_PG, parts_KPG, [*rewards.weights, 1.0], rollouts.positions
-            )
-            to_samples(groups, advantage=advantages_PG)  # the packer lays it on each token
+        # ---- 2. rewards and advantages; the statistics are those of all ranks ----
+        with meter.time("reward"):
+            rewards_PG, parts = rewards(groups, meter)
+        penalties_PG = statistics.truncation_penalties(groups, args.missing_eos_penalty)
+        mine = torch.stack([rewards_PG + penalties_PG, *parts.values(), penalties_PG], dim=1)
+        total_BG, *parts_KBG = statistics.gather_groups(mine, rollouts.positions).unbind(1)
+        advantages_BG = advantages(args.advantage, total_BG, torch.stack(parts_KBG), [*rewards.weights, 1.0])
+        advantages_PG = advantages_BG[list(rollouts.positions)]
+        statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
 
-            # ---- 3. pack; log-probs of the policy that sampled and of the reference ----
-            minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
-            with meter.time("logprobs"):
-                if updates > 1 or run.checks_engine(step):  # else the update's own forward will do
-                    add_logprobs("old", model, minibatches, args.temperature)
-                if reference is not None:
-                    add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.checks_engine(step):
-                statistics.check_agreement(minibatches, step, args, device)
+        # ---- 3. pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
+        minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
+        check = run.checks_engine(step)
+        with meter.time("logprobs"):  # on policy the log-probs of the update itself serve as old ones
+            old = policy if check or not on_policy else None
+            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+        if check:
+            statistics.check_agreement(minibatches, step, args, device)
 
-            # ---- 4. update: one optimizer step per minibatch ----
-            with meter.time("train"):
-                for minibatch in minibatches * args.epochs_per_rollout:
-                    # Denominators count the *global* minibatch, before the first backward.
-                    tokens, sequences = statistics.count_trained(minibatch)
-                    minibatch_loss = torch.zeros((), device=device)
-                    for mb in minibatch:
-                        logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
-                            mb.old_logprobs_T = logprobs_T.detach()
-                        log_ratio_T = ratio_of(mb, logprobs_T) - ratio_of(mb, mb.old_logprobs_T)
-                        engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
-                        mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                        keep_T = keep(
-                            logprobs_T, mb.rollout_logprobs_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T
-                        )
-                        loss_T = policy_loss(log_ratio_T, mb.advantages_T, logprobs_T) * mb.correction_T * keep_T
-                        if reference is not None:
-                            kl_T = kl_estimate(logprobs_T, mb.ref_logprobs_T, mb.old_logprobs_T)
-                            loss_T = loss_T + args.beta * kl_T
-                            meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-                        if args.entropy_coef:  # not times 0: the entropy's backward is another pass over the logits
-                            loss_T = loss_T - args.entropy_coef * entropy_T
-                        loss = (loss_T * weights_of(mb.loss_mask_T, mb.lengths_T, tokens, sequences)).sum()
-                        (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                        minibatch_loss += loss.detach()
-                        statistics.measure_update(meter, mb, entropy_T)
-                        if function is losses.clip_policy_loss:
-                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
-                            meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
-                    lr = run.learning_rate(step)
-                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
-                    meter.mean("loss", minibatch_loss, 1 / world_size)
+        # ---- 4. update: one optimizer step per minibatch ----
+        with meter.time("train"):
+            lr = run.learning_rate(step)
+            for minibatch in minibatches * args.epochs_per_rollout:
+                tokens, sequences = statistics.count_trained(minibatch)  # of the *global* minibatch
+                minibatch_loss = torch.zeros((), device=device)
+                for mb in minibatch:
+                    logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
+                    old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
+                    mb_loss, logged = loss(
+                        logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T, entropy_T,
+                        mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
+                    )  # fmt: skip
+                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += mb_loss.detach()
+                    meter.masked_means(logged, mb.loss_mask_T)
+                    statistics.measure_mismatch(meter, old_logprobs_T, mb)
+                meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
 
         # ---- 5. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
-        if held_out and run.evaluates(step + 1):
+        if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions)
+        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG)
 
     run.end()
     rollouts.close()

@@ -2,27 +2,29 @@
 
     torchrun --nproc_per_node 8 kto.py --model Qwen/Qwen3-1.7B --dataset trl-lib/kto-mix-14k
 
-What dpo.py does without pairs: the reward of a completion is the policy's log-ratio to a reference, and it is compared
-not with that of another completion but with a baseline z0, an estimate of KL(policy || reference): a desirable
-completion has loss 1 - s(beta (l - z0)), an undesirable one 1 - s(beta (z0 - l)).
+As in dpo.py, the implicit reward of a completion y is its log-ratio to a frozen reference. Without pairs it is compared
+with a baseline z0:
 
-Differences from the paper: z0 is over the global batch, from completions that belong to other prompts; the reference's
-log-probs are computed once, before training. See docs/kto.md.
+    l(y) = log(pi(y) / pi_ref(y))                       pi(y): product over the tokens of the completion
+    z0   = max(0, mean of l over mismatches)            kl_baseline(); a mismatch: a completion of another prompt
+    L    = mean_y [ w_d (1 - sigmoid(beta (l - z0))) ]  desirable y         loss()
+           mean_y [ w_u (1 - sigmoid(beta (z0 - l))) ]  undesirable y
 
-Shapes: N completions and T packed tokens in one micro-batch. Every per-token stream is aligned with *targets*: x_T[t]
-describes the prediction of targets_T[t].
+Differences from the paper: z0 is an average over the global batch; the log-probs of the reference are computed once,
+before training. See docs/kto.md.
+
+Shapes: N completions and T packed tokens of a micro-batch, P completions of this rank's batch. Per-token tensors are
+aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-import math
 from collections import Counter
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from common.config.flags import Positive, with_flags
+from common.config.flags import Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
 from common.data.encode import PAIR_FLAGS, Encoder, cut, encode_pairs
@@ -30,17 +32,29 @@ from common.data.order import make_order
 from common.data.packing import LazyGroups, PackedBatch, Sample, pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.token_cache import Samples, load_samples
-from common.metrics.logger import wilson_interval
 from common.metrics.meter import Meter, evaluate_sets
-from common.model.hub import context_length, fit_max_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.logprobs import store_reference_logps
+from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.lora import LoRAArgs
-from common.model.policy import Policy, load_policy, load_reference
-from common.objectives.preference import kto, wpo_weights
+from common.model.policy import Policy, load_policy
+from common.model.reference import reference_logps, reference_or_logps
+from common.objectives.preference import wpo_weights
 from common.parallel import distributed
 from common.train.checkpoint import prepare_output_dir
+from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+
+SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
+CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",
+          "rewards/rejected", "grad_norm")  # fmt: skip
+
+
+def loss(log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, args: "Args") -> Tensor:
+    """Return the loss of each completion, [N]. `desirable_N`: bool; `baseline`: z0, without gradient."""
+    margin_N = args.beta * (log_ratio_N - baseline)
+    sign_N = torch.where(desirable_N, 1.0, -1.0).to(margin_N)
+    weight_N = torch.where(desirable_N, args.desirable_weight, args.undesirable_weight).to(margin_N)
+    return weight_N * (-sign_N * margin_N).sigmoid()
 
 
 @dataclass
@@ -87,8 +101,8 @@ class Args(LoRAArgs, TrainArgs):
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Rows -> [completion] or, of a pair, [desirable, undesirable], with a bool `label` in their rows; and how many
-    rows something was done to, by what."""
+    """Tokenize rows into [completion] or, for a pair, [desirable, undesirable], with a bool `label` in their rows;
+    count the rows that were dropped or changed."""
 
     def encode(row: dict) -> list[Sample]:
         if columns != KTO_COLUMNS[0]:
@@ -97,16 +111,15 @@ def encode_rows(
             raise ValueError(f"{row['_source']}: column label must be true or false")
         return [encoder.completion(row, "prompt", "completion")]
 
-    found, counts = with_flags(encode_pairs, args)(rows, encode)
-    for pair in found if "chosen" in columns else ():
-        for sample, label in zip(pair, (True, False), strict=True):
-            sample.row = sample.row | dict(label=label)
+    found, counts = encode_pairs(rows, encode, args)
+    if "chosen" in columns:
+        found = [[replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)] for pair in found]
     return found, counts
 
 
 def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
-    """[completion, mismatch] of each completion, of pairs all desirable ones first. A mismatch is the same prompt with
-    the completion of the next one that has another prompt: its log-ratio estimates the KL."""
+    """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first. A mismatch is the
+    same prompt with the completion of the next row that has another prompt: its log-ratio estimates the KL."""
     count = len(rows) * (len(rows[0]) if rows else 1)
 
     def completion(i: int) -> Sample:
@@ -120,179 +133,130 @@ def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
         return [sample, cut(Sample(sample.prompt_ids + other.completion_ids, mask), args.max_length)]
 
     if rows:
-        group(0)  # what is wrong is said before the model is loaded
-    return LazyGroups(count, group)
+        group(0)  # errors come before the model is loaded
+    return LazyGroups(rows.rows * (count // max(1, len(rows))), group)
 
 
 def require_both_labels(rows: Samples) -> None:
+    """Raise `ValueError` unless the rows have both labels."""
     labels = [label for label in (True, False) if any(sample.row["label"] == label for row in rows for sample in row)]
     if len(labels) < 2:
         raise ValueError(f"kto.py needs rows with label true and rows with label false; all are {labels[0]}")
 
 
-def reference_of(
-    model: Policy, parts: list[LazyGroups], tokenizer, args: Args, device: torch.device
-) -> tuple[Policy | None, list[LazyGroups]]:
-    """The reference model if it stays in memory, else None, and the samples have their `ref_logp`. Call it before a
-    checkpoint is loaded, as the policy still is the starting model, which often is the reference. Collective."""
-    path = resolve_model(args.reference_model or args.model, "--reference_model")
-    require_same_tokenizer("--reference_model", path, tokenizer)
-    if args.max_length > (context := context_length(path, args)):
-        raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
-
-    def load() -> Policy:
-        other = args.reference_model or args.reference_logprobs == "online"
-        return load_reference(model, args, device, args.reference_model and path) if other else model
-
-    if args.reference_logprobs == "online":
-        return load(), parts
-    return None, store_reference_logps(parts, path, load, Path(args.output_dir), args, device)
-
-
 @torch.no_grad()
-def reference_logps(mb: PackedBatch, reference: Policy | None) -> Tensor:
-    """Log-prob of each completion by the reference, [N]: by the model if it is in memory, else as stored."""
-    return mb.of_samples("ref_logp") if reference is None else mb.sequence_sums(reference(mb)[0])
+def kl_baseline(policy: Policy, micro_batches: list[PackedBatch], ref_logps_P: Tensor) -> Tensor:
+    """Return z0, the mean log-ratio of the mismatches of all ranks, not below 0. Collective."""
+    sums = [(mb.sequence_sums(policy(mb)[0]) - mb.select(ref_logps_P)).sum() for mb in micro_batches]
+    mean = distributed.all_sum(sum(sums)) / distributed.all_sum(len(ref_logps_P))
+    return mean.clamp(min=0).to(micro_batches[0].loss_mask_T.device)
 
 
-@torch.no_grad()
-def kl_baseline(
-    model: Policy, reference: Policy | None, mismatches: list[Sample], args: Args, device: torch.device
-) -> Tensor:
-    """z0: the mean log-ratio of all ranks' completions that belong to other prompts, not below 0. Collective."""
-    log_ratios = [
-        (mb.sequence_sums(model(mb)[0]) - reference_logps(mb, reference)).sum()
-        for mb in pack(mismatches, args.pack_tokens, device)
-    ]
-    mean = distributed.all_sum(sum(log_ratios)) / distributed.all_sum(len(mismatches))
-    return mean.clamp(min=0).to(device)
-
-
-def labels(mb: PackedBatch) -> Tensor:
-    """Which completions are desirable, [N] bool."""
-    return mb.per_sequence(sample.row["label"] for sample in mb.samples).bool()
-
-
-def weights_of(mb: PackedBatch, logprobs_T: Tensor, collision_T: Tensor, wpo: bool) -> Tensor:
-    """How much each completion counts: 1, or `wpo_weights`. [N], no gradient."""
-    lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
-    adjusted_N = mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N
-    return wpo_weights(adjusted_N) if wpo else torch.ones_like(adjusted_N)
-
-
-def measure(
-    meter: Meter, prefix: str, args: Args, mb: PackedBatch, loss_N: Tensor, log_ratio_N: Tensor, logps_N: Tensor,
-    baseline: Tensor,
-) -> None:  # fmt: skip
-    """Loss, implicit rewards and log-probs of a micro-batch's completions, desirable and undesirable ones apart."""
-    rewards_N, label_N, count = args.beta * log_ratio_N.detach(), labels(mb), len(loss_N)
-    right_N = (rewards_N > args.beta * baseline) == label_N
+def forward(
+    policy: Policy, mb: PackedBatch, ref_logps_P: Tensor, desirable_P: Tensor, baseline: Tensor, args: Args,
+    meter: Meter, prefix: str = "",
+) -> Tensor:  # fmt: skip
+    """Return the loss of a micro-batch, summed over its completions; log it with implicit rewards and log-probs."""
+    logprobs_T, entropy_T, _, collision_T = policy(mb)
+    logps_N, desirable_N, count = mb.sequence_sums(logprobs_T), mb.select(desirable_P).bool(), len(mb.samples)
+    log_ratio_N = logps_N - mb.select(ref_logps_P)
+    loss_N, rewards_N = loss(log_ratio_N, desirable_N, baseline, args), args.beta * log_ratio_N.detach()
+    if args.wpo:
+        lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
+        weights_N = wpo_weights(mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N)
+        loss_N = loss_N * weights_N
+        meter.mean(f"{prefix}wpo/weight", weights_N.sum(), count)
     meter.mean(f"{prefix}loss", loss_N.detach().sum(), count)
     meter.mean(f"{prefix}kl", baseline * count, count)
-    meter.mean(f"{prefix}rewards/accuracies", right_N.sum(), count)
-    for name, side_N in (("chosen", label_N), ("rejected", ~label_N)):
+    meter.mean(f"{prefix}rewards/accuracies", ((rewards_N > args.beta * baseline) == desirable_N).sum(), count)
+    for name, side_N in (("chosen", desirable_N), ("rejected", ~desirable_N)):
         meter.mean(f"{prefix}rewards/{name}", rewards_N[side_N].sum(), side_N.sum())
         meter.mean(f"{prefix}logps/{name}", logps_N.detach()[side_N].sum(), side_N.sum())
+    meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
+    return loss_N.sum()
+
+
+def prepare(
+    policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_P2: Tensor, args: Args,
+    device: torch.device,
+) -> tuple[list[PackedBatch], Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the packed completions of [completion, mismatch] groups, their log-probs by the reference and which are
+    desirable, [P] each, and the baseline z0. Collective."""
+    completions, mismatches = (pack([group[i] for group in groups], args.pack_tokens, device) for i in (0, 1))
+    ref_P, ref_mismatch_P = (
+        reference_logps(reference, micro_batches, stored_P2[:, i])
+        for i, micro_batches in enumerate((completions, mismatches))
+    )
+    desirable_P = torch.tensor([completion.row["label"] for completion, _ in groups])
+    return completions, ref_P, desirable_P, kl_baseline(policy, mismatches, ref_mismatch_P)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Policy, reference: Policy | None, groups: list[list[Sample]], args: Args, device: torch.device
-) -> Meter:
-    """Held-out metrics; `groups` is this rank's share."""
-    meter, completions, mismatches = Meter(), [c for c, _ in groups], [m for _, m in groups]
-    micro_batches, loss_of = pack(completions, args.pack_tokens, device), with_flags(kto, args)
-    baseline = kl_baseline(model, reference, mismatches, args, device)
+    policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_P2: Tensor, args: Args,
+    device: torch.device,
+) -> Meter:  # fmt: skip
+    """Measure this rank's share of the held-out completions."""
+    meter = Meter()
+    micro_batches, *compared = prepare(policy, reference, groups, stored_P2, args, device)
     for mb in micro_batches:
-        logprobs_T, entropy_T, _, collision_T = model(mb)
-        logps_N, label_N = mb.sequence_sums(logprobs_T), labels(mb)
-        log_ratio_N = logps_N - reference_logps(mb, reference)
-        weights_N = weights_of(mb, logprobs_T, collision_T, args.wpo)
-        loss_N = loss_of(log_ratio_N, label_N, baseline) * weights_N
-        measure(meter, "eval_", args, mb, loss_N, log_ratio_N, logps_N, baseline)
-        meter.masked_mean("eval_entropy", entropy_T, mb.loss_mask_T)
-        meter.mean("eval_wpo/weight", weights_N.sum(), len(weights_N) if args.wpo else 0)
+        forward(policy, mb, *compared, args, meter, "eval_")
     return meter
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     prepare_output_dir(args, owned=("reference_logps.json",))
 
-    # ---- data ----
+    # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
-    (rows, train_counts), (eval_rows, eval_counts) = load_samples(
+    (rows, counts), (eval_rows, eval_counts) = load_samples(
         encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, PAIR_FLAGS, kept=("label",)
     )
     groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
     require_both_labels(rows)
-    order = make_order(rows.rows * (len(groups) // len(rows)), args)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(groups) / args.batch_size)
+    order = make_order(groups.rows, args)
 
-    # ---- model: FSDP2 shards of float32 masters; the reference scores the data, then it is let go ----
-    model = load_policy(path, args, device)
-    reference, (groups, eval_groups) = reference_of(model, [groups, eval_groups], tokenizer, args, device)
-    optimizer, loss_of = adamw(model, args), with_flags(kto, args)
+    # ---- models: FSDP2 shards of float32 masters; the frozen reference scores the data before training ----
+    policy = load_policy(path, args, device)
+    reference, (stored, eval_stored) = reference_or_logps(policy, (groups, eval_groups), tokenizer, args, device)
+    optimizer = adamw(policy, args)
 
-    # ---- resume: everything else is a function of (seed, step) ----
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, order=order,
-        show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
-        curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",
-                "rewards/rejected", "grad_norm"),
-    )  # fmt: skip
-    meter = run.meter
-    for name, counts in (("training", train_counts), ("held-out", eval_counts)):
-        for reason, count in counts.items():
-            run.message(f"{count} {name} rows {reason}")
-    run.message(f"{len(groups)} training rows, {len(eval_groups)} held out, {total_steps} steps, {world_size} ranks")
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)
+    run.message(*describe(args, groups, eval_groups, counts, eval_counts))
     run.logger.preview(groups[0][0], tokenizer)
+    meter = run.meter
 
     for step in run.steps():
-        # ---- 1. batch: the same global rows whatever the number of ranks, every rank takes its share ----
-        with meter.time("step"):
-            batch = [groups[i] for i in order.draw(args.batch_size)[rank::world_size]]
-            completions, mismatches = [c for c, _ in batch], [m for _, m in batch]
-            # pack() gives every rank the same number of micro-batches: FSDP collectives must match.
-            micro_batches = pack(completions, args.pack_tokens, device)
+        # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
+        mine = order.draw(args.batch_size)[rank::world_size]
+        batch = [groups[i] for i in mine]
+        with meter.time("logprobs"):  # packs are as many on every rank: FSDP collectives must match
+            micro_batches, *compared = prepare(policy, reference, batch, stored[mine], args, device)
 
-            # ---- 2. what a completion is compared with ----
-            with meter.time("logprobs"):
-                baseline = kl_baseline(model, reference, mismatches, args, device)
+        # ---- 2. update: one optimizer step; the loss is a mean over the completions of the *global* batch ----
+        with meter.time("train"):
+            batch_loss = torch.zeros((), device=device)
+            for mb in micro_batches:
+                mb_loss = forward(policy, mb, *compared, args, meter) / args.batch_size
+                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                batch_loss += mb_loss.detach()
+            lr = run.learning_rate(step)
+            grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
-            # ---- 3. update: one optimizer step over the whole batch ----
-            with meter.time("train"):
-                batch_loss = torch.zeros((), device=device)
-                for mb in micro_batches:
-                    logprobs_T, entropy_T, _, collision_T = model(mb)
-                    logps_N, label_N = mb.sequence_sums(logprobs_T), labels(mb)
-                    log_ratio_N = logps_N - reference_logps(mb, reference)
-                    weights_N = weights_of(mb, logprobs_T, collision_T, args.wpo)
-                    loss_N = loss_of(log_ratio_N, label_N, baseline) * weights_N
-                    # Mean over the completions of the *global* batch. FSDP averages gradients over ranks; undo that.
-                    loss = loss_N.sum() / args.batch_size
-                    (loss * world_size).backward()
-                    batch_loss += loss.detach()
-                    measure(meter, "", args, mb, loss_N, log_ratio_N, logps_N, baseline)
-                    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
-                    meter.mean("wpo/weight", weights_N.sum(), len(weights_N) if args.wpo else 0)
-                lr = run.learning_rate(step)
-                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
-
-        # ---- 4. log and evaluate ----
-        metrics = run.reduce(completions, grad_norm=grad_norm, lr=lr)
-        if eval_groups and run.evaluates(step + 1):
-            metrics |= evaluate_sets(eval_groups, lambda ours: evaluate(model, reference, ours, args, device))
+        # ---- 3. log and evaluate ----
+        metrics = run.reduce([completion for completion, _ in batch], grad_norm=grad_norm, lr=lr)
+        if run.evaluates(step + 1):
+            metrics |= evaluate_sets(eval_groups, lambda mine: evaluate(
+                policy, reference, [eval_groups[i] for i in mine], eval_stored[mine], args, device
+            ))  # fmt: skip
         run.log(step + 1, metrics)
 
-    summary = ""
-    if (accuracy := run.latest.get("eval_rewards/accuracies")) is not None:
-        low, high = wilson_interval(accuracy, len(eval_groups))
-        summary = f"held-out accuracy {accuracy:.3f} (95% interval {low:.3f} to {high:.3f})"
-    run.end(summary)
+    run.end(held_out_accuracy(run, eval_groups))
     distributed.cleanup()
 
 

@@ -2,21 +2,25 @@
 
     torchrun --nproc_per_node 8 ppo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
 
-One completion per prompt is sampled; each token is an action. A token's reward is minus beta times its KL to the
-starting model, and the last one's has the score of the completion added. A second model predicts from each prefix what
-is still to come; generalised advantage estimation turns its errors into advantages, PPO's clipped loss makes better
-tokens more likely, and the value model is fitted to the returns.
+Each token y_t of a sampled completion is an action. A second model predicts its value V_t, the sum of future rewards:
 
-Differences from the papers: value and policy are separate models with an optimizer each, advantages are whitened over
-the rollout and not over a minibatch, and engine and trainer are reconciled by truncated importance weights. See
-docs/ppo.md.
+    r_t   = -beta log(pi_old(y_t) / pi_ref(y_t)), plus the score of the completion at its last token     token_rewards()
+    A_t   = sum_k (gamma lambda)^k (r_t+k + gamma V_t+k+1 - V_t+k)        R_t = A_t + V_t                   advantages()
+    L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]                          loss()
+    L_V   = mean_t [ max((v_t - R_t)^2, (clip(v_t, V_t - value_clip, V_t + value_clip) - R_t)^2) / 2 ]      value_loss()
+    rho_t = pi(y_t) / pi_old(y_t)                         pi_old, V: the models at the time of the rollout
 
-Shapes: P prompts on this rank, G samples per prompt, N completions and T packed tokens in one micro-batch. Every
-per-token stream is aligned with *targets*: x_T[t] describes the prediction of targets_T[t], and values_T[t] is the
-value of the prefix before it.
+Differences from the papers (docs/ppo.md): value and policy are separate models with an optimizer each, advantages are
+whitened over the rollout and not over a minibatch, and truncated importance weights c_t = pi_old(y_t) / pi_engine(y_t)
+correct for the difference between engine and trainer.
+
+Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a micro-batch. Per-token
+tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t]; values_T[t] is the value of the
+prefix before it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -24,75 +28,131 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from common.config.flags import BelowOne, Fraction, NotNegative, Positive, with_flags
+from common.config.flags import BelowOne, Fraction, NotNegative, Positive
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.config.parse import parse
-from common.data.packing import PackedBatch, pack_minibatches, to_samples
+from common.data.packing import PackedBatch, pack_minibatches, per_sample
 from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.logprobs import add_logprobs, add_values
+from common.model.logprobs import with_logprobs, with_values
 from common.model.lora import LoRAArgs
 from common.model.policy import load_reference
 from common.model.value import load_with_value_model
-from common.objectives.advantages import gae, length_adaptive_lambda
-from common.objectives.importance import CorrectionArgs, correction_weights
-from common.objectives.policy import KLEstimator, clip_policy_loss, clip_value_loss, clipped, kl_estimate
-from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.objectives.advantages import gae
+from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
+from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_rollouts, serve
 from common.train.checkpoint import prepare_output_dir
+from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+
+SHOW = ("reward", "objective/kl", "eval/pass_at_1", "time/step")
+
+# ---- the objective ----
+
+
+def token_rewards(mb: PackedBatch, scores_PG: Tensor, turn_weight: float, beta: float, args: "Args") -> Tensor:
+    """Return the reward of each token, [T] float32: the score of its completion on the last token, -beta KL on each.
+    Rewards of an environment for earlier turns, times `turn_weight`, move from the last token to that of their turn."""
+    rewards = [0.0] * len(mb.loss_mask_T)
+    completions = zip(mb.samples, mb.select(scores_PG).tolist(), mb.offsets, mb.offsets[1:], strict=False)
+    for sample, score, start, end in completions:  # padding has offsets, but no sample
+        rewards[end - 1] = score
+        for index, reward in sample.turn_rewards[: sample.turns - 1]:
+            rewards[start + index - 1] = turn_weight * reward  # targets begin with the second id
+            rewards[end - 1] -= turn_weight * reward
+    rewards_T = torch.tensor(rewards).to(mb.loss_mask_T.device)
+    if mb.ref_logprobs_T is not None:
+        rewards_T -= beta * kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+    return rewards_T
+
+
+def advantages(
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, lengths_N: Tensor, args: "Args"
+) -> tuple[Tensor, Tensor]:
+    """Return advantages for the policy and returns for the value model, [T] float32 each. The returns may have a lambda
+    of their own (VC-PPO, arXiv:2503.01491), the advantages one that grows with the length of the completion (VAPO)."""
+    lambda_N = torch.full_like(lengths_N, args.gae_lambda)
+    value_lambda_N = lambda_N if args.value_lambda is None else torch.full_like(lengths_N, args.value_lambda)
+    if args.lambda_alpha:
+        lambda_N = (1 - 1 / (args.lambda_alpha * lengths_N)).clamp(min=0)  # arXiv:2504.05118
+    A_T, value_A_T = (
+        gae(rewards_T, values_T, mask_T, sequence_ids_T, args.gamma, each_N) for each_N in (lambda_N, value_lambda_N)
+    )
+    return A_T.float(), (value_A_T + values_T).float()
+
+
+def loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, entropy_T: Tensor, A_T: Tensor, importance_T: Tensor, mask_T: Tensor,
+    tokens: Tensor, positives: Tensor, args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return this micro-batch's share of the policy loss and per-token tensors to log. The loss is a mean over the
+    `tokens` of the *global* minibatch; that of `--positive_nll` over its `positives`, the tokens with A > 0."""
+    log_rho_T = logprobs_T - old_logprobs_T
+    rho_T = bounded_exp(log_rho_T)
+    loss_T = -torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T) * importance_T
+    if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
+        loss_T = loss_T - args.entropy_coef * entropy_T
+    total = (loss_T * mask_T).sum() / tokens
+    total = total - args.positive_nll * (logprobs_T * (mask_T & (A_T > 0))).sum() / positives.clamp(min=1)
+    moved_T = kl_estimate(old_logprobs_T, logprobs_T.detach())  # from the policy of the rollout
+    clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
+    return total, {"entropy": entropy_T, "policy/approx_kl": moved_T, "clip_ratio/region_mean": clipped_T}
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float) -> Tensor:
+    """Return the loss of each value, [T]: half the squared error, without gradient for values that have moved
+    by more than `value_clip` towards their returns; 0: no clip."""
+    loss_T = (values_T - returns_T).square()
+    if value_clip:
+        clipped_T = torch.clamp(values_T, old_values_T - value_clip, old_values_T + value_clip)
+        loss_T = torch.max(loss_T, (clipped_T - returns_T).square())
+    return loss_T / 2
 
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = dict(value_lr=5e-3, beta=0.01)
     output_dir: str = "runs/ppo"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     value_model: str | None = None
-    """Hugging Face id or folder the value model starts from: a reward model with its head, or a language model, which
-    gets a new one; default: --model"""
+    """reward model or language model (which gets a new head) that the value model starts from; default: --model"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW, policy"""
     value_lr: Positive[float] = 1e-5
     """peak learning rate of AdamW, value model; warmup and schedule are the policy's"""
     value_warmup_steps: NotNegative[int] = 0
     """steps at the beginning in which only the value model learns"""
     prompts_per_step: Positive[int] = 512
-    """prompts per rollout, over all ranks"""
     samples_per_prompt: Positive[int] = 1
-    """completions sampled for each prompt (G)"""
     minibatches: Positive[int] = 4
-    """optimizer steps per pass over a rollout; the prompts of a rollout are divided among them"""
     gamma: Fraction = 1.0
     """discount per token"""
     gae_lambda: Fraction = 0.95
     """lambda of the advantages: 0 trusts the value model, 1 only what was sampled"""
     value_lambda: Fraction | None = None
-    """lambda of the returns the value model learns; default: gae_lambda. 1: its targets have no bias (VC-PPO)"""
+    """lambda of the returns that the value model learns; 1: unbiased targets (VC-PPO); default: gae_lambda"""
     lambda_alpha: NotNegative[float] = 0.0
     """above 0: lambda of the advantages is 1 - 1 / (lambda_alpha x length) of the completion (VAPO: 0.05)"""
     whiten_advantages: bool = True
     """advantages get mean 0 and standard deviation 1 over the tokens of the rollout"""
     clip_low: BelowOne = 0.2
-    """the importance ratio is clipped below at 1 - clip_low"""
+    """lower clip bound of the importance ratio: 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
-    """the importance ratio is clipped above at 1 + clip_high"""
+    """upper clip bound of the importance ratio: 1 + clip_high"""
     value_clip: NotNegative[float] = 0.2
-    """values may move this far from those at rollout time; 0: as far as they like"""
+    """values may move this far from those at rollout time; 0: no bound"""
     beta: NotNegative[float] = 0.05
-    """weight of the KL penalty to the starting model in the rewards; 0 never loads it"""
     kl_estimator: KLEstimator = "k1"
     """estimate of the KL per token: k1, k2 or k3"""
     kl_clamp: NotNegative[float] = 0.0
-    """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: not"""
+    """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: off"""
     kl_stop: NotNegative[float] = 0.0
-    """skip what is left of a rollout once the policy's KL to the one that sampled it is above this, nats per token,
-    on the next minibatch; 0: never"""
+    """skip the rest of a rollout if the next minibatch has a KL to the sampling policy above this, per token; 0: off"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus"""
     positive_nll: NotNegative[float] = 0.0
@@ -100,225 +160,163 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, Train
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_read(
-            "gae_lambda", not self.lambda_alpha or self.value_lambda is None, "--lambda_alpha replaces it"
-        )
-        self.require_read("kl_stop", self.minibatches * self.epochs_per_rollout > 1, "a rollout has one update only")
+        read = self.value_lambda is None or not self.lambda_alpha
+        self.require_read("gae_lambda", read, "--lambda_alpha replaces it")
+        self.require_read("kl_stop", self.updates_per_rollout > 1, "a rollout has one update only")
         if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
             raise ValueError(f"--value_warmup_steps {self.value_warmup_steps} leaves the policy no step of --max_steps")
         for flag in ("kl_estimator", "kl_clamp"):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
 
-def advantages_and_returns(
-    mb: PackedBatch,
-    rewards_T: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    value_lambda: float | None,
-    lambda_alpha: float,
-) -> tuple[Tensor, Tensor]:
-    """GAE for the policy, and for the value model (the same plus the values) with a lambda of its own (VC-PPO,
-    arXiv:2503.01491). Both [T], float32."""
-    lengths_N = mb.sequence_sums(torch.ones_like(rewards_T))
-    policy_lambda_N = torch.full_like(lengths_N, gae_lambda)
-    value_lambda_N = policy_lambda_N if value_lambda is None else torch.full_like(lengths_N, value_lambda)
-    if lambda_alpha:
-        policy_lambda_N = length_adaptive_lambda(lengths_N, lambda_alpha)
-    advantages_T, targets_T = (
-        gae(rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, gamma, lambda_N)
-        for lambda_N in (policy_lambda_N, value_lambda_N)
-    )
-    return advantages_T.float(), (targets_T + mb.values_T).float()
+def estimate(
+    mb: PackedBatch, scores_PG: Tensor, turn_weight: float, beta: float, args: Args, meter: Meter
+) -> PackedBatch:
+    """Return the micro-batch with advantages, returns and importance weights; measure its rewards and KL."""
+    rewards_T = token_rewards(mb, scores_PG, turn_weight, beta, args)
+    meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), len(mb.samples))
+    if mb.ref_logprobs_T is not None:
+        log_ratio_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
+        meter.mean("objective/kl", log_ratio_N.sum(), len(log_ratio_N))
+    where = mb.loss_mask_T, mb.sequence_ids_T
+    advantages_T, returns_T = advantages(rewards_T, mb.values_T, *where, mb.sequence_sums(mb.loss_mask_T), args)
+    importance_T = importance_weights(
+        mb.old_logprobs_T - mb.rollout_logprobs_T, *where, level=args.correction, mode=args.correction_mode,
+        low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
+    )  # fmt: skip
+    statistics.measure_mismatch(meter, mb.old_logprobs_T, mb)
+    meter.masked_mean("sampling/kept_fraction", importance_T > 0, mb.loss_mask_T)
+    return mb.with_streams(advantages_T=advantages_T, returns_T=returns_T, importance_T=importance_T)
 
 
-def token_scores(mb: PackedBatch, turn_weight: float) -> Tensor:
-    """Each completion's score on its last token, [T] float32; but what an environment gave for an earlier turn, times
-    `turn_weight`, is taken from it and stands on that turn's last token."""
-    scores = [0.0] * len(mb.loss_mask_T)
-    for sample, start, end in zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False):  # a filler has no sample
-        scores[end - 1] = sample.score
-        for index, reward in sample.turn_rewards[: sample.turns - 1]:
-            scores[start + index - 1] = turn_weight * reward  # targets begin with the second id
-            scores[end - 1] -= turn_weight * reward
-    return torch.tensor(scores).to(mb.loss_mask_T.device)
-
-
-def moments(micro_batches: list[PackedBatch], xs: list[Tensor]) -> tuple[float, float]:
-    """Mean and standard deviation (n - 1) of a stream over the trained tokens of all ranks. Collective."""
-    xs = [x_T[mb.loss_mask_T].double() for mb, x_T in zip(micro_batches, xs, strict=True)]
+def moments(minibatches: list[list[PackedBatch]], stream_of: Callable[[PackedBatch], Tensor]) -> tuple[float, float]:
+    """Return mean and standard deviation (n - 1) of a stream over the trained tokens of all ranks. Collective."""
+    xs = [stream_of(mb)[mb.loss_mask_T].double() for mb in chain(*minibatches)]
     count = max(1, int(distributed.all_sum(sum(x.numel() for x in xs))))
     mean = float(distributed.all_sum(sum(x.sum() for x in xs))) / count
     squares = float(distributed.all_sum(sum((x - mean).square().sum() for x in xs)))
     return mean, math.sqrt(squares / max(1, count - 1))
 
 
-def explained_variance(micro_batches: list[PackedBatch]) -> float:
-    """1 - Var(returns - values) / Var(returns) over the trained tokens of all ranks; 0 if all returns are equal.
-    Collective."""
-    _, error = moments(micro_batches, [mb.returns_T - mb.values_T for mb in micro_batches])
-    _, spread = moments(micro_batches, [mb.returns_T for mb in micro_batches])
+def explained_variance(minibatches: list[list[PackedBatch]]) -> float:
+    """Return 1 - Var(R - V) / Var(R) over the trained tokens of all ranks, or 0 for equal returns. Collective."""
+    _, error = moments(minibatches, lambda mb: mb.returns_T - mb.values_T)
+    _, spread = moments(minibatches, lambda mb: mb.returns_T)
     return 1 - (error / spread) ** 2 if spread else 0.0
 
 
-def count_tokens(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
-    """Trained tokens of a *global* minibatch, and those with a positive advantage; at least 1 each. Collective."""
-    trained = sum(mb.loss_mask_T.sum() for mb in minibatch)
-    positive = sum((mb.loss_mask_T & (mb.advantages_T > 0)).sum() for mb in minibatch)
-    return distributed.all_sum(trained).clamp(min=1), distributed.all_sum(positive).clamp(min=1)
-
-
-def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor, moved_T: Tensor, clipped_T: Tensor) -> None:
-    """Means over the trained tokens of a micro-batch; `moved_T`: how far the policy is from the rollout's, in nats."""
-    for name, x_T in (("entropy", entropy_T), ("policy/approx_kl", moved_T), ("clip_ratio/region_mean", clipped_T)):
-        meter.masked_mean(name, x_T, mb.loss_mask_T)
+def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
+    """Return the micro-batches with advantages of mean 0 and standard deviation 1 over the rollout. Collective."""
+    mean, std = moments(rollout, lambda mb: mb.advantages_T)
+    return [[mb.with_streams(advantages_T=(mb.advantages_T - mean) / (std + 1e-6)) for mb in mbs] for mbs in rollout]
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until the others are done
+        return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
-    # ---- data: prompts as token ids, and what the rewards need beside them ----
-    path = value_path = resolve_model(args.model)
+    # ---- data: prompts as token ids, and the rewards of their completions ----
+    path = resolve_model(args.model)
+    value_path = path if args.value_model is None else resolve_model(args.value_model, "--value_model")
     tokenizer = load_tokenizer(path, args)
-    if args.value_model is not None:
-        value_path = resolve_model(args.value_model, "--value_model")
-        require_same_tokenizer("--value_model", value_path, tokenizer)
-    context = min(context_length(path, args), context_length(value_path, args))
-    prompts, held_out = load_prompts(args, tokenizer, context)
+    require_same_tokenizer("--value_model", value_path, tokenizer)
+    prompts, held_out = load_prompts(args, tokenizer, min(context_length(path, args), context_length(value_path, args)))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
-
-    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
-    model, value_model = load_with_value_model(path, value_path, args, device)
-    reference = load_reference(model, args, device) if args.beta else None
-    optimizer, value_optimizer = adamw(model, args), adamw(value_model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
-
-    # ---- the objective, its floats bound to the flags of their names ----
-    policy_loss, outside_clip = with_flags(clip_policy_loss, args), with_flags(clipped, args)
-    value_loss_of, kl_of = with_flags(clip_value_loss, args), with_flags(kl_estimate, args)
-    correction, estimate = with_flags(correction_weights, args), with_flags(advantages_and_returns, args)
-    shape, cut_off = with_flags(shape_rewards, args), with_flags(truncation_penalties, args)
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 
-    # ---- resume: everything else is a function of (seed, step) ----
-    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, value=(value_model, value_optimizer), rollouts=rollouts,
-        beta=beta, show=("reward", "objective/kl", "eval/pass_at_1", "time/step"),
-        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "objective/kl",
-                "value_loss", "explained_variance", "entropy", "completions/mean_length", "grad_norm",
-                "sampling/sampling_logp_difference/max"),
-    )  # fmt: skip
-    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
-    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
-    if held_out and run.first_step == 0:
+    # ---- models: FSDP2 shards ----
+    policy, value_model = load_with_value_model(path, value_path, args, device)  # trained
+    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    optimizer, value_optimizer = adamw(policy, args), adamw(value_model, args)
+    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, value=(value_model, value_optimizer), rollouts=rollouts,
+              beta=beta, show=SHOW, curves=(*CURVES, "objective/kl", "value_loss", "explained_variance"))  # fmt: skip
+    run.message(*describe(args, prompts, held_out, rollouts))
+    meter = run.meter
+    if run.first_step == 0:
         run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
-        with meter.time("step"):
-            rollouts.submit(step, total_steps)
-            groups = rollouts.collect(step, meter)
-            if groups is None:  # told to stop
-                break
+        # ---- 1. rollout: G completions of each of this rank's P prompts ----
+        groups = rollouts.rollout(step, total_steps, meter)
+        if groups is None:  # a stop was requested
+            break
 
-            # ---- 2. score; log-probs and values of the rollout, log-probs of the starting model ----
-            with meter.time("reward"):
-                rewards_PG, parts = rewards(groups, meter)
-            statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-            to_samples(groups, score=shape(rewards_PG) + cut_off(statistics.truncated(groups)))
-            for sample in chain(*groups):
-                if math.isnan(sample.score):  # no reward, nothing to learn
-                    sample.loss_mask, sample.score = [False] * len(sample.ids), 0.0
-            minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
-            micro_batches = list(chain(*minibatches))
-            with meter.time("logprobs"):
-                add_logprobs("old", model, minibatches, args.temperature)
-                add_values(value_model, minibatches)
-                if reference is not None:
-                    add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.checks_engine(step):
-                statistics.check_agreement(minibatches, step, args, device)
+        # ---- 2. scores; pack; log-probs and values that stay fixed ----
+        with meter.time("reward"):
+            rewards_PG, parts = rewards(groups, meter)
+        statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
+        shaped_PG = shape_rewards(rewards_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip)
+        scores_PG = shaped_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
+        minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
+        minibatches = [[mb.with_streams(loss_mask_T=mb.loss_mask_T & ~mb.on_tokens(scores_PG).isnan()) for mb in mbs]
+                       for mbs in minibatches]  # fmt: skip
+        with meter.time("logprobs"):
+            minibatches = with_logprobs(minibatches, args.temperature, old=policy, ref=reference)
+            minibatches = with_values(minibatches, value_model)
+        if run.checks_engine(step):
+            statistics.check_agreement(minibatches, step, args, device)
 
-            # ---- 3. a reward for each token; advantages and returns ----
-            for mb in micro_batches:
-                rewards_T = token_scores(mb, turn_weight)
-                if reference is not None:
-                    rewards_T -= beta.value * kl_of(mb.old_logprobs_T, mb.ref_logprobs_T)
-                    log_ratio_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
-                    meter.mean("objective/kl", log_ratio_N.sum(), len(log_ratio_N))
-                meter.mean("objective/rlhf_reward", mb.sequence_sums(rewards_T).sum(), len(mb.samples))
-                mb.advantages_T, mb.returns_T = estimate(mb, rewards_T)
-                engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
-                mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                statistics.measure_sampling(meter, mb)
-            explained = explained_variance(micro_batches)
-            mean, std = moments(micro_batches, [mb.advantages_T for mb in micro_batches])
-            for mb in micro_batches:
-                if args.whiten_advantages:
-                    mb.advantages_T = (mb.advantages_T - mean) / (std + 1e-6)
-                mb.to_samples(advantage=mb.advantages_T[mb.ends_N])  # of the last token, for samples.jsonl
+        # ---- 3. rewards of tokens; advantages and returns ----
+        fixed = scores_PG, turn_weight, beta.value, args, meter
+        minibatches = [[estimate(mb, *fixed) for mb in minibatch] for minibatch in minibatches]
+        if args.whiten_advantages:
+            minibatches = whiten(minibatches)
 
-            # ---- 4. update: policy and value model, with an optimizer each ----
-            with meter.time("train"):
-                learn_policy, updates_done, lr = step >= args.value_warmup_steps, 0, run.learning_rate(step)
-                if step == args.value_warmup_steps:  # a save in warm-up made the optimizer's state by a step of zeros
-                    for state in optimizer.state.values():
-                        state["step"].zero_()
-                for minibatch in minibatches * args.epochs_per_rollout:
-                    # Token means over the *global* minibatch. FSDP averages gradients over ranks; undo that.
-                    tokens, positives = count_tokens(minibatch)
-                    policy_sum, value_sum, moved = (torch.zeros((), device=device) for _ in range(3))
-                    for mb in minibatch:
-                        if learn_policy:
-                            logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                            log_ratio_T = logprobs_T - mb.old_logprobs_T
-                            loss_T = policy_loss(log_ratio_T, mb.advantages_T) * mb.correction_T
-                            if args.entropy_coef:  # not times 0: its backward is another pass over the logits
-                                loss_T = loss_T - args.entropy_coef * entropy_T
-                            positive_T = mb.loss_mask_T & (mb.advantages_T > 0)
-                            loss = (loss_T * mb.loss_mask_T).sum() / tokens
-                            loss = loss - args.positive_nll * (logprobs_T * positive_T).sum() / positives
-                            (loss * world_size).backward()
-                            policy_sum += loss.detach()
-                            moved_T = kl_estimate(mb.old_logprobs_T, logprobs_T.detach())  # from the rollout's policy
-                            moved += (moved_T * mb.loss_mask_T).sum()
-                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
-                            measure_update(meter, mb, entropy_T, moved_T, clipped_T)
-                        value_loss_T = value_loss_of(value_model(mb), mb.values_T, mb.returns_T)
-                        loss = (value_loss_T * mb.loss_mask_T).sum() / tokens
-                        (loss * world_size).backward()
-                        value_sum += loss.detach()
-                    if args.kl_stop and distributed.all_sum(moved) / tokens > args.kl_stop:
-                        optimizer.zero_grad()
-                        value_optimizer.zero_grad()
-                        break
-                    updates_done += 1
+        # ---- 4. update: policy and value model, with an optimizer each ----
+        with meter.time("train"):
+            learn_policy, updates, lr = step >= args.value_warmup_steps, 0, run.learning_rate(step)
+            if step == args.value_warmup_steps:  # a save in warm-up made the optimizer's state by a step of zeros
+                for state in optimizer.state.values():
+                    state["step"].zero_()
+            for minibatch in minibatches * args.epochs_per_rollout:
+                tokens, _ = statistics.count_trained(minibatch)  # of the *global* minibatch
+                positives = distributed.all_sum(sum((mb.loss_mask_T & (mb.advantages_T > 0)).sum() for mb in minibatch))
+                policy_sum, value_sum, moved = (torch.zeros((), device=device) for _ in range(3))
+                for mb in minibatch:
                     if learn_policy:
-                        meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, policy_sum))
-                        meter.mean("loss", policy_sum, 1 / world_size)
-                    value_lr = lr * args.value_lr / args.lr
-                    grad_norm = optimizer_step(value_model, value_optimizer, value_lr, args.max_grad_norm, value_sum)
-                    meter.mean("value_grad_norm", grad_norm)
-                    meter.mean("value_loss", value_sum, 1 / world_size)
+                        logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
+                        mb_loss, logged = loss(logprobs_T, mb.old_logprobs_T, entropy_T, mb.advantages_T,
+                                               mb.importance_T, mb.loss_mask_T, tokens, positives, args)  # fmt: skip
+                        (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                        policy_sum += mb_loss.detach()
+                        moved += (logged["policy/approx_kl"] * mb.loss_mask_T).sum()
+                        meter.masked_means(logged, mb.loss_mask_T)
+                    value_loss_T = value_loss(value_model(mb), mb.values_T, mb.returns_T, args.value_clip)
+                    mb_loss = (value_loss_T * mb.loss_mask_T).sum() / tokens
+                    (mb_loss * world_size).backward()
+                    value_sum += mb_loss.detach()
+                if args.kl_stop and distributed.all_sum(moved) / tokens > args.kl_stop:
+                    optimizer.zero_grad()
+                    value_optimizer.zero_grad()
+                    break
+                updates += 1
+                if learn_policy:
+                    meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, policy_sum))
+                    meter.mean("loss", policy_sum, 1 / world_size)  # the loss is the sum over ranks
+                value_lr = lr * args.value_lr / args.lr
+                grad_norm = optimizer_step(value_model, value_optimizer, value_lr, args.max_grad_norm, value_sum)
+                meter.mean("value_grad_norm", grad_norm)
+                meter.mean("value_loss", value_sum, 1 / world_size)
 
         # ---- 5. log and evaluate ----
-        metrics = run.reduce(chain(*groups), lr=lr, updates=updates_done, explained_variance=explained)
+        metrics = run.reduce(chain(*groups), lr=lr, updates=updates, explained_variance=explained_variance(minibatches))
         if args.beta:
             metrics["beta"] = beta.value
             if learn_policy:
                 beta.update(metrics["objective/kl"], args.prompts_per_step * args.samples_per_prompt)
-        if held_out and run.evaluates(step + 1):
+        if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions)
+        last = [mb.advantages_T[mb.ends_N] for mb in chain(*minibatches)]  # advantages of the last tokens
+        advantages_PG = per_sample(chain(*minibatches), last, rewards_PG.shape)
+        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG)
 
     run.end()
     rollouts.close()

@@ -2,54 +2,105 @@
 
     torchrun --nproc_per_node 8 reinforce.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
 
--A log p(token) makes what was rewarded more likely; A is the completion's reward less a baseline. REINFORCE++ needs no
-group: the reward, less beta times the KL of the completion, is whitened over all tokens of the batch, and PPO's clip
-allows several updates of a rollout. Its variant with a baseline subtracts the group's mean first and puts the KL into
-the loss. `--preset` has the three as published; beta may follow the KL.
+The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value model: it compares the
+reward of a completion, from which the KL to the starting model is subtracted, with those of the whole batch:
 
-Differences from the papers: the whole completion's KL is taken from its reward where REINFORCE++ takes at each token
-what is still to come (the same mean, more variance), and engine and trainer are reconciled by truncated importance
-weights. See docs/reinforce.md.
+    R_i   = score_i - beta sum_t KL_t                                                  rewards_PG in the loop
+    A_i   = (R_i - mean(R)) / std(R)             over all trained tokens of the step   advantages()
+    L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
+    rho_t = pi(y_t) / pi_old(y_t)                pi_old: the policy at the time of the rollout
 
-Shapes: P prompts on this rank, B prompts of the step on all ranks, G samples per prompt, N completions and T packed
-tokens in one micro-batch. Every per-token stream is aligned with *targets*: x_T[t] describes targets_T[t].
+Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss. `--preset` has both and
+plain REINFORCE, -A log pi(y_t), as published; beta may follow the KL (`--kl_target`).
+
+Differences from the papers (docs/reinforce.md): the KL of the whole completion is subtracted from its reward, where
+REINFORCE++ subtracts at each token the KL that is still to come (the same mean, more variance), and truncated
+importance weights c_t = pi_old(y_t) / pi_engine(y_t) correct for the difference between engine and trainer.
+
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a micro-batch. Per-token
+tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from common.config.flags import BelowOne, NotNegative, Positive, require_flags_read, with_flags
+from common.config.flags import BelowOne, NotNegative, Positive, require_read_by
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.config.parse import parse
-from common.data.packing import of_samples, pack_minibatches, to_samples
+from common.data.packing import pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import add_logprobs
+from common.model.logprobs import with_logprobs
 from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
-from common.objectives import policy as losses
-from common.objectives.advantages import leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline
-from common.objectives.importance import CorrectionArgs, correction_weights
-from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.objectives.advantages import centre_groups, whiten
+from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
+from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_rollouts, serve
 from common.train.checkpoint import prepare_output_dir
+from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
-LOSSES = {"clip": losses.clip_policy_loss, "reinforce": losses.reinforce_loss}
-# --advantage: of the rewards of all ranks' groups, [B, G], and of how many tokens of each completion are trained.
-ADVANTAGES = {
-    "reinforce++": reinforce_plus_plus,
-    "reinforce++_baseline": reinforce_plus_plus_baseline,
-    "leave_one_out": lambda rewards_BG, _: leave_one_out(rewards_BG),
-}
+# ---- the objective ----
+
+
+def advantages(name: str, rewards_BG: Tensor, tokens_BG: Tensor) -> Tensor:
+    """Return the advantage of every completion of all ranks, [B, G] float64. `tokens_BG`: number of its trained tokens;
+    the words of an environment are not trained. A completion without a reward (NaN) counts in no statistic and gets 0,
+    one without trained tokens counts in that of its group alone; equal rewards get exactly 0."""
+    tokens_BG = torch.where(rewards_BG.isnan(), 0, tokens_BG)
+    match name:
+        case "reinforce++":  # (r - mean) / std over the trained tokens of the batch, r standing on each token
+            return whiten(rewards_BG.nan_to_num(nan=0.0), tokens_BG)
+        case "reinforce++_baseline":  # the same for r - mean of the group
+            return whiten(centre_groups(rewards_BG), tokens_BG)
+        case "leave_one_out":  # RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others of the group
+            size_B1 = (~rewards_BG.isnan()).sum(-1, keepdim=True)
+            return centre_groups(rewards_BG) * size_B1 / (size_B1 - 1).clamp(min=1)
+    raise ValueError(name)
+
+
+def loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, ref_logprobs_T: Tensor | None,
+    entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor,
+    beta: float, args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return this micro-batch's share of the objective, to be minimised, and per-token tensors to log:
+
+        L = 1/M sum_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)               KL_t: only with --kl_in loss
+
+    M: trained `tokens` of the *global* minibatch, or their `sequences` with --reduction sequence_sum. `mask_T`: trained
+    tokens; `sequence_ids_T`: the completion of each token."""
+    log_rho_T, A_T = logprobs_T - old_logprobs_T, advantages_T
+    c_T = importance_weights(
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, level=args.correction, mode=args.correction_mode,
+        low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
+    )  # fmt: skip
+    logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
+    match args.loss:
+        case "clip":  # PPO (arXiv:1707.06347 Eq. 7)
+            rho_T = bounded_exp(log_rho_T)
+            loss_T = -torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T)
+            logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
+        case "reinforce":  # Williams 1992: without rho, only the first update of a rollout is unbiased
+            loss_T = -A_T * logprobs_T
+    loss_T = loss_T * c_T
+    if args.kl_in == "loss" and ref_logprobs_T is not None:
+        kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+        loss_T, logged["kl"] = loss_T + beta * kl_T, kl_T
+    if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
+        loss_T = loss_T - args.entropy_coef * entropy_T
+    return (loss_T * (mask_T / (tokens if args.reduction == "token" else sequences))).sum(), logged
 
 
 @dataclass
@@ -62,168 +113,138 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, Train
         "reinforce++_baseline": dict(loss="clip", reduction="token", advantage="reinforce++_baseline", beta=0.01,
                                      kl_in="loss", kl_estimator="k2", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
-    """what `--preset` may name, and the flags that each sets"""
     output_dir: str = "runs/reinforce"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW"""
     preset: Literal[tuple(PRESETS)] | None = None
-    """the flags of a published variant, see docs/reinforce.md; one that is also given with another value is an error"""
-    loss: Literal[tuple(LOSSES)] = "clip"
-    """clip: PPO's clipped importance ratio times A; reinforce: -A log p, without a ratio"""
+    """flags of a published variant (table in docs/reinforce.md); another value for one of them is an error"""
+    loss: Literal["clip", "reinforce"] = "clip"
+    """policy loss of a token with advantage A. clip: PPO's, with a clipped importance ratio; reinforce: -A log p"""
     reduction: Literal["token", "sequence_sum"] = "token"
-    """mean over tokens, or over completions of their sums"""
-    advantage: Literal[tuple(ADVANTAGES)] = "reinforce++"
-    """rewards whitened over the batch's tokens; the same less the group's mean; less the mean of the group's others"""
+    """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions of their sums"""
+    advantage: Literal["reinforce++", "reinforce++_baseline", "leave_one_out"] = "reinforce++"
+    """advantage of a completion. reinforce++: reward, whitened over the tokens of the batch; reinforce++_baseline: less
+    the mean of its group first; leave_one_out: reward less the mean of the others in its group"""
     clip_low: BelowOne = 0.2
-    """clip: the importance ratio is clipped below at 1 - clip_low"""
+    """clip: lower clip bound of the importance ratio, 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
-    """clip: the importance ratio is clipped above at 1 + clip_high"""
+    """clip: upper clip bound of the importance ratio, 1 + clip_high"""
     beta: NotNegative[float] = 0.01
-    """weight of the KL to the starting model; 0 never loads it"""
+    """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference model in memory"""
     kl_in: Literal["loss", "reward"] = "reward"
-    """where beta x KL goes: on each token of the loss, or summed over a completion and taken from its reward"""
-    kl_estimator: losses.KLEstimator = "k1"
-    """estimate of the KL per token: k1, k2 or k3"""
+    """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion, in its reward"""
+    kl_estimator: KLEstimator = "k1"
+    """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d"""
     kl_clamp: NotNegative[float] = 0.0
-    """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: not"""
+    """bound of the KL estimate of each token, which is clamped to [-kl_clamp, kl_clamp]; 0: off"""
     entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus, which is reduced as the loss is (--reduction)"""
+    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_flags_read(self, LOSSES, self.loss)
+        require_read_by(self, {"clip": ("clip_low", "clip_high"), "reinforce": ()}, self.loss)
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
             raise ValueError(f"--samples_per_prompt {self.samples_per_prompt}: {self.advantage} compares at least 2")
         for flag in ("kl_in", "kl_estimator", "kl_clamp"):
             self.require_read(flag, self.beta > 0, "--beta is 0")
 
+    def cautions(self) -> Iterator[str]:
+        """Yield lines about flags whose effect may surprise."""
+        if self.beta and self.kl_in == "loss" and self.kl_estimator == "k1":
+            yield "--kl_estimator k1: the expected gradient of this KL term is zero; it does not constrain the policy"
+        if self.loss == "reinforce" and self.updates_per_rollout > 1:
+            yield "--loss reinforce: the gradient is biased after the first update of a rollout"
+
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until the others are done
+        return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
-    # ---- data: prompts as token ids, and what the rewards need beside them ----
+    # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
-    model = load_policy(path, args, device)
-    reference = load_reference(model, args, device) if args.beta else None
-    optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
+    # ---- models: FSDP2 shards ----
+    policy = load_policy(path, args, device)  # trained
+    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    optimizer = adamw(policy, args)
+    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
-    # ---- the objective, its floats bound to the flags of their names ----
-    policy_loss, correction = with_flags(LOSSES[args.loss], args), with_flags(correction_weights, args)
-    kl_estimate, weights_of = with_flags(losses.kl_estimate, args), with_flags(losses.reduction_weights, args)
-    shape, cut_off = with_flags(shape_rewards, args), with_flags(truncation_penalties, args)
-    outside_clip = with_flags(losses.clipped, args)
-
-    # ---- resume: everything else is a function of (seed, step) ----
-    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta,
-        show=("reward", "kl", "eval/pass_at_1", "time/step"),
-        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "kl", "entropy",
-                "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
-    )  # fmt: skip
-    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    first_pass = updates > 1 or (args.beta and args.kl_in == "reward")  # else the update's own forward will do
-    how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
-    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
-    if args.preset:
-        flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())
-        run.message(f"preset {args.preset}: {flags}")
-    if args.beta and (args.kl_in, args.kl_estimator) == ("loss", "k1"):
-        run.message("--kl_estimator k1 in the loss: its gradient is zero on average, it does not hold the policy")
-    if args.loss == "reinforce" and updates > 1:
-        run.message(f"--loss reinforce has no ratio: after the first of {updates} updates its gradient is biased")
-    if held_out and run.first_step == 0:
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW, curves=CURVES)
+    run.message(*describe(args, prompts, held_out, rollouts), *args.cautions())
+    meter, kl_in_reward = run.meter, reference is not None and args.kl_in == "reward"
+    if run.first_step == 0:
         run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
-        with meter.time("step"):
-            rollouts.submit(step, total_steps)
-            groups = rollouts.collect(step, meter)
-            if groups is None:  # told to stop
-                break
+        # ---- 1. rollout: G completions of each of this rank's P prompts ----
+        groups = rollouts.rollout(step, total_steps, meter)
+        if groups is None:  # a stop was requested
+            break
 
-            # ---- 2. score; pack; log-probs of the policy that sampled and of the starting model ----
-            with meter.time("reward"):
-                scores_PG, parts = rewards(groups, meter)
-            statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
-            minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
-            with meter.time("logprobs"):
-                if first_pass or run.checks_engine(step):
-                    add_logprobs("old", model, minibatches, args.temperature)
-                if reference is not None:
-                    add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.checks_engine(step):
-                statistics.check_agreement(minibatches, step, args, device)
+        # ---- 2. score; pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
+        with meter.time("reward"):
+            scores_PG, parts = rewards(groups, meter)
+        statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
+        minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
+        with meter.time("logprobs"):  # on policy the log-probs of the update itself can serve as old ones
+            needs_old = kl_in_reward or args.updates_per_rollout > 1 or run.checks_engine(step)
+            old = policy if needs_old else None
+            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+        if run.checks_engine(step):
+            statistics.check_agreement(minibatches, step, args, device)
 
-            # ---- 3. advantage: the reward, less its KL, less what was to be expected ----
-            if reference is not None and args.kl_in == "reward":
-                for mb in chain(*minibatches):
-                    kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T)
-                    mb.to_samples(kl=mb.sequence_sums(kl_T))
-                    meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-            rewards_PG = (
-                shape(scores_PG) + cut_off(statistics.truncated(groups)) - beta.value * of_samples(groups, "kl")
-            )
-            rewards_BG = statistics.gather_groups(rewards_PG, rollouts.positions)
-            counts_BG = statistics.gather_groups(statistics.trained_counts(groups), rollouts.positions)
-            advantages_BG = ADVANTAGES[args.advantage](rewards_BG, counts_BG)
-            to_samples(groups, advantage=advantages_BG[list(rollouts.positions)])
+        # ---- 3. rewards and advantages; the statistics are those of all ranks ----
+        kl_PG, kl = torch.zeros_like(scores_PG), []
+        if kl_in_reward:
             for mb in chain(*minibatches):
-                mb.advantages_T = mb.on_tokens("advantage")
+                kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+                meter.masked_mean("kl", kl_T, mb.loss_mask_T)
+                kl.append(mb.sequence_sums(kl_T))
+            kl_PG = per_sample(chain(*minibatches), kl, scores_PG.shape)
+        shaped_PG = shape_rewards(scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip)
+        penalties_PG = statistics.truncation_penalties(groups, args.missing_eos_penalty)
+        rewards_PG = shaped_PG + penalties_PG - beta.value * kl_PG
+        rewards_BG = statistics.gather_groups(rewards_PG, rollouts.positions)
+        tokens_BG = statistics.gather_groups(statistics.trained_counts(groups), rollouts.positions)
+        advantages_PG = advantages(args.advantage, rewards_BG, tokens_BG)[list(rollouts.positions)]
 
-            # ---- 4. update: one optimizer step per minibatch ----
-            with meter.time("train"):
-                for minibatch in minibatches * args.epochs_per_rollout:
-                    # Denominators count the *global* minibatch, before the first backward.
-                    tokens, sequences = statistics.count_trained(minibatch)
-                    minibatch_loss = torch.zeros((), device=device)
-                    for mb in minibatch:
-                        logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
-                            mb.old_logprobs_T = logprobs_T.detach()
-                        log_ratio_T = logprobs_T - mb.old_logprobs_T
-                        engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
-                        mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                        loss_T = policy_loss(log_ratio_T, mb.advantages_T, logprobs_T) * mb.correction_T
-                        if reference is not None and args.kl_in == "loss":
-                            kl_T = kl_estimate(logprobs_T, mb.ref_logprobs_T)
-                            loss_T = loss_T + beta.value * kl_T
-                            meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-                        if args.entropy_coef:  # not times 0: the entropy's backward is another pass over the logits
-                            loss_T = loss_T - args.entropy_coef * entropy_T
-                        loss = (loss_T * weights_of(mb.loss_mask_T, mb.lengths_T, tokens, sequences)).sum()
-                        (loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                        minibatch_loss += loss.detach()
-                        statistics.measure_update(meter, mb, entropy_T)
-                        if args.loss == "clip":
-                            clipped_T = outside_clip(log_ratio_T.detach(), mb.advantages_T)
-                            meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
-                    lr = run.learning_rate(step)
-                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
-                    meter.mean("loss", minibatch_loss, 1 / world_size)
+        # ---- 4. update: one optimizer step per minibatch ----
+        with meter.time("train"):
+            lr = run.learning_rate(step)
+            for minibatch in minibatches * args.epochs_per_rollout:
+                tokens, sequences = statistics.count_trained(minibatch)  # of the *global* minibatch
+                minibatch_loss = torch.zeros((), device=device)
+                for mb in minibatch:
+                    logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
+                    old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
+                    mb_loss, logged = loss(
+                        logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T, entropy_T,
+                        mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, beta.value,
+                        args,
+                    )  # fmt: skip
+                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += mb_loss.detach()
+                    meter.masked_means(logged, mb.loss_mask_T)
+                    statistics.measure_mismatch(meter, old_logprobs_T, mb)
+                meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
 
-        # ---- 5. log and evaluate ----
+        # ---- 5. log and evaluate; beta follows the KL ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if "kl" in metrics:
             metrics["beta"] = beta.value
             beta.update(metrics["kl"], args.prompts_per_step * args.samples_per_prompt)
-        if held_out and run.evaluates(step + 1):
+        if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions)
+        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG)
 
     run.end()
     rollouts.close()

@@ -2,170 +2,182 @@
 
     torchrun --nproc_per_node 8 rloo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
 
-Several completions of each prompt are sampled; the whole completion is one action. Its reward is the score minus
-beta times log(policy / reference) of the completion, its baseline the mean reward of the other completions of the
-prompt, and -A log p(completion) makes the better ones more likely. No value model.
+The policy samples G completions of every prompt. A whole completion y is one action, and its reward R is compared with
+those of the other completions of the prompt:
 
-Differences from the paper: a rollout may be divided among several updates, with PPO's clipped ratio of whole
-completions, and engine and trainer are reconciled by a truncated importance weight of whole completions. See
-docs/rloo.md.
+    R_i   = score_i - beta log(pi_old(y_i) / pi_ref(y_i))                                    rewards_PG in main()
+    A_i   = R_i - mean of the other R_j of the prompt                                        advantages()
+    L     = mean_i [ -c_i min(rho_i A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
+    rho_i = pi(y_i) / pi_old(y_i)                    pi_old: the policy at the time of the rollout
 
-Shapes: P prompts on this rank, G samples per prompt; N completions and T packed tokens in one micro-batch. Every
-per-token stream is aligned with *targets*: x_T[t] describes the prediction of targets_T[t].
+There is no value model. Differences from the paper (docs/rloo.md): the clip of PPO allows several updates per rollout,
+and truncated importance weights c_i = pi_old(y_i) / pi_engine(y_i) correct for the difference between engine and
+trainer.
+
+Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a micro-batch. Per-token
+tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, with_flags
+from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.config.parse import parse
-from common.data.packing import of_samples, pack_minibatches, to_samples
+from common.data.packing import pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import add_logprobs
+from common.model.logprobs import with_logprobs
 from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
-from common.objectives.advantages import leave_one_out
-from common.objectives.importance import CorrectionArgs, correction_weights
-from common.objectives.policy import clip_policy_loss, clipped
-from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards, truncation_penalties
+from common.objectives.advantages import centre_groups
+from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.policy import bounded_exp, is_clipped
+from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
+from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_rollouts, serve
-from common.rollout.statistics import check_agreement, evaluate, measure_groups, measure_update, truncated
 from common.train.checkpoint import prepare_output_dir
+from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+
+# ---- the objective ----
+
+
+def advantages(rewards_PG: Tensor) -> Tensor:
+    """Return the advantage of every completion, [P, G] float64: its reward minus the mean reward of the others of its
+    group. A missing reward (NaN) counts in no mean and gets 0; a group of equal rewards gets exactly 0."""
+    size_P1 = (~rewards_PG.isnan()).sum(-1, keepdim=True)
+    return centre_groups(rewards_PG) * size_P1 / (size_P1 - 1).clamp(min=1)  # n / (n - 1) (R - mean of all n)
+
+
+def loss(
+    logprobs_N: Tensor, old_logprobs_N: Tensor, weights_N: Tensor, advantages_N: Tensor, completions: Tensor,
+    args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return this micro-batch's share of the objective L, to be minimised, and a number of each completion to log.
+    Log-probs are those of whole completions. `weights_N`: c_i; `completions`: their number in the *global* minibatch.
+    """
+    log_rho_N, A_N = logprobs_N - old_logprobs_N, advantages_N
+    rho_N = bounded_exp(log_rho_N)
+    loss_N = -torch.min(rho_N * A_N, rho_N.clamp(1 - args.clip_low, 1 + args.clip_high) * A_N) * weights_N
+    clipped_N = is_clipped(log_rho_N.detach(), A_N, args.clip_low, args.clip_high)
+    return loss_N.sum() / completions, {"loss": loss_N, "clip_ratio/region_mean": clipped_N}
 
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = dict(beta=0.01)
     output_dir: str = "runs/rloo"
-    """where everything goes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
     samples_per_prompt: AtLeast2 = 8
-    """completions sampled for each prompt (G); the baseline of each is the mean of the others"""
+    """completions sampled for each prompt (G); the baseline of each is the mean reward of the others"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW"""
     clip_low: BelowOne = 0.2
-    """the ratio of a completion is clipped below at 1 - clip_low"""
+    """lower clip bound of a completion's importance ratio: 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
-    """the ratio of a completion is clipped above at 1 + clip_high"""
+    """upper clip bound of a completion's importance ratio: 1 + clip_high"""
     beta: NotNegative[float] = 0.05
-    """weight of the KL penalty to the starting model in the rewards; 0 never loads it"""
     correction: Literal["none", "sequence"] = "sequence"
-    """weigh completions by their trainer / engine probability"""
+    """importance weights of sampled completions. sequence: trainer / engine probability; none: no weights"""
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
-        return serve(args, device)  # generates until the others are done
+        return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
-    # ---- data: prompts as token ids, and what the rewards need beside them ----
+    # ---- data: prompts as token ids, and the rewards of their completions ----
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
-    # ---- models: FSDP2 shards train; vLLM samples, in the same process or on the rollout ranks ----
-    model = load_policy(path, args, device)
-    reference = load_reference(model, args, device) if args.beta else None
-    optimizer = adamw(model, args)
-    rollouts = make_rollouts(model, prompts, args, tokenizer, device, rewards)
+    # ---- models: FSDP2 shards ----
+    policy = load_policy(path, args, device)  # trained
+    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    optimizer = adamw(policy, args)
+    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
-    # ---- the objective, its floats bound to the flags of their names ----
-    policy_loss, outside_clip = with_flags(clip_policy_loss, args), with_flags(clipped, args)
-    correction = with_flags(correction_weights, args)
-    shape, cut_off = with_flags(shape_rewards, args), with_flags(truncation_penalties, args)
-
-    # ---- resume: everything else is a function of (seed, step) ----
-    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta,
-        show=("reward", "kl", "eval/pass_at_1", "time/step"),
-        curves=("reward", *(f"rewards/{name}/mean" for name in rewards.scorers), "eval/pass_at_1", "kl", "entropy",
-                "completions/mean_length", "grad_norm", "sampling/sampling_logp_difference/max"),
-    )  # fmt: skip
-    meter, updates = run.meter, args.minibatches * args.epochs_per_rollout
-    first_pass = updates > 1 or reference is not None  # else the update's own forward will do
-    how = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
-    run.message(f"{prompts}, {held_out} held out, {total_steps} steps on {world_size} ranks, {rollouts}, {how}")
-    if held_out and run.first_step == 0:
-        run.log(0, evaluate(rollouts, 0, held_out, rewards))
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
+    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW, curves=CURVES)
+    run.message(*describe(args, prompts, held_out, rollouts))
+    meter, needs_old = run.meter, reference is not None or args.updates_per_rollout > 1
+    if run.first_step == 0:
+        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout, by the weights we are about to update or, with --rollout_ranks, somewhat older ones ----
-        with meter.time("step"):
-            rollouts.submit(step, total_steps)
-            groups = rollouts.collect(step, meter)
-            if groups is None:  # told to stop
-                break
+        # ---- 1. rollout: G completions of each of this rank's P prompts ----
+        groups = rollouts.rollout(step, total_steps, meter)
+        if groups is None:  # a stop was requested
+            break
 
-            # ---- 2. score; pack; log-probs of the policy that sampled and of the starting model ----
-            with meter.time("reward"):
-                scores_PG, parts = rewards(groups, meter)
-            measure_groups(meter, groups, scores_PG, parts, first=step == 0)
-            minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
-            with meter.time("logprobs"):
-                if first_pass or run.checks_engine(step):
-                    add_logprobs("old", model, minibatches, args.temperature)
-                if reference is not None:
-                    add_logprobs("ref", reference, minibatches, args.temperature)
-            if run.checks_engine(step):
-                check_agreement(minibatches, step, args, device)
+        # ---- 2. score; pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
+        with meter.time("reward"):
+            scores_PG, parts = rewards(groups, meter)
+        statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
+        minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
+        with meter.time("logprobs"):  # on policy the log-probs of the update itself can serve as old ones
+            old = policy if needs_old or run.checks_engine(step) else None
+            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
+        if run.checks_engine(step):
+            statistics.check_agreement(minibatches, step, args, device)
 
-            # ---- 3. KL and advantage: a completion is one action with one reward ----
-            if reference is not None:
-                for mb in chain(*minibatches):
-                    kl_N = mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T)
-                    mb.to_samples(kl=kl_N)
-                    meter.mean("kl", kl_N.sum(), len(kl_N))
-            rewards_PG = shape(scores_PG) + cut_off(truncated(groups)) - beta.value * of_samples(groups, "kl")
-            to_samples(groups, advantage=leave_one_out(rewards_PG))
+        # ---- 3. rewards and advantages: the KL of a completion is subtracted from its score ----
+        kl_PG = torch.zeros_like(scores_PG)
+        if reference is not None:
+            kl = [mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T) for mb in chain(*minibatches)]
+            kl_PG = per_sample(chain(*minibatches), kl, scores_PG.shape)
+            for kl_N in kl:
+                meter.mean("kl", kl_N.sum(), len(kl_N))
+        shaped_PG = shape_rewards(scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip)
+        penalties_PG = statistics.truncation_penalties(groups, args.missing_eos_penalty)
+        rewards_PG = shaped_PG + penalties_PG - beta.value * kl_PG
+        advantages_PG = advantages(rewards_PG)
 
-            # ---- 4. update: one optimizer step per minibatch ----
-            with meter.time("train"):
-                for minibatch in minibatches * args.epochs_per_rollout:
-                    global_completions = distributed.all_sum(sum(len(mb.samples) for mb in minibatch))
-                    minibatch_loss = torch.zeros((), device=device)
-                    for mb in minibatch:
-                        logprobs_T, entropy_T, *_ = model(mb, temperature=args.temperature)
-                        if mb.old_logprobs_T is None:  # on-policy: the ratio is 1, its gradient is not 0
-                            mb.old_logprobs_T = logprobs_T.detach()
-                        engine_T = mb.old_logprobs_T - mb.rollout_logprobs_T
-                        mb.correction_T = correction(engine_T, mb.loss_mask_T, mb.sequence_ids_T)
-                        log_ratio_N = mb.sequence_sums(logprobs_T) - mb.sequence_sums(mb.old_logprobs_T)
-                        advantages_N, weights_N = mb.of_samples("advantage"), mb.correction_T[mb.ends_N]
-                        loss_N = policy_loss(log_ratio_N, advantages_N) * weights_N
-                        # Mean over the completions of the *global* minibatch. FSDP averages over ranks; undo that.
-                        loss = loss_N.sum() / global_completions
-                        (loss * world_size).backward()
-                        minibatch_loss += loss.detach()
-                        clipped_N = outside_clip(log_ratio_N.detach(), advantages_N)
-                        meter.mean("loss", loss_N.detach().sum(), len(loss_N))
-                        meter.mean("clip_ratio/region_mean", clipped_N.sum(), len(clipped_N))
-                        measure_update(meter, mb, entropy_T)
-                    lr = run.learning_rate(step)
-                    meter.mean("grad_norm", optimizer_step(model, optimizer, lr, args.max_grad_norm, minibatch_loss))
+        # ---- 4. update: one optimizer step per minibatch ----
+        with meter.time("train"):
+            lr = run.learning_rate(step)
+            for minibatch in minibatches * args.epochs_per_rollout:
+                completions = distributed.all_sum(sum(len(mb.samples) for mb in minibatch))  # of the *global* minibatch
+                minibatch_loss = torch.zeros((), device=device)
+                for mb in minibatch:
+                    logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
+                    old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
+                    weights_T = importance_weights(
+                        old_logprobs_T - mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
+                        level=args.correction, mode=args.correction_mode, low=args.correction_low,
+                        high=args.correction_high, keep=args.correction_filter,
+                    )  # fmt: skip
+                    mb_loss, logged = loss(
+                        mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T), weights_T[mb.ends_N],
+                        mb.select(advantages_PG), completions, args,
+                    )  # fmt: skip
+                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += mb_loss.detach()
+                    for name, x_N in logged.items():
+                        meter.mean(name, x_N.detach().sum(), len(x_N))
+                    meter.masked_means({"entropy": entropy_T, "sampling/kept_fraction": weights_T > 0}, mb.loss_mask_T)
+                    statistics.measure_mismatch(meter, old_logprobs_T, mb)
+                meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
 
-        # ---- 5. log and evaluate ----
+        # ---- 5. log and evaluate; beta follows the KL ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if args.beta:
             metrics["beta"] = beta.value
             beta.update(metrics["kl"], args.prompts_per_step * args.samples_per_prompt)
-        if held_out and run.evaluates(step + 1):
-            metrics |= evaluate(rollouts, step + 1, held_out, rewards)
+        if run.evaluates(step + 1):
+            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions)
+        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG)
 
     run.end()
     rollouts.close()

@@ -1,17 +1,22 @@
-"""Reward models (Bradley-Terry, as in Ouyang et al. 2022, arXiv:2203.02155 Eq. 1): a number for how good an answer is.
+"""Reward models (Bradley-Terry, as in Ouyang et al. 2022, arXiv:2203.02155 Eq. 1): one number that rates an answer.
 
     torchrun --nproc_per_node 8 rm.py --model Qwen/Qwen3-1.7B --dataset trl-lib/ultrafeedback_binarized
 
-A language model with a head of one number, read at the last token of prompt and completion, trained on pairs:
--log s(rc - rr - margin), with the rewards of chosen and rejected and s the logistic function. Then:
+A language model with a scalar head reads its reward r at the last token of prompt and completion. It learns from pairs
+of a chosen and a rejected completion, with rewards r_c and r_r:
+
+    L = mean_pairs [ -log sigmoid(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2 ]      loss()
+
+The trained model evaluates and relabels pairs:
 
     rm.py --model runs/rm/hf --dataset pairs.jsonl --eval_only                      # how often does it agree?
     rm.py --model runs/rm/hf --dataset pairs.jsonl --relabel relabelled.jsonl       # swap the pairs where it does not
 
-Difference from the paper: pairs, not rankings of several answers; rewards are centred by a penalty (if at all) and not
-by shifting them. See docs/rm.md.
+Differences from the paper: pairs instead of rankings of several answers; a penalty centres the rewards, not a shift.
+See docs/rm.md.
 
-Shapes: N pairs (2N sequences) and T packed tokens in one micro-batch.
+Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are chosen and rejected of
+pair i.
 """
 
 import json
@@ -26,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import NotNegative, Positive, with_flags
+from common.config.flags import NotNegative, Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
@@ -41,8 +46,22 @@ from common.model.policy import ScalarModel, load_scalar_model
 from common.parallel import distributed
 from common.rewards.reward_model import at_end, score
 from common.train.checkpoint import prepare_output_dir
+from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+
+SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
+CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins", "rewards/chosen",
+          "rewards/rejected", "rewards/std", "grad_norm")  # fmt: skip
+
+
+def loss(
+    chosen_N: Tensor, rejected_N: Tensor, margin_N: Tensor | float = 0.0, center_coefficient: float = 0.0
+) -> Tensor:
+    """Return the loss of each pair, [N]: the negative log-likelihood of the preference (arXiv:2203.02155 Eq. 1), the
+    margin of arXiv:2307.09288 Eq. 2, the centring penalty of arXiv:2312.09244."""
+    centring_N = center_coefficient * (chosen_N + rejected_N).square()
+    return -logsigmoid(chosen_N - rejected_N - margin_N) + centring_N
 
 
 @dataclass
@@ -83,8 +102,8 @@ class Args(LoRAArgs, TrainArgs):
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Rows -> [chosen, rejected] pairs no longer than `--max_length`, of which the last token counts, and how many
-    something was done to, by what. If any row has a `margin` all need one."""
+    """Tokenize rows into [chosen, rejected] pairs of at most `--max_length` tokens, whose last token is trained; count
+    the rows that were dropped or changed. If any row has a `margin`, all need one."""
 
     def encode(row: dict) -> list[Sample]:
         margin = row.get("margin")
@@ -92,50 +111,35 @@ def encode_rows(
             raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
         return encoder.pair(row, columns)
 
-    pairs, counts = with_flags(encode_pairs, args)(rows, encode)
+    pairs, counts = encode_pairs(rows, encode, args)
     return [[at_end(sample.ids, sample.row) for sample in pair] for pair in pairs], counts
 
 
-def bradley_terry(
-    chosen_N: Tensor, rejected_N: Tensor, margin_N: Tensor | float = 0.0, center_coefficient: float = 0.0
-) -> Tensor:
-    """-log s(rc - rr - margin) + c (rc + rr)^2 per pair, [N]: the negative log-likelihood of the preference
-    (arXiv:2203.02155 Eq. 1), the margin of arXiv:2307.09288 Eq. 2 and the centring of arXiv:2312.09244."""
-    centring_N = center_coefficient * (chosen_N + rejected_N).square()
-    return -logsigmoid(chosen_N - rejected_N - margin_N) + centring_N
-
-
-def measure(meter: Meter, prefix: str, loss_N: Tensor, chosen_N: Tensor, rejected_N: Tensor) -> None:
-    """Loss and rewards of a micro-batch's pairs."""
-    if not (count := len(loss_N)):
-        return
-    rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
-    meter.mean(f"{prefix}loss", loss_N.detach().sum(), count)
-    meter.mean(f"{prefix}rewards/chosen", chosen_N.detach().sum(), count)
-    meter.mean(f"{prefix}rewards/rejected", rejected_N.detach().sum(), count)
-    meter.mean(f"{prefix}rewards/margins", (chosen_N - rejected_N).detach().sum(), count)
-    meter.mean(f"{prefix}rewards/accuracies", (chosen_N > rejected_N).sum(), count)
-    meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
-    meter.std(f"{prefix}rewards/std", rewards_2N)
-    meter.min(f"{prefix}rewards/min", rewards_2N.min())
-    meter.max(f"{prefix}rewards/max", rewards_2N.max())
-
-
-def pair_rewards(model: ScalarModel, mb: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards of chosen and rejected, and the margin that is asked for between them: [N] each."""
-    rewards_2N = mb.sequence_sums(model(mb))  # one position of each sequence counts: its end
-    margin_2N = mb.per_sequence(sample.row.get("margin", 0.0) for sample in mb.samples)
-    return rewards_2N[0::2], rewards_2N[1::2], margin_2N[0::2]
+def forward(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefix: str = "") -> Tensor:
+    """Return the loss of a micro-batch, summed over its pairs; log it with the rewards."""
+    rewards_2N = mb.sequence_sums(model(mb))  # the last token of each sequence alone is trained
+    margin_N = mb.per_sequence(sample.row.get("margin", 0.0) for sample in mb.samples)[0::2]
+    chosen_N, rejected_N, count = rewards_2N[0::2], rewards_2N[1::2], len(margin_N)
+    loss_N = loss(chosen_N, rejected_N, margin_N, args.center_coefficient)
+    if count:  # a rank may have no pair of this pack
+        logged = {"loss": loss_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
+                  "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N}  # fmt: skip
+        for name, value_N in logged.items():
+            meter.mean(prefix + name, value_N.detach().sum(), count)
+        rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
+        meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
+        meter.std(f"{prefix}rewards/std", rewards_2N)
+        meter.min(f"{prefix}rewards/min", rewards_2N.min())
+        meter.max(f"{prefix}rewards/max", rewards_2N.max())
+    return loss_N.sum()
 
 
 @torch.no_grad()
 def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> Meter:
-    """Held-out metrics; `pairs` is this rank's share."""
+    """Measure this rank's share of the held-out pairs."""
     meter = Meter()
     for mb in pack_groups(pairs, args.pack_tokens, device):
-        chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
-        loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
-        measure(meter, "eval_", loss_N, chosen_N, rejected_N)
+        forward(model, mb, args, meter, "eval_")
     return meter
 
 
@@ -208,73 +212,59 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     training = not (args.eval_only or args.relabel)
     if training:
         prepare_output_dir(args)
 
-    # ---- data ----
+    # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
     if not training:
         score_dataset(args, path, Encoder(tokenizer, args), device, rank, world_size)
         return distributed.cleanup()
-    (pairs, train_counts), (eval_pairs, eval_counts) = load_samples(
+    (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, PAIR_FLAGS, kept=("margin",)
     )
     order = pairs.order(args)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(pairs) / args.batch_size)
 
-    # ---- model: FSDP2 shards of float32 masters, with a head of one number ----
+    # ---- model: FSDP2 shards of float32 masters, with a scalar head ----
     model = load_scalar_model(path, args, device)
     optimizer = adamw(model, args)
 
-    # ---- resume: everything else is a function of (seed, step) ----
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, order=order,
-        show=("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step"),
-        curves=("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
-                "rewards/chosen", "rewards/rejected", "rewards/std", "grad_norm"),
-    )  # fmt: skip
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    run = Run(args, model, optimizer, tokenizer, num_steps(args, pairs), order=order, show=SHOW, curves=CURVES)
+    run.message(*describe(args, pairs, eval_pairs, counts, eval_counts))
+    for name, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
+        run.message(f"{name}: {tokenizer.decode(sample.ids[:-1])}")
     meter = run.meter
-    for name, counts in (("training", train_counts), ("held-out", eval_counts)):
-        for reason, count in counts.items():
-            run.message(f"{count} {name} rows {reason}")
-    run.message(f"{len(pairs)} training pairs, {len(eval_pairs)} held out, {total_steps} steps, {world_size} ranks")
-    for what, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
-        run.message(f"{what}: {tokenizer.decode(sample.ids[:-1])}")
 
     for step in run.steps():
-        # ---- 1. batch: the same global pairs whatever the number of ranks, every rank takes its share ----
-        with meter.time("step"):
-            batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
-            # pack_groups() gives every rank the same number of micro-batches: FSDP collectives must match.
-            micro_batches = pack_groups(batch, args.pack_tokens, device)
+        # ---- 1. batch: the same global pairs on any number of ranks; every rank takes its share ----
+        batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
+        micro_batches = pack_groups(batch, args.pack_tokens, device)  # as many on every rank: FSDP collectives match
 
-            # ---- 2. update: one optimizer step over the whole batch ----
-            with meter.time("train"):
-                batch_loss = torch.zeros((), device=device)
-                for mb in micro_batches:
-                    chosen_N, rejected_N, margin_N = pair_rewards(model, mb)
-                    loss_N = bradley_terry(chosen_N, rejected_N, margin_N, args.center_coefficient)
-                    # Mean over the pairs of the *global* batch. FSDP averages gradients over ranks; undo that.
-                    loss = loss_N.sum() / args.batch_size
-                    (loss * world_size).backward()
-                    batch_loss += loss.detach()
-                    measure(meter, "", loss_N, chosen_N, rejected_N)
-                lr = run.learning_rate(step)
-                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+        # ---- 2. update: one optimizer step; the loss is a mean over the pairs of the *global* batch ----
+        with meter.time("train"):
+            batch_loss = torch.zeros((), device=device)
+            for mb in micro_batches:
+                mb_loss = forward(model, mb, args, meter) / args.batch_size
+                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                batch_loss += mb_loss.detach()
+            lr = run.learning_rate(step)
+            grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
-        if eval_pairs and run.evaluates(step + 1):
-            metrics |= evaluate_sets(eval_pairs, lambda ours: evaluate(model, ours, args, device))
+        if run.evaluates(step + 1):
+            metrics |= evaluate_sets(
+                eval_pairs, lambda mine: evaluate(model, [eval_pairs[i] for i in mine], args, device)
+            )
         run.log(step + 1, metrics)
 
-    accuracy = run.latest.get("eval_rewards/accuracies")
-    run.end(f"held out, it prefers {agreement(accuracy, len(eval_pairs))}" if accuracy is not None else "")
+    run.end(held_out_accuracy(run, eval_pairs))
     distributed.cleanup()
 
 

@@ -1,18 +1,21 @@
-"""Supervised fine-tuning: next-token cross-entropy on completions, packed (no padding).
+"""Supervised fine-tuning: next-token cross-entropy on completions, packed without padding.
 
     torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-1.7B-Base --dataset trl-lib/Capybara --batch_size 128
 
-The loss of a step is the mean over the trained tokens of the whole global batch, whatever the number of ranks and
-however the batch is packed: -1/M sum_t log p(targets_t), M = trained tokens of all ranks, or with `--loss dft` each of
-them times p(targets_t). See docs/sft.md.
+The policy imitates the completions of the data. Its loss is a mean over the M trained tokens y_t of the global batch,
+on any number of ranks and in any packing:
 
-Shapes: T packed tokens in one micro-batch. Every per-token stream is aligned with *targets*: x_T[t] describes the
+    L = -1/M sum_t log p(y_t)                   loss(), --loss nll
+    L = -1/M sum_t sg(p(y_t)) log p(y_t)        loss(), --loss dft (arXiv:2508.05629); sg: without gradient
+
+See docs/sft.md.
+
+Shapes: T packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
 prediction of targets_T[t].
 """
 
-import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -23,21 +26,29 @@ from common.config.flags import NotNegative, Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
 from common.data.encode import Encoder
-from common.data.packing import PackedBatch, Sample, pack
+from common.data.packing import Sample, pack
 from common.data.rows import SFT_COLUMNS, usable
 from common.data.streaming import StreamArgs
-from common.data.token_cache import load_samples
+from common.data.token_cache import Samples, load_samples
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_policy
-from common.objectives.policy import dft_loss, nll_loss
 from common.parallel import distributed
 from common.train.checkpoint import prepare_output_dir
+from common.train.offline import describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
-LOSSES = dict(nll=nll_loss, dft=dft_loss)
+ENCODE_FLAGS = ("max_length", "overlong", "train_on")  # read by encode_rows; its results are cached by their values
+SHOW = ("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
+CURVES = ("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr")
+
+
+def loss(name: str, logprobs_T: Tensor) -> Tensor:
+    """Return the loss of each token. nll: maximum likelihood. dft: weighted by p, so that its gradient is that of -p
+    and unlikely tokens contribute less."""
+    return -logprobs_T if name == "nll" else logprobs_T.exp().detach() * -logprobs_T
 
 
 @dataclass
@@ -52,7 +63,7 @@ class Args(StreamArgs, LoRAArgs, TrainArgs):
     """what to do with longer rows: leave them out, cut their end off (both are counted and reported), or refuse"""
     train_on: Literal["completion", "all"] = "completion"
     """completion: the loss covers completions, or every assistant turn; all: prompts too"""
-    loss: Literal[tuple(LOSSES)] = "nll"
+    loss: Literal["nll", "dft"] = "nll"
     """what is minimised: nll: -log p of each token; dft: p times that, p without gradient; evaluations are always of
     nll, so that runs compare"""
     lr: Positive[float] = 2e-5
@@ -76,7 +87,7 @@ class Args(StreamArgs, LoRAArgs, TrainArgs):
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[Sample], Counter]:
-    """Rows -> samples no longer than `--max_length`, and how many rows something was done to, by what."""
+    """Tokenize rows into samples of at most `--max_length` tokens; count the rows that were dropped or changed."""
     samples, counts = [], Counter()
     encode = partial(encoder.sft, columns=columns, train_on_all=args.train_on == "all")
     for row, sample in usable(rows, encode, args.on_bad_row):
@@ -89,7 +100,7 @@ def encode_rows(
                 counts["dropped as too long"] += 1
                 continue
             counts["truncated"] += 1
-            sample.ids, sample.loss_mask = sample.ids[: args.max_length], sample.loss_mask[: args.max_length]
+            sample = replace(sample, ids=sample.ids[: args.max_length], loss_mask=sample.loss_mask[: args.max_length])
         if not any(sample.loss_mask[1:]):  # the first token is never predicted
             counts["dropped as nothing in them is trained"] += 1
             continue
@@ -99,89 +110,72 @@ def encode_rows(
     return samples, counts
 
 
-def measure(meter: Meter, prefix: str, mb: PackedBatch, loss_T: Tensor, entropy_T: Tensor, correct_T: Tensor) -> None:
-    """Loss (nats per token), entropy and teacher-forced accuracy over the trained tokens of a micro-batch."""
-    meter.masked_mean(f"{prefix}loss", loss_T, mb.loss_mask_T)
-    meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
-    meter.masked_mean(f"{prefix}mean_token_accuracy", correct_T, mb.loss_mask_T)
-
-
 @torch.no_grad()
-def evaluate(model: Policy, samples: list[Sample], args: Args, device: torch.device) -> Meter:
-    """Held-out metrics; `samples` is this rank's share."""
+def evaluate(policy: Policy, samples: Samples, mine: list[int], args: Args, device: torch.device) -> Meter:
+    """Measure the held-out samples with the indices `mine`: nll in nats per token, entropy, accuracy of the targets."""
     meter = Meter()
-    for mb in pack(samples, args.pack_tokens, device):
-        logprobs_T, entropy_T, correct_T, _ = model(mb)
-        measure(meter, "eval_", mb, nll_loss(logprobs_T), entropy_T, correct_T)
+    for mb in pack([samples[i] for i in mine], args.pack_tokens, device):
+        logprobs_T, entropy_T, correct_T, _ = policy(mb)
+        measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
+        meter.masked_means({f"eval_{name}": x_T for name, x_T in measured.items()}, mb.loss_mask_T)
     return meter
 
 
 def main(args: Args) -> None:
-    # ---- setup: one process per GPU, identical Args everywhere ----
+    # ---- setup: one process per GPU, the same Args on each ----
     device, rank, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
     prepare_output_dir(args)
 
-    # ---- data ----
+    # ---- data: token ids with masks, and their order ----
     path = resolve_model(args.model)
     fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
-    own_flags = ("max_length", "overlong", "train_on")  # that encode_rows reads: large data is tokenised only once
-    (samples, train_counts), (eval_samples, eval_counts) = load_samples(
-        encode_rows, SFT_COLUMNS, tokenizer, args, own_flags
+    (samples, counts), (eval_samples, eval_counts) = load_samples(
+        encode_rows, SFT_COLUMNS, tokenizer, args, ENCODE_FLAGS
     )
     order = samples.order(args)
-    total_steps = args.max_steps or math.ceil(args.epochs * len(samples) / args.batch_size)
 
     # ---- model: FSDP2 shards of float32 masters ----
-    model = load_policy(path, args, device)
+    policy = load_policy(path, args, device)
     if args.router_aux_loss_coef:
-        model.watch_experts("--router_aux_loss_coef")
-    optimizer = adamw(model, args)
+        policy.watch_experts("--router_aux_loss_coef")
+    optimizer = adamw(policy, args)
 
-    # ---- resume: everything else is a function of (seed, step) ----
-    run = Run(
-        args, model, optimizer, tokenizer, total_steps, order=order,
-        show=("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second"),
-        curves=("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr"),
-    )  # fmt: skip
-    meter = run.meter
-    for name, counts in (("training", train_counts), ("held-out", eval_counts)):
-        for reason, count in counts.items():
-            run.message(f"{count} {name} rows {reason}")
-    run.message(f"{samples.many} training rows, {len(eval_samples)} held out, {total_steps} steps, {world_size} ranks")
+    # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
+    run = Run(args, policy, optimizer, tokenizer, num_steps(args, samples), order=order, show=SHOW, curves=CURVES)
+    run.message(*describe(args, samples, eval_samples, counts, eval_counts))
     run.logger.preview(samples[0], tokenizer)
+    meter = run.meter
 
     for step in run.steps():
-        # ---- 1. batch: the same global rows whatever the number of ranks, every rank takes its share ----
-        with meter.time("step"):
-            batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
-            # pack() gives every rank the same number of micro-batches: FSDP collectives must match.
-            micro_batches = pack(batch, args.pack_tokens, device)
-            global_tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
+        # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
+        batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
+        micro_batches = pack(batch, args.pack_tokens, device)  # as many on every rank: FSDP collectives must match
+        tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))  # of the *global* batch
 
-            # ---- 2. update: one optimizer step over the whole batch ----
-            with meter.time("train"):
-                batch_loss = torch.zeros((), device=device)
-                for mb in micro_batches:
-                    logprobs_T, entropy_T, correct_T, _ = model(mb)
-                    loss_T = LOSSES[args.loss](logprobs_T)
-                    # Token mean over the *global* batch. FSDP averages gradients over ranks; undo that.
-                    loss = (loss_T * mb.loss_mask_T).sum() / global_tokens
-                    if args.router_aux_loss_coef:  # a mean over sequences: that of all tokens would depend on the packs
-                        loss = loss + args.router_aux_loss_coef * model.expert_balance_N.sum() / args.batch_size
-                        meter.mean("expert_balance", model.expert_balance_N.sum(), len(model.expert_balance_N))
-                    (loss * world_size).backward()
-                    batch_loss += loss.detach()
-                    measure(meter, "", mb, loss_T, entropy_T, correct_T)
-                    for name, mask_T in mb.source_masks_T.items():
-                        meter.masked_mean(f"loss{name}", loss_T, mask_T)
-                lr = run.learning_rate(step)
-                grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
+        # ---- 2. update: one optimizer step over the whole batch ----
+        with meter.time("train"):
+            batch_loss = torch.zeros((), device=device)
+            for mb in micro_batches:
+                logprobs_T, entropy_T, correct_T, _ = policy(mb)
+                loss_T = loss(args.loss, logprobs_T)
+                mb_loss = (loss_T * mb.loss_mask_T).sum() / tokens
+                if args.router_aux_loss_coef:  # a mean over sequences: one over tokens would depend on the packing
+                    mb_loss = mb_loss + args.router_aux_loss_coef * policy.expert_balance_N.sum() / args.batch_size
+                    meter.mean("expert_balance", policy.expert_balance_N.sum(), len(policy.expert_balance_N))
+                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                batch_loss += mb_loss.detach()
+                measured = dict(loss=loss_T, entropy=entropy_T, mean_token_accuracy=correct_T)
+                meter.masked_means(measured, mb.loss_mask_T)
+                for name, mask_T in mb.source_masks_T.items():
+                    meter.masked_mean(f"loss{name}", loss_T, mask_T)
+            lr = run.learning_rate(step)
+            grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
-        if eval_samples and run.evaluates(step + 1):
-            metrics |= evaluate_sets(eval_samples, lambda ours: evaluate(model, ours, args, device))
+        if run.evaluates(step + 1):
+            metrics |= evaluate_sets(eval_samples, lambda mine: evaluate(policy, eval_samples, mine, args, device))
         run.log(step + 1, metrics)
 
     run.end()

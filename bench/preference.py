@@ -1,21 +1,21 @@
-"""Preference training: packed against padded pairs, and stored reference log-probs against a reference model in memory.
+"""Compare packed to padded pairs, and stored reference log-probs to a reference model in memory.
 
     OMP_NUM_THREADS=1 python bench/preference.py --dataset preferences.jsonl    # default: drawn lengths
 
-1. Speed: training steps of `tiny` (sigmoid loss) on the same `--batch_size` pairs in random order. A step is batching,
-   forward, backward, clipping and AdamW; tokens are the real ones of prompts and completions, as dpo.py counts them.
-   - packed: what dpo.py does, metrics included; reference log-probs are stored;
-   - packed, online: the same with `--reference_logprobs online`, one forward of the reference more;
-   - padded: the Hugging Face model with sdpa and an attention mask on [2B, L], chosen rows above rejected ones, padded
-     on the right to the longest; full logits, log_softmax, gather; log-probs stored as well. Micro-batches of B = 32,
-     8 and 4 pairs: the whole batch, about as many as a pack holds, and a small one.
-   All take turns on every batch and must report the same loss; the exit code says whether they do. Storing takes one
-   forward over the pairs, as online does in one epoch: its time is printed too.
-2. Memory of stored and online, for `tiny` and for `--model`, each measurement a process of its own, in turns. Exact:
-   bytes of the stored numbers of all pairs (Python floats), and of the reference's parameters. Measured: what the
-   resident set (on CUDA what the allocator gave out) grows by when the numbers are filled in or the reference is
-   loaded, beside the policy, before any step; and the peak of the process over training steps of 2 pairs. The process
-   with the reference also times steps without and with it, in turns. With `tiny` the measured bytes are mostly noise.
+1. Speed: training steps of `tiny` (sigmoid loss) on the same `--batch_size` pairs in random order. A step includes
+   batching, forward, backward, clipping and AdamW. Tokens are those of prompts and completions, without padding.
+   - packed: as dpo.py, with metrics and stored reference log-probs;
+   - packed, online: the same with `--reference_logprobs online`, one more forward pass of the reference;
+   - padded: the Hugging Face model with SDPA and an attention mask on [2B, L], chosen rows above rejected ones, padded
+     on the right to the longest; full logits, log_softmax, gather; stored log-probs. Micro-batches of B = 32, 8 and 4
+     pairs: the whole batch, about as many as a pack holds, and a small one.
+   All take turns on every batch and must report the same loss; else the exit code is 1. Storing takes one forward pass
+   over the pairs, as online does in one epoch; its time is printed too.
+2. Memory of stored and online, for `tiny` and for `--model`. Each measurement runs in its own process, in turns. Exact:
+   bytes of the stored numbers of all pairs (Python floats), and of the reference's parameters. Measured: growth of the
+   resident set (on CUDA of the allocator) when the numbers are filled in or the reference is loaded, beside the policy,
+   before any step; and the peak of the process over training steps of 2 pairs. The process with the reference also
+   times steps without and with it, in turns. With `tiny` the measured bytes are mostly noise.
 """
 
 import argparse
@@ -37,27 +37,27 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.logprobs import peak, reset_peak
-from common.config.flags import with_flags
 from common.data.encode import Encoder
 from common.data.packing import Sample, pack_groups
 from common.data.rows import load_rows
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.logprobs import store_reference_logps
 from common.model.policy import compute_dtype, load_policy
-from common.objectives.preference import LOSSES, Pairs, preference_losses
+from common.model.reference import reference_logps, store_reference_logps
+from common.objectives.preference import Pairs
 from common.parallel import distributed
 from common.train.optim import adamw, optimizer_step
-from dpo import Args, encode_rows, measure, pairs_of, reference_logps
+from dpo import Args, encode_rows, forward
+from dpo import loss as loss_of_pairs
 
 TARGET = 1.5
 LR = 1e-5  # enough to move the loss
 
 
 def load_pairs(flags, path: str, args: Args) -> list[list[Sample]]:
-    """[chosen, rejected] of every pair in random order. Without `--dataset` random tokens with the lengths of 2,191
-    pairs of GSM8K answers as `tiny` sees them (characters): prompt, chosen and rejected log-normal, on average 232,
-    280 and 275 long, their logs correlated by 0.45."""
+    """Return [chosen, rejected] of every pair in random order. Without `--dataset`, draw random tokens with the lengths
+    of 2,191 pairs of GSM8K answers in `tiny`'s characters: prompt, chosen and rejected are log-normal, on average 232,
+    280 and 275 long, and their logs are correlated by 0.45."""
     rng, pairs = random.Random(0), []
     if flags.dataset:
         rows, encoder = load_rows("--dataset", flags.dataset, "train"), Encoder(load_tokenizer(path), args)
@@ -73,26 +73,18 @@ def load_pairs(flags, path: str, args: Args) -> list[list[Sample]]:
     return pairs
 
 
-def objectives_of(args: Args) -> dict:
-    return {name: with_flags(LOSSES[name], args) for name in args.loss}
-
-
-def packed_step(model, optimizer, batch: list[list[Sample]], args: Args, device, reference=None) -> float:
-    meter, total = Meter(), torch.zeros((), device=device)
-    for mb in pack_groups(batch, args.pack_tokens, device):
-        logprobs_T, entropy_T, _, collision_T = model(mb)
-        pairs = pairs_of(mb, logprobs_T, collision_T, reference_logps(mb, reference), args.wpo)
-        loss_N, parts = preference_losses(pairs, objectives_of(args))
-        loss = loss_N.sum()
-        (loss / len(batch)).backward()
-        total += loss.detach() / len(batch)
-        measure(meter, "", args, pairs, loss, parts, loss_N)
-        meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
+def packed_step(model, optimizer, batch, stored_P2, args: Args, device, reference=None) -> float:
+    meter, total, micro_batches = Meter(), torch.zeros((), device=device), pack_groups(batch, args.pack_tokens, device)
+    logps_P2 = reference_logps(reference, micro_batches, stored_P2)
+    for mb in micro_batches:
+        loss = forward(model, mb, logps_P2, None, slice(None), args, meter) / len(batch)
+        loss.backward()
+        total += loss.detach()
     optimizer_step(model, optimizer, args.lr, args.max_grad_norm, total)
     return total.item()
 
 
-def padded_step(hf, optimizer, batch: list[list[Sample]], args: Args, device, size: int) -> float:
+def padded_step(hf, optimizer, batch, stored_P2, args: Args, device, size: int) -> float:
     total, dtype = torch.zeros((), device=device), compute_dtype(args, device)
     for start in range(0, len(batch), size):
         rows = [pair[side] for side in range(2) for pair in batch[start : start + size]]
@@ -104,9 +96,9 @@ def padded_step(hf, optimizer, batch: list[list[Sample]], args: Args, device, si
             logits_BLV = hf(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).logits
         logp_BL = logits_BLV[:, :-1].float().log_softmax(-1).gather(-1, ids_BL[:, 1:, None])[..., 0]
         logps = torch.where(trained_BL, logp_BL, 0).double().sum(-1)
-        ref_logps = torch.tensor([s.ref_logp for s in rows], dtype=torch.float64).to(device)
+        ref_logps = stored_P2[start : start + size].T.flatten().to(device)
         columns = [side for x in (logps, ref_logps, trained_BL.sum(-1).double()) for side in (x[:half], x[half:])]
-        loss_N, _ = preference_losses(Pairs(*columns, weights=torch.ones_like(logps[:half])), objectives_of(args))
+        loss_N, _ = loss_of_pairs(Pairs(*columns, weights=torch.ones_like(logps[:half])), args)
         loss = loss_N.sum() / len(batch)
         loss.backward()
         total += loss.detach()
@@ -117,13 +109,13 @@ def padded_step(hf, optimizer, batch: list[list[Sample]], args: Args, device, si
 
 
 def speed(flags, folder: str) -> bool:
-    """Part 1. Returns whether all variants report the same losses."""
+    """Run part 1 and return whether all variants report the same losses."""
     device, _, _ = distributed.setup(seed=0)
     args, path, size = Args(lr=LR, output_dir=folder), resolve_model("tiny"), flags.batch_size
     pairs = load_pairs(flags, path, args)[: size * (flags.steps + 1)]
     policy, online = (load_policy(path, args, device) for _ in range(2))
     reference, start = load_policy(path, args, device, trainable=False), time.perf_counter()
-    pairs = list(*store_reference_logps([pairs], path, lambda: reference, Path(folder), args, device))
+    (stored,) = store_reference_logps([pairs], path, lambda: reference, Path(folder), args, device)
     storing = (time.perf_counter() - start) / (flags.steps + 1)
     variants = {"packed": (packed_step, policy, adamw(policy, args), ())}
     variants["packed, online"] = (packed_step, online, adamw(online, args), (reference,))
@@ -134,7 +126,9 @@ def speed(flags, folder: str) -> bool:
     for at in range(0, len(pairs), size):
         for name, (run, model, optimizer, more) in variants.items():
             start = time.perf_counter()
-            losses[name].append(run(model, optimizer, pairs[at : at + size], args, device, *more))  # waits for device
+            losses[name].append(
+                run(model, optimizer, pairs[at : at + size], stored[at : at + size], args, device, *more)
+            )  # waits for device
             seconds[name].append(time.perf_counter() - start)
     lengths = [len(sample.ids) for pair in pairs for sample in pair]
     print(f"{device}, {torch.get_num_threads()} threads, {flags.steps} steps of {size} pairs, "
@@ -153,7 +147,7 @@ def speed(flags, folder: str) -> bool:
 
 
 def larger_model(folder: str) -> str:
-    """A random Qwen3 of 47M parameters with the tokenizer of `tiny`."""
+    """Write a random Qwen3 of 47M parameters with the tokenizer of `tiny`."""
     tiny, layers = resolve_model("tiny"), dict(num_hidden_layers=12, layer_types=["full_attention"] * 12)
     width = dict(hidden_size=512, intermediate_size=2048, head_dim=64, num_attention_heads=8, num_key_value_heads=4)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width, **layers)).save_pretrained(folder)
@@ -162,23 +156,21 @@ def larger_model(folder: str) -> str:
 
 
 def measure_memory(flags) -> None:
-    """`stored` or `online` in this process, printed as JSON; seconds of a step without and with the reference."""
+    """Measure `stored` or `online` in this process and print JSON: memory, seconds of a step with and without it."""
     device, _, _ = distributed.setup(seed=0)
     args, references = Args(lr=LR), [None]
     pairs, policy = load_pairs(flags, flags.model, args), load_policy(flags.model, args, device)
-    optimizer, samples, before = adamw(policy, args), sum(pairs, []), reset_peak(device.type)
+    optimizer, stored, before = adamw(policy, args), torch.zeros(len(pairs), 2).double(), reset_peak(device.type)
     if flags.only == "online":
         references.append(load_policy(flags.model, args, device, trainable=False))
         size = sum(p.numel() * p.element_size() for p in references[1].parameters())
     else:
-        for sample in samples:
-            sample.ref_logp = -random.random()  # as large as any other number
-        size = sum(sys.getsizeof(sample.ref_logp) for sample in samples)
+        size = stored.numel() * stored.element_size()
     growth, seconds = reset_peak(device.type) - before, [[] for _ in references]
     for at in (0, 2, 4):
         for reference, times in zip(references, seconds, strict=True):
             start = time.perf_counter()
-            packed_step(policy, optimizer, pairs[at : at + 2], args, device, reference)
+            packed_step(policy, optimizer, pairs[at : at + 2], stored[at : at + 2], args, device, reference)
             times.append(time.perf_counter() - start)
     without, with_reference = median(seconds[0][1:]), median(seconds[-1][1:])
     values = dict(size=size, growth=growth, peak=peak(device.type), without=without, with_reference=with_reference)
@@ -187,8 +179,8 @@ def measure_memory(flags) -> None:
 
 
 def memory(flags, folder: str) -> None:
-    """Part 2."""
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # a process group of its own
+    """Run part 2."""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}  # it has its own process group
     data = ["--dataset", flags.dataset] if flags.dataset else []
     for name in ("tiny", flags.model):
         path = resolve_model(name) if name else larger_model(folder)
@@ -210,10 +202,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", help="a .jsonl file with `prompt`, `chosen` and `rejected`")
     parser.add_argument("--batch_size", type=int, default=32, help="pairs per step in part 1")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps in part 1, after one that is not")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in part 1, after one untimed step")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each variant in part 2")
     parser.add_argument("--model", help="second model of part 2; default: a random Qwen3 of 47M parameters")
-    parser.add_argument("--only", choices=("stored", "online"), help=argparse.SUPPRESS)  # what the child processes get
+    parser.add_argument("--only", choices=("stored", "online"), help=argparse.SUPPRESS)  # for child processes
     flags = parser.parse_args()
     if flags.only:
         return measure_memory(flags)

@@ -22,6 +22,7 @@ import sft
 from common.config.parse import parse
 from common.data.encode import Encoder
 from common.data.rows import SFT_COLUMNS, load_rows, require_columns
+from common.data.token_cache import InMemory
 from common.data.tokenize import columns_of
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
@@ -97,10 +98,10 @@ FLAG_ERRORS = [
     ("rloo", "--clip_low 1", "--clip_low 1.0 must be in [0, 1)"),
     ("dpo", "--loss kto", "--loss kto: it is a script of its own, kto.py"),
     ("dpo", "--desirable_weight 2", "unknown flag --desirable_weight"),
-    ("dpo", "--loss simpo --reference_model x", "--loss simpo has no reference"),
-    ("dpo", "--loss orpo --reference_logprobs online", "--loss orpo has no reference"),
+    ("dpo", "--loss simpo --reference_model x", "--reference_logprobs have no effect with --loss simpo"),
+    ("dpo", "--loss orpo --reference_logprobs online", "--reference_logprobs have no effect with --loss orpo"),
     ("dpo", "--ld_alpha 1.5", "--ld_alpha 1.5 must be in [0, 1]"),
-    ("dpo", "--loss simpo --ld_alpha 0.5", "--ld_alpha is for summed log-ratios of pairs"),
+    ("dpo", "--loss simpo --ld_alpha 0.5", "--ld_alpha needs a loss of summed log-ratios"),
     ("dpo", "--max_length 4098", "two sequences of --max_length 4098 exceed --pack_tokens 8192"),
     ("dpo", "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
     ("kto", "--loss kto", "unknown flag --loss"),
@@ -112,7 +113,7 @@ FLAG_ERRORS = [
     ("kto", "--batch_size 7", "--batch_size 7 is not a multiple of the number of ranks (2)"),
     ("online_dpo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be at least 2"),
     ("online_dpo", "--loss kto", "--loss kto: it is a script of its own, kto.py"),
-    ("online_dpo", "--loss sigmoid aot", "--loss aot looks at all pairs of a batch at once: it is for dpo.py"),
+    ("online_dpo", "--loss sigmoid aot", "--loss aot compares all pairs of a batch; use it with dpo.py"),
     ("online_dpo", "--loss simpo --f_divergence js", "--f_divergence js would not be read: --loss is simpo"),
     ("distill", "--jsd_beta 0.1", "--jsd_beta 0.1 would not be read: --divergence is reverse_kl"),
     ("distill", "--divergence jsd --jsd_beta 1", "--jsd_beta 1.0 must be in (0, 1)"),
@@ -316,7 +317,7 @@ def test_bad_kto_rows(rows, words, tokenizer):
     ]
     with pytest.raises(ValueError, match=words):
         found, _ = kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
-        kto.with_mismatches(found, args)
+        kto.with_mismatches(InMemory(found), args)
         kto.require_both_labels(found)
     del rows[-1]["label"]
     with pytest.raises(ValueError, match=f"x:{len(rows) - 1}: column label"):
@@ -327,7 +328,7 @@ def test_kto_of_pairs_that_all_have_one_prompt(tokenizer):
     args = kto.Args(max_length=2048)
     with pytest.raises(ValueError, match="kto.py needs rows with different prompts"):
         found, _ = kto.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
-        kto.with_mismatches(found, args)
+        kto.with_mismatches(InMemory(found), args)
 
 
 @pytest.mark.parametrize("margin", ["1", None, float("nan"), True])

@@ -12,8 +12,7 @@ from conftest import talkative
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
-from bok import Args, best, sample_offline
-from common.config.flags import with_flags
+from bok import Args, best, loss, sample_offline
 from common.data.packing import Sample
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
@@ -26,7 +25,7 @@ SAME = ("grad_norm", "reward", "kept/reward", "kept/fraction", "entropy", "num_t
 
 
 def kept(args: Args, *ranking: float) -> list[int]:
-    (kept_G,) = with_flags(best, args)(torch.tensor([ranking], dtype=torch.float64))
+    (kept_G,) = best(torch.tensor([ranking], dtype=torch.float64), keep=args.keep, keep_above=args.keep_above)
     return kept_G.nonzero().flatten().tolist()
 
 
@@ -38,6 +37,15 @@ def test_the_best_are_kept_the_first_of_equals_and_never_one_without_a_reward():
     assert kept(Args(keep=2), NAN, NAN, NAN, NAN) == []
     assert kept(Args(keep_above=0.5), 0.5, 0.6, NAN, 2.0) == [1, 3]
     assert kept(Args(keep_above=3), 0.5, 0.6, NAN, 2.0) == []
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_the_global_minibatch():
+    logprobs_T = torch.tensor([-1.0, -2.0, -7.0, -3.0], requires_grad=True)
+    total = loss(logprobs_T, torch.tensor([True, True, False, True]), torch.tensor(12))
+    total.backward()
+    assert total.item() == pytest.approx((1 + 2 + 3) / 12)
+    assert logprobs_T.grad.tolist() == pytest.approx([-1 / 12, -1 / 12, 0, -1 / 12])
+    assert loss(logprobs_T, torch.zeros(4).bool(), torch.tensor(0)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +139,15 @@ def test_what_cannot_be_trained_on_is_refused(offline, tmp_path):
     records, good = [json.loads(line) for line in lines], "".join(lines)
     prompts = Prompts([r["prompt_ids"] for r in records], [dict(_source=r["source"]) for r in records])
 
-    def read(text: str, prompts: Prompts = prompts, samples_per_prompt: int = 3) -> list[list[Sample]]:
+    def read(
+        text: str, prompts: Prompts = prompts, samples_per_prompt: int = 3
+    ) -> tuple[list[list[Sample]], torch.Tensor]:
         file.write_text(text)
         args = Args(output_dir=str(tmp_path), samples_per_prompt=samples_per_prompt)
         return sample_offline(args, prompts, None, None, tokenizer)
 
-    groups = read(good)
+    groups, rewards_PG = read(good)
+    assert rewards_PG.tolist() == [[c["reward"] for c in record["completions"]] for record in records]
     assert len(groups) == 20 and groups[7][2].ids[: groups[7][2].prompt_length] == prompts.ids[7]
     by_eval = records[0] | dict(completions=[dict(c) for c in records[0]["completions"]])
     for completion in by_eval["completions"]:

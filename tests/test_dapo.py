@@ -1,46 +1,142 @@
-"""dapo.py: what it adds to grpo.py and nothing else, one gradient whatever the ranks, exact resume, learning."""
+"""dapo.py: the objective by naive formulas, dynamic sampling, one gradient whatever the ranks, exact resume."""
 
 import math
-from itertools import chain, groupby
+import statistics
+from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import talkative
 from helpers import assert_close_metrics, metrics, run
+from hypothesis import given
+from hypothesis import strategies as st
 from test_grpo import REWARD, SAME, samples
 
 import dapo
-from common.data.packing import Sample, pack
 
-CPU = torch.device("cpu")
-
-# ---- its own functions ----
+NAN = math.nan
 
 
-def group(number: int) -> list[Sample]:
-    return [Sample([number, i, 1, 1], [False, True, True, True], prompt_length=1) for i in range(2)]
+def double(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+# ---- rewards and advantages ----
+
+
+@given(st.integers(0, 40), st.integers(2, 30), st.sampled_from([0.2, 0.5, 1.0]), st.sampled_from([1.0, 2.0]))
+def test_the_penalty_is_a_ramp_over_the_buffer(length, longest, buffer, penalty):
+    args = dapo.Args(max_new_tokens=longest, overlong_buffer=buffer, overlong_penalty=penalty)
+    start = longest - buffer * longest
+    expected = 0.0 if length <= start else -penalty * min(1, (length - start) / (longest - start))
+    got = dapo.overlong_penalties(torch.tensor([length]), args)
+    assert got.item() == pytest.approx(expected, abs=1e-9) and got.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
-    ("kept", "count", "expected"),
+    ("buffer", "penalty", "expected"),
     [
-        ([0, 1, 2, 3], 2, [[0, 1], [2, 3]]),
-        ([1, 2, 5, 6, 9], 2, [[1, 2], [5, 6, 9]]),
-        ([4, 7], 4, [[4], [7]]),  # fewer groups than minibatches: none of them is empty
-        ([3], 3, [[3]]),
+        (0.0, 1.0, [[0, 0], [0, 0], [0, 0]]),
+        (0.4, 1.0, [[-1, -1], [-0.5, -0.75], [0, -0.25]]),
+        (0.4, 2.0, [[-2, -2], [-1, -1.5], [0, -0.5]]),
+        (0.2, 1.0, [[-1, -1], [0, -0.5], [0, 0]]),
     ],
 )
-def test_kept_groups_are_divided_among_minibatches_as_on_any_number_of_ranks(kept, count, expected):
-    def packed(mine):
-        minibatches = dapo.pack_kept({i: group(i) for i in mine}, kept, count, 100, CPU)
-        return [sorted({s.ids[0] for mb in minibatch for s in mb.samples}) for minibatch in minibatches]
-
-    assert packed(range(10)) == expected
-    even, odd = packed(range(0, 10, 2)), packed(range(1, 10, 2))
-    assert [sorted(a + b) for a, b in zip(even, odd, strict=True)] == expected
+def test_penalties_by_hand(buffer, penalty, expected):
+    flags = dict(overlong_buffer=buffer) | (dict(overlong_penalty=penalty) if buffer else {})
+    got = dapo.overlong_penalties(torch.tensor([[10, 12], [8, 9], [1, 7]]), dapo.Args(max_new_tokens=10, **flags))
+    torch.testing.assert_close(got, double(expected))
 
 
-def test_a_draw_is_as_small_as_fills_the_step_and_no_larger_than_what_is_allowed():
+reward = st.integers(-50, 50).map(float) | st.just(NAN)
+
+
+@given(st.lists(st.lists(reward, min_size=4, max_size=4), min_size=1, max_size=4))
+def test_advantages_equal_naive_ones(rewards):
+    for group, got in zip(rewards, dapo.advantages(double(rewards)).tolist(), strict=True):
+        present = [r for r in group if not math.isnan(r)]
+        if len(set(present)) < 2:
+            assert got == [0.0] * 4
+            continue
+        mean, std = statistics.fmean(present), statistics.stdev(present)
+        assert got == pytest.approx([0.0 if math.isnan(r) else (r - mean) / (std + 1e-6) for r in group], abs=1e-9)
+
+
+# ---- the loss ----
+
+# Two completions, the first with the output of a tool in its middle, and a third that is not trained at all.
+MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]).bool()
+IDS = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)
+ADVANTAGES = double([1.5] * 7 + [-0.7] * 4 + [2.0] * 2)
+TOKENS = torch.tensor(17)  # of the global minibatch
+
+
+def streams() -> list[torch.Tensor]:
+    """Return log-probs of the policy, with gradient, the old policy and the engine, and entropies."""
+    generator = torch.Generator().manual_seed(4)
+    new, *drifts, entropy = torch.randn(4, len(MASK), generator=generator, dtype=torch.float64)
+    new = -2 + 0.5 * new
+    old = new + 0.8 * drifts[0]
+    return [new.requires_grad_(), old, old + 0.9 * drifts[1], entropy.abs()]
+
+
+@pytest.mark.parametrize("threshold", [-math.inf, 0.5])
+def test_the_loss_and_its_gradient_equal_naive_ones(threshold):
+    new, old, engine, entropy = streams()
+    args = dapo.Args(top_entropy=0.5 if threshold > 0 else 1.0)
+    expected, slopes, clipped, kept = 0.0, [0.0] * len(MASK), [], 0
+    for t in MASK.nonzero()[:, 0].tolist():
+        a, ratio, weight = ADVANTAGES[t].item(), (new[t] - old[t]).exp().item(), min(math.exp(old[t] - engine[t]), 2.0)
+        clipped.append((a > 0 and ratio > 1.28) or (a < 0 and ratio < 0.8))
+        if entropy[t] >= threshold:
+            kept += 1
+            expected -= weight * min(ratio * a, min(max(ratio, 0.8), 1.28) * a) / 17
+            slopes[t] = 0.0 if clipped[-1] else -weight * ratio * a / 17
+    total, logged = dapo.loss(new, old, engine, entropy, ADVANTAGES, MASK, IDS, TOKENS, threshold, args)
+    assert total.item() == pytest.approx(expected, rel=1e-6)
+    assert torch.autograd.grad(total, new)[0].tolist() == pytest.approx(slopes, rel=1e-6)
+    assert logged["clip_ratio/region_mean"][MASK].tolist() == clipped and 0 < sum(clipped) < len(clipped)
+    assert 0 < kept < len(clipped) or threshold == -math.inf
+
+
+def threshold(entropies: torch.Tensor, fraction: float) -> float:
+    """Return the threshold of tokens in two minibatches, between which are tokens that are not trained."""
+    mask, high = torch.tensor([False]).expand(3), torch.full((3,), 1e9)
+    half = len(entropies) // 2
+    minibatches = [
+        [SimpleNamespace(old_entropy_T=torch.cat([x, high.to(x)]), loss_mask_T=torch.cat([x.isfinite(), mask]))]
+        for x in (entropies[:half], entropies[half:])
+    ]
+    return dapo.entropy_threshold(minibatches, fraction)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 10, 100, 1000])
+def test_the_entropy_threshold_keeps_exactly_its_fraction_rounded_up(tokens):
+    """In floating point 0.07 * 100, 0.14 * 100 and others are a little above the whole number that they are."""
+    entropies = torch.randperm(tokens).double()
+    for permille in range(1, 1000):
+        kept = tokens - threshold(entropies, permille / 1000)  # they are 0, 1, ..., tokens - 1
+        assert kept == -(-permille * tokens // 1000), permille
+
+
+@pytest.mark.parametrize(
+    ("fraction", "kept"), [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)]
+)
+def test_the_entropy_threshold_of_ten_tokens(fraction, kept):
+    entropies = torch.tensor([0.3, 0.1, 0.2, 0.6, 1.0, 0.5, 0.4, 0.9, 0.7, 0.8])
+    assert (entropies >= threshold(entropies, fraction)).sum() == kept
+
+
+def test_the_entropy_threshold_without_tokens_is_infinite():
+    assert threshold(torch.zeros(0), 0.2) == math.inf
+    assert threshold(torch.zeros(0), 1.0) == -math.inf
+
+
+# ---- dynamic sampling ----
+
+
+def test_a_draw_is_the_smallest_that_fills_the_step_within_max_draws():
     args = dapo.Args(prompts_per_step=64, max_draws=3)
 
     def draw(kept: int, drawn: int) -> int:
@@ -56,16 +152,6 @@ def test_a_draw_is_as_small_as_fills_the_step_and_no_larger_than_what_is_allowed
         assert size == 64 or fills[1] < 0.98, "three fewer would not do"
     whole = dapo.Args(prompts_per_step=64, max_draws=0)
     assert dapo.next_draw(0, 0, whole) == 64 and dapo.next_draw(3, 64, whole) == 0
-
-
-def test_entropy_threshold_is_of_the_trained_tokens_of_all_minibatches():
-    minibatches = [pack(group(i), 100, CPU) for i in range(2)]
-    for i, mb in enumerate(chain(*minibatches)):
-        mb.loss_mask_T[0] = False
-        mb.old_entropy_T = torch.arange(len(mb.loss_mask_T)) + 10.0 * i
-        mb.old_entropy_T[0] = 99.0
-    assert dapo.entropy_threshold(minibatches, 0.2) == 14  # ten tokens are left: the second highest
-    assert dapo.entropy_threshold(minibatches, 1.0) == -math.inf
 
 
 # ---- as a whole ----
@@ -135,7 +221,7 @@ def test_samples_have_all_that_was_drawn_and_only_kept_groups_have_advantages(tw
 
 
 @pytest.mark.slow
-def test_without_what_it_adds_it_is_grpo(flags, reward, tmp_path):
+def test_without_its_additions_it_is_grpo(flags, reward, tmp_path):
     flags = (*flags, "--reward", f"{reward}:digits", "--prompts_per_step", 6, "--max_steps", 3)
     run(1, "grpo.py", *flags, "--output_dir", tmp_path / "grpo")
     run(1, "dapo.py", *flags, "--max_draws", 0, "--overlong_buffer", 0, "--output_dir", tmp_path / "dapo")

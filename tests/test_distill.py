@@ -2,6 +2,7 @@
 refused."""
 
 import json
+import math
 import shutil
 
 import helpers
@@ -22,7 +23,7 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.teacher import require_known
 from common.model.tiny import tiny_model
-from common.objectives.divergence import most_likely
+from common.objectives.divergence import DIVERGENCES, Comparison, most_likely
 from common.parallel.distributed import RunError
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
@@ -67,6 +68,64 @@ def flags(teacher, small, tmp_path_factory):
     )  # fmt: skip
 
 
+# ---- the objective ----
+
+
+def both(divergence, logprobs, teacher) -> Comparison:
+    """Student and teacher on tokens with these numbers; the others are 0."""
+    tensors = dict(divergence_T=divergence, logprobs_T=logprobs, teacher_logprobs_T=teacher)
+    found = {name: torch.tensor(x, dtype=torch.float64) for name, x in tensors.items()}
+    return Comparison(**dict.fromkeys(Comparison._fields, torch.zeros(len(logprobs))) | found)
+
+
+MASK, SEQUENCES = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1, 1])
+
+
+def test_the_full_loss_is_the_mean_divergence_of_the_global_minibatch():
+    student = both([0.5, 2.0, 1.0, 9.0], [-1.0] * 4, [-2.0] * 4)
+    args, old_T = distill.Args(), torch.zeros(4)
+    share, logged = distill.loss(student, old_T, None, None, MASK, SEQUENCES, torch.tensor(10), args)
+    assert share.item() == pytest.approx(3.5 / 10) and logged == {}
+    _, logged = distill.loss(student, old_T, old_T, None, MASK, SEQUENCES, torch.tensor(10), args)
+    assert logged["sampling/kept_fraction"].all()
+
+
+def test_the_sampled_loss_by_hand():
+    """The ratio of the second token is above its bound; the engine gave the third half its probability."""
+    student = both([0.0] * 4, [-1.0, -1.0, -2.0, -1.0], [-0.5, -1.5, -4.0, -1.0])
+    student.logprobs_T.requires_grad_()
+    old_T, rollout_T = torch.tensor([[-1.0, -2.0, -2.0, -1.0], [-1.0, -2.0, -2.0 + math.log(0.5), -1.0]]).double()
+    args = distill.Args(estimator="sampled", teacher_coef=0.5, reward=("exact_match",), reward_coef=2.0,
+                        samples_per_prompt=2, correction_high=1.5)  # fmt: skip
+    extra_T = torch.tensor([0.25, 0.25, -0.5, 0.0])  # reward_coef A
+    share, logged = distill.loss(student, old_T, rollout_T, extra_T, MASK, SEQUENCES, torch.tensor(10), args)
+    share.backward()
+    A = [0.5 * 0.5 + 0.25, 0.5 * 0.5 + 0.25, 0.5 * -2.0 - 0.5]
+    assert share.item() == pytest.approx((-A[0] - 1.2 * A[1] - 1.5 * A[2]) / 10)
+    assert student.logprobs_T.grad.tolist() == pytest.approx([-A[0] / 10, 0, -1.5 * A[2] / 10, 0])
+    assert logged["clip_ratio/region_mean"].tolist()[:3] == [False, True, False]
+    assert logged["sampling/kept_fraction"].all()
+
+
+def test_advantages_are_rewards_in_standard_deviations_from_the_mean_of_their_prompt():
+    nan = math.nan
+    rewards = torch.tensor([[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [0.0, nan, 1.0], [nan, nan, nan]]).double()
+    half = 0.5 / 0.5**0.5
+    expected = [-1, 0, 1, 0, 0, 0, -half, 0, half, 0, 0, 0]
+    assert distill.advantages(rewards).flatten().tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_jsd_is_the_only_divergence_with_a_flag():
+    logp_CV, logq_CV = torch.randn(2, 3, 5).log_softmax(-1)
+    values = [distill.divergence(distill.Args(divergence="jsd", jsd_beta=b))(logp_CV, logq_CV)[0] for b in (0.2, 0.7)]
+    assert not torch.allclose(*values)
+    assert distill.divergence(distill.Args()) is DIVERGENCES["reverse_kl"]
+    with pytest.raises(ValueError, match="^--jsd_beta 0.2 .*--divergence is reverse_kl"):
+        distill.Args(jsd_beta=0.2)
+
+
+# ---- as a whole ----
+
 SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "sampled", "--on_policy_fraction", 1)
 
 
@@ -100,9 +159,9 @@ def test_one_gradient_with_the_sampled_estimator_and_a_reward(main, flags, tmp_p
 def test_a_denominator_per_rank_would_be_noticed(two_ranks, flags, tmp_path):
     """The negative control of the first test: the same script with a token count per rank."""
     source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
-    count = "tokens, _ = statistics.count_trained(own_packs_of + data_packs_of)"
+    count = "tokens, _ = statistics.count_trained(own_mbs + data_mbs)"
     assert source.count(count) == 1
-    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in own_packs_of + data_packs_of) * world_size"
+    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in own_mbs + data_mbs) * world_size"
     wrong.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank))
     run(2, wrong, *flags, "--output_dir", tmp_path / "out")
     with pytest.raises(AssertionError, match="grad_norm"):
@@ -329,7 +388,7 @@ def test_what_is_given_is_the_datas_completion_up_to_the_longest_that_is_sampled
     args = distill.Args(max_new_tokens=3)
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
-    short, long = distill.given_samples(prompts, Encoder(tokenizer, args), args, needed=True)
+    short, long = distill.read_samples(prompts, Encoder(tokenizer, args), args, needed=True)
     assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
     assert tokenizer.decode(long.completion_ids) == "123" and long.loss_mask == [False] * 4 + [True] * 3
     assert short.ids[: short.prompt_length] == prompts.ids[0]

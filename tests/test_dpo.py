@@ -10,25 +10,24 @@ import torch
 from helpers import assert_close_metrics, metrics, run
 
 import dpo
-from common.config.flags import with_flags
 from common.data.encode import Encoder
 from common.data.packing import pack_groups
 from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.data.tasks import arithmetic_rows
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
-from common.model.logprobs import store_reference_logps
 from common.model.policy import load_policy
+from common.model.reference import reference_logps, store_reference_logps
 from common.model.tiny import tiny_model
-from common.objectives.preference import LOSSES, OVER_BATCH, preference_losses
+from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
 
 main = inprocess.main
 # All of them at once: each is logged on its own, and the gradient is of the sum.
-EVERY_OBJECTIVE = ("--loss", *LOSSES, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",
+EVERY_OBJECTIVE = ("--loss", *READS, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",
                    "--beta", 0.5)  # fmt: skip
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
 COMMON = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy", "num_tokens")
-PAIRED = (*COMMON, "loss/sft", *(f"loss/{name}" for name in LOSSES), "wpo/weight", "rewards/accuracies")
+PAIRED = (*COMMON, "loss/sft", *(f"loss/{name}" for name in READS), "wpo/weight", "rewards/accuracies")
 
 
 @pytest.fixture(scope="module")
@@ -102,19 +101,14 @@ def setup(data, device, **flags):
     return args, groups, load_policy(tiny_model(), args, device)
 
 
-def objective_of(model, reference, pairs, args, device):
-    """The loss, a sum over these pairs, and what is measured; as in main."""
-    meter, micro_batches, losses = Meter(), pack_groups(pairs, args.pack_tokens, device), []
-    objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
-    everyone, places = dpo.gather_pairs(model, reference, micro_batches, args)
-    for mb, own in zip(micro_batches, places, strict=True):
-        logprobs_T, _, _, collision_T = model(mb)
-        ours = dpo.pairs_of(mb, logprobs_T, collision_T, dpo.reference_logps(mb, reference), args.wpo)
-        loss_N, parts = preference_losses(dpo.insert_own(everyone, own, ours), objectives, args.loss_weights)
-        losses.append(loss_N[own].sum())
-        nll_N = -mb.sequence_sums(logprobs_T)[0::2]
-        dpo.measure(meter, "", args, ours, losses[-1], {name: part_N[own] for name, part_N in parts.items()}, nll_N)
-    return sum(losses), meter.reduce()
+def objective_of(model, reference, pairs, args, device, stored=None):
+    """The loss of dpo.py, a sum over these pairs, and its metrics."""
+    meter, micro_batches = Meter(), pack_groups(pairs, args.pack_tokens, device)
+    stored = torch.zeros(len(pairs), 2) if stored is None else stored
+    logps = reference_logps(reference, micro_batches, stored)
+    others, places = dpo.gather_pairs(model, micro_batches, logps, args)
+    packs = zip(micro_batches, places, strict=True)
+    return sum(dpo.forward(model, mb, logps, others, own, args, meter) for mb, own in packs), meter.reduce()
 
 
 def disturbed(model):
@@ -163,8 +157,8 @@ def test_stored_and_online_references_agree(data, device, tmp_path):
     args, pairs, model = setup(data, device, loss=("ipo", "aot"))
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
     online, with_reference = objective_of(model, reference, pairs, args, device)
-    (scored,) = store_reference_logps([pairs], tiny_model(), lambda: reference, tmp_path, args, device)
-    stored, with_numbers = objective_of(model, None, list(scored), args, device)
+    (logps,) = store_reference_logps([pairs], tiny_model(), lambda: reference, tmp_path, args, device)
+    stored, with_numbers = objective_of(model, None, pairs, args, device, logps)
     assert stored.item() == pytest.approx(online.item(), rel=1e-6)
     assert with_numbers == pytest.approx(with_reference, rel=1e-5) and with_numbers["rewards/margins"] != 0
 
@@ -187,27 +181,48 @@ def test_a_rank_without_pairs_has_a_loss_of_zero_and_a_gradient_of_zero(data, de
 
 @pytest.mark.parametrize("losses", [("sigmoid",), ("aot", "ipo")])
 def test_the_gradient_does_not_depend_on_packing(losses, data, device):
-    """Also of objectives that sort: through ours of everyone's pairs."""
+    """Also for objectives that sort: the gradient is that of all pairs that the own ones were sorted with."""
     gradients = []
     for pack_tokens in (4000, 700):
         args, pairs, model = setup(data, device, loss=losses, pack_tokens=pack_tokens, max_length=300)
         reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
+        objective_of(model, reference, pairs, args, device)[0].backward()
         micro_batches = pack_groups(pairs, args.pack_tokens, device)
-        everyone, places = dpo.gather_pairs(model, reference, micro_batches, args)
-        objectives = {name: with_flags(LOSSES[name], args) for name in args.loss}
-        for mb, own in zip(micro_batches, places, strict=True):
-            logprobs_T, _, _, collision_T = model(mb)
-            ours = dpo.pairs_of(mb, logprobs_T, collision_T, dpo.reference_logps(mb, reference), False)
-            loss_N, _ = preference_losses(dpo.insert_own(everyone, own, ours), objectives)
-            loss_N.sum().backward()  # of all of them, as main has it
         gradients.append((len(micro_batches), torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])))
     (one, whole), (several, parts) = gradients
     assert one == 1 < several
     torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-4 * whole.abs().max().item())
 
 
+def pairs_of(*columns) -> Pairs:
+    return Pairs(*(torch.tensor(column, dtype=torch.float64) for column in columns))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_stated_loss_is_the_sigmoid_of_the_table(smoothing):
+    """And is ln 2 where the policy is the reference."""
+    args = dpo.Args(beta=0.3, label_smoothing=smoothing)
+    pairs = pairs_of(
+        [-3.0, -5, -1], [-4.0, -2, -1], [-3.5, -4, -1], [-3.0, -3, -1], [3.0, 4, 1], [5.0, 2, 1], [1.0] * 3
+    )
+    flags = dict(length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, discopop_tau=0.05)
+    table_N = preference_loss("sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl", **flags)
+    loss_N, parts = dpo.loss(pairs, args)
+    assert torch.equal(loss_N, table_N) and list(parts) == ["sigmoid"] and loss_N[2].item() == math.log(2)
+
+
+def test_objectives_add_up_with_their_weights_and_those_of_the_pairs():
+    rows = [-3.0, -5], [-4.0, -2], [-3.5, -4], [-3.0, -3], [3.0, 4], [5.0, 2]
+    args = dpo.Args(loss=("sigmoid", "ipo", "cpo"), loss_weights=(0.5, 2.0, 0.0))
+    loss_N, parts = dpo.loss(pairs_of(*rows, [1.0, 0.25]), args)
+    expected_N = torch.tensor([1.0, 0.25]) * (0.5 * parts["sigmoid"] + 2 * parts["ipo"])
+    torch.testing.assert_close(loss_N, expected_N, rtol=1e-12, atol=0)
+    for name in parts:
+        assert torch.equal(parts[name], dpo.loss(pairs_of(*rows, [1.0, 1.0]), dpo.Args(loss=(name,)))[0])
+
+
 def test_the_objectives_that_sort_are_known():
-    assert OVER_BATCH == {name for name in LOSSES if name.startswith("aot")}
+    assert OVER_BATCH == {name for name in READS if name.startswith("aot")}
 
 
 @pytest.mark.slow

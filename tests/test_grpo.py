@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import typing
 
 import helpers
 import inprocess
@@ -13,11 +14,9 @@ import torch
 from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
 import grpo
-from common.config.flags import with_flags
 from common.config.parse import parse
 from common.data.packing import PackedBatch, Sample, pack
 from common.metrics.meter import Meter
-from common.objectives import policy as losses
 
 main = inprocess.main
 REWARD = '''
@@ -39,35 +38,36 @@ def samples(folder, step=None):
 
 # ---- the objective, of samples whose log-probs are random numbers: no model, no engine ----
 
-WHOLE = dict(reduction="sequence", correction="sequence")  # what losses of whole completions ask for
+WHOLE = dict(reduction="sequence", correction="sequence")  # flags that losses of whole completions need
 LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
-ADVANTAGES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
+ADVANTAGES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1])
 
 
-def batch(drift: float) -> tuple[PackedBatch, torch.Tensor]:
-    """A pack, and log-probs that whole completions left the clip bounds with on both sides. A tool's output in the
-    middle of the fourth completion; the last is not trained at all."""
-    made = []
-    for length, advantage in zip(LENGTHS, ADVANTAGES, strict=True):
-        made.append(Sample([1] * (3 + length), [False] * 3 + [True] * length, advantage=advantage, prompt_length=3))
+def batch(drift: float) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
+    """A pack with current and old log-probs; whole completions left the clip bounds on both sides. The output
+    of a tool stands in the middle of the fourth completion; the last is not trained at all."""
+    made = [Sample([1] * (3 + n), [False] * 3 + [True] * n, prompt_length=3) for n in LENGTHS]
     made[3].loss_mask[6:9] = [False] * 3
     made[5].loss_mask = [False] * len(made[5].ids)
     (mb,) = pack(made, 8192, torch.device("cpu"))
     generator = torch.Generator().manual_seed(2)
     logprobs_T = -3 * torch.rand(len(mb.targets_T), generator=generator, dtype=torch.float64)
-    mb.old_logprobs_T = logprobs_T + drift * torch.randn(len(mb.targets_T), generator=generator, dtype=torch.float64)
-    return mb, logprobs_T
+    old_logprobs_T = logprobs_T + drift * torch.randn(len(mb.targets_T), generator=generator, dtype=torch.float64)
+    return mb, logprobs_T, old_logprobs_T
+
+
+def loss(args: grpo.Args, mb: PackedBatch, logprobs_T, old_logprobs_T) -> tuple[torch.Tensor, dict]:
+    """The loss of grpo.py for an engine that agrees with the trainer and a policy at the reference."""
+    tokens, sequences = mb.loss_mask_T.sum(), torch.tensor(sum(any(s.loss_mask) for s in mb.samples))
+    return grpo.loss(
+        logprobs_T, old_logprobs_T, old_logprobs_T, None, torch.zeros_like(logprobs_T), mb.on_tokens(ADVANTAGES),
+        mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
+    )  # fmt: skip
 
 
 def outcome(**flags) -> float:
-    """The loss as grpo.py adds it up, for far off-policy log-probs."""
-    args, (mb, logprobs_T) = grpo.Args(**flags), batch(drift=2.0)
-    function, ratio_of = grpo.LOSSES[args.loss]
-    log_ratio_T = ratio_of(mb, logprobs_T) - ratio_of(mb, mb.old_logprobs_T)
-    loss_T = with_flags(function, args)(log_ratio_T, mb.advantages_T, logprobs_T)
-    tokens, sequences = mb.loss_mask_T.sum(), torch.tensor(sum(any(s.loss_mask) for s in mb.samples))
-    weights_T = with_flags(losses.reduction_weights, args)(mb.loss_mask_T, mb.lengths_T, tokens, sequences)
-    return (loss_T * weights_T).sum().item()
+    """The loss of far off-policy log-probs."""
+    return loss(grpo.Args(**flags), *batch(drift=2.0))[0].item()
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,15 @@ def test_a_flag_of_the_loss_changes_it(flags, one, other):
 
 
 def test_measured_clipping_counts_what_either_bound_and_dual_clip_removed():
-    """As the loop measures it: the fraction of trained tokens that have no gradient."""
-    args, (mb, logprobs_T) = grpo.Args(dual_clip=3.0), batch(drift=2.0)
-    log_ratio_T = (logprobs_T - mb.old_logprobs_T).requires_grad_()
-    loss_T = with_flags(losses.clip_policy_loss, args)(log_ratio_T, mb.advantages_T)
-    gradient_T = torch.autograd.grad(loss_T.sum(), log_ratio_T)[0]
-    without_T = (gradient_T == 0) & mb.loss_mask_T & (mb.advantages_T != 0)
+    """The logged fraction of trained tokens is that without gradient."""
+    mb, logprobs_T, old_logprobs_T = batch(drift=2.0)
+    logprobs_T.requires_grad_()
+    gradient_T = torch.autograd.grad(loss(grpo.Args(dual_clip=3.0), mb, logprobs_T, old_logprobs_T)[0], logprobs_T)[0]
+    without_T = (gradient_T == 0) & mb.loss_mask_T & (mb.on_tokens(ADVANTAGES) != 0)
     meter, fractions = Meter(), {}
     for dual_clip in (3.0, 0.0):
-        clipped_T = with_flags(losses.clipped, grpo.Args(dual_clip=dual_clip))(log_ratio_T, mb.advantages_T)
-        meter.masked_mean("clip_ratio/region_mean", clipped_T, mb.loss_mask_T)
+        _, logged = loss(grpo.Args(dual_clip=dual_clip), mb, logprobs_T, old_logprobs_T)
+        meter.masked_means(logged, mb.loss_mask_T)
         fractions[dual_clip] = meter.reduce()["clip_ratio/region_mean"]
     assert fractions[3.0] == pytest.approx((without_T.sum() / mb.loss_mask_T.sum()).item())
     assert fractions[0.0] < fractions[3.0]
@@ -113,11 +112,11 @@ def test_measured_clipping_counts_what_either_bound_and_dual_clip_removed():
 REWARDS = torch.tensor([[1.0, 0, 0, 3], [2, 2, 1, 0], [0, 0, 0, 0]]).double()
 PENALTIES = -torch.tensor([[4.0, 9, 2, 1], [8, 3, 1, 1], [5, 5, 5, 5]]).double()
 PARTS = torch.stack([REWARDS / 2, REWARDS.flip(1), PENALTIES])
-NAMES = [*grpo.ADVANTAGES, "gdpo"]
+NAMES = typing.get_args(typing.get_type_hints(grpo.Args)["advantage"])
 
 
-def advantages(name, rewards=REWARDS, parts=PARTS, weights=(1.0, 1.0, 1.0), positions=range(3)):
-    return grpo.completion_advantages(name, rewards, parts, weights, positions)
+def advantages(name, rewards=REWARDS, parts=PARTS, weights=(1.0, 1.0, 1.0)):
+    return grpo.advantages(name, rewards, parts, weights)
 
 
 def test_every_advantage_is_another_one_and_equal_rewards_have_none():
@@ -125,14 +124,6 @@ def test_every_advantage_is_another_one_and_equal_rewards_have_none():
     for one, other in itertools.combinations(NAMES, 2):
         assert not torch.allclose(got[one], got[other], rtol=1e-3), (one, other)
     assert all((got[name][2].abs() < 1e-9).all() for name in NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_ranks_groups_may_be_in_any_order(name):
-    order = [2, 0, 1]
-    torch.testing.assert_close(
-        advantages(name, REWARDS[order], PARTS[:, order], positions=order), advantages(name)[order]
-    )
 
 
 def test_gdpo_gives_nothing_to_a_completion_whose_reward_could_not_be_computed():
@@ -213,9 +204,11 @@ def test_engine_and_trainer_agree_on_every_step(with_vllm):
 @pytest.mark.slow
 def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp_path):
     extra = ("--tensor_parallel_size", 2, "--max_steps", 1, "--output_dir", tmp_path)
-    # vLLM unlinks its shared memory when Python exits, not a fork. And as a user sees it, nobody warns.
+    # vLLM unlinks its shared memory when Python exits, not a fork.
     done = run(2, "grpo.py", *flags, *extra, torchrun=True)
-    assert not any(word in done.stderr for word in ("UserWarning", "FutureWarning", "Triton")), done.stderr
+    # On a CPU without AVX-512 vLLM has no shared memory and gathers with a function of torch that warns.
+    lines = [line for line in done.stderr.splitlines() if "all_gather_into_tensor` is deprecated" not in line]
+    assert not any(word in line for line in lines for word in ("UserWarning", "FutureWarning", "Triton")), done.stderr
     assert [s["completion"] for s in samples(with_vllm, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
 
 

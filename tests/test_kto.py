@@ -11,11 +11,11 @@ from helpers import assert_close_metrics, metrics, run
 from test_dpo import disturbed, naive_logps
 
 import kto
-from common.config.flags import with_flags
 from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.tasks import arithmetic_rows
+from common.data.token_cache import InMemory
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
@@ -78,22 +78,14 @@ def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags
     args = kto.Args(**(dict(eval_every=0, max_length=2048) | flags))
     rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
     found, _ = kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)
-    return args, list(kto.with_mismatches(found, args))
+    return args, list(kto.with_mismatches(InMemory(found), args))
 
 
 def objective_of(model, reference, groups, args, device):
-    """The loss, a sum over these completions, and what is measured; as in main."""
-    meter, loss = Meter(), 0.0
-    baseline = kto.kl_baseline(model, reference, [mismatch for _, mismatch in groups], args, device)
-    for mb in pack([completion for completion, _ in groups], args.pack_tokens, device):
-        logprobs_T, _, _, collision_T = model(mb)
-        logps_N = mb.sequence_sums(logprobs_T)
-        log_ratio_N = logps_N - kto.reference_logps(mb, reference)
-        weights_N = kto.weights_of(mb, logprobs_T, collision_T, args.wpo)
-        loss_N = with_flags(kto.kto, args)(log_ratio_N, kto.labels(mb), baseline) * weights_N
-        kto.measure(meter, "", args, mb, loss_N, log_ratio_N, logps_N, baseline)
-        loss += loss_N.sum()
-    return loss, meter.reduce()
+    """The loss of kto.py, a sum over these completions, and its metrics."""
+    meter = Meter()
+    micro_batches, *compared = kto.prepare(model, reference, groups, torch.zeros(len(groups), 2), args, device)
+    return sum(kto.forward(model, mb, *compared, args, meter) for mb in micro_batches), meter.reduce()
 
 
 def test_baseline_and_loss_by_hand(data, device):
@@ -127,8 +119,8 @@ def test_a_rank_without_completions_has_a_loss_of_zero_and_a_gradient_of_zero(de
     args, groups = encode([dict(prompt="1", chosen="2", rejected="3"), dict(prompt="2", chosen="3", rejected="4")])
     model = load_policy(tiny_model(), args, device)
     (mb,) = pack([], args.pack_tokens, device)
-    logps_N = mb.sequence_sums(model(mb)[0])
-    loss = with_flags(kto.kto, args)(logps_N - kto.reference_logps(mb, None), kto.labels(mb), 0.5).sum()
+    nothing = torch.zeros(0)
+    loss = kto.forward(model, mb, nothing, nothing, torch.tensor(0.5), args, Meter())
     loss.backward()
     assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
 
@@ -156,6 +148,23 @@ def test_a_mismatch_is_a_completion_of_the_next_row_with_another_prompt():
         assert mismatch.loss_mask == [i >= sample.prompt_length for i in range(len(mismatch.ids))]
     _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")
     assert all(len(sample.ids) <= 6 for group in short for sample in group)
+
+
+def test_value_and_gradient_by_hand():
+    """Also at the extremes, where the sigmoid is flat."""
+    args = kto.Args(beta=0.3, desirable_weight=2.0, undesirable_weight=0.5)
+    for baseline in (0.0, 1.5):
+        for log_ratio in (-1e4, -20.0, -1.0, 0.0, 2.0, 30.0, 1e4):
+            for desirable in (True, False):
+                x = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
+                loss_N = kto.loss(x, torch.tensor([desirable]), torch.tensor(baseline, dtype=torch.float64), args)
+                loss_N.sum().backward()
+                sign, weight = (1, 2.0) if desirable else (-1, 0.5)
+                z = max(-700.0, min(700.0, sign * 0.3 * (log_ratio - baseline)))
+                wrong = 1 / (1 + math.exp(z))  # 1 - sigmoid(z)
+                assert loss_N.item() == pytest.approx(weight * wrong, rel=1e-9, abs=1e-300)
+                slope = -weight * sign * 0.3 * wrong * (1 - wrong)
+                assert x.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-300)
 
 
 @pytest.mark.slow

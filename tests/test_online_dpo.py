@@ -1,4 +1,4 @@
-"""online_dpo.py: which completions make a pair, one gradient whatever the ranks, exact resume."""
+"""online_dpo.py: pairs, the loss by naive formulas, one gradient whatever the ranks, exact resume."""
 
 import math
 
@@ -10,29 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
-from common.data.packing import Sample
+from common.data.packing import Sample, pack_groups
 from common.metrics.meter import Meter
-from online_dpo import best_and_worst, measure_pairs
+from common.objectives.preference import OVER_BATCH, READS
+from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
 main = inprocess.main
 NAN = math.nan
+PAIRWISE = [name for name in READS if name not in OVER_BATCH]
 SAME = ("grad_norm", "reward", "entropy", "pairs/win_margin", "pairs/skipped_fraction", "rewards/accuracies",
         "logps/chosen", "logps/rejected", "num_tokens", "epoch")  # fmt: skip
 SMALL = ("loss", "kl", "rewards/margins", "rewards/chosen")  # differences of float32 numbers of size 1
 
 
+# ---- pairs ----
+
+
 def chosen(*rewards: float) -> list[int]:
-    """Which of a group's completions are chosen and rejected."""
-    group = [Sample(ids=[i], loss_mask=[True]) for i in range(len(rewards))]
-    (pair,) = best_and_worst([group], torch.tensor([rewards], dtype=torch.float64))
-    return [sample.ids[0] for sample in pair]
+    """Return the places of the chosen and the rejected completion in a group, or nothing without a pair."""
+    (signs,) = preferences(torch.tensor([rewards], dtype=torch.float64)).tolist()
+    assert set(signs) <= {1, 0, -1} and signs.count(1) == signs.count(-1) <= 1
+    return [signs.index(1), signs.index(-1)] if any(signs) else []
 
 
-def test_best_and_worst_the_first_of_equals_and_nothing_of_all_equal_ones():
+def test_pairs_are_the_first_best_and_the_first_worst_and_none_for_equal_rewards():
     assert chosen(0.1, 0.7, 0.3) == [1, 0]
     assert chosen(0.0, 1.0, 1.0, 0.0) == [1, 0]
     assert chosen(0.5, 0.5) == chosen(NAN, NAN) == chosen(NAN, 0.3) == []
-    assert chosen(NAN, -5.0, 2.0) == [2, 1], "what has no reward is neither the worst nor the best"
+    assert chosen(NAN, -5.0, 2.0) == [2, 1], "a missing reward is neither the worst nor the best"
     assert chosen(-3.0, -2.0) == [1, 0]
 
 
@@ -54,6 +59,60 @@ def test_ties_and_skipped_groups_are_counted():
     assert numbers["pairs/win_margin"] == pytest.approx((1 + 5) / 2)
     assert numbers["pairs/skipped_fraction"] == pytest.approx(3 / 5)
     assert numbers["pairs/tied_fraction"] == pytest.approx(1 / 5), "among the pairs that are trained on"
+
+
+# ---- the loss ----
+
+LENGTHS = [(3, 5), (1, 4), (6, 2)]  # of chosen and rejected completions; prompts have two tokens
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize("referenced", [True, False])
+@pytest.mark.parametrize("sft_weight", [0.0, 0.5])
+def test_the_loss_and_its_gradient_equal_naive_ones(referenced, sft_weight):
+    """DPO and IPO of summed log-ratios, the second with another weight, plus the likelihood of the chosen."""
+    groups = [[Sample([1] * (2 + n), [False] * 2 + [True] * n, prompt_length=2) for n in pair] for pair in LENGTHS]
+    (mb,) = pack_groups(groups, 100, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    logprobs_T, ref_T = -2 * torch.rand(2, len(mb.targets_T), generator=generator, dtype=torch.float64)
+    args = Args(loss=("sigmoid", "ipo"), loss_weights=(1.0, 0.3), beta=0.7, length_normalize=False,
+                sft_weight=sft_weight, label_smoothing=0.1)  # fmt: skip
+    mb = mb.with_streams(ref_logprobs_T=ref_T) if referenced else mb
+    got_N = loss(make_pairs(mb, logprobs_T.requires_grad_()), args)
+
+    trained = {n: [t for t in range(mb.offsets[n], mb.offsets[n + 1]) if mb.loss_mask_T[t]] for n in range(6)}
+    place = {id(sample): n for n, sample in enumerate(mb.samples)}
+    expected, slopes = [0.0] * 3, [0.0] * len(mb.targets_T)
+    for (chosen, rejected), (nc, _) in zip(groups, LENGTHS, strict=True):
+        c, r = place[id(chosen)], place[id(rejected)]
+        logp = [sum(logprobs_T[t].item() for t in trained[n]) for n in (c, r)]
+        ref = [sum(ref_T[t].item() for t in trained[n]) if referenced else 0.0 for n in (c, r)]
+        z = 0.7 * (logp[0] - ref[0] - logp[1] + ref[1])
+        ipo = z / 0.7 - 1 / 1.4
+        expected[c // 2] = -0.9 * math.log(sigmoid(z)) - 0.1 * math.log(sigmoid(-z)) + 0.3 * ipo**2
+        expected[c // 2] -= sft_weight * logp[0] / nc
+        slope = 0.7 * (sigmoid(z) - 0.9) + 0.3 * 2 * ipo  # with respect to the log-prob of the chosen
+        for n, sign in ((c, 1), (r, -1)):
+            for t in trained[n]:
+                slopes[t] = sign * slope - (sft_weight / nc if n == c else 0.0)
+    assert got_N.tolist() == pytest.approx(expected, rel=1e-9)
+    assert torch.autograd.grad(got_N.sum(), logprobs_T)[0].tolist() == pytest.approx(slopes, rel=1e-9)
+
+
+def test_every_objective_of_single_pairs_is_finite_and_summed_log_likelihood_is_the_paper_s():
+    groups = [[Sample([1] * 5, [False] + [True] * 4) for _ in range(2)] for _ in range(3)]
+    (mb,) = pack_groups(groups, 100, torch.device("cpu"))
+    pairs = make_pairs(mb, -torch.rand(len(mb.targets_T)))
+    for name in PAIRWISE:
+        assert loss(pairs, Args(loss=(name,), label_smoothing=0.1 if name == "exo_pair" else 0.0)).isfinite().all()
+    (summed, mean) = (loss(pairs, Args(sft_weight=1.0, sft_length_normalize=x)) for x in (False, True))
+    torch.testing.assert_close(summed - mean, -0.75 * pairs.chosen_logps)
+
+
+# ---- as a whole ----
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +157,8 @@ def test_learns(flags, main, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_that_of_equal_models_and_equal_rewards_teach_nothing(flags, main, tmp_path):
-    """-log sigmoid(0) before the first update; with one reward for all no weight moves, whatever the rank."""
+def test_the_first_loss_is_that_of_equal_models_and_equal_rewards_change_nothing(flags, main, tmp_path):
+    """The loss is -log sigmoid(0) before the first update. With one reward for all there is no update on any rank."""
     extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--max_steps", 2, "--epochs_per_rollout", 1)
     flags = (*flags, *extra, "--minibatches", 1)
     main("online_dpo", *flags, "--output_dir", tmp_path / "a")

@@ -1,5 +1,5 @@
-"""ppo.py: advantages, moments and rewards of turns by hand; one gradient whatever the ranks, exact resume of both
-models, reward models, warm-up and early stop."""
+"""ppo.py: rewards of tokens, advantages, losses and moments by hand; one gradient for any number of ranks, exact resume
+of both models, reward models, warm-up and early stop."""
 
 import itertools
 import math
@@ -9,29 +9,27 @@ import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from hypothesis import given
+from hypothesis import strategies as st
+from naive import check
 from test_grpo import REWARD, samples
 
 import ppo
-from common.config.flags import with_flags
 from common.data.packing import PackedBatch, Sample, pack
-from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
-from common.objectives import policy as losses
 from common.objectives.advantages import gae
 from common.train.checkpoint import export_hf
 
 main = inprocess.main
 CPU, NAN = torch.device("cpu"), math.nan
 LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
-SCORES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
+SCORES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1]).double()
 
 
 def make_samples() -> list[Sample]:
-    """A tool's output in the middle of the fourth; the last is not trained at all."""
-    made = []
-    for length, score in zip(LENGTHS, SCORES, strict=True):
-        made.append(Sample([1] * (3 + length), [False] * 3 + [True] * length, score=score, prompt_length=3))
+    """Six completions: the fourth has a tool's output in its middle, the last is masked."""
+    made = [Sample([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3) for length in LENGTHS]
     made[3].loss_mask[6:9] = [False] * 3
     made[5].loss_mask = [False] * len(made[5].ids)
     return made
@@ -40,12 +38,58 @@ def make_samples() -> list[Sample]:
 def make_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
     """A pack with random values, and rewards with a score at the end of every completion."""
     (mb,), generator = pack(make_samples(), 8192, CPU), torch.Generator().manual_seed(seed)
-    mb.values_T = torch.randn(len(mb.targets_T), generator=generator)
-    return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + ppo.token_scores(mb, 0.0)
+    mb = mb.with_streams(values_T=torch.randn(len(mb.targets_T), generator=generator))
+    return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + token_rewards(mb, SCORES, 0.0)
 
 
-def estimate(mb: PackedBatch, rewards_T: torch.Tensor, **flags) -> tuple[torch.Tensor, torch.Tensor]:
-    return with_flags(ppo.advantages_and_returns, ppo.Args(**flags))(mb, rewards_T)
+def token_rewards(mb: PackedBatch, scores: torch.Tensor, turn_weight: float, beta: float = 0.0, **flags):
+    return ppo.token_rewards(mb, scores, turn_weight, beta, ppo.Args(**flags))
+
+
+def advantages(mb: PackedBatch, rewards_T: torch.Tensor, **flags) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths_N = mb.sequence_sums(mb.loss_mask_T)
+    return ppo.advantages(
+        rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, lengths_N, ppo.Args(**flags)
+    )  # fmt: skip
+
+
+def loss(logprobs, old, entropy, A, importance, mask, tokens, positives, **flags) -> tuple[float, list[float], dict]:
+    """Value, gradient of the log-probs and logged numbers of the policy loss, from lists of numbers."""
+    logprobs_T, *others = (torch.tensor(x, dtype=torch.float64) for x in (logprobs, old, entropy, A, importance))
+    counts = torch.tensor(tokens), torch.tensor(positives)
+    total, logged = ppo.loss(logprobs_T.requires_grad_(), *others, torch.tensor(mask), *counts, ppo.Args(**flags))
+    total.backward()
+    return total.item(), logprobs_T.grad.tolist(), logged
+
+
+# ---- rewards of tokens ----
+
+
+def test_rewards_of_turns_stand_on_their_last_tokens():
+    """The rewards of a completion add up to its score, and those of earlier turns stand where they were earned."""
+    one = Sample(list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3)
+    one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
+    two = Sample([1, 2, 3], [False, True, True], prompt_length=1)
+    three = Sample([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
+    scores = torch.tensor([4.0, -1.0, 2.0])
+    for packed in (pack([one, two, three], 100, CPU), pack([one, two, three], 8, CPU)):
+        got = {}
+        for mb in packed:
+            rewards_T = token_rewards(mb, scores, 0.5)
+            assert (rewards_T[~mb.loss_mask_T] == 0).all()
+            ends = zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False)
+            got |= {len(sample.ids): rewards_T[a:b].tolist() for sample, a, b in ends}
+        assert got == {9: [0, 0, 0.5, 0, 0, -1.0, 0, 4.5], 3: [0, -1.0], 4: [0.5, 0, 1.5]}
+
+
+def test_the_kl_to_the_reference_is_subtracted_from_each_token():
+    (mb,) = pack(make_samples()[:1], 100, CPU)
+    old_T, ref_T = torch.tensor([[0.0, 0, -1, -1, -1, -1, -1], [0, 0, -1, -1.5, -0.5, -2, -9]])
+    mb = mb.with_streams(old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+    expected = [0.0, 0, 0, -0.5 * 0.2, 0.5 * 0.2, -1 * 0.2, 1.5 - 8 * 0.2]
+    assert token_rewards(mb, SCORES, 0.0, beta=0.2).tolist() == pytest.approx(expected)
+    expected[-1] = 1.5 - 2 * 0.2
+    assert token_rewards(mb, SCORES, 0.0, beta=0.2, kl_clamp=2.0).tolist() == pytest.approx(expected)
 
 
 # ---- advantages and returns ----
@@ -53,13 +97,13 @@ def estimate(mb: PackedBatch, rewards_T: torch.Tensor, **flags) -> tuple[torch.T
 
 def test_without_values_and_discount_it_is_reinforce_with_the_score():
     mb, _ = make_batch()
-    mb.values_T = torch.zeros(len(mb.targets_T))
-    advantages_T, returns_T = estimate(mb, ppo.token_scores(mb, 0.0), gae_lambda=1.0)
-    torch.testing.assert_close(advantages_T, mb.on_tokens("score") * mb.loss_mask_T)
+    mb = mb.with_streams(values_T=torch.zeros(len(mb.targets_T)))
+    advantages_T, returns_T = advantages(mb, token_rewards(mb, SCORES, 0.0), gae_lambda=1.0)
+    torch.testing.assert_close(advantages_T, mb.on_tokens(SCORES) * mb.loss_mask_T)
     torch.testing.assert_close(returns_T, advantages_T)
-    log_ratio_T = torch.zeros(len(mb.targets_T), requires_grad=True)
-    loss_T = losses.clip_policy_loss(log_ratio_T, advantages_T, clip_low=0.2, clip_high=0.2) * mb.loss_mask_T
-    torch.testing.assert_close(torch.autograd.grad(loss_T.sum(), log_ratio_T)[0], -advantages_T)
+    zeros, mask = [0.0] * len(advantages_T), mb.loss_mask_T.tolist()
+    _, gradient, _ = loss(zeros, zeros, zeros, advantages_T.tolist(), [1.0] * len(zeros), mask, 1, 1)
+    assert gradient == pytest.approx((-advantages_T).tolist())
 
 
 def test_policy_and_value_model_have_a_lambda_each():
@@ -74,76 +118,98 @@ def test_policy_and_value_model_have_a_lambda_each():
         (dict(gae_lambda=0.7, value_lambda=1.0), [0.7] * 6, [1.0] * 6),
         (dict(lambda_alpha=0.1), [1 - 1 / (0.1 * n) if n > 10 else 0.0 for n in lengths_N], [0.95] * 6),
     ):
-        advantages_T, returns_T = estimate(mb, rewards_T, gamma=0.9, **flags)
+        advantages_T, returns_T = advantages(mb, rewards_T, gamma=0.9, **flags)
         torch.testing.assert_close(advantages_T, expected(of_policy))
         torch.testing.assert_close(returns_T, expected(of_value) + mb.values_T)
 
 
-def test_returns_with_lambda_1_are_what_was_still_to_come():
+def test_returns_with_lambda_1_are_sums_of_future_rewards():
     mb, rewards_T = make_batch()
-    _, returns_T = estimate(mb, rewards_T, value_lambda=1.0)
+    _, returns_T = advantages(mb, rewards_T, value_lambda=1.0)
     for begin, end in itertools.pairwise(mb.offsets):
         trained = [t for t in range(begin, end) if mb.loss_mask_T[t]]
         for n, t in enumerate(trained):
             assert returns_T[t].item() == pytest.approx(rewards_T[trained[n:]].sum().item(), abs=1e-5)
 
 
-def test_an_empty_pack_has_advantages_scores_and_moments():
+def test_a_completion_without_a_score_has_no_advantage_and_changes_no_other():
+    mb, _ = make_batch()
+    for scores in (SCORES, torch.cat([SCORES[:5], torch.tensor([NAN])])):  # the last one is masked
+        advantages_T, returns_T = advantages(mb, token_rewards(mb, scores, 0.0))
+        assert advantages_T.isfinite().all() and returns_T.isfinite().all()
+        assert (advantages_T[mb.on_tokens(SCORES) == SCORES[5].float()] == 0).all()
+        assert ppo.moments([[mb]], lambda _, x_T=advantages_T: x_T)[1] > 0
+
+
+def test_an_empty_pack_has_advantages_rewards_and_moments():
     (filler,) = pack([], 10, CPU)
-    filler.values_T = torch.ones(1)
-    advantages_T, returns_T = estimate(filler, torch.ones(1), lambda_alpha=0.05)
+    filler = filler.with_streams(values_T=torch.ones(1))
+    advantages_T, returns_T = advantages(filler, torch.ones(1), lambda_alpha=0.05)
     assert advantages_T.tolist() == [0.0] and returns_T.shape == (1,)
-    assert ppo.token_scores(filler, 1.0).tolist() == [0.0]
-    assert ppo.moments([filler], [torch.full((1,), NAN)]) == (0.0, 0.0)
-    assert [int(x) for x in ppo.count_tokens([filler])] == [1, 1]
+    assert token_rewards(filler, torch.zeros(0), 1.0).tolist() == [0.0]
+    assert ppo.moments([[filler]], lambda _: torch.full((1,), NAN)) == (0.0, 0.0)
 
 
-def test_rewards_of_turns_stand_on_their_last_tokens():
-    """A completion's rewards add up to its score whatever was shaped away, each where it was earned."""
-    one = Sample(list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3)
-    one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
-    two = Sample([1, 2, 3], [False, True, True], prompt_length=1)
-    cut = Sample([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
-    one.score, two.score, cut.score = 4.0, -1.0, 2.0
-    for packed in (pack([one, two, cut], 100, CPU), pack([one, two, cut], 8, CPU)):
-        got = {}
-        for mb in packed:
-            scores_T = ppo.token_scores(mb, 0.5)
-            assert (scores_T[~mb.loss_mask_T] == 0).all()
-            ends = zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False)
-            got |= {len(sample.ids): scores_T[a:b].tolist() for sample, a, b in ends}
-        assert got == {9: [0, 0, 0.5, 0, 0, -1.0, 0, 4.5], 3: [0, -1.0], 4: [0.5, 0, 1.5]}
+# ---- losses ----
 
 
-# ---- numbers over all packs ----
+def test_the_policy_loss_by_hand():
+    """On policy; clipped above; clipped below; with an importance weight; masked."""
+    logprobs, old = [-1.0, -1.0, -2.0, -1.1, -1.0], [-1.0, -2.0, -1.0, -1.0, -5.0]
+    A, weights, entropy = [2.0, 1.0, -1.0, -0.5, 7.0], [1.0, 1.0, 1.0, 0.5, 1.0], [0.1, 0.2, 0.3, 0.4, 0.5]
+    mask, rho = [True] * 4 + [False], math.exp(-0.1)
+    flags = dict(clip_low=0.2, clip_high=0.3, entropy_coef=0.1, positive_nll=0.05)
+    total, gradient, logged = loss(logprobs, old, entropy, A, weights, mask, 8, 3, **flags)
+    expected = (-2.0 - 1.3 + 0.8 + 0.5 * 0.5 * rho - 0.1 * 1.0) / 8 + 0.05 * (1.0 + 1.0) / 3
+    assert total == pytest.approx(expected)
+    assert gradient == pytest.approx([-2 / 8 - 0.05 / 3, -0.05 / 3, 0, 0.25 * rho / 8, 0])
+    assert logged["clip_ratio/region_mean"].tolist()[:4] == [False, True, True, False]
+    k3 = [math.exp(d) - 1 - d for d in (0.0, 1.0, -1.0, -0.1)]  # d = log(new / old); samples are of the old policy
+    assert logged["policy/approx_kl"].tolist()[:4] == pytest.approx(k3)
+    assert loss(logprobs, old, entropy, A, weights, [False] * 5, 1, 0, **flags)[:2] == (0.0, [0.0] * 5)
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=8),
+       st.sampled_from([0.0, 0.2, 1.0]))  # fmt: skip
+def test_the_value_loss_is_that_of_a_naive_loop(rows, clip):
+    def naive(value, old, target):
+        nearer = min(max(value, old - clip), old + clip)
+        plain, clipped = (value - target) ** 2 / 2, (nearer - target) ** 2 / 2
+        return (clipped, 0.0) if clip and clipped > plain else (plain, value - target)
+
+    rows = [row for row in rows if abs(abs(row[0] - row[1]) - clip) > 1e-6] or [(0.0, 0.1, 1.0)]  # not at a kink
+    check(lambda *columns: ppo.value_loss(*columns, clip), naive, rows)
+
+
+def test_value_loss_has_no_gradient_beyond_the_trust_region_but_comes_back():
+    values = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)  # moved by 1 from 0; the clip is 0.2
+    losses = ppo.value_loss(values, torch.zeros(2), torch.tensor([2.0, -2.0]), 0.2)
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([1.8**2 / 2, 3**2 / 2])
+    assert values.grad.tolist() == [0.0, 3.0]  # towards its return: held; past it: pulled back
+
+
+# ---- statistics of all packs ----
 
 
 def test_moments_are_of_the_trained_tokens_of_all_packs_and_divide_by_one_less():
     (first,), (second,) = (pack([sample], 100, CPU) for sample in make_samples()[:2])
-    xs = [torch.arange(len(mb.targets_T)).double() ** 2 for mb in (first, second)]
-    flat_x = torch.cat([x[mb.loss_mask_T] for mb, x in zip((first, second), xs, strict=True)])
+    first, second = (mb.with_streams(values_T=torch.arange(len(mb.targets_T)).double() ** 2) for mb in (first, second))
+    flat_x = torch.cat([mb.values_T[mb.loss_mask_T] for mb in (first, second)])
     expected = (flat_x.mean().item(), flat_x.std(correction=1).item())
-    assert ppo.moments([first, second], xs) == pytest.approx(expected, rel=1e-12)
+    assert ppo.moments([[first], [second]], lambda mb: mb.values_T) == pytest.approx(expected, rel=1e-12)
     (lone,) = pack([Sample([1, 2], [False, True])], 10, CPU)
-    assert ppo.moments([lone], [torch.tensor([3.0])]) == (3.0, 0.0)
+    assert ppo.moments([[lone]], lambda _: torch.tensor([3.0])) == (3.0, 0.0)
 
 
-def test_tokens_with_a_positive_advantage_are_counted_among_the_trained():
-    (mb,) = pack(make_samples(), 8192, CPU)
-    mb.advantages_T = mb.on_tokens("score")
-    assert [int(x) for x in ppo.count_tokens([mb])] == [5 + 30 + 1 + 9 + 20, 5 + 20]
-
-
-def test_measured_kl_and_clipping_are_of_the_trained_tokens():
-    """As the loop measures them: how far the policy has moved from the one that sampled."""
-    (mb,), meter = pack(make_samples()[:1], 100, CPU), Meter()
-    mb.old_logprobs_T, mb.advantages_T = torch.full((7,), -1.0), mb.on_tokens("score")
-    logprobs_T = torch.tensor([-9.0, -9.0, 0.0, -1.0, -1.5, -1.0, -1.0])  # ratio of 2.7 on the first trained token
-    k3 = sum(math.exp(d) - 1 - d for d in (1.0, 0.0, -0.5, 0.0, 0.0))  # log(new / old): samples are of the old policy
-    meter.masked_mean("kl", losses.kl_estimate(mb.old_logprobs_T, logprobs_T), mb.loss_mask_T)
-    clipped_T = with_flags(losses.clipped, ppo.Args())(logprobs_T - mb.old_logprobs_T, mb.advantages_T)
-    meter.masked_mean("clipped", clipped_T, mb.loss_mask_T)
-    assert meter.reduce() == pytest.approx(dict(kl=k3 / 5, clipped=1 / 5), rel=1e-5)  # 0.6 is not clipped: A > 0
+def test_whitened_advantages_have_mean_0_and_deviation_1_and_perfect_values_explain_everything():
+    mb, rewards_T = make_batch()
+    advantages_T, returns_T = advantages(mb, rewards_T)
+    mb = mb.with_streams(advantages_T=advantages_T, returns_T=returns_T)
+    assert ppo.moments(ppo.whiten([[mb]]), lambda mb: mb.advantages_T) == pytest.approx((0, 1), abs=1e-5)
+    assert ppo.explained_variance([[mb]]) < 1
+    assert ppo.explained_variance([[mb.with_streams(values_T=returns_T - 3)]]) == pytest.approx(1)
+    assert ppo.explained_variance([[mb.with_streams(returns_T=torch.ones_like(returns_T))]]) == 0
 
 
 # ---- as a whole ----

@@ -1,33 +1,102 @@
-"""rloo.py: the estimator is unbiased, one gradient whatever the ranks, exact resume with an adapted beta."""
+"""rloo.py: the objective by hand and by naive formulas, an unbiased gradient, one gradient whatever the ranks, exact
+resume with an adapted beta."""
 
 import itertools
+import math
+import statistics
 
 import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, metrics, run
+from hypothesis import given
+from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
-from common.objectives.advantages import leave_one_out
-from common.objectives.policy import clip_policy_loss
+import rloo
 
 main = inprocess.main
+NAN = math.nan
 SAME = ("grad_norm", "reward", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")
 
 
+def double(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+# ---- advantages ----
+
+triples = st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+@given(triples)
+def test_the_baseline_is_the_mean_of_the_others(rewards):
+    for group, got in zip(rewards, rloo.advantages(double(rewards)).tolist(), strict=True):
+        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(3)]
+        assert got == pytest.approx([r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9)
+
+
+def test_a_missing_reward_is_in_no_baseline_and_equal_rewards_have_no_advantage():
+    assert rloo.advantages(torch.tensor([[1.0, NAN, 0.0, 0.5]]))[0].tolist() == [0.75, 0, -0.75, 0]
+    for equal in ([1.0, NAN], [2.0, 2.0], [0.1, 0.1, 0.1], [NAN, NAN]):
+        assert (rloo.advantages(double([equal])) == 0).all()
+
+
+# ---- the loss ----
+
+# log-probs of a completion, now and at the rollout; its importance weight; its advantage
+rows = st.lists(
+    st.tuples(st.floats(-8, -1), st.floats(-8, -1), st.floats(0, 2), st.sampled_from([-2.0, -0.5, 0.0, 1.0, 3.0])),
+    min_size=1, max_size=6,
+)  # fmt: skip
+
+
+@given(rows, st.integers(1, 20))
+def test_the_loss_and_its_gradient_equal_naive_ones(rows, completions):
+    new, old, weights, advantages = (double(column) for column in zip(*rows, strict=True))
+    args, expected, slopes = rloo.Args(clip_low=0.1, clip_high=0.3), 0.0, []
+    for logp, old_logp, weight, a in rows:
+        ratio = math.exp(logp - old_logp)
+        outside = (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
+        expected -= weight * min(ratio * a, min(max(ratio, 0.9), 1.3) * a) / completions
+        slopes.append(0.0 if outside else -weight * ratio * a / completions)
+    total, logged = rloo.loss(new.requires_grad_(), old, weights, advantages, torch.tensor(completions), args)
+    assert total.item() == pytest.approx(expected, abs=1e-9)
+    assert torch.autograd.grad(total, new)[0].tolist() == pytest.approx(slopes, abs=1e-9)
+    assert logged["loss"].sum().item() == pytest.approx(expected * completions, abs=1e-9)
+
+
+def test_clipping_is_one_sided_and_measured():
+    ratios, advantages = double([1.4, 0.7, 1.4, 0.7, 1.0]), double([1.0, -1.0, -1.0, 1.0, 0.0])
+    one = torch.ones(5)
+    _, logged = rloo.loss(ratios.log(), torch.zeros(5), one, advantages, torch.tensor(5), rloo.Args())
+    assert logged["clip_ratio/region_mean"].tolist() == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("log_ratio", [1e4, -1e4])
+def test_no_ratio_overflows(advantage, log_ratio):
+    logprobs_N = torch.tensor([log_ratio], requires_grad=True)
+    total, _ = rloo.loss(logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args())
+    assert total.isfinite() and torch.autograd.grad(total, logprobs_N)[0].isfinite().all()
+
+
 def test_expected_gradient_is_that_of_the_expected_reward():
-    """A bandit with two actions of which one pays: all draws of k samples, each with its probability."""
-    pays = torch.tensor([0.3, 1.0], dtype=torch.float64)
-    logits = torch.tensor([0.4, -0.2], dtype=torch.float64, requires_grad=True)
+    """A bandit with two actions, one of which pays more: all draws of k samples, each with its probability."""
+    pays = double([0.3, 1.0])
+    logits = double([0.4, -0.2]).requires_grad_()
     (analytic,) = torch.autograd.grad((logits.softmax(0) * pays).sum(), logits)
     for k in (2, 3):
         expected = torch.zeros(2, dtype=torch.float64)
         for actions in map(list, itertools.product((0, 1), repeat=k)):
             logps_N = logits.log_softmax(0)[actions]
-            advantages_N = leave_one_out(pays[actions][None])[0]
-            loss = clip_policy_loss(logps_N - logps_N.detach(), advantages_N, clip_low=0.2, clip_high=0.2).mean()
-            expected -= torch.autograd.grad(loss, logits)[0] * logps_N.detach().sum().exp()
+            advantages_N = rloo.advantages(pays[actions][None])[0]
+            total, _ = rloo.loss(logps_N, logps_N.detach(), torch.ones(k), advantages_N, torch.tensor(k), rloo.Args())
+            expected -= torch.autograd.grad(total, logits)[0] * logps_N.detach().sum().exp()
         torch.testing.assert_close(expected, analytic, rtol=1e-12, atol=1e-12)
+
+
+# ---- as a whole ----
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +107,7 @@ def flags(small, tmp_path_factory):
         *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
         "--beta", 0.05, "--kl_target", 0.02, "--kl_horizon", 100, "--max_logprob_difference", 1e-4,
-        "--engine", "transformers",
+        "--reward_scale", 2, "--missing_eos_penalty", 0.1, "--engine", "transformers",
     )  # fmt: skip
 
 
@@ -51,7 +120,7 @@ def two_ranks(flags, tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, main, tmp_path, capsys):
-    """Beta goes on from what it had become."""
+    """A resumed run continues with the adapted beta."""
     flags = (*flags, "--pack_tokens", 40, "--output_dir", tmp_path)
     main("rloo", *flags, "--max_steps", 2)
     main("rloo", *flags)
@@ -68,10 +137,22 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
+def test_rewards_are_scaled_scores_less_penalty_and_kl(flags, main, tmp_path, monkeypatch):
+    seen, advantages = [], rloo.advantages
+    monkeypatch.setattr(rloo, "advantages", lambda rewards_PG: seen.append(rewards_PG.mean()) or advantages(rewards_PG))
+    main("rloo", *flags, "--beta", 3, "--output_dir", tmp_path)
+    for line, mean in zip(metrics(tmp_path), seen, strict=True):
+        penalty = 0.1 * line["completions/clipped_ratio"]
+        assert mean.item() == pytest.approx(2 * line["reward"] - penalty - line["beta"] * line["kl"], abs=1e-6)
+    assert 3 * abs(line["kl"]) > 1e-3
+
+
+@pytest.mark.slow
 def test_learns(flags, main, tmp_path):
     """From scratch, to write digits."""
     extra = ("--max_steps", 13, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
     extra += ("--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000, "--max_new_tokens", 4, "--output_dir", tmp_path)
+    extra += ("--reward_scale", 1, "--missing_eos_penalty", 0)
     main("rloo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.6, rewards  # 0.8 is to be had

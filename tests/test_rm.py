@@ -111,7 +111,7 @@ def test_bradley_terry_by_hand():
     generator = torch.Generator().manual_seed(0)
     rc, rr, margin = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     rc.requires_grad_(), rr.requires_grad_()
-    got = rm.bradley_terry(rc, rr, margin, 0.3)
+    got = rm.loss(rc, rr, margin, 0.3)
     got.sum().backward()
     for i in range(5):
         x = rc[i].item(), rr[i].item(), margin[i].item(), 0.3
@@ -121,7 +121,7 @@ def test_bradley_terry_by_hand():
         assert rc.grad[i].item() == pytest.approx(slope, rel=1e-6)
         slope = (loss(x[0], x[1] + h, *x[2:]) - loss(x[0], x[1] - h, *x[2:])) / (2 * h)
         assert rr.grad[i].item() == pytest.approx(slope, rel=1e-6)
-    extreme = rm.bradley_terry(torch.tensor([1e4, -1e4]), torch.tensor([-1e4, 1e4]))
+    extreme = rm.loss(torch.tensor([1e4, -1e4]), torch.tensor([-1e4, 1e4]))
     assert extreme.tolist() == [0.0, 2e4]
 
 

@@ -1,6 +1,7 @@
 """sft.py as a whole: one gradient, exact resume, several nodes, and real data."""
 
 import json
+import math
 import random
 import shutil
 import socket
@@ -11,7 +12,11 @@ import helpers
 import inprocess
 import pytest
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
+from hypothesis import given
+from hypothesis import strategies as st
+from naive import check
 
+import sft
 from common.model.tiny import tiny_model
 
 main = inprocess.main
@@ -227,3 +232,18 @@ def test_gsm8k_is_learned(tmp_path):
         "--max_steps", 20, "--batch_size", 4, "--eval_every", 20, "--eval_size", 16)  # fmt: skip
     last = metrics(tmp_path / "run")[-1]
     assert last["eval_loss"] < 3.5, last
+
+
+# ---- the objective ----
+
+
+@pytest.mark.parametrize("name", ["nll", "dft"])
+@given(st.lists(st.tuples(st.floats(-700, 0)), min_size=1, max_size=8))
+def test_the_loss_equals_naive_code(name, rows):
+    """For a probability p with the weight w, a number: d(-w log p)/dlogp = -w."""
+
+    def naive(logp):
+        weight = math.exp(logp) if name == "dft" else 1.0
+        return -weight * logp, -weight
+
+    check(lambda logprobs: sft.loss(name, logprobs), naive, rows)

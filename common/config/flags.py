@@ -175,6 +175,17 @@ def require_flags_read(
             raise ValueError(f"--{field.name} {value} would not be read: --{flag} is {' '.join(chosen)}")
 
 
+def require_read_by(
+    args: Any, readers: dict[str, Sequence[str]], chosen: str | Sequence[str], flag: str = "loss"
+) -> None:
+    """Raise `ValueError` for a flag that was set though only members of the family that `--flag` did not choose read
+    it. `readers`: the flags that each member reads."""
+    chosen = [chosen] if isinstance(chosen, str) else chosen
+    read = {name for member in chosen for name in readers[member]}
+    for name in dict.fromkeys(name for names in readers.values() for name in names):
+        args.require_read(name, name in read, f"--{flag} is {' '.join(chosen)}")
+
+
 # ---- the flags of every script ----
 
 

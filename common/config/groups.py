@@ -20,7 +20,7 @@ from common.config.flags import (
     Positive,
     PositiveFraction,
     eval_sets_of,
-    require_flags_read,
+    require_read_by,
 )
 
 
@@ -223,6 +223,10 @@ class OnlineArgs(BaseArgs):
         )
         super().check_ranks(ranks)
 
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.minibatches * self.epochs_per_rollout
+
     def ranks_that_train(self, ranks: int) -> int:
         return ranks - self.rollout_ranks
 
@@ -265,18 +269,18 @@ class PreferenceArgs(BaseArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from common.objectives.preference import LOSSES
+        from common.objectives.preference import READS
 
         for name in self.loss:
             if name == "kto":
                 raise ValueError("--loss kto: it is a script of its own, kto.py")
-            if name not in LOSSES:
-                raise ValueError(f"--loss {name}: unknown; there are {', '.join(LOSSES)}")
+            if name not in READS:
+                raise ValueError(f"--loss {name}: unknown; there are {', '.join(READS)}")
         if not self.loss or len(set(self.loss)) != len(self.loss):
             raise ValueError(f"--loss needs at least one name, and each once; here: {' '.join(self.loss) or None}")
         if self.loss_weights and len(self.loss_weights) != len(self.loss):
             raise ValueError(f"--loss_weights has {len(self.loss_weights)} values for {len(self.loss)} losses")
-        require_flags_read(self, LOSSES, self.loss)
+        require_read_by(self, READS, self.loss)
         self.require_read("f_alpha", self.f_divergence == "alpha", f"--f_divergence is {self.f_divergence}")
         self.require_read("sft_length_normalize", self.sft_weight > 0, "--sft_weight is 0")
         if "exo_pair" in self.loss and not self.label_smoothing:

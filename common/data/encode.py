@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from common.config.groups import BaseArgs
 from common.data.chat import ChatTemplate, messages_field, text_field
@@ -158,15 +159,14 @@ PAIR_FLAGS = ("max_length", "overlong", "identical_pairs")  # that `encode_pairs
 
 
 def encode_pairs(
-    rows: list[dict], encode: Callable[[dict], list[Sample]],
-    *, max_length: int, overlong: str, identical_pairs: str, on_bad_row: str,
-) -> tuple[list[list[Sample]], Counter]:  # fmt: skip
-    """What `encode` makes of each row, [chosen, rejected] or a single completion, none longer than `max_length` tokens;
-    and how many rows something was done to, by what. `overlong`, `identical_pairs` and `on_bad_row` are as the flags
-    say; with `skip` nothing that is an error by the others is one.
+    rows: list[dict], encode: Callable[[dict], list[Sample]], args: Any
+) -> tuple[list[list[Sample]], Counter]:
+    """Return what `encode` makes of each row, [chosen, rejected] or a single completion, none longer than
+    `--max_length` tokens; count the rows that were dropped or changed. With `--on_bad_row skip` nothing is an error.
 
     Raises `ValueError` naming the row.
     """
+    max_length, overlong, on_bad_row = args.max_length, args.overlong, args.on_bad_row
     pairs, counts, strict = [], Counter(), on_bad_row == "error"
     for row, pair in usable(rows, encode, on_bad_row):
         if (length := max(len(sample.ids) for sample in pair)) > max_length:
@@ -178,10 +178,10 @@ def encode_pairs(
             counts["truncated (--max_length)"] += 1
             pair = [cut(sample, max_length) for sample in pair]
         if len(pair) == 2 and pair[0].ids == pair[1].ids:
-            if identical_pairs == "error" and strict:
+            if args.identical_pairs == "error" and strict:
                 raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
             counts["with chosen = rejected (--identical_pairs)"] += 1
-            if identical_pairs != "keep":
+            if args.identical_pairs != "keep":
                 continue
         pairs.append(pair)
     return pairs, counts

@@ -7,16 +7,18 @@ targets: in a `PackedBatch`, `x_T[t]` describes the prediction of `targets_T[t]`
 Shapes: N sequences and T tokens in one micro-batch.
 """
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.objectives.policy import sequence_mean, sequence_sum
+from common.objectives.reduction import sequence_mean, sequence_sum
 from common.parallel import distributed
 from common.parallel.placement import Ids, Shared, Stream, assign, unit_size
 
@@ -38,18 +40,6 @@ class Sample:
     """how many steps had been finished with the weights that sampled each of `ids`, -1 where none did; same length"""
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
-    reward: float = 0.0
-    """what `--reward` gave; NaN for none"""
-    score: float = 0.0
-    """what a scalar model or a learner makes of it"""
-    advantage: float = 0.0
-    """how much better than expected it was; samples.jsonl shows it"""
-    logp: float = 0.0
-    """log-prob of the whole completion by some model, in nats"""
-    ref_logp: float = 0.0
-    """log-prob of the whole completion by the reference model, where only sums matter: nats"""
-    kl: float = 0.0
-    """estimate of log(policy / reference) of the whole completion, nats"""
     stored_at: int = 0
     """where what is stored of its trained tokens begins (common/model/teacher.py)"""
     prompt_length: int = 0
@@ -97,16 +87,20 @@ def first(item: Sample | list[Sample]) -> Sample:
 
 
 class LazyGroups(Sequence):
-    """Groups of samples that are made when they are drawn."""
+    """Groups of samples that are made when they are drawn; `rows` has the data row of each."""
 
-    def __init__(self, count: int, make: Callable[[int], list[Sample]]):
-        self.count, self.make = count, make
+    def __init__(self, rows: list[dict], make: Callable[[int], list[Sample]]):
+        self.rows, self.make = rows, make
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.rows)
+
+    @property
+    def many(self) -> int:
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> list[Sample]:
-        return self.make(range(self.count)[i])  # raises IndexError
+        return self.make(range(len(self))[i])  # raises IndexError
 
 
 @dataclass
@@ -119,17 +113,18 @@ class PackedBatch(Stream):
 
     loss_mask_T: Tensor  # bool
     sequence_ids_T: Tensor  # int64: which sequence, 0..N-1
-    samples: list[Sample]  # N of them, in the order of the stream; what is known per sequence is on them
+    samples: list[Sample]  # N of them, in the order of the stream
+    index_N: Tensor  # int64, on the host: the place of each sample among those that were packed, for `on_tokens`
     shared: Shared | None = None  # what this rank computes of the micro-batch, its own tokens or those of others
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None
     weights_T: Tensor | None = None
-    advantages_T: Tensor | None = None  # on each token its sample's when it was packed, or what a script puts there
     # What scripts put beside the samples' own streams:
     old_logprobs_T: Tensor | None = None  # of the trainer at rollout time
     old_entropy_T: Tensor | None = None  # likewise
     ref_logprobs_T: Tensor | None = None
-    correction_T: Tensor | None = None  # weight of each token because the engine, not the trainer, sampled it
+    advantages_T: Tensor | None = None
+    importance_T: Tensor | None = None  # importance weight of each token, pi_old / pi_engine
     values_T: Tensor | None = None  # of the value model, before targets_T[t] is emitted
     returns_T: Tensor | None = None  # what they should have been
 
@@ -162,15 +157,22 @@ class PackedBatch(Stream):
         """One number per sample -> [N], float64, on the device."""
         return torch.tensor(list(values), dtype=torch.float64).to(self.loss_mask_T.device)
 
-    def of_samples(self, name: str) -> Tensor:
-        """A number that every sample has, `advantage` for one: [N], float64."""
-        return self.per_sequence(getattr(sample, name) for sample in self.samples)
+    def select(self, values: Tensor) -> Tensor:
+        """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number for each sample that
+        was packed, in any shape: [P, G] for groups of completions."""
+        return values.double().flatten()[self.index_N].to(self.loss_mask_T.device)
 
-    def on_tokens(self, name: str) -> Tensor:
-        """A number that every sample has, on each of its tokens: [T], float32. 0 on a filler."""
-        values_N = self.of_samples(name)
-        padded = torch.cat([values_N, values_N.new_zeros(1)])  # a filler's tokens are of sequence 0, of no sample
+    def on_tokens(self, values: Tensor) -> Tensor:
+        """Return the number of its sample on each token, [T], float32; 0 on padding. `values` as for `select`."""
+        values_N = self.select(values)
+        padded = torch.cat([values_N, values_N.new_zeros(1)])  # padding belongs to sequence 0, which has no sample
         return padded[self.sequence_ids_T].float()
+
+    def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
+        """Return this micro-batch with further streams, [T] each."""
+        batch = copy.copy(self)
+        vars(batch).update(streams_T)
+        return batch
 
     @property
     def source_masks_T(self) -> dict[str, Tensor]:
@@ -178,12 +180,6 @@ class PackedBatch(Stream):
         names = [sample.row.get("_dataset") for sample in self.samples]
         of_N = {name: self.per_sequence(own == name for own in names).bool() for name in sorted({*names} - {None})}
         return {f"/{name}": self.loss_mask_T & own_N[self.sequence_ids_T] for name, own_N in of_N.items()}
-
-    def to_samples(self, **values_N: Tensor) -> None:
-        """Give every sample its number: `mb.to_samples(kl=kl_N)`."""
-        for name, of_samples in values_N.items():
-            for sample, value in zip(self.samples, of_samples.tolist(), strict=True):
-                setattr(sample, name, value)
 
     @property
     def ends_N(self) -> Tensor:
@@ -195,18 +191,6 @@ class PackedBatch(Stream):
 # every sample's lists of ids, a quarter of the demo's step.
 for kind in (PackedBatch, Shared, Stream):
     del kind.__dataclass_fields__
-
-
-def to_samples(groups: list[list[Sample]], **values_PG: Tensor) -> None:
-    """Give every sample its number: `to_samples(groups, advantage=advantages_PG)`."""
-    for name, of_groups in values_PG.items():
-        for sample, value in zip(chain(*groups), of_groups.flatten().tolist(), strict=True):
-            setattr(sample, name, value)
-
-
-def of_samples(groups: list[list[Sample]], name: str) -> Tensor:
-    """A number that every sample has: [P, G], float64."""
-    return torch.tensor([[getattr(sample, name) for sample in group] for group in groups], dtype=torch.float64)
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
@@ -231,7 +215,16 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
     rows = assign(lengths, len(ranks) // R, pack_tokens * R)
     owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
     streams = sorted(set().union(*(of_rank for _, of_rank in ranks)))  # also for a rank without samples
-    packs = [_pack_one([sample for _, i in keys for sample in groups[i]], streams, device) for keys in owned]
+    starts = list(accumulate((len(group) for group in groups), initial=0))  # of each group among the samples
+    packs = [
+        _pack_one(
+            [sample for _, i in keys for sample in groups[i]],
+            [starts[i] + k for _, i in keys for k in range(len(groups[i]))],
+            streams,
+            device,
+        )
+        for keys in owned
+    ]
     if len(ranks) > 1:
         ids = Ids([sample.ids for group in groups for sample in group], lengths, device)
         for mb, row, keys in zip(packs, rows, owned, strict=True):
@@ -242,18 +235,21 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
 def pack_minibatches(
     groups: list[list[Sample]], count: int, pack_tokens: int, device: torch.device, together: bool = False
 ) -> list[list[PackedBatch]]:
-    """This rank's groups -> `count` minibatches of micro-batches. Groups [m * size, (m + 1) * size) of every rank are
-    minibatch m: the same global prompts on any number of ranks. With `together` the samples of a group share a
-    micro-batch. Collective."""
-    size, minibatches = len(groups) // count, []
-    for start in range(0, len(groups), size):
-        chosen = [group for group in groups[start : start + size] if group]
+    """Divide this rank's groups into `count` minibatches, of micro-batches each. Minibatch m has the m-th of `count`
+    equal parts of the groups of every rank: the same global prompts on any number of ranks. A group may be empty. With
+    `together` the samples of a group share a micro-batch. Collective."""
+    cuts, minibatches = [len(groups) * m // count for m in range(count + 1)], []
+    for start, end in pairwise(cuts):
+        chosen = [group for group in groups[start:end] if group]
         wholes = chosen if together else [[sample] for group in chosen for sample in group]
-        minibatches.append(pack_groups(wholes, pack_tokens, device))
+        before = sum(len(group) for group in groups[:start])
+        minibatches.append(
+            [mb.with_streams(index_N=mb.index_N + before) for mb in pack_groups(wholes, pack_tokens, device)]
+        )
     return minibatches
 
 
-def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -> PackedBatch:
+def _pack_one(samples: list[Sample], index: list[int], streams: list[str], device: torch.device) -> PackedBatch:
     packed = samples
     if not samples:
         samples = [Sample(ids=[0, 0], loss_mask=[False, False], **{name: [0.0, 0.0] for name in streams})]
@@ -276,7 +272,16 @@ def _pack_one(samples: list[Sample], streams: list[str], device: torch.device) -
         max_seqlen=int(lengths.max()),
         sequences=len(packed),
         samples=packed,
+        index_N=torch.tensor(index, dtype=torch.int64),
         **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams},
     )
-    batch.advantages_T = batch.on_tokens("advantage")
     return batch
+
+
+def per_sample(micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers of all packed samples in the order in which they were packed, float64, on the host: the
+    reverse of `PackedBatch.select`. `values` has [N] for each micro-batch; `shape` is [P, G] for groups."""
+    out = torch.zeros(math.prod(shape), dtype=torch.float64)
+    for mb, values_N in zip(micro_batches, values, strict=True):
+        out[mb.index_N] = values_N.detach().double().cpu()
+    return out.reshape(shape)

@@ -3,12 +3,15 @@
 `metrics.jsonl` always, wandb and tensorboard on request; a progress bar on a terminal, plain lines elsewhere.
 """
 
+import fnmatch
 import json
 import math
 import time
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
+
+from torch import Tensor
 
 from common.config.groups import TrainArgs
 from common.data.packing import Sample
@@ -96,23 +99,33 @@ class RunLogger:
             text.append(plain, style="bold green" if trained else "dim")
         self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
-    def samples(self, step: int, groups: list[list[Sample]], positions: Sequence[int], rows: int = 4) -> None:
-        """All ranks' groups to samples.jsonl, in the order of their positions in the step, and a few as a table.
-        Collective."""
+    def samples(
+        self,
+        step: int,
+        groups: list[list[Sample]],
+        positions: Sequence[int],
+        rewards_PG: Tensor,
+        advantages_PG: Tensor,
+        rows: int = 4,
+    ) -> None:
+        """Write the groups of all ranks to samples.jsonl, in the order of their positions in the step, and print a few
+        as a table. Collective."""
         mine = {
             position: [
                 dict(
                     step=step,
                     prompt=_asked(sample.row),
                     completion=sample.transcript or sample.text,
-                    reward=sample.reward,
-                    advantage=sample.advantage,
+                    reward=reward,
+                    advantage=advantage,
                     finish_reason=sample.finish_reason,
                     version=sample.version,
                 )
-                for sample in group
+                for sample, reward, advantage in zip(group, rewards_G, advantages_G, strict=True)
             ]
-            for position, group in zip(positions, groups, strict=True)
+            for position, group, rewards_G, advantages_G in zip(
+                positions, groups, rewards_PG.tolist(), advantages_PG.tolist(), strict=True
+            )
         }
         of_position = distributed.gather_dict(mine)
         if not self.active:
@@ -185,7 +198,8 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
     import matplotlib.pyplot as plt
 
     records = [read_metrics(path) for path in runs]
-    names = [name for name in names if any(name in line for lines in records for line in lines)]
+    found = list(dict.fromkeys(key for lines in records for line in lines for key in line))
+    names = [key for name in names for key in fnmatch.filter(found, name)]
     if not names:
         return
     held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))

@@ -4,13 +4,12 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.data.packing import first
 from common.metrics.timeline import Span
 from common.parallel import distributed
 
@@ -21,7 +20,8 @@ class Meter:
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[str, list]] = {}
-        self.spans: list[Span] = []  # of `time`, on this rank
+        self.started: dict[str, float] = {}
+        self.spans: list[Span] = []  # measured periods of this rank
 
     def _entry(self, kind: str, name: str) -> list:
         entry = self.values.setdefault(name, (kind, []))
@@ -35,6 +35,11 @@ class Meter:
     def masked_mean(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
         """Mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
+
+    def masked_means(self, values_T: dict[str, Tensor], mask_T: Tensor) -> None:
+        """Add the mean of each stream over the tokens in the mask."""
+        for name, x_T in values_T.items():
+            self.masked_mean(name, x_T, mask_T)
 
     def sum(self, name: str, value: float) -> None:
         self._entry("sum", name).append((value, 0.0))
@@ -54,18 +59,22 @@ class Meter:
     def min(self, name: str, value: Tensor | float) -> None:
         self._entry("min", name).append((value, 0.0))
 
-    @contextlib.contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Seconds spent inside, added up within a step; of the slowest rank."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds, now = time.perf_counter() - start, time.time()
+    def start(self, name: str) -> None:
+        """Start the clock of `name`; `stop` adds the seconds to `time/name`."""
+        self.started[name] = _now()
+
+    def stop(self, name: str) -> None:
+        """Add the seconds since `start` to `time/name`: summed within a step, of the slowest rank."""
+        seconds, now = _now() - self.started.pop(name), time.time()
         self._entry("time", f"time/{name}").append((seconds, 0.0))
         self.spans.append(Span(name, now - seconds, now))
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Measure the seconds spent inside as `time/name`."""
+        self.start(name)
+        yield
+        self.stop(name)
 
     def add(self, other: "Meter", end: str = "") -> None:
         """All that the other has, with `end` behind its names."""
@@ -102,18 +111,24 @@ class Meter:
         return out
 
 
-def evaluate_sets(held_out: list, evaluate: Callable[[list], Meter]) -> dict[str, float]:
-    """The metrics of held-out samples, or groups of them, of all ranks; `evaluate` measures this rank's share. Of rows
-    that name their set, `metric/name` is that of the set alone. Collective."""
+def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> dict[str, float]:
+    """Return the metrics of held-out samples, or groups of them, of all ranks. `evaluate` measures this rank's share,
+    given as indices. If rows name their data set, `metric/name` is the metric of that set alone. Collective."""
     sets, meter = defaultdict(list), Meter()
-    for item in held_out:
-        sets[first(item).row.get("_dataset")].append(item)
-    for name, items in sets.items():
-        of_set = evaluate(items[dist.get_rank() :: dist.get_world_size()])
+    for i, row in enumerate(samples.rows):
+        sets[row.get("_dataset")].append(i)
+    for name, indices in sets.items():
+        of_set = evaluate(indices[dist.get_rank() :: dist.get_world_size()])
         meter.add(of_set)
         if name is not None:
             meter.add(of_set, f"/{name}")
     return meter.reduce()
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _on_the_host(values: list[Tensor | float]) -> list[float]:

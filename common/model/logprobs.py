@@ -4,20 +4,10 @@ before it is learned from; of a whole data set by a reference, stored.
 Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary, N sequences.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice
-from pathlib import Path
-from typing import Literal
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.data.packing import LazyGroups, PackedBatch, Sample, pack
-from common.model.lora import LoRAArgs
-from common.parallel import distributed
+from common.data.packing import PackedBatch
 
 LOGPROB_CHUNK = 256  # tokens whose logits exist at the same time: 256 * 151,936 * 4 bytes = 156 MB
 CUDA_CHUNK, CUDA_BYTES = 1024, 2**30  # at least so many there, else as many as have so many bytes of logits
@@ -149,26 +139,31 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def add_logprobs(
-    whose: Literal["old", "ref"], model: nn.Module, minibatches: list[list[PackedBatch]], temperature: float
-) -> None:
-    """Put `old_logprobs_T`, of the policy before it learns from the rollout, or `ref_logprobs_T`, of the reference,
-    into every micro-batch; `old_entropy_T` with the former. Collective."""
-    for mb in chain(*minibatches):
-        logprobs_T, entropy_T, *_ = model(mb, temperature=temperature)
-        if whose == "ref":
-            mb.ref_logprobs_T = logprobs_T
-        else:
-            mb.old_logprobs_T, mb.old_entropy_T = logprobs_T, entropy_T
-    model.reshard()  # a forward without backward leaves the root whole
+def with_logprobs(
+    minibatches: list[list[PackedBatch]],
+    temperature: float,
+    *,
+    old: nn.Module | None = None,
+    ref: nn.Module | None = None,
+) -> list[list[PackedBatch]]:
+    """Return the micro-batches with log-probs that stay fixed while the policy learns from them: `old_logprobs_T` and
+    `old_entropy_T` of the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing. Collective."""
+    for model, names in ((old, ("old_logprobs_T", "old_entropy_T")), (ref, ("ref_logprobs_T",))):
+        if model is not None:
+            minibatches = [
+                [mb.with_streams(**dict(zip(names, model(mb, temperature=temperature), strict=False))) for mb in mbs]
+                for mbs in minibatches
+            ]
+            model.reshard()  # a forward without backward leaves the root whole
+    return minibatches
 
 
 @torch.no_grad()
-def add_values(value_model: nn.Module, minibatches: list[list[PackedBatch]]) -> None:
-    """Put `values_T`, of the value model before it learns from the rollout, into every micro-batch. Collective."""
-    for mb in chain(*minibatches):
-        mb.values_T = value_model(mb)
+def with_values(minibatches: list[list[PackedBatch]], value_model: nn.Module) -> list[list[PackedBatch]]:
+    """Return the micro-batches with `values_T` of the value model before it learns from them. Collective."""
+    minibatches = [[mb.with_streams(values_T=value_model(mb)) for mb in mbs] for mbs in minibatches]
     value_model.reshard()
+    return minibatches
 
 
 # ---- of a data set ----
@@ -177,76 +172,3 @@ def add_values(value_model: nn.Module, minibatches: list[list[PackedBatch]]) -> 
 def weighted_logps(mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
     """Log-prob of each completion, in nats, [N] float64; tokens weighted by the stream `weights`, if there is one."""
     return mb.sequence_sums(logprobs_T if mb.weights_T is None else logprobs_T * mb.weights_T)
-
-
-def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *more: object) -> str:
-    """Of what decides the log-probs of samples: the model, by its path and by name, size and time of the files in the
-    folders of its `weights`; what `more` there is; the tokens."""
-    files = [file for folder in weights for file in sorted(Path(folder).expanduser().glob("*.safetensors"))]
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    hashed = hashlib.blake2b(repr((model_path, stats, *more)).encode())
-    for sample in samples:
-        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
-    return hashed.hexdigest()
-
-
-@torch.no_grad()
-def store_reference_logps(
-    parts: Sequence[Sequence[list[Sample]]],
-    reference_path: str,
-    load_reference: Callable[[], nn.Module],
-    folder: Path,
-    args: LoRAArgs,
-    device: torch.device,
-) -> list[LazyGroups]:
-    """Groups of samples, in each part all of one size, with their `ref_logp`: from `reference_logps.json` in the run's
-    folder if it is of these very samples and this reference, else by one pass of the reference over them, divided among
-    the ranks. Groups that are read from a disk are never all in memory. Collective.
-
-    Raises `ValueError` for a file that is damaged.
-    """
-    path, weights = folder / "reference_logps.json", [part for part in (reference_path, args.adapter) if part]
-    shapes = [(len(part), len(part[0]) if part else 0) for part in parts]
-    ends = list(accumulate(groups * size for groups, size in shapes))
-    digest, stored = "", {}
-    if distributed.is_main():
-        digest = digest_of(_samples(parts), reference_path, weights, args.dtype)
-    if distributed.is_main() and path.is_file():
-        try:
-            stored = json.loads(path.read_text())
-            if stored["digest"] == digest and len(stored["logps"]) != ends[-1]:
-                raise ValueError("another number of samples")
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is damaged, delete it: {distributed.first_line(error)}") from error
-    digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may hold copies: the first one decides
-    if stored.get("digest") != digest:
-        reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
-        mine, logps = islice(_samples(parts), rank, None, world_size), []
-        for _ in range(0, ends[-1], 1024 * world_size):  # the same number of packs on every rank
-            ours = list(islice(mine, 1024))
-            for mb in pack(ours, args.pack_tokens, device):
-                mb.to_samples(ref_logp=weighted_logps(mb, reference(mb)[0]))
-            logps += [sample.ref_logp for sample in ours]
-        reference.reshard()  # the root stays whole after a forward without backward
-        ranks = distributed.gather_objects(logps)
-        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(ends[-1])])
-        if distributed.is_main():
-            work = path.with_suffix(".tmp")
-            work.write_text(json.dumps(stored))
-            work.rename(path)
-    columns = np.split(np.array(stored["logps"]), ends[:-1])
-    return [_scored(part, x.reshape(shape)) for part, x, shape in zip(parts, columns, shapes, strict=True)]
-
-
-def _scored(groups: Sequence[list[Sample]], logps_NG: np.ndarray) -> LazyGroups:
-    def make(i: int) -> list[Sample]:
-        group = groups[i]
-        for sample, logp in zip(group, logps_NG[i].tolist(), strict=True):
-            sample.ref_logp = logp
-        return group
-
-    return LazyGroups(len(groups), make)
-
-
-def _samples(parts: Sequence[Sequence[list[Sample]]]) -> Iterator[Sample]:
-    return chain.from_iterable(chain.from_iterable(parts))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch, Sample, pack
-from common.model.logprobs import digest_of
 from common.model.policy import Policy, load_policy
+from common.model.reference import digest_of
 from common.objectives.divergence import TopK, most_likely
 from common.parallel import distributed
 from common.parallel.placement import lend, own

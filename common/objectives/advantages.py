@@ -6,10 +6,6 @@ count in no statistic and get advantage 0.
 Shapes: P prompts, G samples per prompt, K reward functions, T packed tokens, N sequences.
 """
 
-import math
-from collections.abc import Sequence
-from fractions import Fraction
-
 import torch
 from torch import Tensor
 
@@ -18,18 +14,7 @@ EPSILON = 1e-6  # added to standard deviations
 # ---- one number per completion ----
 
 
-def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """A = (r - mean_G r) / (std_G r + eps), one per completion (GRPO, arXiv:2402.03300 section 4.1.2).
-
-    The standard deviation is the sample one (G - 1), of the whole group. Groups that are all equal, or have one reward
-    left, get exactly 0. Returns float64, shape [P, G].
-    """
-    centred_PG, count_P1 = group_mean(rewards_PG), (~rewards_PG.isnan()).sum(-1, keepdim=True)
-    std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
-    return centred_PG / (std_P1 + EPSILON)
-
-
-def group_mean(rewards_PG: Tensor) -> Tensor:
+def centre_groups(rewards_PG: Tensor) -> Tensor:
     """A = r - mean_G r, one per completion (Dr. GRPO, arXiv:2503.20783). Groups that are all equal, or have one reward
     left, get exactly 0. Returns float64, shape [P, G]."""
     rewards_PG = rewards_PG.double()
@@ -43,49 +28,6 @@ def unequal(rewards_PG: Tensor) -> Tensor:
     """Which groups have at least two different rewards, bool without the last dimension: the others teach nothing."""
     highest_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1)
     return highest_P > rewards_PG.nan_to_num(nan=torch.inf).amin(-1)
-
-
-def leave_one_out(rewards_PG: Tensor) -> Tensor:
-    """A_i = r_i - mean of the others' r in its group, one per completion (RLOO, arXiv:2402.14740 Eq. 7).
-
-    Equal to n / (n - 1) times r_i - mean_G r, which is how it is computed. A sample that is left alone gets 0. Returns
-    float64, shape [P, G].
-    """
-    count_P1 = (~rewards_PG.isnan()).sum(-1, keepdim=True)
-    return group_mean(rewards_PG) * count_P1 / (count_P1 - 1).clamp(min=1)
-
-
-def group_mean_batch_std(rewards_PG: Tensor) -> Tensor:
-    """A = (r - mean_G r) / (std r + eps), the standard deviation of the rewards of the whole batch (LitePPO,
-    arXiv:2508.08221). Returns float64, shape [P, G]."""
-    rewards = rewards_PG[~rewards_PG.isnan()].double()
-    std = rewards.std() if len(rewards) > 1 else 0.0
-    return group_mean(rewards_PG) / (std + EPSILON)
-
-
-def reinforce_plus_plus(rewards_PG: Tensor, trained_PG: Tensor) -> Tensor:
-    """REINFORCE++ (arXiv:2501.03262): rewards whitened over all trained tokens of the whole batch, where a completion's
-    reward stands on each of its `trained_PG`.
-
-    Those are counts of what the loss is over: the model's own tokens, without what an environment said between its
-    turns, and 0 for a completion that is masked. Such a completion counts in no statistic and gets 0. Returns float64,
-    shape [P, G].
-    """
-    return whiten(rewards_PG.nan_to_num(nan=0.0), torch.where(rewards_PG.isnan(), 0, trained_PG))
-
-
-def reinforce_plus_plus_baseline(rewards_PG: Tensor, trained_PG: Tensor) -> Tensor:
-    """`reinforce_plus_plus` of r - mean_G r; a completion without trained tokens is part of its group's mean."""
-    return whiten(group_mean(rewards_PG), torch.where(rewards_PG.isnan(), 0, trained_PG))
-
-
-def gdpo(parts_KPG: Tensor, weights_K: Tensor | Sequence[float]) -> Tensor:
-    """GDPO (arXiv:2601.05242): each reward is normalised in its group, so that none is drowned by a larger one; their
-    weighted sum is whitened over the completions of the whole batch. A reward that is NaN for some completions counts
-    among the others of the group; a completion that has none at all gets 0. Returns float64, shape [P, G]."""
-    missing_PG = parts_KPG.isnan().all(0)
-    sums_PG = sum(w * group_advantages(part_PG) for w, part_PG in zip(weights_K, parts_KPG, strict=True))
-    return whiten(sums_PG, (~missing_PG).long())
 
 
 def whiten(x: Tensor, counts: Tensor) -> Tensor:
@@ -133,24 +75,3 @@ def gae(
         advantages_NL[:, t] = delta_N + decay_N * advantages_NL[:, t + 1]
     out_T[trained] = advantages_NL[row, column]
     return out_T.to(device)
-
-
-def length_adaptive_lambda(lengths_N: Tensor, alpha: float) -> Tensor:
-    """lambda = 1 - 1 / (alpha length), not below 0 (VAPO, arXiv:2504.05118): the longer the completion, the further a
-    reward at its end is carried back. Returns float64, shape [N]."""
-    return (1 - 1 / (alpha * lengths_N.double())).clamp(min=0)
-
-
-# ---- which tokens ----
-
-
-def top_entropy_threshold(entropies: Tensor, fraction: float) -> float:
-    """The entropy that the top `fraction` of them reaches, rounded up to whole tokens: of 100 tokens and 0.07, the
-    seventh highest (arXiv:2506.01939). `entropies` is 1-D, in nats: trained tokens only, of all ranks. -inf for a
-    fraction of 1, inf without tokens."""
-    if fraction == 1:
-        return -math.inf
-    if len(entropies) == 0:
-        return math.inf
-    kept = math.ceil(Fraction(str(fraction)) * len(entropies))  # of the decimal: 0.07 * 100 is a little above 7
-    return float(entropies.sort(descending=True).values[kept - 1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.config.flags import BaseArgs, NotNegative, Positive
-from common.objectives.policy import sequence_mean, sequence_sum
+from common.objectives.reduction import sequence_mean, sequence_sum
 
 Correction = Literal["none", "token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
@@ -46,45 +46,34 @@ class CorrectionArgs(BaseArgs):
             self.require_read(flag, self.correction != "none", "--correction is none")
 
 
-def importance_weights(log_ratio: Tensor, mode: CorrectionMode, low: float, high: float) -> Tensor:
-    """Weights without gradient for samples of the engine; `log_ratio` is log(trainer / engine) of tokens or of whole
-    completions.
-
-    truncate: clip(ratio, low, high) (truncated importance sampling; IMPALA's rho, arXiv:1802.01561). mask: the ratio
-    where it lies in [low, high], else 0; of tokens that is IcePop.
-    """
-    ratio = torch.exp(log_ratio).detach()
-    if mode == "truncate":
-        return ratio.clamp(low, high)
-    return torch.where((low <= ratio) & (ratio <= high), ratio, 0.0)
-
-
-def correction_weights(
+def importance_weights(
     log_ratio_T: Tensor,
     mask_T: Tensor,
     sequence_ids_T: Tensor,
     *,
-    correction: Correction,
-    correction_mode: CorrectionMode,
-    correction_low: float,
-    correction_high: float,
-    correction_filter: tuple[float, float] | None,
+    level: Correction,
+    mode: CorrectionMode,
+    low: float,
+    high: float,
+    keep: tuple[float, float] | None,
 ) -> Tensor:
-    """What each token's loss is multiplied by because the engine, not the trainer, sampled it: [T], no gradient.
+    """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without gradient.
 
-    `log_ratio_T` is old_logprobs - rollout_logprobs: of the trainer and of the engine, for the same weights. none:
-    ones. token, sequence: `importance_weights` of the token, or of its whole completion. `correction_filter`
-    (sequence-masked importance sampling) drops whole completions whose geometric mean of their tokens' ratios is
-    outside its two bounds.
+    `log_ratio_T` is log(pi_old / pi_engine) of the trainer and the engine for the same weights. `level`: token and
+    sequence weigh by the ratio of the token, or of its whole completion; none returns ones.
+    `mode`: truncate clips the ratio to [low, high] (IMPALA's rho, arXiv:1802.01561); mask sets a ratio outside of it to
+    0 (IcePop, of tokens). `keep`: bounds of the geometric mean of the token ratios; completions outside of them get 0.
     """
-    if correction == "none":
+    if level == "none":
         return torch.ones_like(log_ratio_T)
-    of_what_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T) if correction == "sequence" else log_ratio_T
-    weights_T = importance_weights(of_what_T, correction_mode, correction_low, correction_high)
-    if correction_filter is not None:
-        low, high = correction_filter
+    at_level_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T) if level == "sequence" else log_ratio_T
+    ratio_T = torch.exp(at_level_T).detach()
+    weights_T = ratio_T.clamp(low, high)
+    if mode == "mask":
+        weights_T = torch.where((low <= ratio_T) & (ratio_T <= high), ratio_T, 0.0)
+    if keep is not None:
         mean_ratio_T = sequence_mean(log_ratio_T, mask_T, sequence_ids_T).exp()
-        weights_T = weights_T * ((low <= mean_ratio_T) & (mean_ratio_T <= high))
+        weights_T = weights_T * ((keep[0] <= mean_ratio_T) & (mean_ratio_T <= keep[1]))
     return weights_T
 
 
@@ -94,16 +83,9 @@ def off_policy_mask(
     advantages_T: Tensor,
     mask_T: Tensor,
     sequence_ids_T: Tensor,
-    *,
-    off_policy_threshold: float | None,
+    threshold: float,
 ) -> Tensor:
-    """Which tokens keep their policy loss, bool [T]: False on every token of a completion with a negative advantage
-    that the present policy has moved away from, by more than `off_policy_threshold` nats per token (DeepSeek-V3.2,
-    arXiv:2512.02556 Eq. 9): mean_t(rollout_logprobs - logprobs) over its trained tokens. None: all True.
-
-    Both the engine's difference and the updates since the rollout count. No gradient.
-    """
-    if off_policy_threshold is None:
-        return torch.ones_like(mask_T)
+    """Mask completions with a negative advantage whose mean of log(pi_engine / pi) over their trained tokens exceeds
+    `threshold` (DeepSeek-V3.2, arXiv:2512.02556 Eq. 9). Bool [T], False on masked tokens; without gradient."""
     drift_T = sequence_mean(rollout_logprobs_T - logprobs_T, mask_T, sequence_ids_T)
-    return ~((advantages_T < 0) & (drift_T > off_policy_threshold))
+    return ~((advantages_T < 0) & (drift_T > threshold))

@@ -10,7 +10,6 @@ Shapes: N pairs.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -69,139 +68,87 @@ def f(u: Tensor, f_divergence: FDivergence, f_alpha: float) -> Tensor:
     return u
 
 
-def _z(p: Pairs, beta: float, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    return beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))
-
-
-# ---- against a reference ----
-
-
-def sigmoid(p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """DPO (arXiv:2305.18290 Eq. 7), with label smoothing e cDPO: -(1 - e) log s(z) - e log s(-z)."""
-    z, e = _z(p, beta, f_divergence, f_alpha), label_smoothing
-    return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
-
-
-def robust(p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """Robust DPO (arXiv:2403.00409): (-(1 - e) log s(z) + e log s(-z)) / (1 - 2e), unbiased under flipped labels."""
-    z, e = _z(p, beta, f_divergence, f_alpha), label_smoothing
-    return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
-
-
-def hinge(p: Pairs, *, beta: float, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """SLiC (arXiv:2305.10425, in the form of RSO, arXiv:2309.06657): max(0, 1 - z)."""
-    return torch.relu(1 - _z(p, beta, f_divergence, f_alpha))
-
-
-def ipo(p: Pairs, *, beta: float, length_normalize: bool) -> Tensor:
-    """IPO (arXiv:2310.12036): (lc - lr - 1 / (2 beta))^2; by default of log-ratios per token, lc/nc - lr/nr."""
-    nc, nr = (p.chosen_lengths, p.rejected_lengths) if length_normalize else (1, 1)
-    return (p.lc / nc - p.lr / nr - 1 / (2 * beta)).square()
-
-
-def sigmoid_norm(p: Pairs, *, beta: float) -> Tensor:
-    """Length-normalised DPO (Tulu 3, arXiv:2411.15124): -log s(beta (lc/nc - lr/nr))."""
-    return -logsigmoid(beta * (p.lc / p.chosen_lengths - p.lr / p.rejected_lengths))
-
-
-def exo_pair(p: Pairs, *, beta: float, label_smoothing: float, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """EXO (arXiv:2402.00856): KL(model's preference || smoothed label),
-    s(z) (log s(z) - log(1 - e)) + s(-z) (log s(-z) - log e)."""
-    z, e = _z(p, beta, f_divergence, f_alpha), label_smoothing
-    return z.sigmoid() * (logsigmoid(z) - math.log1p(-e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
-
-
-def nca_pair(p: Pairs, *, beta: float) -> Tensor:
-    """NCA (arXiv:2402.05369): -log s(beta lc) - 1/2 log s(-beta lc) - 1/2 log s(-beta lr)."""
-    rc, rr = beta * p.lc, beta * p.lr
-    return -logsigmoid(rc) - 0.5 * logsigmoid(-rc) - 0.5 * logsigmoid(-rr)
-
-
-def bco_pair(p: Pairs, *, beta: float) -> Tensor:
-    """BCO (arXiv:2404.04656) without its reward shift: -log s(beta lc) - log s(-beta lr)."""
-    return -logsigmoid(beta * p.lc) - logsigmoid(-beta * p.lr)
-
-
-def sppo_hard(p: Pairs, *, beta: float) -> Tensor:
-    """SPPO (arXiv:2405.00675) with win probabilities 1 and 0: (lc - 1/(2 beta))^2 + (lr + 1/(2 beta))^2."""
-    half = 1 / (2 * beta)
-    return (p.lc - half).square() + (p.lr + half).square()
-
-
-def apo_zero(p: Pairs, *, beta: float) -> Tensor:
-    """APO-zero (arXiv:2408.06266): 1 - s(beta lc) + s(beta lr); chosen up, rejected down."""
-    return (-beta * p.lc).sigmoid() + (beta * p.lr).sigmoid()
-
-
-def apo_down(p: Pairs, *, beta: float) -> Tensor:
-    """APO-down (arXiv:2408.06266): s(beta lc) + 1 - s(beta (lc - lr)); both down, rejected further."""
-    return (beta * p.lc).sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
-
-
-def aot(p: Pairs, *, beta: float) -> Tensor:
-    """Alignment by optimal transport, paired (arXiv:2406.05882): -log s(beta (g_(i) - h_(i))), g_(i) the i-th smallest
-    gap pc - pr of the policy and h_(i) the reference's. Of a whole global batch; in the order of the policy's pairs."""
-    gaps, order = (p.chosen_logps - p.rejected_logps).sort()
-    ref_gaps, _ = (p.ref_chosen_logps - p.ref_rejected_logps).sort()
-    return -logsigmoid(beta * (gaps - ref_gaps))[order.argsort()]
-
-
-def aot_unpaired(p: Pairs, *, beta: float) -> Tensor:
-    """AOT, unpaired (arXiv:2406.05882): -log s(beta (lc_(i) - lr_(i))), the i-th smallest chosen against the i-th
-    smallest rejected log-ratio. Of a whole global batch; in the order of the chosen."""
-    lc, order = p.lc.sort()
-    lr, _ = p.lr.sort()
-    return -logsigmoid(beta * (lc - lr))[order.argsort()]
-
-
-def discopop(p: Pairs, *, beta: float, discopop_tau: float, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """DiscoPOP (arXiv:2406.08414): (1 - m) (-log s(z)) + m e^-z, m = s(z / tau), the product taken in the log."""
-    z, tau = _z(p, beta, f_divergence, f_alpha), discopop_tau
-    return -(-z / tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / tau) - z)
-
-
-# ---- without a reference ----
-
-
-def simpo(p: Pairs, *, beta: float, simpo_gamma: float) -> Tensor:
-    """SimPO (arXiv:2405.14734 Eq. 6): -log s(beta (pc/nc - pr/nr) - gamma)."""
-    return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - simpo_gamma)
-
-
-def orpo(p: Pairs, *, beta: float) -> Tensor:
-    """ORPO (arXiv:2403.07691 Eq. 6-7): -pc/nc - beta log s(log odds(chosen) / odds(rejected)), with odds = P / (1 - P)
-    and log P = p/n. P stays 1e-9 below 1, where the odds would be infinite."""
-
-    def log_odds(mean_p: Tensor) -> Tensor:
-        mean_p = mean_p.clamp(max=-1e-9)
-        return mean_p - torch.log(-torch.expm1(mean_p))
-
-    return -p.mean_pc - beta * logsigmoid(log_odds(p.mean_pc) - log_odds(p.mean_pr))
-
-
-def cpo(p: Pairs, *, beta: float) -> Tensor:
-    """CPO (arXiv:2401.08417): -log s(beta (pc - pr)) - pc/nc."""
-    return -logsigmoid(beta * (p.chosen_logps - p.rejected_logps)) - p.mean_pc
-
-
-# ---- from the names to the loss ----
-
-REFERENCED = (sigmoid, robust, hinge, ipo, sigmoid_norm, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down,
-              aot, aot_unpaired, discopop)  # fmt: skip
-LOSSES: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in (*REFERENCED, simpo, orpo, cpo)}
+# The flags that each objective reads beside the pairs.
+Z = ("beta", "f_divergence", "f_alpha")
+READS: dict[str, tuple[str, ...]] = {
+    "sigmoid": (*Z, "label_smoothing"),
+    "robust": (*Z, "label_smoothing"),
+    "hinge": Z,
+    "ipo": ("beta", "length_normalize"),
+    "sigmoid_norm": ("beta",),
+    "exo_pair": (*Z, "label_smoothing"),
+    "nca_pair": ("beta",),
+    "bco_pair": ("beta",),
+    "sppo_hard": ("beta",),
+    "apo_zero": ("beta",),
+    "apo_down": ("beta",),
+    "aot": ("beta",),
+    "aot_unpaired": ("beta",),
+    "discopop": (*Z, "discopop_tau"),
+    "simpo": ("beta", "simpo_gamma"),
+    "orpo": ("beta",),
+    "cpo": ("beta",),
+}
 REFERENCE_FREE = {"simpo", "orpo", "cpo"}
-OVER_BATCH = {"aot", "aot_unpaired"}  # sort: they need the whole global batch at once
+OVER_BATCH = {"aot", "aot_unpaired"}  # sort the pairs, so they need the whole global batch at once
 PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # their implicit reward is per token
 
 
-def preference_losses(
-    pairs: Pairs, objectives: dict[str, Callable[[Pairs], Tensor]], weights: Sequence[float] = ()
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`(loss, parts)`, [N] each, not reduced: the objectives by name, and their sum with `weights`, one for each (as in
-    MPO, arXiv:2411.10442; default: all 1), times the weight of each pair."""
-    parts = {name: objective(pairs) for name, objective in objectives.items()}
-    weights = weights or [1.0] * len(parts)
-    return pairs.weights * sum(weight * part for weight, part in zip(weights, parts.values(), strict=True)), parts
+def preference_loss(
+    name: str, p: Pairs, *, beta: float, label_smoothing: float, length_normalize: bool, f_divergence: FDivergence,
+    f_alpha: float, simpo_gamma: float, discopop_tau: float,
+) -> Tensor:  # fmt: skip
+    """Return the objective `name` of each pair, [N], float64. Those in `OVER_BATCH` need all pairs of the global
+    batch."""
+    z = beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))
+    rc, rr, e = beta * p.lc, beta * p.lr, label_smoothing
+    match name:
+        case "sigmoid":  # DPO (arXiv:2305.18290 Eq. 7); with label smoothing cDPO
+            return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
+        case "robust":  # robust DPO (arXiv:2403.00409): unbiased under labels that are flipped with probability e
+            return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
+        case "hinge":  # SLiC (arXiv:2305.10425, in the form of RSO, arXiv:2309.06657)
+            return torch.relu(1 - z)
+        case "ipo":  # arXiv:2310.12036; by default of log-ratios per token
+            nc, nr = (p.chosen_lengths, p.rejected_lengths) if length_normalize else (1, 1)
+            return (p.lc / nc - p.lr / nr - 1 / (2 * beta)).square()
+        case "sigmoid_norm":  # length-normalised DPO (Tulu 3, arXiv:2411.15124)
+            return -logsigmoid(beta * (p.lc / p.chosen_lengths - p.lr / p.rejected_lengths))
+        case "exo_pair":  # EXO (arXiv:2402.00856): KL(model's preference || smoothed label)
+            return z.sigmoid() * (logsigmoid(z) - math.log1p(-e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
+        case "nca_pair":  # NCA (arXiv:2402.05369)
+            return -logsigmoid(rc) - 0.5 * logsigmoid(-rc) - 0.5 * logsigmoid(-rr)
+        case "bco_pair":  # BCO (arXiv:2404.04656) without its reward shift
+            return -logsigmoid(rc) - logsigmoid(-rr)
+        case "sppo_hard":  # SPPO (arXiv:2405.00675) with win probabilities 1 and 0
+            return (p.lc - 1 / (2 * beta)).square() + (p.lr + 1 / (2 * beta)).square()
+        case "apo_zero":  # arXiv:2408.06266: 1 - s(rc) + s(rr); chosen up, rejected down
+            return (-rc).sigmoid() + rr.sigmoid()
+        case "apo_down":  # arXiv:2408.06266: s(rc) + 1 - s(rc - rr); both down, rejected further
+            return rc.sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
+        case "aot":  # optimal transport, paired (arXiv:2406.05882): i-th smallest gap of policy and reference
+            gaps, order = (p.chosen_logps - p.rejected_logps).sort()
+            ref_gaps, _ = (p.ref_chosen_logps - p.ref_rejected_logps).sort()
+            return -logsigmoid(beta * (gaps - ref_gaps))[order.argsort()]
+        case "aot_unpaired":  # unpaired: i-th smallest log-ratios of chosen and of rejected; in the order of chosen
+            lc, order = p.lc.sort()
+            lr, _ = p.lr.sort()
+            return -logsigmoid(beta * (lc - lr))[order.argsort()]
+        case "discopop":  # arXiv:2406.08414: (1 - m) (-log s(z)) + m e^-z with m = s(z / tau), the product in the log
+            return -(-z / discopop_tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / discopop_tau) - z)
+        case "simpo":  # arXiv:2405.14734 Eq. 6
+            return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - simpo_gamma)
+        case "orpo":  # arXiv:2403.07691 Eq. 6-7
+            return -p.mean_pc - beta * logsigmoid(_log_odds(p.mean_pc) - _log_odds(p.mean_pr))
+        case "cpo":  # arXiv:2401.08417
+            return -logsigmoid(beta * (p.chosen_logps - p.rejected_logps)) - p.mean_pc
+    raise ValueError(name)
+
+
+def _log_odds(mean_p: Tensor) -> Tensor:
+    """Return log P / (1 - P) with log P = mean_p. P stays 1e-9 below 1, where the odds are infinite."""
+    mean_p = mean_p.clamp(max=-1e-9)
+    return mean_p - torch.log(-torch.expm1(mean_p))
 
 
 def rewards_per_token(name: str, length_normalize: bool) -> bool:
@@ -217,28 +164,7 @@ def implicit_rewards(pairs: Pairs, *, per_token: bool, referenced: bool, beta: f
     return beta * (chosen / nc).detach(), beta * (rejected / nr).detach()
 
 
-# ---- single completions, and weights of pairs ----
-
-
-def kto(
-    log_ratios_N: Tensor,
-    desirable_N: Tensor,
-    baseline: Tensor | float,
-    *,
-    beta: float,
-    desirable_weight: float,
-    undesirable_weight: float,
-) -> Tensor:
-    """KTO (arXiv:2402.01306) of single completions: w_d (1 - s(beta (l - z0))) for a desirable one and
-    w_u (1 - s(beta (z0 - l))) for an undesirable one, [N].
-
-    `baseline` is z0 >= 0, an estimate of KL(policy || reference) over the global batch, without gradient; w_d, w_u are
-    `desirable_weight` and `undesirable_weight`.
-    """
-    desirable_N = desirable_N.to(log_ratios_N.dtype)  # 1 or 0
-    sign_N = 2 * desirable_N - 1
-    weight_N = desirable_weight * desirable_N + undesirable_weight * (1 - desirable_N)
-    return weight_N * (-sign_N * beta * (log_ratios_N - baseline)).sigmoid()
+# ---- weights ----
 
 
 def wpo_weights(mean_adjusted_logps: Tensor) -> Tensor:

@@ -1,13 +1,11 @@
-"""What happens to rewards before they become advantages: scale, penalties for length, and the weight of the KL.
+"""Reward shaping: scale and clip of rewards, the penalty of truncated completions, and the coefficient of the KL.
 
-Functions are elementwise over completions ([P, G], say). Keyword-only parameters have the names of the flags that set
-them. Lengths are in tokens.
+Functions are elementwise. Keyword-only parameters have the names of the flags that set them.
 """
 
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from common.config.flags import BaseArgs, NotNegative, Positive
@@ -37,15 +35,15 @@ class RewardArgs(BaseArgs):
 
 
 class KLCoefficient:
-    """beta, constant or adapted to keep the KL near `target` nats (Ziegler et al. 2019, arXiv:1909.08593 Eq. 3-4, with
-    e^x for their factor 1 + x: it stays positive whatever the horizon). In `horizon` completions it grows or shrinks by
-    a fifth at most. target = 0: it stays."""
+    """Weight of the KL, `value`, constant or adapted to keep the KL near `target` nats (Ziegler et al. 2019,
+    arXiv:1909.08593 Eq. 3-4, with e^x for their factor 1 + x, so that it stays positive for any horizon). It changes by
+    a fifth at most in `horizon` completions. A target of 0 keeps it constant."""
 
     def __init__(self, beta: float, target: float, horizon: float):
         self.value, self.target, self.horizon = beta, target, horizon
 
     def update(self, kl: float, completions: int) -> None:
-        """After a step whose `completions` had this mean KL, in nats."""
+        """Adapt the value after a step whose `completions` had this mean `kl`, in nats."""
         if self.target:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= math.exp(error * completions / self.horizon)
@@ -58,27 +56,11 @@ class KLCoefficient:
 
 
 def shape_rewards(rewards: Tensor, *, reward_scale: float, reward_clip: float) -> Tensor:
-    """Scaled, then clipped to [-reward_clip, reward_clip]; 0: not clipped. Missing rewards (NaN) stay missing."""
+    """Scale rewards, then clip them to [-reward_clip, reward_clip]; 0: no clip. Missing rewards (NaN) stay missing."""
     scaled = rewards * reward_scale
     return scaled.clamp(-reward_clip, reward_clip) if reward_clip else scaled
 
 
 def truncation_penalties(truncated: Tensor, *, missing_eos_penalty: float) -> Tensor:
-    """What is added to the rewards of completions that were cut off (`truncated`, bool), float64, never positive."""
+    """Return -missing_eos_penalty for truncated completions and 0 for others, float64. `truncated`: bool."""
     return -missing_eos_penalty * truncated.double()
-
-
-def overlong_ramp(lengths: Tensor, longest: int, buffer: float) -> Tensor:
-    """0 up to `longest - buffer` tokens, then falling linearly to -1 at `longest`, its floor (DAPO, arXiv:2503.14476
-    Eq. 13). float64."""
-    return ((longest - buffer - lengths.double()) / buffer).clamp(-1, 0)
-
-
-def overlong_penalties(
-    lengths: Tensor, *, overlong_buffer: float, overlong_penalty: float, max_new_tokens: int
-) -> Tensor:
-    """What is added to the rewards for length: DAPO's ramp over the last `overlong_buffer` (a fraction) of
-    `max_new_tokens`, times `overlong_penalty`. float64, never positive; 0 without a buffer."""
-    if not overlong_buffer:
-        return torch.zeros_like(lengths, dtype=torch.float64)
-    return overlong_penalty * overlong_ramp(lengths, max_new_tokens, overlong_buffer * max_new_tokens)

@@ -9,7 +9,7 @@ import torch
 from common.config.groups import SamplingArgs
 from common.data.chat import rendered
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack
+from common.data.packing import Sample, pack, per_sample
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.model.hub import load_tokenizer
 from common.model.policy import PackedModel, ScalarModel, load_scalar_model
@@ -125,6 +125,5 @@ def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, devi
     """
     require_context(model, max(map(len, sequences), default=0))
     samples = [at_end(ids) for ids in sequences]
-    for mb in pack(samples, pack_tokens, device):
-        mb.to_samples(score=mb.sequence_sums(model(mb)))
-    return [sample.score for sample in samples]
+    micro_batches = pack(samples, pack_tokens, device)
+    return per_sample(micro_batches, [mb.sequence_sums(model(mb)) for mb in micro_batches], (len(samples),)).tolist()

@@ -121,6 +121,11 @@ class Rollouts:
         self.in_flight |= dict.fromkeys(fresh, step)
         self._ask([self._prompt(number) for number in fresh])
 
+    def rollout(self, step: int, total_steps: int, meter: Meter, size: int | None = None) -> list[Group] | None:
+        """`submit` and `collect`."""
+        self.submit(step, total_steps, size)
+        return self.collect(step, meter)
+
     def collect(self, step: int, meter: Meter) -> list[Group] | None:
         """`samples_per_prompt` completions for this rank's share of what was submitted, perhaps none, in the order of
         `positions`. Each knows its row and the versions of the weights that sampled it. Collective.

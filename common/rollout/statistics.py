@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
-from common.data.packing import PackedBatch, Sample, pack_minibatches, to_samples
+from common.data.packing import PackedBatch, Sample, pack_minibatches
 from common.metrics.meter import Meter
-from common.model.logprobs import add_logprobs
+from common.model.logprobs import with_logprobs
 from common.model.policy import Policy, compute_dtype
-from common.objectives.advantages import group_mean
+from common.objectives.advantages import centre_groups
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
@@ -42,8 +42,13 @@ def trained_counts(groups: list[list[Sample]]) -> Tensor:
 
 
 def truncated(groups: list[list[Sample]]) -> Tensor:
-    """Which completions were cut off, [P, G] bool."""
+    """Return which completions are truncated, [P, G] bool."""
     return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
+
+
+def truncation_penalties(groups: list[list[Sample]], penalty: float) -> Tensor:
+    """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
+    return -penalty * truncated(groups).double()
 
 
 def _table(groups: list[list[Sample]], value: Callable[[Sample], float], dtype: torch.dtype) -> Tensor:
@@ -92,17 +97,17 @@ def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: Onlin
 def check_rollout(model: Policy, groups: list[list[Sample]], step: int, args: OnlineArgs, device: torch.device) -> None:
     """`check_agreement` where a script trains on some of the samples only. Collective."""
     minibatches = pack_minibatches(groups, 1, args.pack_tokens, device)
-    add_logprobs("old", model, minibatches, args.temperature)
+    minibatches = with_logprobs(minibatches, args.temperature, old=model)
     check_agreement(minibatches, step, args, device)
 
 
-def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
-    """How far the engine's probabilities are from the trainer's, on the tokens the engine sampled, and which of them
-    the correction, if there is one, keeps."""
+def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:
+    """Measure how far the probabilities of engine and trainer differ on the sampled tokens of a micro-batch: log-probs,
+    importance ratios and their effective sample size."""
     if not mb.samples:  # an empty pack, perhaps without rollout_logprobs_T
         return
     mask_T, name = mb.loss_mask_T, "sampling/importance_sampling_ratio"
-    difference_T = torch.where(mask_T, mb.old_logprobs_T - mb.rollout_logprobs_T, 0.0)
+    difference_T = torch.where(mask_T, old_logprobs_T - mb.rollout_logprobs_T, 0.0)
     ratio_T = difference_T.exp()
     meter.masked_mean("sampling/sampling_logp_difference/mean", difference_T.abs(), mask_T)
     meter.max("sampling/sampling_logp_difference/max", difference_T.abs().max())
@@ -110,14 +115,6 @@ def measure_sampling(meter: Meter, mb: PackedBatch) -> None:
     meter.min(f"{name}/min", ratio_T.masked_fill(~mask_T, math.inf).min())
     meter.max(f"{name}/max", ratio_T.masked_fill(~mask_T, -math.inf).max())
     meter.effective_fraction("sampling/ess", ratio_T, mask_T)
-    kept_T = mask_T if mb.correction_T is None else mb.correction_T > 0
-    meter.masked_mean("sampling/kept_fraction", kept_T, mask_T)
-
-
-def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor) -> None:
-    """`measure_sampling`, and the entropy of the policy over the trained tokens of a micro-batch, in nats."""
-    measure_sampling(meter, mb)
-    meter.masked_mean("entropy", entropy_T, mb.loss_mask_T)
 
 
 # ---- rewards ----
@@ -126,15 +123,16 @@ def measure_update(meter: Meter, mb: PackedBatch, entropy_T: Tensor) -> None:
 def measure_groups(
     meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
 ) -> None:
-    """Every sample gets its reward. Reward and length statistics of this rank's groups. NaN is no reward. Of the
-    `first` rollout of a run rank 0 prints what will keep it from learning; then collective."""
-    to_samples(groups, reward=rewards_PG)
+    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the `first` rollout of a run
+    rank 0 prints what will prevent learning; then collective."""
     if first:
-        ranks = distributed.gather_objects([[(s.reward, s.finish_reason) for s in group] for group in groups])
+        finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
+        pairs = [list(zip(*both, strict=True)) for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)]
+        ranks = distributed.gather_objects(pairs)
         for warning in warnings(list(chain(*ranks))) if distributed.is_main() else ():
             print(f"warning: in the first rollout {warning}", flush=True)
     valid_PG = ~rewards_PG.isnan()
-    squares_P = group_mean(rewards_PG).square().sum(-1)
+    squares_P = centre_groups(rewards_PG).square().sum(-1)
     std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
     meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
     meter.mean("reward_std", std_P.sum(), len(std_P))
@@ -170,8 +168,12 @@ def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
 
 
 def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
-    """Greedy completions of all held-out prompts by the weights after `step` steps. pass@1: the fraction whose first
-    reward is at least 1. Of rows that name their set, `metric/name` is that of the set alone. Collective."""
+    """Measure greedy completions of all held-out prompts by the weights after `step` steps; nothing without prompts.
+
+    pass@1 is the fraction of completions whose first reward is at least 1. If rows name their data set, `metric/name`
+    is the metric of that set alone. Collective."""
+    if not held_out:
+        return {}
     meter, sets = Meter(), defaultdict(list)
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
     rewards_PG, parts = rewards(groups, Meter())

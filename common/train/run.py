@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from common.config.groups import TrainArgs
 from common.data.order import epochs_of
@@ -82,6 +83,7 @@ class Run:
         while not self.done:
             for model in self.models:
                 model.flops = 0.0  # of evaluations
+            self.meter.start("step")
             yield self.finished
             self.finished += 1
             self.told_to_stop = distributed.stop_requested()
@@ -116,8 +118,9 @@ class Run:
     # ---- what it tells ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
-        """The metrics of a step: what the meter got on all ranks, this rank's `samples` counted, what is `known`, and
-        what the machine did: rates, memory, and the FLOP/s of a rank while its models compute. Collective."""
+        """End the step and return its metrics: meters of all ranks, trained tokens of this rank's `samples`, the
+        `known` values, and rates, memory and FLOP/s of the machine. Collective."""
+        self.meter.stop("step")
         self.meter.sum("trained", sum(sample.num_targets for sample in samples))
         self.meter.sum("flops", sum(model.flops for model in self.models))
         for name, gigabytes in peak_memory().items():
@@ -137,15 +140,18 @@ class Run:
             metrics["speed/mfu"] = rate / self.peak_flops
         return metrics
 
-    def message(self, text: str) -> None:
-        """A line for people."""
-        self.logger.message(text)
+    def message(self, *lines: str) -> None:
+        """Print lines on the console."""
+        for line in lines:
+            self.logger.message(line)
 
     def log(self, finished: int, metrics: dict[str, float]) -> None:
         """A line of metrics.jsonl after so many steps; after an evaluation best/, if `--keep_best` says so. Collective.
 
         Raises `ValueError` if the first evaluation does not give that metric.
         """
+        if not metrics:
+            return
         self.latest = metrics
         self.logger.log(finished, metrics)
         self.timeline.add(self.meter.spans)
@@ -168,10 +174,17 @@ class Run:
         else:
             self.without_gain += 1
 
-    def show_samples(self, finished: int, groups: list[list[Sample]], positions: Sequence[int]) -> None:
-        """All ranks' completions to samples.jsonl and a few on the console, every `--log_every` steps. Collective."""
+    def show_samples(
+        self,
+        finished: int,
+        groups: list[list[Sample]],
+        positions: Sequence[int],
+        rewards_PG: Tensor,
+        advantages_PG: Tensor,
+    ) -> None:
+        """Write all completions to samples.jsonl and print a few, every `--log_every` steps. Collective."""
         if finished % self.args.log_every == 0 or finished == self.total_steps:
-            self.logger.samples(finished, groups, positions)
+            self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)
 
     def end(self, summary: str = "") -> None:
         """Behind the loop: hf/, of a run that was told to stop a checkpoint first, of one that is done a `summary` for

@@ -1,5 +1,7 @@
 """Rows become exactly the ids and masks they should, in an order that resumes."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,9 +181,8 @@ def encoded_pairs(
     def encode(row):
         return [Sample(list(range(n)), [i >= 2 for i in range(n)], prompt_length=2, row=row) for n in row["lengths"]]
 
-    pairs, counts = encode_pairs(
-        rows, encode, max_length=5, overlong=overlong, identical_pairs=identical_pairs, on_bad_row=on_bad_row
-    )
+    args = SimpleNamespace(max_length=5, overlong=overlong, identical_pairs=identical_pairs, on_bad_row=on_bad_row)
+    pairs, counts = encode_pairs(rows, encode, args)
     return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
 
 

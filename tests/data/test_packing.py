@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.packing import Sample, of_samples, pack, pack_groups, pack_minibatches, to_samples
+from common.data.packing import Sample, pack, pack_groups, pack_minibatches, per_sample
 
 CPU = torch.device("cpu")
 
@@ -112,33 +112,31 @@ def test_a_sequence_without_trained_tokens_has_mean_zero():
 @given(st.lists(st.integers(2, 15), min_size=1, max_size=12))
 def test_numbers_of_samples_reach_their_tokens_in_the_order_of_the_pack(lengths):
     samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
-    for s in samples:
-        s.advantage, s.kl = float(s.ids[0]), s.ids[0] + 0.5
-    for mb in pack(samples, 20, CPU):
+    numbers = torch.tensor([s.ids[0] for s in samples]).double()
+    micro_batches = pack(samples, 20, CPU)
+    for mb in micro_batches:
         first_T = (mb.input_ids_T // 1000 * 1000).float()
-        assert torch.equal(mb.advantages_T, first_T) and torch.equal(mb.on_tokens("kl"), first_T + 0.5)
-        assert mb.of_samples("kl").tolist() == [s.ids[0] + 0.5 for s in mb.samples]
+        assert torch.equal(mb.on_tokens(numbers), first_T)
+        assert mb.select(numbers).tolist() == [s.ids[0] for s in mb.samples]
         assert mb.targets_T[mb.ends_N].tolist() == [s.ids[-1] for s in mb.samples]
-        mb.to_samples(logp=mb.of_samples("kl") * 2, ref_logp=-mb.of_samples("advantage"))
-    assert all(s.logp == 2 * s.kl and s.ref_logp == -s.advantage for s in samples)
+    back = per_sample(micro_batches, [2 * mb.select(numbers) for mb in micro_batches], (len(samples), 1))
+    assert torch.equal(back, 2 * numbers[:, None])
 
 
 def test_a_filler_has_no_sequences_but_a_token():
     (filler,) = pack([], 10, CPU)
-    assert filler.on_tokens("advantage").tolist() == filler.advantages_T.tolist() == [0.0]
-    assert filler.of_samples("advantage").shape == filler.per_sequence([]).shape == (0,)
+    assert filler.on_tokens(torch.zeros(0)).tolist() == filler.on_tokens(torch.ones(2, 3)).tolist() == [0.0]
+    assert filler.select(torch.ones(2, 3)).shape == filler.per_sequence([]).shape == (0,)
     assert filler.ends_N.tolist() == [] and filler.sequence_mean_T(torch.ones(1)).tolist() == [0.0]
     assert filler.lengths_T.tolist() == [0.0]
-    filler.to_samples(kl=torch.zeros(0))
 
 
-def test_numbers_of_groups():
-    groups = [[sample(3), sample(4)], [sample(5), sample(6)]]
-    values_PG = torch.tensor([[1.0, 2], [3, 4]], dtype=torch.float64)
-    to_samples(groups, advantage=values_PG, kl=-values_PG)
-    assert torch.equal(of_samples(groups, "advantage"), values_PG) and torch.equal(of_samples(groups, "kl"), -values_PG)
-    with pytest.raises(ValueError):
-        to_samples(groups, advantage=values_PG[:1])
+def test_numbers_of_groups_reach_the_samples_of_every_minibatch():
+    groups = [[sample(3), sample(4)], [sample(5), sample(6)], [sample(4), sample(2)], [sample(3), sample(9)]]
+    lengths_PG = torch.tensor([[len(s.ids) for s in group] for group in groups])
+    for minibatch in pack_minibatches(groups, 2, 12, CPU):
+        for mb in minibatch:
+            assert mb.select(lengths_PG).tolist() == [len(s.ids) for s in mb.samples]
 
 
 # ---- minibatches ----
@@ -157,3 +155,22 @@ def test_a_minibatch_is_of_its_groups(together):
     groups[2] = groups[3] = []  # dropped: the second minibatch has nothing left
     _, (filler,), _ = pack_minibatches(groups, 3, 16, CPU, together)
     assert filler.samples == [] and not filler.loss_mask_T.any()
+
+
+@pytest.mark.parametrize(
+    ("mine", "count", "expected"),
+    [
+        ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3, 4]]),
+        ([1, 4], 2, [[1], [4]]),  # the other groups are empty here: they are of other ranks
+        ([0], 2, [[0], []]),
+    ],
+)
+def test_groups_that_count_does_not_divide_are_divided_alike_on_every_rank(mine, count, expected):
+    """dapo.py passes an empty group for every kept group of another rank. `select` takes the groups of this rank."""
+    groups = [[sample(4, start=100 * n), sample(5, start=100 * n)] if n in mine else [] for n in range(5)]
+    minibatches = pack_minibatches(groups, count, 8, CPU)
+    firsts = [[s.ids[0] // 100 for mb in minibatch for s in mb.samples] for minibatch in minibatches]
+    assert [sorted({*of_one}) for of_one in firsts] == expected
+    numbers_PG = torch.tensor([[n + 0.4, n + 0.5] for n in mine])
+    for mb in (mb for minibatch in minibatches for mb in minibatch):
+        assert mb.select(numbers_PG).tolist() == pytest.approx([s.ids[0] // 100 + len(s.ids) / 10 for s in mb.samples])

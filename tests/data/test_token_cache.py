@@ -282,7 +282,7 @@ def test_pairs_from_a_disk_are_those_in_memory(script, kept, pairs, tmp_path, mo
     assert [sample.weights is None for sample in stored[0]] == [script is not dpo] * 2
 
 
-@pytest.mark.parametrize("more", [dict(reward=1.0), dict(versions=[0, 0])])
+@pytest.mark.parametrize("more", [dict(text="x"), dict(versions=[0, 0])])
 def test_a_sample_that_has_more_than_is_stored_is_refused(more, monkeypatch):
     sample = Sample([1, 2], [False, True], row=dict(_source="rows:1"))
     weighted = replace(sample, weights=[1.0, 0.5])

@@ -25,7 +25,7 @@ SMALL_ONLINE = ("--prompt_template", "{prompt}", "--max_new_tokens", 4, "--pack_
 
 def readme_commands() -> list[tuple[str, ...]]:
     """The lines of README.md that launch a script on eight GPUs, but for those that need files of a user's own."""
-    lines = re.findall(r"^    torchrun --nproc_per_node 8 (.*?) *(?: #.*)?$", (ROOT / "README.md").read_text(), re.M)
+    lines = re.findall(r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", (ROOT / "README.md").read_text(), re.M)
     commands = [tuple(NAMES.get(word, word) for word in line.split()) for line in lines]
     return [words for words in commands if not any("./" in word or "checkpoints" in word for word in words)]
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from common.config.groups import TrainArgs
 from common.data.packing import Sample
@@ -16,16 +17,18 @@ def logger(folder, first_step: int = 0, **flags) -> RunLogger:
     return RunLogger(args, first_step, total_steps=4, show=("loss",), curves=("loss", "reward"))
 
 
-def completion(text: str, reward: float = 1.0) -> Sample:
-    row = dict(prompt="p")
-    return Sample([1, 2], [False, True], text=text, reward=reward, advantage=0.5, finish_reason="length", row=row)
+def completion(text: str) -> Sample:
+    return Sample([1, 2], [False, True], text=text, finish_reason="length", row=dict(prompt="p"))
+
+
+ONE = torch.ones(1, 1)
 
 
 def log_steps(folder, first: int, last: int, run: int) -> None:
     log = logger(folder, first)
     for step in range(first + 1, last + 1):
         log.log(step, dict(loss=1.0 / step, run=run))
-        log.samples(step, [[completion("x\ny")]], [0])
+        log.samples(step, [[completion("x\ny")]], [0], ONE, ONE)
     log.close()
 
 
@@ -46,7 +49,7 @@ def test_resume_cuts_what_will_come_again(tmp_path, capsys):
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
 def test_resume_with_line_separators_in_a_completion(character, tmp_path):
     log = logger(tmp_path)
-    log.samples(1, [[completion(f"a{character}b")]], [0])
+    log.samples(1, [[completion(f"a{character}b")]], [0], ONE, ONE)
     logger(tmp_path, first_step=1)
     (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").strip("\n").split("\n")
     assert json.loads(line)["completion"] == f"a{character}b"
@@ -54,7 +57,8 @@ def test_resume_with_line_separators_in_a_completion(character, tmp_path):
 
 def test_samples_are_written_whole(tmp_path):
     log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
-    log.samples(3, [[completion(text, 0.25), completion("y", 0.0)]], [0])
+    rewards, advantages = torch.tensor([[0.25, 0.0]]), torch.tensor([[0.5, -0.5]])
+    log.samples(3, [[completion(text), completion("y")]], [0], rewards, advantages)
     first, second = read_metrics(tmp_path / "samples.jsonl")
     assert first == dict(
         step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length", version=0

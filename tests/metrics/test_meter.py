@@ -2,13 +2,13 @@
 
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.packing import Sample
 from common.metrics.meter import Meter, evaluate_sets
 
 
@@ -85,24 +85,20 @@ def test_no_graph_is_kept():
     assert meter.reduce() == dict(x=2.0)
 
 
-def test_of_several_sets_each_is_measured_and_all_together(device):
-    """A mean over all is weighted by what each set has; samples of no set are not measured apart."""
-    rows = [dict(_dataset="a"), dict(_dataset="b"), dict(_dataset="a")]
-    samples = [Sample([n], [True], row=row) for n, row in enumerate(rows)]
+@pytest.mark.parametrize("named", [True, False])
+def test_several_sets_are_measured_each_and_all_together(device, named):
+    """A mean over all is weighted by the samples of each set; rows without a set have no metrics of their own."""
+    rows = [dict(_dataset=name) if named else {} for name in "aba"]
     asked = []
 
-    def evaluate(ours: list) -> Meter:
-        asked.append(ours)
+    def evaluate(mine: list[int]) -> Meter:
+        asked.append(mine)
         meter = Meter()
-        for item in ours:
-            n = (item[0] if isinstance(item, list) else item).ids[0]
+        for n in mine:
             meter.mean("x", 10.0 * n, n + 1)
             meter.max("most", n)
         return meter
 
-    expected = {"x": 30 / 6, "most": 2, "x/a": 20 / 4, "most/a": 2, "x/b": 10 / 2, "most/b": 1}
-    assert evaluate_sets(samples, evaluate) == evaluate_sets([[s, s] for s in samples], evaluate) == expected
-    assert asked[:2] == [[samples[0], samples[2]], [samples[1]]]
-    for sample in samples:
-        sample.row = {}
-    assert evaluate_sets(samples, evaluate) == dict(x=5, most=2) and asked[-1] == samples
+    of_sets = {"x/a": 20 / 4, "most/a": 2, "x/b": 10 / 2, "most/b": 1} if named else {}
+    assert evaluate_sets(SimpleNamespace(rows=rows), evaluate) == {"x": 30 / 6, "most": 2} | of_sets
+    assert asked == ([[0, 2], [1]] if named else [[0, 1, 2]])

@@ -8,9 +8,10 @@ import torch
 
 from common.config.groups import TrainArgs
 from common.data.packing import Sample, pack, pack_minibatches
-from common.model.logprobs import LOGPROB_CHUNK, add_logprobs, add_values, store_reference_logps, token_logprobs
+from common.model.logprobs import LOGPROB_CHUNK, token_logprobs, with_logprobs, with_values
 from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_scalar_model
+from common.model.reference import store_reference_logps
 from common.model.tiny import tiny_model
 
 # ---- of tokens ----
@@ -133,9 +134,10 @@ def test_what_is_added_to_a_rollout(device):
     policy, value = load_policy(tiny_model(), ARGS, device), load_scalar_model(tiny_model(), ARGS, device)
     minibatches = pack_minibatches([[s] for s in samples()], 2, 20, device)
     assert len(minibatches) == 2 and len(minibatches[1]) > 1
-    add_logprobs("old", policy, minibatches, 0.7)
-    add_logprobs("ref", policy, minibatches, 1.0)
-    add_values(value, minibatches)
+    before = [vars(mb).copy() for minibatch in minibatches for mb in minibatch]
+    added = with_values(with_logprobs(with_logprobs(minibatches, 0.7, old=policy), 1.0, ref=policy), value)
+    assert [vars(mb) for minibatch in minibatches for mb in minibatch] == before
+    minibatches = added
     for mb in (mb for minibatch in minibatches for mb in minibatch):
         with torch.no_grad():
             logprobs_T, entropy_T, *_ = policy(mb, temperature=0.7)
@@ -158,7 +160,7 @@ def store(data, load, folder, dtype="auto", path=None, adapter=None) -> list[flo
     args = StoringArgs(dtype=dtype, pack_tokens=40, lora_rank=1 if adapter else 0, adapter=adapter)
     parts = [[[sample] for sample in data[:1]], [[sample] for sample in data[1:]]]
     scored = store_reference_logps(parts, path or tiny_model(), load, folder, args, torch.device("cpu"))
-    return [sample.ref_logp for part in scored for (sample,) in part]
+    return torch.cat(scored)[:, 0].tolist()
 
 
 def never():
@@ -175,8 +177,6 @@ def test_stored_log_probs_are_sums_over_completions_and_are_computed_once(tmp_pa
         (mb,) = pack([sample], 100, device)
         with torch.no_grad():
             assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0] * mb.weights_T).item(), abs=1e-4)
-    for sample in data:
-        sample.ref_logp = 0.0
     assert store(data, never, tmp_path) == first and not list(tmp_path.glob("*.tmp"))
     for change in (
         lambda: store(data[:-1], never, tmp_path),

@@ -8,25 +8,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.objectives.advantages import (
-    gae,
-    gdpo,
-    group_advantages,
-    group_mean,
-    group_mean_batch_std,
-    leave_one_out,
-    length_adaptive_lambda,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    top_entropy_threshold,
-    unequal,
-    whiten,
-)
+import grpo
+from common.objectives.advantages import centre_groups, gae, unequal, whiten
 
 NAN = float("nan")
 reward = st.floats(-100, 100).map(lambda x: round(x, 3))
 triples = st.lists(st.lists(reward, min_size=3, max_size=3), min_size=1, max_size=5)
 gappy = st.lists(st.lists(reward | st.just(NAN), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+def group_advantages(rewards):
+    return grpo.advantages("group", rewards, rewards[None], [1.0])
+
+
+def group_mean_batch_std(rewards):
+    return grpo.advantages("group_mean_batch_std", rewards, rewards[None], [1.0])
+
+
+def gdpo(parts, weights):
+    total = parts.nansum(0).masked_fill(parts.isnan().all(0), NAN)
+    return grpo.advantages("gdpo", total, parts, weights)
 
 
 def double(x):
@@ -42,7 +43,7 @@ def known(values):
 
 @given(triples)
 def test_equals_the_naive_formula(rewards):
-    scaled, centred = (advantages(torch.tensor(rewards)).tolist() for advantages in (group_advantages, group_mean))
+    scaled, centred = (advantages(torch.tensor(rewards)).tolist() for advantages in (group_advantages, centre_groups))
     for group, s, c in zip(torch.tensor(rewards).tolist(), scaled, centred, strict=True):
         mean, std = statistics.fmean(group), statistics.stdev(group)
         assert c == pytest.approx([r - mean for r in group], abs=1e-9)
@@ -52,11 +53,8 @@ def test_equals_the_naive_formula(rewards):
 @given(st.floats(-1e6, 1e6), st.integers(2, 16), st.integers(1, 3))
 def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
     rewards = torch.full((groups, n), reward, dtype=torch.float64)
-    lengths = torch.arange(1, n + 1).expand(groups, n)
     for advantages in (
-        group_advantages(rewards), group_mean(rewards), leave_one_out(rewards), group_mean_batch_std(rewards),
-        reinforce_plus_plus(rewards, lengths), reinforce_plus_plus_baseline(rewards, lengths),
-        gdpo(rewards[None], [2.0]),
+        group_advantages(rewards), centre_groups(rewards), group_mean_batch_std(rewards), gdpo(rewards[None], [2.0]),
     ):  # fmt: skip
         assert (advantages == 0).all() and advantages.dtype == torch.float64
 
@@ -84,7 +82,7 @@ def test_missing_rewards_are_left_out_of_their_group():
 def test_all_members_of_a_group_share_one_scale():
     """A standard deviation that left a sample out would differ between the members."""
     rewards = double([[1.0, 0.0, 0.0, 0.3], [5.0, 4.0, -1.0, 4.5]])
-    scale = group_advantages(rewards) / group_mean(rewards)
+    scale = group_advantages(rewards) / centre_groups(rewards)
     torch.testing.assert_close(scale, scale[:, :1].expand(2, 4))
     torch.testing.assert_close(group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0)
 
@@ -93,26 +91,6 @@ def test_groups_do_not_see_each_other_even_if_their_rewards_are_equal():
     both = group_advantages(torch.tensor([[1.0, 0.0], [100.0, 50.0], [1.0, 0.0]]))
     torch.testing.assert_close(both[:1], group_advantages(torch.tensor([[1.0, 0.0]])))
     torch.testing.assert_close(both[2], both[0])
-
-
-# ---- leave one out ----
-
-
-@given(triples)
-def test_the_baseline_is_the_mean_of_the_others(rewards):
-    for group, got in zip(rewards, leave_one_out(double(rewards)).tolist(), strict=True):
-        others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(3)]
-        assert got == pytest.approx([r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9)
-
-
-@given(triples)
-def test_leave_one_out_is_the_group_mean_times_n_over_n_minus_1(rewards):
-    torch.testing.assert_close(leave_one_out(double(rewards)), 1.5 * group_mean(double(rewards)))
-
-
-def test_a_missing_reward_is_in_no_baseline():
-    assert leave_one_out(torch.tensor([[1.0, NAN, 0.0, 0.5]]))[0].tolist() == [0.75, 0, -0.75, 0]
-    assert leave_one_out(torch.tensor([[1.0, NAN], [2.0, 2.0]])).tolist() == [[0, 0], [0, 0]]
 
 
 # ---- the whole batch ----
@@ -139,29 +117,6 @@ def test_group_mean_batch_std(rewards):
     for group, advantages in zip(rewards, got, strict=True):
         expected = [0.0 if math.isnan(c) else c / (std + 1e-6) for c in naive_centred(group)]
         assert advantages == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-@given(gappy, st.booleans(), st.lists(st.integers(0, 7), min_size=12, max_size=12))
-def test_reinforce_plus_plus_whitens_over_trained_tokens(rewards, baseline, trained):
-    """A completion without any, or without reward, is in no statistic and gets 0."""
-    values = [r for group in rewards for r in (naive_centred(group) if baseline else group)]
-    trained = trained[: len(values)]
-    counts = [0 if math.isnan(x) else count for x, count in zip(values, trained, strict=True)]
-    whitened = iter(naive_whiten([x for x, count in zip(values, counts, strict=True) for _ in range(count)]))
-    expected = [[next(whitened) for _ in range(count)][0] if count else 0.0 for count in counts]
-    function = reinforce_plus_plus_baseline if baseline else reinforce_plus_plus
-    got = function(double(rewards), torch.tensor(trained).view(-1, 3).double())
-    assert got.flatten().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-def test_reinforce_plus_plus_of_equal_lengths_is_plain_whitening():
-    rewards, lengths = double([[1, 0, 4], [2, 7, 1]]), torch.full((2, 3), 5)
-    got = reinforce_plus_plus(rewards, lengths)
-    whitened = (rewards - rewards.mean()) / rewards.std(correction=0)
-    torch.testing.assert_close(got, whitened, rtol=0.05, atol=0)  # n - 1 of 30 tokens, not of 6 completions
-    torch.testing.assert_close(got / got[0, 0], whitened / whitened[0, 0])
-    one = torch.ones(2, 3)
-    torch.testing.assert_close(reinforce_plus_plus(rewards, one), whiten(rewards, one))
 
 
 @given(gappy, gappy)
@@ -199,7 +154,7 @@ def test_gdpo_of_one_reward_is_the_whitened_group_advantage():
 def test_of_one_group_the_batch_is_the_group():
     rewards = double([[1, 0, 4, 1]])
     torch.testing.assert_close(group_mean_batch_std(rewards), group_advantages(rewards))
-    torch.testing.assert_close(reinforce_plus_plus(rewards, torch.ones(1, 4)), group_advantages(rewards))
+    torch.testing.assert_close(whiten(rewards, torch.ones(1, 4)), group_advantages(rewards))
 
 
 @given(st.lists(st.tuples(reward, st.integers(0, 4)), min_size=1, max_size=8))
@@ -218,8 +173,7 @@ def test_whitened_has_mean_0_and_standard_deviation_1():
 
 def test_no_rewards_at_all_give_zeros():
     nothing = torch.full((2, 2), NAN)
-    for advantages in (group_mean_batch_std(nothing), reinforce_plus_plus(nothing, torch.ones(2, 2)),
-                       gdpo(nothing[None], [1.0]), leave_one_out(nothing)):  # fmt: skip
+    for advantages in (group_mean_batch_std(nothing), gdpo(nothing[None], [1.0])):
         assert (advantages == 0).all()
 
 
@@ -274,37 +228,3 @@ def test_gae_of_masked_tokens_alone_is_zero_whatever_they_hold():
     one_T = torch.tensor([NAN, 1.0, NAN])
     got = gae(one_T, one_T, torch.tensor([False, True, False]), torch.zeros(3).long(), 1.0, torch.ones(1))
     assert got.tolist() == [0, 0, 0]
-
-
-def test_length_adaptive_lambda():
-    got = length_adaptive_lambda(torch.tensor([0, 1, 20, 40, 1000]), 0.05).tolist()
-    assert got == pytest.approx([0, 0, 0, 1 - 1 / 2, 1 - 1 / 50])
-
-
-# ---- which tokens ----
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 10, 100, 1000])
-def test_top_entropy_threshold_keeps_exactly_its_fraction_rounded_up(tokens):
-    """In floating point 0.07 * 100, 0.14 * 100 and others are a little above the whole number that they are."""
-    entropies = torch.randperm(tokens).double()
-    for permille in range(1, 1000):
-        kept = tokens - top_entropy_threshold(entropies, permille / 1000)  # they are 0, 1, ..., tokens - 1
-        assert kept == -(-permille * tokens // 1000), permille
-
-
-@pytest.mark.parametrize(
-    ("fraction", "kept"), [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)]
-)
-def test_top_entropy_threshold_of_ten_tokens(fraction, kept):
-    entropies = torch.tensor([0.3, 0.1, 0.2, 0.6, 1.0, 0.5, 0.4, 0.9, 0.7, 0.8])
-    assert (entropies >= top_entropy_threshold(entropies, fraction)).sum() == kept
-
-
-def test_seven_percent_of_a_hundred_tokens_are_seven():
-    assert top_entropy_threshold(torch.arange(100.0), 0.07) == 93
-
-
-def test_top_entropy_threshold_of_no_tokens_lets_none_pass():
-    assert top_entropy_threshold(torch.zeros(0), 0.2) == math.inf
-    assert top_entropy_threshold(torch.zeros(0), 1.0) == -math.inf

@@ -7,9 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.objectives.importance import correction_weights, importance_weights, off_policy_mask
+from common.objectives.importance import importance_weights, off_policy_mask
 
 # ---- of log-ratios ----
+
+
+def bounded(log_ratio, mode, low, high):
+    """Weights of single tokens."""
+    mask, ids = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
+    return importance_weights(log_ratio, mask, ids, level="token", mode=mode, low=low, high=high, keep=None)
 
 
 @given(
@@ -19,7 +25,7 @@ from common.objectives.importance import correction_weights, importance_weights,
 )
 def test_importance_weights(log_ratios, bounds, mode):
     low, high = bounds
-    weights = importance_weights(torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), mode, low, high)
+    weights = bounded(torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), mode, low, high)
     assert not weights.requires_grad
     for log_ratio, weight in zip(log_ratios, weights.tolist(), strict=True):
         ratio = math.exp(log_ratio)
@@ -30,11 +36,11 @@ def test_importance_weights(log_ratios, bounds, mode):
 def test_importance_weights_keep_the_bounds_themselves():
     log_ratio = torch.tensor([0.5, 2.0]).double().log()
     low, high = log_ratio.exp().tolist()
-    assert importance_weights(log_ratio, "mask", low, high).tolist() == [low, high]
+    assert bounded(log_ratio, "mask", low, high).tolist() == [low, high]
 
 
 def test_an_absurd_ratio_is_truncated_or_dropped_and_not_infinite():
-    weights = [importance_weights(torch.tensor([200.0]), mode, 0.0, 2.0).item() for mode in ("truncate", "mask")]
+    weights = [bounded(torch.tensor([200.0]), mode, 0.0, 2.0).item() for mode in ("truncate", "mask")]
     assert weights == [2.0, 0.0]
 
 
@@ -43,38 +49,36 @@ def test_an_absurd_ratio_is_truncated_or_dropped_and_not_infinite():
 # Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have absurd ones.
 RATIOS = torch.tensor([9.0, 1, 4, 0.5, 9, 3, 3])
 MASK, IDS = torch.tensor([False, True, True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1, 1])
-DEFAULTS = dict(
-    correction="token", correction_mode="truncate", correction_low=0.0, correction_high=2.0, correction_filter=None
-)
+DEFAULTS = dict(level="token", mode="truncate", low=0.0, high=2.0, keep=None)
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (dict(correction="none"), [1, 1, 1, 1, 1]),
+        (dict(level="none"), [1, 1, 1, 1, 1]),
         ({}, [1, 2, 0.5, 2, 2]),
-        (dict(correction_high=3.5), [1, 3.5, 0.5, 3, 3]),
-        (dict(correction_low=0.8), [1, 2, 0.8, 2, 2]),
-        (dict(correction_mode="mask"), [1, 0, 0.5, 0, 0]),
-        (dict(correction_mode="mask", correction_low=0.8, correction_high=5.0), [1, 4, 0, 3, 3]),
-        (dict(correction="sequence", correction_high=100.0), [2, 2, 2, 9, 9]),
-        (dict(correction="sequence", correction_high=4.0), [2, 2, 2, 4, 4]),
-        (dict(correction="sequence", correction_mode="mask", correction_high=4.0), [2, 2, 2, 0, 0]),
-        (dict(correction_filter=(0.5, 2.0), correction_high=5.0), [1, 4, 0.5, 0, 0]),  # 2^(1/3) and 3
-        (dict(correction_filter=(1.5, 4.0), correction_high=5.0), [0, 0, 0, 3, 3]),
-        (dict(correction="sequence", correction_high=100.0, correction_filter=(0.5, 2.0)), [2, 2, 2, 0, 0]),
+        (dict(high=3.5), [1, 3.5, 0.5, 3, 3]),
+        (dict(low=0.8), [1, 2, 0.8, 2, 2]),
+        (dict(mode="mask"), [1, 0, 0.5, 0, 0]),
+        (dict(mode="mask", low=0.8, high=5.0), [1, 4, 0, 3, 3]),
+        (dict(level="sequence", high=100.0), [2, 2, 2, 9, 9]),
+        (dict(level="sequence", high=4.0), [2, 2, 2, 4, 4]),
+        (dict(level="sequence", mode="mask", high=4.0), [2, 2, 2, 0, 0]),
+        (dict(keep=(0.5, 2.0), high=5.0), [1, 4, 0.5, 0, 0]),  # 2^(1/3) and 3
+        (dict(keep=(1.5, 4.0), high=5.0), [0, 0, 0, 3, 3]),
+        (dict(level="sequence", high=100.0, keep=(0.5, 2.0)), [2, 2, 2, 0, 0]),
     ],
 )
-def test_correction_weights(flags, expected):
-    weights_T = correction_weights(RATIOS.log().requires_grad_(), MASK, IDS, **DEFAULTS | flags)
+def test_levels_modes_and_bounds(flags, expected):
+    weights_T = importance_weights(RATIOS.log().requires_grad_(), MASK, IDS, **DEFAULTS | flags)
     assert weights_T[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert not weights_T.requires_grad
 
 
-@pytest.mark.parametrize("flags", [{}, dict(correction="sequence"), dict(correction_filter=(0.5, 2.0))])
-def test_correction_weights_without_trained_tokens_are_finite(flags):
+@pytest.mark.parametrize("flags", [{}, dict(level="sequence"), dict(keep=(0.5, 2.0))])
+def test_weights_without_trained_tokens_are_finite(flags):
     log_ratio_T, none_T, ids_T = torch.tensor([-3.0, 1e4, 1.0]), torch.zeros(3).bool(), torch.tensor([0, 0, 1])
-    assert correction_weights(log_ratio_T, none_T, ids_T, **DEFAULTS | flags).isfinite().all()
+    assert importance_weights(log_ratio_T, none_T, ids_T, **DEFAULTS | flags).isfinite().all()
 
 
 # ---- off-policy sequence masking ----
@@ -96,9 +100,8 @@ def test_off_policy_mask(completions, threshold):
         expected += [not dropped] * len(tokens)
     mask, logprobs, rollout_logprobs, advantages, ids = (torch.tensor(column) for column in zip(*stream, strict=True))
     streams = rollout_logprobs, advantages, mask, ids
-    got = off_policy_mask(logprobs.requires_grad_(), *streams, off_policy_threshold=threshold)
+    got = off_policy_mask(logprobs.requires_grad_(), *streams, threshold)
     assert got.tolist() == expected and got.dtype == torch.bool and not got.requires_grad
-    assert off_policy_mask(logprobs, *streams, off_policy_threshold=None).all()
 
 
 def test_off_policy_mask_drops_whole_completions_that_were_bad_and_have_become_unlikely():
@@ -107,5 +110,5 @@ def test_off_policy_mask_drops_whole_completions_that_were_bad_and_have_become_u
     logprobs_T = torch.tensor([9.0, -2, -1, 9, 0, 0, 9, -2, -1])
     streams = torch.full((9,), -1.0), torch.tensor([-1.0, -1, 1]).repeat_interleave(3), mask_T, ids_T
     for threshold, kept in ((0.4, [False, True, True]), (0.6, [True, True, True])):
-        got = off_policy_mask(logprobs_T, *streams, off_policy_threshold=threshold)
+        got = off_policy_mask(logprobs_T, *streams, threshold)
         assert got.tolist() == [x for x in kept for _ in range(3)]

@@ -77,7 +77,6 @@ def test_measured_rewards_leave_missing_ones_out():
     statistics.measure_groups(meter, groups, rewards + torch.tensor([[1.0], [0.0]]), {})
     metrics = meter.reduce()
     assert (metrics["reward/a"], metrics["reward/b"]) == (3, 2)
-    assert [s.reward for s in groups[1]] == [2, 2, 2] and math.isnan(groups[0][2].reward)
 
 
 ENDED, CUT = "stop", "length"
@@ -169,8 +168,7 @@ def engine_batch() -> PackedBatch:
 
 def test_measured_sampling_is_of_the_trained_tokens():
     meter, mb = Meter(), engine_batch()
-    mb.correction_T = torch.tensor([1.0, 1, 0, 0.5, 1, 0, 0])
-    statistics.measure_sampling(meter, mb)
+    statistics.measure_mismatch(meter, mb.old_logprobs_T, mb)
     metrics = meter.reduce()
     ratios = torch.tensor([1, 4, 0.5, 3, 3]).double()
     logs = ratios.log().abs()
@@ -180,16 +178,12 @@ def test_measured_sampling_is_of_the_trained_tokens():
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(4)
     assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(0.5)
     assert metrics["sampling/ess"] == pytest.approx((ratios.mean() ** 2 / ratios.square().mean()).item())
-    assert metrics["sampling/kept_fraction"] == pytest.approx(2 / 5)
 
 
-def test_without_a_correction_all_is_kept_and_an_empty_pack_measures_nothing():
-    meter, mb = Meter(), engine_batch()
-    statistics.measure_update(meter, mb, torch.tensor([7.0, 1, 2, 3, 7, 4, 5]))
-    metrics = meter.reduce()
-    assert metrics["sampling/kept_fraction"] == 1 and metrics["entropy"] == 3
+def test_an_empty_pack_measures_nothing():
     (filler,) = pack([], 10, CPU)
-    statistics.measure_update(meter, filler, torch.ones(1))
+    meter = Meter()
+    statistics.measure_mismatch(meter, torch.zeros(1), filler)
     assert meter.reduce() == {}
 
 

@@ -62,7 +62,7 @@ class Steps:
             if step == break_off:
                 self.run.told_to_stop = True
                 break
-            with self.run.meter.time("step"), torch.no_grad():
+            with torch.no_grad():
                 self.order.draw(2)
                 for parameter in self.model.parameters():
                     parameter.fill_(step + 1)

@@ -1,0 +1,117 @@
+"""The frozen reference of a preference run: its log-probs of a whole data set, stored before training or computed at
+every step."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.data.packing import PackedBatch, Sample, pack, per_sample
+from common.model.hub import context_length, require_same_tokenizer, resolve_model
+from common.model.logprobs import weighted_logps
+from common.model.lora import LoRAArgs
+from common.model.policy import Policy, load_reference
+from common.parallel import distributed
+
+
+@torch.no_grad()
+def reference_logps(reference: nn.Module | None, micro_batches: list[PackedBatch], stored: Tensor) -> Tensor:
+    """Return the log-prob of each packed completion by the reference, in the shape of `stored`: the stored ones, or
+    computed now if the reference is in memory. Collective."""
+    if reference is None:
+        return stored
+    logps = [weighted_logps(mb, reference(mb)[0]) for mb in micro_batches]
+    return per_sample(micro_batches, logps, stored.shape)
+
+
+def reference_or_logps(
+    policy: Policy, parts: Sequence[Sequence[list[Sample]]], tokenizer, args, device: torch.device, needed: bool = True
+) -> tuple[Policy | None, list[Tensor]]:
+    """Return the reference if it stays in memory (`--reference_logprobs online`), and its log-probs of all groups,
+    [groups, samples of a group] for each part, if it does not; zeros if they are not `needed`.
+
+    Call it before a checkpoint is loaded: the reference often is the starting model. Collective. Raises `ValueError`
+    for a reference that does not fit the policy."""
+    none = [torch.zeros(len(part), len(part[0]) if part else 0) for part in parts]
+    if not needed:
+        return None, none
+    path = resolve_model(args.reference_model or args.model, "--reference_model")
+    require_same_tokenizer("--reference_model", path, tokenizer)
+    if args.max_length > (context := context_length(path, args)):
+        raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
+
+    def load() -> Policy:
+        other = args.reference_model or args.reference_logprobs == "online"
+        return load_reference(policy, args, device, args.reference_model and path) if other else policy
+
+    if args.reference_logprobs == "online":
+        return load(), none
+    return None, store_reference_logps(parts, path, load, Path(args.output_dir), args, device)
+
+
+@torch.no_grad()
+def store_reference_logps(
+    parts: Sequence[Sequence[list[Sample]]],
+    reference_path: str,
+    load_reference: Callable[[], nn.Module],
+    folder: Path,
+    args: LoRAArgs,
+    device: torch.device,
+) -> list[Tensor]:
+    """Return the log-probs of completions by the reference, [groups, samples of a group] float64 for each part: from
+    `reference_logps.json` in the run's folder if it is of these very samples and this reference, else by one pass of
+    the reference over them, divided among the ranks. Groups on disk are read one by one. Collective.
+
+    Raises `ValueError` for a file that is damaged.
+    """
+    path, weights = folder / "reference_logps.json", [part for part in (reference_path, args.adapter) if part]
+    shapes = [(len(part), len(part[0]) if part else 0) for part in parts]
+    ends = list(accumulate(groups * size for groups, size in shapes))
+    digest, stored = "", {}
+    if distributed.is_main():
+        digest = digest_of(_samples(parts), reference_path, weights, args.dtype)
+    if distributed.is_main() and path.is_file():
+        try:
+            stored = json.loads(path.read_text())
+            if stored["digest"] == digest and len(stored["logps"]) != ends[-1]:
+                raise ValueError("another number of samples")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is damaged, delete it: {distributed.first_line(error)}") from error
+    digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may hold copies: the first one decides
+    if stored.get("digest") != digest:
+        reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
+        mine, logps = islice(_samples(parts), rank, None, world_size), []
+        for _ in range(0, ends[-1], 1024 * world_size):  # the same number of packs on every rank
+            ours = list(islice(mine, 1024))
+            micro_batches = pack(ours, args.pack_tokens, device)
+            scores = (weighted_logps(mb, reference(mb)[0]) for mb in micro_batches)
+            logps += per_sample(micro_batches, scores, (len(ours),)).tolist()
+        reference.reshard()  # the root stays whole after a forward without backward
+        ranks = distributed.gather_objects(logps)
+        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(ends[-1])])
+        if distributed.is_main():
+            work = path.with_suffix(".tmp")
+            work.write_text(json.dumps(stored))
+            work.rename(path)
+    columns = np.split(np.array(stored["logps"]), ends[:-1])
+    return [torch.from_numpy(x.reshape(shape)) for x, shape in zip(columns, shapes, strict=True)]
+
+
+def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *more: object) -> str:
+    """Of what decides the log-probs of samples: the model, by its path and by name, size and time of the files in the
+    folders of its `weights`; what `more` there is; the tokens."""
+    files = [file for folder in weights for file in sorted(Path(folder).expanduser().glob("*.safetensors"))]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    hashed = hashlib.blake2b(repr((model_path, stats, *more)).encode())
+    for sample in samples:
+        hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
+    return hashed.hexdigest()
+
+
+def _samples(parts: Sequence[Sequence[list[Sample]]]) -> Iterator[Sample]:
+    return chain.from_iterable(chain.from_iterable(parts))

@@ -1,0 +1,27 @@
+"""Sums and means over the trained tokens of each packed sequence.
+
+Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): the sequence of each token.
+"""
+
+import torch
+from torch import Tensor
+
+
+def per_token(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Return `x_T`: the level of a ratio of single tokens, beside `sequence_sum` and `sequence_mean`."""
+    return x_T
+
+
+def sequence_sum(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Sum `x_T` over the trained tokens of each sequence; the sum stands on every token. [T], float64. Values on other
+    tokens are ignored."""
+    trained_T = torch.where(mask_T, x_T, 0).double()
+    sums_T = torch.zeros_like(trained_T)  # N <= T: room for every sequence, without a copy of N from the device
+    return sums_T.index_add(0, sequence_ids_T, trained_T)[sequence_ids_T]
+
+
+def sequence_mean(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
+    """Average `x_T` over the trained tokens of each sequence; the mean stands on every token. [T], float64. 0 for a
+    sequence without trained tokens."""
+    lengths_T = sequence_sum(mask_T, mask_T, sequence_ids_T)
+    return sequence_sum(x_T, mask_T, sequence_ids_T) / lengths_T.clamp(min=1)
