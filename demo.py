@@ -1,7 +1,7 @@
-"""`make demo`: a 1M-parameter model learns arithmetic by SFT and then by GRPO, on two ranks, in minutes on a CPU.
+"""The program of `make demo`: a model of 1M parameters learns arithmetic by SFT and then by GRPO, in minutes on a CPU.
 
-Runs sft.py and grpo.py under torchrun with the two recipes in configs/, then shows what greedy decoding answers after
-each and draws both runs' curves. Everything goes to runs/demo, which is deleted first.
+It runs sft.py and grpo.py under torchrun on two ranks, with the two recipes in configs/. Then it shows greedy answers
+after each and draws both curves. It writes to runs/demo and first deletes this folder.
 """
 
 import os
@@ -25,7 +25,7 @@ OUT = Path("runs/demo")
 
 
 def train(script: str, *flags: str) -> None:
-    """One torchrun launch: two ranks, or as many as there are GPUs if that is fewer."""
+    """Launch one torchrun with two ranks, or with one per GPU if there are fewer GPUs."""
     ranks = min(2, torch.cuda.device_count() or 2)
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone", script]
     print("\n$ torchrun", *launch[3:], *flags, flush=True)
@@ -35,7 +35,7 @@ def train(script: str, *flags: str) -> None:
 
 
 def answers(path: Path, rows: list[dict]) -> list[str]:
-    """Greedy completions by plain transformers: what the exported folder computes without any of our code."""
+    """Decode greedily with plain transformers, to show that the exported folder needs none of our code."""
     logging.disable_progress_bar()
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     completions = []

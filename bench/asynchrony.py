@@ -1,13 +1,13 @@
-"""Generating and training at the same time: one rank of each kind, in turns (S = 0) and together (S = 1, 2).
+"""Compare generation and training in turns (S = 0) to both at once (S = 1, 2), with one rank for each.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model it starts from
     python bench/asynchrony.py
 
-online_dpo.py on the built-in task with the true reward, so many completions per prompt that generating takes about as
-long as training; three seeds; the settings of one seed follow each other, so that the machine is the same for them.
-Also the same two ranks each doing both in turns. The seconds are those of the training steps, by the trainer's clock,
-without start-up and evaluation. Runs stay in runs/asynchrony; a finished one is not repeated. Draws
-docs/asynchronous.png.
+online_dpo.py runs on the built-in task with the true reward. It samples so many completions per prompt that generation
+takes about as long as training. There are three seeds. The settings of one seed run after each other, so that the
+machine is in the same state. A last setting has the same two ranks without rollout ranks. The seconds are those of the
+training steps by the trainer's clock, without start-up and evaluation. Runs stay in runs/asynchrony; a finished run is
+not repeated. The program draws docs/asynchronous.png.
 """
 
 import sys
@@ -41,13 +41,13 @@ def folder(name: str, seed: int) -> Path:
 
 
 def measured(name: str, seed: int) -> list[dict]:
-    """The metrics of one run."""
+    """Return the metrics of one run."""
     launch(folder(name, seed), "online_dpo.py", *map(str, (*LOAD, *SETTINGS[name], "--seed", seed)))
     return read_metrics(folder(name, seed) / "metrics.jsonl")
 
 
 def picture(runs: dict[str, Path], file: Path, seconds: float) -> None:
-    """Who did what when, in the middle of each run."""
+    """Draw the activity of every rank in the middle of each run."""
     import matplotlib
 
     matplotlib.use("Agg")

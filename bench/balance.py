@@ -1,16 +1,15 @@
-"""Time that ranks wait for the slowest, with and without
-common/parallel/placement.py, by arithmetic: the Markdown table.
+"""Compute the time that ranks wait for the slowest, with and without common/parallel/placement.py, as a Markdown table.
 
     python bench/balance.py
 
-FSDP makes every micro-batch wait for the rank with most work, so of the time of a step
+With FSDP every micro-batch waits for the rank with the most work. So this fraction of a step is lost:
 
     1 - (work of all) / (ranks x sum over micro-batches of the most that one rank has)
 
-is lost. Lengths are drawn: chat (lognormal, median 450, at most 8,192), GSM8K (8 completions a prompt, about 270 with
-the prompt), chains of thought (8 a prompt, median 4,000, at most 16,384; how long depends on the prompt as much as on
-the sample). Owned: each rank packs what it owns, first-fit decreasing. Shared: `assign`, which the scripts use. What a
-sequence costs is what it costs Qwen3-8B, `ATTENTION` is 2e-5 here.
+Lengths are drawn at random. Chat: lognormal, median 450, at most 8,192. GSM8K: 8 completions per prompt, about 270
+tokens with the prompt. Chains of thought: 8 per prompt, median 4,000, at most 16,384; prompt and sample contribute
+equally to the variation. "Owned": each rank packs its own samples, first-fit decreasing. "Shared": `assign`, as in the
+scripts. The cost of a sequence is that of Qwen3-8B; `ATTENTION` is 2e-5 here.
 """
 
 import math
@@ -63,7 +62,7 @@ def first_fit(lengths: list[int], room: int) -> list[list[int]]:
 
 
 def lost(rows: list[list[list[int]]]) -> float:
-    """`rows` of micro-batches: of each rank, the lengths that it computes."""
+    """Return the lost fraction. `rows` has, per micro-batch and rank, the lengths that this rank computes."""
     slowest = sum(max(map(placement.work, row)) for row in rows)
     return 1 - sum(placement.work(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
 

@@ -1,10 +1,11 @@
-"""How a run comes to its data: seconds until the first batch and memory of a rank, with the token cache and without.
+"""Measure the start of a run on large data: seconds to the first batch and memory of a rank, with and without the
+cache.
 
     python bench/data.py --rows 1000000 --in_memory_rows 20000
 
-Conversations of 300 tokens of the built-in model, generated. A start is what sft.py does before it loads the model:
-rows, ids, order, and here a batch. Private memory is what a rank has alone (`/proc/self/smaps_rollup`: Private_*), of
-it what it has for the data since it had the libraries and the tokenizer.
+The data is generated conversations of 300 tokens of the built-in model. A start is the part of sft.py before it loads
+the model (rows, ids, order), and here also one batch. Private memory belongs to one rank only
+(`/proc/self/smaps_rollup`: Private_*). The part for the data is the growth since libraries and tokenizer were loaded.
 """
 
 import argparse
@@ -30,7 +31,7 @@ TOKENS = 300
 
 
 def write_rows(path: Path, rows: int) -> None:
-    """Conversations of two turns; the template adds 21 tokens."""
+    """Write conversations of two turns; the template adds 21 tokens."""
     rng = random.Random(0)
     letters = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz     ", k=1_000_000))
     with path.open("w") as file:
@@ -42,14 +43,14 @@ def write_rows(path: Path, rows: int) -> None:
 
 
 def private_gb() -> tuple[float, float]:
-    """Private memory of this process, and the part of it that the kernel could drop: pages of files, unchanged."""
+    """Return the private memory of this process, and the part that the kernel could drop: unchanged file pages."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     clean, dirty = (int(lines[f"Private_{kind}"].split()[0]) * 1024 / 1e9 for kind in ("Clean", "Dirty"))
     return clean + dirty, clean
 
 
 def start(dataset: str) -> None:
-    """In a rank: a line of JSON by rank 0."""
+    """Measure the start of one rank; rank 0 prints a line of JSON."""
     _, rank, world_size = distributed.setup(0)
     args = sft.Args(dataset=(dataset,), max_length=2048, eval_size=256)
     tokenizer = load_tokenizer(resolve_model("tiny"), args)
@@ -61,7 +62,7 @@ def start(dataset: str) -> None:
     order = samples.order(args)
     tokens = sum(len(samples[i].ids) for i in order.draw(64)[rank::world_size])
     seconds = time.monotonic() - began
-    for i in order.draw(20_000)[rank::world_size]:  # what a rank has seen stays nowhere
+    for i in order.draw(20_000)[rank::world_size]:  # the samples are not kept
         samples[i]
     private, clean = private_gb()
     helper = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9

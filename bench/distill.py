@@ -1,13 +1,14 @@
-"""From the demo's first half, three ways to learn: distill.py from a teacher, sft.py on that teacher's greedy answers,
-grpo.py without a teacher.
+"""Train the demo's SFT model in three ways: distill.py with a teacher, sft.py on the teacher's greedy answers, grpo.py
+alone.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml     # the student
     torchrun --nproc_per_node 2 grpo.py --config configs/demo_grpo.yaml   # the teacher
     python bench/distill.py
 
-Two ranks, three seeds, one run after the other. Prints the greedy exact match on 500 held-out questions over the steps,
-and the seconds of the steps without evaluations; draws docs/distill_seeds.png over those seconds. The teacher's answers
-are sampled first, which is not counted. Runs stay in runs/distill_seeds; a finished one is not repeated.
+Two ranks, three seeds, one run after the other. The program prints the greedy exact match on 500 held-out questions
+over the steps, and the seconds of the steps without evaluations. It draws docs/distill_seeds.png over these seconds.
+The teacher's answers are sampled first, and this time is not counted. Runs stay in runs/distill_seeds; a finished run
+is not repeated.
 """
 
 import json
@@ -33,7 +34,7 @@ GREEDY = ("--dataset", "arithmetic", "--reward", "exact_match", "--max_new_token
 
 
 def answers() -> Path:
-    """The teacher's greedy answers to all training questions, for sft.py."""
+    """Sample the teacher's greedy answers to all training questions, for sft.py."""
     folder, file = FOLDER / "answers", FOLDER / "answers.jsonl"
     launch(folder, "eval.py", "--model", TEACHER, "--dataset_split", "train", *GREEDY)
     lines = [json.loads(line) for line in (folder / "completions.jsonl").open()]
@@ -46,7 +47,7 @@ def answers() -> Path:
 
 
 def curve(name: str, seed: int) -> list[tuple[int, float, float]]:
-    """(steps, seconds of them, greedy exact match) of one run."""
+    """Return (steps, seconds of the steps, greedy exact match) of one run."""
     folder = FOLDER / f"{name}_{seed}"
     if name == "sft":
         launch(folder, "sft.py", *SFT, "--dataset", str(FOLDER / "answers.jsonl"), "--seed", str(seed))

@@ -1,20 +1,20 @@
-"""What the machine's matrix units are used for: the hot parts of training and the engine, as one Markdown table.
+"""Measure how much of a GPU's matrix-product rate training and the engine use, as one Markdown table.
 
     python bench/gpu.py                      # a GPU with 40 GB or more; smaller ones: --layers 8 --tokens 4096
-    OMP_NUM_THREADS=1 python bench/gpu.py    # without a GPU: --small is the default and shows that it runs, no more
+    OMP_NUM_THREADS=1 python bench/gpu.py    # without a GPU: --small is the default and only shows that it runs
 
-The measure is the machine's own rate of square matrix products, in bfloat16 and in float32 (TF32 is off). Parts:
+The reference is the machine's own rate of square matrix products, in bfloat16 and in float32 (TF32 is off). Parts:
 - attention: common.model.attention.packed_attention over a pack of equal sequences, one layer;
-- token log-probs: common.model.logprobs.token_logprobs, head and all, at the model's width and vocabulary;
+- token log-probs: common.model.logprobs.token_logprobs with the head, at the model's width and vocabulary;
 - micro-batch: forward and backward of a whole policy (FSDP2, one rank), without and with activation checkpointing, and
   a step of AdamW;
-- engine: tokens per second, and the seconds of weight sync, sleep and wake.
-`--model random`, the default, is made on the spot in the shape of Qwen3-1.7B.
+- engine: tokens per second, and the seconds of weight sync, sleep and wake. `--model random`, the default, builds a
+  model in the shape of Qwen3-1.7B.
 
-Operations are those the mathematics needs, recomputation is none: attention 2 heads head_dim L^2 per sequence forward
-(causal: half) and twice that backward; log-probs 2 T V D and 4 T V D; a micro-batch three times `forward_flops` of
-common/model/flops.py, as in the metric `speed/tflops`. Every part is a process of its own, twice for warm-up and then
-the median of `--rounds`. Memory is the peak in that process, on CUDA of what the allocator gave out.
+Counted operations are those of the mathematics, without recomputation. Attention: 2 heads head_dim L^2 per sequence in
+the forward pass (causal: half), twice that in the backward pass. Log-probs: 2 T V D and 4 T V D. A micro-batch: three
+times `forward_flops` of common/model/flops.py, as in the metric `speed/tflops`. Every part runs in its own process: two
+warm-up rounds, then the median of `--rounds`. Memory is the peak of this process, on CUDA of the allocator.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Args(OnlineArgs, SamplingArgs, TrainArgs):
     """Flags of a script that samples and trains."""
 
 
-# ---- measuring ----
+# ---- measurement ----
 
 
 def synchronize() -> None:
@@ -82,7 +82,7 @@ def row(part: str, size: str, dtype: str, seconds: float, flop: float = 0, token
 
 
 def there_and_back(name, size, dtype, forward, inputs, flop, flags, device) -> list[dict]:
-    """Rows of a function: forward, and backward, which is forward and backward without forward."""
+    """Return rows for forward and for backward. The backward time is forward and backward minus forward."""
     gradient = torch.randn_like(forward())
     one = seconds(forward, flags.rounds)
     start = reset_peak(device.type)
@@ -113,7 +113,7 @@ def one_pack(flags, vocabulary: int, device) -> PackedBatch:
 
 
 def attention_flop(mb: PackedBatch, heads: int, head_dim: int) -> int:
-    """Of one layer's forward."""
+    """Return the operations of one layer's forward pass."""
     lengths = [end - begin for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False)]
     return sum(2 * heads * head_dim * length**2 for length in lengths)
 
@@ -193,7 +193,7 @@ def engine(flags, device, dtype) -> list[dict]:
         timed("sync", lambda: sampler.load_weights(whole_weights(policy, sampler.dtype)))
         seeds = [n * flags.prompts + i for i in range(flags.prompts)]
         groups = timed("generate", lambda seeds=seeds: sampler.generate(prompts, 1, seeds, 1.0))
-        tokens = sum(len(sample.completion_ids) for group in groups for sample in group)  # of the last; EOS is rare
+        tokens = sum(len(sample.completion_ids) for group in groups for sample in group)  # last call; EOS is rare
         timed("sleep", sampler.sleep)
     size = f"{flags.prompts} prompts of {flags.length // 2}, {flags.new} new tokens"
     took = {name: median(values[1:]) for name, values in times.items()}
@@ -208,9 +208,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def measure(flags) -> None:
-    """One part in this process; its rows are JSON on the last line."""
+    """Measure one part in this process and print its rows as JSON on the last line."""
     device, *_ = distributed.setup(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # what --dtype auto computes in
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # as --dtype auto
     if flags.only in ("plain", "checkpointed"):
         rows = micro_batch(flags, device, dtype, flags.only == "checkpointed")
     else:
@@ -219,11 +219,11 @@ def measure(flags) -> None:
     print(json.dumps(rows), flush=True)
 
 
-# ---- all of them ----
+# ---- all parts ----
 
 
 def random_model(flags, folder: str) -> str:
-    """A checkpoint in the shape of Qwen3, with random weights and the tokenizer of `tiny`."""
+    """Write a checkpoint in the shape of Qwen3 with random weights and the tokenizer of `tiny`."""
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.utils import logging
 
@@ -257,14 +257,14 @@ def table(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="random", help="random, or a folder or name as scripts take it")
+    parser.add_argument("--model", default="random", help="random, or a model as in the scripts: folder or hub id")
     parser.add_argument("--small", action="store_true", default=not torch.cuda.is_available(), help="sizes for a CPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--out", default="runs/gpu.md", help="the table's file")
+    parser.add_argument("--out", default="runs/gpu.md", help="file for the table")
     for name, value in LARGE.items():
         parser.add_argument(f"--{name}", type=int, help=f"default: {value}, small: {SMALL[name]}")
-    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)  # what the child processes get
+    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)  # for child processes
     flags = parser.parse_args()
     for name, value in (SMALL if flags.small else LARGE).items():
         setattr(flags, name, value if getattr(flags, name) is None else getattr(flags, name))

@@ -1,16 +1,14 @@
-"""Chunked token log-probs against full logits: peak memory and time of forward and backward of the language-model head.
+"""Compare chunked token log-probs to full logits: peak memory and time of forward and backward of the head.
 
     OMP_NUM_THREADS=1 python bench/logprobs.py    # on CPU needs about 11 GB
 
-T = 4,096 tokens, width D = 256, vocabulary V = 151,936, float32.
-
-From hidden states [T, D] and a head [V, D], the gradient of the mean negative log-prob with respect to both:
+T = 4,096 tokens, width D = 256, vocabulary V = 151,936, float32. Each variant computes the gradient of the mean
+negative log-prob with respect to hidden states [T, D] and head [V, D]:
 - chunked: common.model.logprobs.token_logprobs, which also returns entropy and accuracy and never holds [T, V];
 - full, same outputs: logits [T, V], log_softmax; entropy and accuracy for metrics, without gradient;
-- full, log-prob only: logits [T, V], cross_entropy.
-Every measurement is a process of its own, since memory once freed may stay with the process; the three take turns.
-Memory is the peak above what the process held before (inputs, libraries): on CPU the resident set, on CUDA what the
-allocator gave out.
+- full, log-prob only: logits [T, V], cross_entropy. Every measurement runs in its own process, since freed memory may
+  stay with a process. The three take turns. Memory is the peak minus the memory before (inputs, libraries): on CPU the
+  resident set, on CUDA that of the allocator.
 """
 
 import argparse
@@ -55,7 +53,7 @@ VARIANTS = {"chunked": chunked, "full, same outputs": full_same_outputs, "full, 
 
 
 def reset_peak(device: str) -> int:
-    """Bytes in use now; the peak starts anew from here."""
+    """Reset the peak and return the bytes in use."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -70,7 +68,7 @@ def peak(device: str) -> int:
 
 
 def measure(name: str, T: int, device: str) -> None:
-    """One forward and backward in this process, printed as JSON; a small one before it loads libraries."""
+    """Run one forward and backward in this process and print it as JSON. A small one before loads libraries."""
     torch.manual_seed(0)
     hidden_TD, head_VD = torch.randn(T, D, device=device), 0.1 * torch.randn(V, D, device=device)
     targets_T = torch.randint(V, (T,), device=device)
@@ -90,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="T")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each variant")
-    parser.add_argument("--only", choices=VARIANTS, help=argparse.SUPPRESS)  # what the child processes get
+    parser.add_argument("--only", choices=VARIANTS, help=argparse.SUPPRESS)  # for child processes
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.only:

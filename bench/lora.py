@@ -1,10 +1,10 @@
-"""Adapters beside full training: held-out curves of sft.py and dpo.py from the demo's first half, on one rank.
+"""Compare adapters to full training: held-out curves of sft.py and dpo.py from the demo's SFT model, on one rank.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model they start from
     python bench/lora.py    # about a quarter of an hour; docs/lora_curves.png
 
-sft.py on the right answers of the built-in task, dpo.py on its pairs. Runs stay in runs/lora; a finished one is not
-repeated.
+sft.py trains on the right answers of the built-in task, dpo.py on its pairs. Runs stay in runs/lora; a finished run is
+not repeated.
 """
 
 import json

@@ -1,18 +1,19 @@
-"""Peak memory per rank of grpo.py without and with a reference, rloo.py and ppo.py: the same model, the same rollouts.
+"""Measure the peak memory per rank of grpo.py with and without a reference, rloo.py and ppo.py, on the same rollouts.
 
     OMP_NUM_THREADS=1 python bench/memory.py        # on CPU needs about 8 GB of memory and 5 GB of disk
 
-The scripts themselves, unchanged, two steps under torchrun with 1 and with 2 ranks: 32 completions per step, two
-minibatches, float32, a random Qwen3 of 106M parameters with the tokenizer of `tiny`, so that models outweigh the rest.
-`--engine transformers` for all: it keeps one whole copy of the policy on every rank.
+The unchanged scripts run two steps under torchrun with 1 and with 2 ranks: 32 completions per step, two minibatches,
+float32. The model is a random Qwen3 of 106M parameters with the tokenizer of `tiny`, so that models dominate the
+memory. All use `--engine transformers`, which keeps one whole copy of the policy on every rank.
 
 Each rank runs the script in its own process (`runpy`) and reads its peak in three phases: loading and the steps, the
-checkpoint, the export. On CPU that is the peak of the resident set, with malloc told to give freed memory back, minus
-that of the same script, rank and phase with `tiny` (libraries, the engine's code). On CUDA it is what the allocator
-gave out, without the export's copy, which is on the host (not run there so far).
+checkpoint, the export. On CPU this is the peak of the resident set, minus that of the same script, rank and phase with
+`tiny` (libraries, the engine's code); malloc returns freed memory. On CUDA it is the peak of the allocator, without the
+copy for the export, which is on the host (not run on CUDA so far).
+
 Expected, with N parameters on R ranks: 16N / R bytes per trained model (weight, gradient, two moments), 4N / R per
-frozen one, 4N for the engine. Gradients are gone in checkpoint and export, which needs 4N more on rank 0's host.
-Activations, gathered blocks and gradients not yet reduced are not in it: `over` is what they take.
+frozen one, 4N for the engine. Checkpoint and export have no gradients. The export needs 4N more on rank 0's host.
+Activations, gathered blocks and gradients before their reduction are not included: they are the column `over`.
 """
 
 import argparse
@@ -49,7 +50,7 @@ FLAGS = ["--dataset=arithmetic", "--reward=exact_match", "--engine=transformers"
 
 
 def larger_model(folder: Path) -> tuple[str, int]:
-    """A random Qwen3 with the tokenizer of `tiny`, on disk; and its number of parameters."""
+    """Write a random Qwen3 with the tokenizer of `tiny`, and return its folder and its number of parameters."""
     tiny, layers = resolve_model("tiny"), dict(num_hidden_layers=12, layer_types=["full_attention"] * 12)
     width = dict(hidden_size=768, intermediate_size=3072, head_dim=64, num_attention_heads=12, num_key_value_heads=6)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width, **layers))
@@ -60,7 +61,7 @@ def larger_model(folder: Path) -> tuple[str, int]:
 
 
 def run_script(script: str, folder: Path) -> None:
-    """In a rank: the script as `__main__`; its peaks, which a phase's end reads and sets back, go to a file."""
+    """Run the script as `__main__` in a rank. The end of each phase reads and resets the peak; a file gets all."""
     device, peaks = "cuda" if torch.cuda.is_available() else "cpu", {}
 
     def phase(method, before: str, name: str):
@@ -81,7 +82,7 @@ def run_script(script: str, folder: Path) -> None:
 
 
 def measure(script: str, flags: list[str], model: str, ranks: int) -> list[dict]:
-    """Bytes at the peak of each phase, for every rank."""
+    """Return the bytes at the peak of each phase, for every rank."""
     quiet = dict(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", TORCH_CPP_LOG_LEVEL="ERROR")
     with tempfile.TemporaryDirectory() as folder:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
@@ -96,7 +97,7 @@ def measure(script: str, flags: list[str], model: str, ranks: int) -> list[dict]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=[*RUNS], help="the first is what others relate to")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=[*RUNS], help="runs; the first is the baseline")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model, parameters = larger_model(Path(folder))
@@ -105,7 +106,7 @@ def main() -> None:
         columns = "".join(f"{name:>8} expected  over" for name in PHASES)
         print(f"{'':18} ranks rank{columns}  steps: to {flags.only[0]}")
         for ranks in flags.ranks:
-            first: dict[int, float] = {}  # of every rank: its peak in the steps of the first script
+            first: dict[int, float] = {}  # peak of every rank in the steps of the first script
             for name in flags.only:
                 script, more, trained, frozen = RUNS[name]
                 runs = [measure(script, more, path, ranks) for path in (resolve_model("tiny"), model)]

@@ -1,12 +1,12 @@
-"""What fits on which GPUs: the tables of docs/memory.md; and `common/model/memory.py` compared with fake tensors.
+"""Print the tables of docs/memory.md, or compare `common/model/memory.py` to a training step on fake tensors.
 
     python bench/memory_plan.py              # the tables, by arithmetic alone
     python bench/memory_plan.py --check      # a training step's peak on fake tensors beside the arithmetic
 
-The check runs what the scripts run, the sharded model's forward and backward, with shapes and without numbers: fake
-tensors, a fake process group of `--ranks`, torch's own tracker of FSDP2's memory. Two things are replaced, because
-their CPU versions are not what CUDA runs: attention, by one that keeps what FlashAttention keeps, and the product of
-two bfloat16 matrices with a float32 result. `--layers` makes the models shorter.
+The check runs forward and backward of the sharded model as the scripts do, with shapes and without numbers: fake
+tensors, a fake process group of `--ranks`, and torch's own tracker of FSDP2's memory. It replaces two parts whose CPU
+versions differ from CUDA's. Attention keeps the same tensors as FlashAttention, and the product of two bfloat16
+matrices has a float32 result. `--layers` makes the models shorter.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from common.model import logprobs
 from common.model.memory import GIB, Plan, Shapes, on_the_host, predict, refusal, shapes_of
 from common.model.policy import Policy, shard
 
-CAPACITY = 80e9 / GIB  # of a GPU that is sold as one of 80 GB
-ROOM = 0.9  # of which this much is planned with: CUDA, NCCL and fragments take the rest
+CAPACITY = 80e9 / GIB  # GiB of a GPU that is sold with 80 GB
+ROOM = 0.9  # planned fraction; CUDA, NCCL and fragments take the rest
 COMMON = dict(vocab_size=151936, head_dim=128, max_position_embeddings=40960)
 
 
@@ -49,7 +49,7 @@ CONFIGS = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
-SMALL = dict(  # where fixed parts weigh more: for the test
+SMALL = dict(  # for the test: fixed parts dominate
     tied=Qwen3Config(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
                      num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
     untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
@@ -89,7 +89,7 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def measured(config, plan: Plan) -> float:
-    """Bytes at the peak of forward and backward of one micro-batch, without Adam's moments."""
+    """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's moments."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -104,7 +104,7 @@ def measured(config, plan: Plan) -> float:
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)
         offsets = torch.zeros(2, dtype=torch.int32)
         mb = PackedBatch(ids, ids, ids, offsets, [0, len(ids)], len(ids), 1, ids.bool(), ids, [])
-        for parameter in policy.parameters():  # of the micro-batches before this one
+        for parameter in policy.parameters():  # from earlier micro-batches
             parameter.grad = torch.zeros_like(parameter)
         tracker = FSDPMemTracker(policy)
         tracker.track_inputs((ids,))
@@ -114,7 +114,7 @@ def measured(config, plan: Plan) -> float:
 
 
 def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> float:
-    """Prints one line for each model; returns the largest relative difference."""
+    """Print one line per model and return the largest relative difference."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -145,7 +145,7 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 
 
 def with_adapters(m: Shapes, rank: int) -> Shapes:
-    """Adapters on all matrices of the blocks but experts: `rank` numbers for each of their rows and columns."""
+    """Add adapters to all matrices of the blocks except experts: `rank` numbers per row and per column."""
     widths = 2 * m.queries + 2 * m.keys + 4 * m.hidden  # of q, k, v and o
     adapters = rank * (widths if m.experts else widths + 3 * (m.inner + m.hidden))  # of gate, up and down
     return replace(
@@ -158,7 +158,7 @@ def frozen(m: Shapes) -> Shapes:
     return replace(m, trained=0, block_trained=0, root_trained=0)
 
 
-SCRIPTS = {  # models that train, frozen ones, whether an engine samples
+SCRIPTS = {  # trained models, frozen models, whether an engine samples
     "sft": (1, 0, False),
     "dpo": (1, 1, False),
     "grpo": (1, 0, True),
@@ -170,7 +170,7 @@ def plan_for(m: Shapes, script: str, lora: bool, ranks: int, offload: str) -> tu
     trains, stays, samples = SCRIPTS[script]
     trained = with_adapters(m, rank=16 * trains) if lora else m
     models = [trained, *([replace(trained, head=0)] if trains == 2 else [])]
-    # The reference is the policy as it started, and the value model has adapters on the same weights.
+    # The reference is the starting policy, and the value model has adapters on the same weights.
     models = models[:1] if lora else models + [frozen(m)] * stays
     engine = 0.4 * CAPACITY * GIB if samples else 0.0
     together = min(ranks, 2 ** math.ceil(math.log2(max(1, 2 * m.weights / (0.9 * (engine or math.inf))))))
@@ -178,7 +178,7 @@ def plan_for(m: Shapes, script: str, lora: bool, ranks: int, offload: str) -> tu
 
 
 def cell(m: Shapes, script: str, lora: bool, ranks: int) -> str:
-    """GiB with the first --offload with which it fits, and how many ranks share an engine if one cannot hold it."""
+    """Return GiB with the first --offload that fits, and the ranks per engine if one rank cannot hold it."""
     for offload in ("none", "optimizer", "all"):
         models, plan = plan_for(m, script, lora, ranks, offload)
         size, host = sum(predict(models, plan).values()) / GIB, on_the_host(models, plan) / GIB
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--limit", type=float, default=0.1, help="largest relative difference that is no failure")
+    parser.add_argument("--limit", type=float, default=0.1, help="largest relative difference without failure")
     flags = parser.parse_args()
     AttentionInterface.register("packed", attention)
     if flags.check is None:

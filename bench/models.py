@@ -1,14 +1,14 @@
-"""Which models work: tiny random checkpoints of each architecture through the whole path. Writes docs/models.md.
+"""Check each supported architecture with a tiny random checkpoint, and write docs/models.md.
 
     OMP_NUM_THREADS=1 python bench/models.py        # on CPU; --only NAME ... prints rows and writes nothing
 
-Every checkpoint is saved with the names that its checkpoints on the hub have, and has random weights everywhere (norms
-and biases too). Sequences are longer than the sliding window, where there is one. Per architecture:
-- forward: log-probs of all targets, packed, against transformers' own attention (eager) on padded rows with a mask;
-- gradient: of the sum of these log-probs, for all parameters; the largest difference over the largest gradient;
-- vLLM: log-probs of completions sampled by vLLM, whose weights came from the trainer (changed since loading), against
-  the trainer's, at temperature 0.7; a process of its own, because vLLM starts once in a process;
-- export: `hf/` opened by transformers, logits against those of the checkpoint.
+The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases too). Sequences are
+longer than the sliding window, if there is one. Per architecture:
+- forward: log-probs of all targets in a pack, compared to transformers' own attention (eager) on padded, masked rows;
+- gradient: the gradient of the sum of these log-probs for all parameters; largest difference over largest gradient;
+- vLLM: log-probs of vLLM's samples at temperature 0.7, compared to the trainer's. The weights come from the trainer and
+  changed since loading. This needs a separate process, because vLLM starts once per process;
+- export: logits of `hf/`, opened by transformers, compared to those of the checkpoint.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from common.train.checkpoint import export_hf
 OUTSIDE = dict(os.environ)  # before this process becomes a rank
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 VOCABULARY, WINDOW = 384, 16
-LENGTHS = (18, 41, 41, 6, 64, 2)  # two alike: they go through attention as one batch
+LENGTHS = (18, 41, 41, 6, 64, 2)  # two are equal: attention takes them as one batch
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -49,7 +49,7 @@ SIZES = dict(
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
-# What differs from Llama is switched on, with values that are not neutral.
+# Every feature beyond Llama is on, with values that have an effect.
 ARCHITECTURES: dict[str, dict] = dict(
     llama=dict(rope_parameters=dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
@@ -90,31 +90,37 @@ EXAMPLES = dict(
 PAGE = """\
 # Which models work
 
-`--model` takes a checkpoint whose architecture (`model_type` in its config.json) keeps its blocks in `layers` and goes
-through transformers' attention interface. These were measured, on a CPU in float32, with tiny random checkpoints saved
-as those on the hub are named; `python bench/models.py` makes this page, `tests/test_coverage.py` checks it.
+`--model` accepts an architecture (`model_type` in config.json) that keeps its blocks in `layers` and uses
+transformers' attention interface. The table was measured on a CPU in float32, with tiny random checkpoints whose
+tensors have the names of the hub. `python bench/models.py` writes this page, and `tests/test_coverage.py` checks it.
 
-- packed: largest difference of a log-prob, in nats, from transformers' own attention on padded rows with a mask;
-- gradient: the same of the gradient of all log-probs, as a part of the largest gradient;
-- vLLM: log-probs of what vLLM sampled at temperature 0.7, with weights from the trainer, against the trainer's;
-- export: logits of `hf/` opened by transformers against those of the checkpoint.
+| column | comparison |
+| --- | --- |
+| packed | log-probs in a pack to transformers' attention on padded, masked rows: largest difference in nats |
+| gradient | the same for the gradient of all log-probs: largest difference over the largest gradient |
+| vLLM | vLLM's log-probs of its samples (trainer's weights, temperature 0.7) to the trainer's: largest difference |
+| export | logits of `hf/`, opened by transformers, to those of the checkpoint |
 
 | architecture | for example | packed | gradient | vLLM | export |
 | --- | --- | --- | --- | --- | --- |
 {rows}
 
-Switched on, where an architecture has it: sliding windows (shorter than the sequences) in all layers or every other,
-norms of queries and keys, rotary embeddings on a part of a head, of two kinds, or in some layers only, multipliers of
-embeddings, residuals and attention, scaled or softly capped logits, a bias in the head, fused projections, a tied head.
+The checkpoints use all special features of their architecture:
 
-Any other architecture is tried when it is loaded: a sequence in a pack must have the log-probs it has alone, and these
-must be those of the model's own logits; if not, the run ends with a line that says so. That check is 12 tokens long: it
-does not see a sliding window.
+- sliding windows, shorter than the sequences, in all or every other layer; norms of queries and keys;
+- rotary embeddings on a part of a head, of two kinds, or only in some layers;
+- multipliers of embeddings, residuals and attention; scaled or softly capped logits;
+- a bias in the head, fused projections, a tied head.
 
-- Soft-capped attention (Gemma 2) has no kernel here, on a GPU neither: scores of a sequence exist whole, so memory
-  grows with the square of the longest sequence. `--activation_checkpointing` keeps it to one layer.
-- Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs part beyond the window.
-- Not supported: mixtures of experts but these three (docs/moe.md), attention sinks, state-space and convolutional
+Any other architecture is checked when it is loaded, on 12 tokens. A sequence must have the same log-probs in a pack
+and alone, and they must match the model's own logits. Otherwise the run ends with one line. The check is too short to
+cover a sliding window.
+
+- Soft-capped attention (Gemma 2) has no kernel here, neither on a CPU nor on a GPU. The scores of a sequence are
+  stored in full, so memory grows with the square of the longest sequence. `--activation_checkpointing` limits this to
+  one layer.
+- Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs differ beyond the window.
+- Not supported: mixtures of experts except these three (docs/moe.md), attention sinks, state-space and convolutional
   layers, `dynamic` and `longrope` rotary embeddings (they depend on the longest sequence of a batch), checkpoints of
   images and text.
 """
@@ -129,7 +135,7 @@ ARGS = Args(dtype="float32", max_new_tokens=24)
 
 
 def checkpoint(model_type: str, folder: Path) -> str:
-    """A tiny random checkpoint, float32, with the tokenizer of `tiny`."""
+    """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its folder."""
     config = AutoConfig.for_model(model_type, **SIZES | ARCHITECTURES[model_type])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -149,7 +155,7 @@ def rows() -> list[list[int]]:
 
 
 def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs of each row's targets, in the order of `rows`, and the gradient of their sum by parameter."""
+    """Return the log-probs of each row's targets, in the order of `rows`, and the gradient of their sum."""
     logprobs: dict[tuple[int, ...], Tensor] = {}
     for mb in pack([Sample(ids, [True] * len(ids)) for ids in rows()], 100, device):
         logprobs_T, *_ = policy(mb)
@@ -162,7 +168,7 @@ def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str
 
 
 def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same by transformers alone: rows padded on the right to one length, and a mask."""
+    """Return the same from transformers alone, with rows padded on the right to one length, and a mask."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows()], batch_first=True).to(device)
     mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long().to(device)
@@ -175,7 +181,7 @@ def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Ten
 
 
 def against_transformers(path: str, policy: Policy, device: torch.device) -> tuple[float, float]:
-    """Largest difference of a log-prob, in nats, and of the gradient, as a part of the largest gradient."""
+    """Return the largest difference of a log-prob, in nats, and of the gradient, relative to its maximum."""
     (ours, our_gradient), (theirs, gradient) = packed(policy, device), padded(path, device)
     forward = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     assert torch.cat(theirs).std() > 0.3, "log-probs too uniform to tell anything"
@@ -186,7 +192,7 @@ def against_transformers(path: str, policy: Policy, device: torch.device) -> tup
 
 @torch.no_grad()
 def of_export(path: str, policy: Policy, folder: Path, device: torch.device) -> float:
-    """Largest difference of a logit between the checkpoint and its export."""
+    """Return the largest difference of a logit between the checkpoint and its export."""
     export_hf(policy, load_tokenizer(path), folder)
     ids = torch.tensor([rows()[-2]])
     one, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (path, folder))
@@ -195,7 +201,7 @@ def of_export(path: str, policy: Policy, folder: Path, device: torch.device) -> 
 
 @torch.no_grad()
 def against_vllm(path: str, device: torch.device) -> float:
-    """Largest difference of a sampled token's log-prob, in nats."""
+    """Return the largest difference of a sampled token's log-prob, in nats."""
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
     engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
     for _ in range(2):  # as at every step
@@ -215,7 +221,7 @@ def against_vllm(path: str, device: torch.device) -> float:
 
 
 def in_own_process(model_type: str) -> float | str:
-    """`against_vllm`, or what vLLM said."""
+    """Run `against_vllm` in its own process and return its result, or vLLM's error."""
     done = subprocess.run([sys.executable, __file__, "--vllm", model_type], capture_output=True, text=True, env=OUTSIDE)
     last = (done.stdout.splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
@@ -224,7 +230,7 @@ def in_own_process(model_type: str) -> float | str:
 
 
 def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, float | str]:
-    """`forward`, `gradient` and `export`, or `refused`: the line."""
+    """Return `forward`, `gradient` and `export`, or `refused` with the error message."""
     path = checkpoint(model_type, folder / "checkpoint")
     try:
         policy = load_policy(path, ARGS, device)
@@ -236,7 +242,7 @@ def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, fl
 
 
 def row(model_type: str, found: dict[str, float | str]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     name = f"| `{model_type}` | {EXAMPLES[model_type]} |"
     if "refused" in found:
         return f"{name} no: {found['refused']} | | | |"
@@ -247,7 +253,7 @@ def row(model_type: str, found: dict[str, float | str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, help="these rows, and no table written")
+    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, help="print only these rows; write no page")
     parser.add_argument("--vllm", choices=ARCHITECTURES, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     device, _, _ = distributed.setup(0)

@@ -1,14 +1,13 @@
-"""Packed against padded supervised training: trained tokens per second of the same model on the same samples.
+"""Compare packed to padded supervised training: trained tokens per second of the same model on the same samples.
 
     OMP_NUM_THREADS=1 python bench/packing.py --dataset gsm8k/train.jsonl    # default: drawn lengths
 
-Both take `--batch_size` sequences in random order per optimizer step, score the same completion tokens and update with
-the same AdamW; a step is batching, forward, backward, clipping and update.
-- packed: what sft.py does. `pack()` into micro-batches of `--pack_tokens`, `Policy` (log-prob, entropy, accuracy).
-- padded: the Hugging Face model with sdpa and an attention mask, full logits and cross-entropy. Micro-batches of
-  64, 16 and 8 rows, each padded on the right to its longest: the whole batch at once, as many rows as a pack holds
-  (about equal memory), and the default of most trainers.
-The four take turns on every batch and must report the same loss.
+An optimizer step has `--batch_size` sequences in random order, the same completion tokens and the same AdamW. It
+includes batching, forward, backward, clipping and update.
+- packed: as sft.py. `pack()` into micro-batches of `--pack_tokens`, `Policy` (log-prob, entropy, accuracy).
+- padded: the Hugging Face model with SDPA and an attention mask, full logits and cross-entropy. Micro-batches of 64, 16
+  and 8 rows, padded on the right to the longest: the whole batch at once, as many rows as a pack holds (about equal
+  memory), and the default of most trainers. The four take turns on every batch and must report the same loss.
 """
 
 import argparse
@@ -40,8 +39,9 @@ TARGET = 1.5
 
 
 def drawn_samples(count: int, rng: random.Random) -> list[Sample]:
-    """Random tokens with the lengths of GSM8K as `tiny` sees it (characters, chat template): log-normal, its log with
-    mean 6.23 and deviation 0.37 (mean length 543, longest of 7,473 rows 1,712); 53% of the tokens are completion."""
+    """Draw random tokens with the lengths of GSM8K in characters with `tiny`'s chat template. They are log-normal: mean
+    6.23 and deviation 0.37 of the log (mean length 543, longest of 7,473 rows 1,712); 53% of the tokens are completion.
+    """
     lengths = [min(max(int(rng.lognormvariate(6.229, 0.370)), 145), 1712) for _ in range(count)]
     return [Sample([rng.randrange(95) for _ in range(n)], [i >= 0.47 * n for i in range(n)]) for n in lengths]
 
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", help="a .jsonl file with `question` and `answer`")
     parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=8, help="timed optimizer steps, after one that is not")
+    parser.add_argument("--steps", type=int, default=8, help="timed optimizer steps, after one untimed step")
     flags = parser.parse_args()
     device, _, _ = distributed.setup(seed=0)
     args, rng, path = TrainArgs(lr=1e-4), random.Random(0), resolve_model("tiny")

@@ -1,29 +1,31 @@
-"""Our scripts against TRL 1.16: tokens per second of sft, dpo, rm and grpo on 2 CPU cores or a GPU, and the table.
+"""Compare our scripts to TRL 1.16: tokens per second of sft, dpo, rm and grpo on 2 CPU cores or a GPU, as a table.
 
-    pip install --no-deps --target peers trl==1.16.0 accelerate==1.15.0     # a folder of its own, never a dependency
+    pip install --no-deps --target peers trl==1.16.0 accelerate==1.15.0     # a separate folder, not a dependency
     python bench/peers.py --dataset gsm8k/train.jsonl --trl peers
 
-Both train a Qwen3 of 3.2M parameters with random weights, which is written here, on the same GSM8K rows in the same
-order: 16 rows (pairs: the answer, and that of another question) per optimizer step, float32, AdamW (fused), no
-gradient checkpointing; grpo: 16 prompts x 16 completions of 64 tokens, one update of all. The tokens of every step are
-counted on both sides and must be equal. Every run is a launch of its own, the launches take turns:
+Both sides train a Qwen3 of 3.2M parameters with random weights, written by this program, on the same GSM8K rows in the
+same order. A step has 16 rows (pairs: the answer, and that of another question), float32, AdamW (fused), no gradient
+checkpointing. For grpo it has 16 prompts x 16 completions of 64 tokens and one update. The tokens of every step are
+counted on both sides and must be equal. Every run is a separate launch, and the launches take turns:
 - ours, 2 ranks: `torchrun --nproc_per_node 2 sft.py ...`, one thread each; ours, 2 threads: one rank;
 - TRL, whole batch: one process, 2 threads, `per_device_train_batch_size` 16, padded to its longest row;
 - TRL, 2 ranks: torchrun (DDP), one thread each, micro-batches of `MICRO` rows: less padding, the same update.
 
-TRL's packing and padding-free modes are for FlashAttention, which no CPU has: without it sequences of a pack would see
-each other, or (sft) attention is quadratic in the pack; dpo's is switched off in this version, rm and grpo have none.
-DPO's reference log-probs are computed before training on both sides and not timed. TRL's grpo samples with
-`model.generate`: a vLLM server does not run here. Its share of a step is in the table, and of ours vLLM's.
+TRL's packing and padding-free modes need FlashAttention, which no CPU has. Without it, sequences of a pack would attend
+to each other, or (sft) attention is quadratic in the pack. This version of TRL disables it for dpo and lacks it for rm
+and grpo. DPO's reference log-probs are computed before training on both sides and are not timed. TRL's grpo samples
+with `model.generate`, because a vLLM server does not run here. The table has the fraction of a step that each side
+samples.
 
-With a GPU (`--gpu`) the model is a Qwen3 of 0.6B parameters with a vocabulary of 151,936, a step has 64 rows (pairs),
-completions have 256 tokens, weights and moments are float32, the compute dtype bfloat16; one process each:
-- ours: the script's own defaults but for activation checkpointing, off on both sides, and packs of 8,192 tokens;
+With a GPU (`--gpu`) the model is a Qwen3 of 0.6B parameters with a vocabulary of 151,936. A step has 64 rows (pairs),
+and completions have 256 tokens. Weights and moments are float32, the compute dtype is bfloat16, and each side has one
+process:
+- ours: the script's defaults, with packs of 8,192 tokens; activation checkpointing is off on both sides;
 - TRL: SDPA, micro-batches of 8 rows (4 pairs), about as many tokens; grpo samples with vLLM in the same process;
 - TRL, Liger: the same with `use_liger_kernel`, if liger-kernel is in the folder too.
 
-Time is that between the lines the two print after each step, seen from here; so logging, data loading and packing are
-in it, and the first step, start-up and saving are not. Medians over the steps of all rounds.
+Time is measured here, between the lines that a run prints after each step. So it includes logging, data loading and
+packing, but not the first step, start-up and saving. Medians over the steps of all rounds.
 """
 
 import argparse
@@ -55,12 +57,12 @@ def new_tokens(flags) -> int:
 
 
 def batch_size(script: str, flags) -> int:
-    """Rows, pairs or prompts of a step."""
+    """Return the rows, pairs or prompts of a step."""
     return flags.batch_size or (64 if flags.gpu and script != "grpo" else 16)
 
 
 def write_model(folder: Path, gpu: bool) -> None:
-    """A Qwen3 that never ends a completion: the ends' logits are far below all others, by a constant in the stream."""
+    """Write a Qwen3 that never ends a completion: a constant in the stream keeps the logits of EOS tokens low."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,7 +74,7 @@ def write_model(folder: Path, gpu: bool) -> None:
         width = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8)
         width |= dict(head_dim=128, num_hidden_layers=28, layer_types=["full_attention"] * 28, vocab_size=151_936)
     torch.manual_seed(0)
-    with torch.device("cuda" if gpu else "cpu"):  # a single core draws for minutes
+    with torch.device("cuda" if gpu else "cpu"):  # a single core needs minutes
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny, **width))
     with torch.no_grad():
         embedding_VD = model.get_input_embeddings().weight
@@ -84,7 +86,7 @@ def write_model(folder: Path, gpu: bool) -> None:
 
 
 def write_rows(dataset: str, folder: Path, count: int) -> None:
-    """`rows.jsonl` for us, who shuffle it, and `ordered.jsonl` for TRL: in the order in which we shall draw."""
+    """Write `rows.jsonl` for our scripts, which shuffle it, and `ordered.jsonl` for TRL in our shuffled order."""
     from common.data.order import RowOrder
 
     lines = Path(dataset).read_text().splitlines()
@@ -115,7 +117,7 @@ def our_command(script: str, folder: Path, flags) -> list[str]:
 
 
 def train_with_trl(script: str, folder: Path, flags) -> None:
-    """TRL's trainer in this process: after each step a line with the tokens so far and the seconds spent sampling."""
+    """Run TRL's trainer in this process. Each step prints the tokens so far and the seconds of sampling."""
     import torch
     import trl
     from datasets import load_dataset
@@ -161,7 +163,7 @@ def train_with_trl(script: str, folder: Path, flags) -> None:
     done = dict(tokens=0, sampling=0.0)
 
     def count(_, __, inputs: dict) -> None:
-        """As we count: what is predicted, so every token but a sequence's first; all that a reward model reads."""
+        """Count tokens as our scripts do: all except the first of a sequence; for a reward model, all."""
         if torch.is_grad_enabled():
             done["tokens"] += int(inputs["attention_mask"].sum()) - (script != "rm") * len(inputs["attention_mask"])
 
@@ -192,12 +194,12 @@ def train_with_trl(script: str, folder: Path, flags) -> None:
 
 
 def sides(flags) -> dict[str, int]:
-    """And the ranks of each."""
+    """Return the sides to compare and the number of ranks of each."""
     return GPU_SIDES if flags.gpu else SIDES
 
 
 def run(script: str, side: str, folder: Path, flags) -> list[dict]:
-    """One launch: seconds, tokens and seconds of sampling of each step but the first."""
+    """Launch one run and return seconds, tokens and seconds of sampling of each step except the first."""
     ranks, ours = sides(flags)[side], side.startswith("ours")
     command = our_command(script, folder, flags)
     environment = dict(os.environ, OMP_NUM_THREADS=str(CORES // ranks), HF_HUB_OFFLINE="1")
@@ -233,7 +235,7 @@ def run(script: str, side: str, folder: Path, flags) -> list[dict]:
 
 
 def table(results: dict[str, dict[str, list[dict]]], known: list[str]) -> str:
-    """Markdown: tokens per second of every side, and ours (the faster launch) over each of TRL's."""
+    """Return a Markdown table: tokens per second of every side, and of our faster launch relative to each of TRL's."""
     known = [side for side in known if all(side in of_side for of_side in results.values())]
     theirs = [side for side in known if side.startswith("TRL")]
     header = ["", "tokens/step", *(f"{side}: tokens/s" for side in known), *(f"ours to {side}" for side in theirs)]
@@ -256,17 +258,17 @@ def table(results: dict[str, dict[str, list[dict]]], known: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", required=True, help="GSM8K's train.jsonl: `question` and `answer`")
-    parser.add_argument("--trl", help="the folder that TRL and accelerate were installed into")
+    parser.add_argument("--trl", help="folder with TRL and accelerate")
     parser.add_argument("--scripts", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--gpu", action="store_true", help="on one GPU, the larger model")
+    parser.add_argument("--gpu", action="store_true", help="use the larger model on one GPU")
     parser.add_argument("--sides", nargs="+", choices=[*SIDES, *GPU_SIDES], help="default: all of the device")
     parser.add_argument(
-        "--batch_size", type=int, help="rows, pairs or prompts of a step: 16, or on a GPU 64 but for grpo"
+        "--batch_size", type=int, help="rows, pairs or prompts of a step; default: 16, on a GPU 64 except for grpo"
     )
     parser.add_argument("--group", type=int, default=16, help="grpo: completions of a prompt")
-    parser.add_argument("--steps", type=int, default=3, help="steps of each launch, of which the first is not timed")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each launch; the first is not timed")
     parser.add_argument("--rounds", type=int, default=1, help="launches of each side")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)  # what TRL's processes get
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)  # for TRL's processes
     flags = parser.parse_args()
     flags.sides = flags.sides or list(sides(flags))
     if flags.child:

@@ -1,12 +1,12 @@
-"""The math reward in a pool of processes: answers per second, and what a few answers cost on which sympy hangs.
+"""Measure the math reward in worker processes: answers per second, and the cost of answers that make sympy hang.
 
     python bench/rewards.py    # about 3 minutes
 
-1. Throughput: `math` on random answers, as fast as it goes, in this process without deadlines, and in pools of 1, 2 and
-   4 processes that are started. Fractions, decimals, roots, polynomials, intervals, half of them right; a gold answer
+1. Throughput: `math` on random answers, in this process without deadlines, and in pools of 1, 2 and 4 running
+   processes. Answers are fractions, decimals, roots, polynomials and intervals, half of them right. A gold answer
    occurs 8 times in a row, as in a group of samples.
-2. 10,000 answers of which 0.2% hang. A hanging answer costs a process the deadline and a new start. Measured too: how
-   long after its deadline a process was gone at the latest, and that none is left.
+2. 10,000 answers of which 0.2% hang. Each of these costs a process its deadline and a new start. Also measured: the
+   longest time between a deadline and the end of its process, and the number of processes that remain.
 """
 
 import argparse
@@ -44,13 +44,13 @@ def random_calls(n: int, rng: random.Random) -> list[tuple[str, dict]]:
 
 
 def workers() -> int:
-    """Child processes of this one."""
+    """Return the number of child processes of this one."""
     return sum(len(f.read_text().split()) for f in Path("/proc/self/task").glob("*/children"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=10_000, help="of the second part; the first takes a fifth")
+    parser.add_argument("--answers", type=int, default=10_000, help="answers of part 2; part 1 uses a fifth")
     parser.add_argument("--hanging", type=float, default=0.002, help="fraction of them that hang")
     parser.add_argument("--deadline", type=float, default=2.0, help="seconds")
     args = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
     hanging = set(rng.sample(range(len(calls)), round(args.hanging * len(calls))))
     for i in hanging:
         calls[i] = (f"so \\boxed{{{rng.choice(HANGING)}}}", dict(answer="18", _source=f"bench:{i}"))
-    late: list[float] = []  # seconds between a deadline and the moment at which its process is gone
+    late: list[float] = []  # seconds between a deadline and the end of its process
     kill = _Worker.kill
 
     def timed_kill(worker: _Worker) -> int:

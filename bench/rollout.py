@@ -1,18 +1,17 @@
-"""Sampling: the vLLM engine against `model.generate` of transformers, tokens per second of `tiny`, and weight sync.
+"""Compare the vLLM engine to `model.generate` of transformers: tokens per second of `tiny`, and weight sync.
 
     OMP_NUM_THREADS=1 python bench/rollout.py       # one process, the same threads for all
 
-256 different prompts of 4 to 12 tokens, sampled from the whole distribution at temperature 1, two workloads:
-(a) every completion has exactly 128 tokens;
-(b) lengths are geometric with mean 32, at most 256: what training sees, most completions end early.
-EOS is ignored and every request is told its length, so in (a) and (b) all make the same tokens.
-- vllm: the LLM of `VLLMEngine`, a seed per request and the log-prob of every sampled token, as the engine asks for;
-- generate: plain `do_sample=True`, one left-padded batch of 256, until its longest member is done; only wanted tokens
-  count. No log-probs and no seeds, so it does less;
+256 different prompts of 4 to 12 tokens, sampled from the whole distribution at temperature 1, in two workloads: (a)
+every completion has exactly 128 tokens; (b) lengths are geometric with mean 32, at most 256: as in training, most
+completions end early. EOS is ignored and every request has a fixed length, so all variants make the same tokens.
+- vllm: the LLM of `VLLMEngine`, with a seed per request and the log-prob of every sampled token, as in the engine;
+- generate: plain `do_sample=True`, one left-padded batch of 256 until its longest member ends; only wanted tokens
+  count. It has no log-probs and no seeds, so it does less;
 - vllm, plain: neither seeds nor log-probs, as `generate`;
-- transformers: our `TransformersEngine` (seeds, log-probs, batches of 64), in (a) alone: it has one length for all.
-(c) is the time of `load_weights`, and of one whole `VLLMEngine.generate` call of at most 128 tokens each (EOS ends it).
-The variants take turns; the first call of each is not timed.
+- transformers: our `TransformersEngine` (seeds, log-probs, batches of 64), only in (a), because it has one length. (c)
+  is the time of `load_weights`, and of one whole `VLLMEngine.generate` call of at most 128 tokens each (EOS ends it).
+  The variants take turns; the first call of each is not timed.
 """
 
 import argparse
@@ -47,7 +46,7 @@ class Args(SamplingArgs, TrainArgs):
 
 
 class RowsDone(StoppingCriteria):
-    """True for each row that has its own number of new tokens."""
+    """Stopping criterion: True for each row that has its wanted number of new tokens."""
 
     def __init__(self, lengths: list[int], prompt_length: int, device):
         self.ends = torch.tensor(lengths, device=device) + prompt_length
@@ -99,7 +98,7 @@ def main() -> None:
 
     policy = load_policy(path, args, device)
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=compute_dtype(args, device)).to(device).eval()
-    hf.generation_config.eos_token_id = None  # EOS is a token like any other
+    hf.generation_config.eos_token_id = None  # ignore EOS
     vllm = make_engine(path, args, [], tokenizer, device)
     args.engine = "transformers"
     ours = make_engine(path, args, [tokenizer.pad_token_id], tokenizer, device)
@@ -128,9 +127,9 @@ def main() -> None:
     tokens = {}
     for _ in range(1 + rounds):
         for name, call in calls.items():
-            torch.set_num_threads(threads)  # whatever an engine may have set
+            torch.set_num_threads(threads)  # an engine may have changed it
             start = time.perf_counter()
-            tokens[name] = call()  # token ids on the host: nothing is left running
+            tokens[name] = call()  # token ids on the host: all work is complete
             seconds[name].append(time.perf_counter() - start)
     times = {name: median(values[1:]) for name, values in seconds.items()}
     assert all(tokens[f"{w} {name}"] == sum(n) for w, n in workloads.items() for name in ("vllm", "generate"))

@@ -1,18 +1,18 @@
-"""Online RL on the built-in task, several seeds each: the numbers and curves in docs/ of the online scripts.
+"""Run online RL on the built-in task with several seeds: the numbers and curves in the pages of the online scripts.
 
     torchrun --nproc_per_node 2 sft.py --config configs/demo_sft.yaml    # the model they start from
     python bench/seeds.py presets    # dapo.py and every --preset of grpo.py and reinforce.py, 60 steps
     python bench/seeds.py rloo       # configs/demo_rloo.yaml
     python bench/seeds.py ppo        # configs/demo_ppo.yaml
     python bench/seeds.py lora       # configs/demo_grpo.yaml with adapters
-    torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # the reward model of the next
-    python bench/seeds.py reward_model    # online_dpo.py, bok.py and ppo.py against it, and two without a leash
+    torchrun --nproc_per_node 2 rm.py --config configs/demo_rm.yaml      # the reward model of the next command
+    python bench/seeds.py reward_model    # online_dpo.py, bok.py and ppo.py on it, and two runs with little or no KL
     python bench/seeds.py calculator      # configs/calculator_sft.yaml, then configs/calculator_grpo.yaml
 
-Two ranks, one run after the other. Prints, per run, the training reward in the first and in the last 5 steps, the
-greedy exact match at each evaluation and the wall-clock seconds from launch to exit; draws the reward of all seeds, one
-panel per variant, or for reward_model what it says of the greedy answers beside the true score. Runs stay in
-runs/seeds; a finished one is not repeated.
+Two ranks, one run after the other. For each run the program prints the training reward in the first and in the last 5
+steps, the greedy exact match at each evaluation, and the wall-clock seconds from launch to exit. It draws the reward of
+all seeds, one panel per variant. For reward_model it draws the reward model's score of the greedy answers and the true
+score. Runs stay in runs/seeds; a finished run is not repeated.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PRESET_FLAGS = (
 
 
 def launch(folder: Path, script: str, *flags: str, root: Path = ROOT) -> float:
-    """Seconds of one run of the code in `root`, kept in its folder."""
+    """Run the code in `root` once, keep the seconds in the run's folder, and return them."""
     kept = folder / "seconds"
     if not kept.is_file():
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", script]
@@ -53,7 +53,7 @@ def launch(folder: Path, script: str, *flags: str, root: Path = ROOT) -> float:
 
 
 def draw_both_scores(runs: dict[str, list[Path]], picture: Path) -> None:
-    """What the reward model says of the greedy answers, and how many are right."""
+    """Draw the reward model's score of the greedy answers, and the fraction of right ones."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,26 +1,26 @@
-"""Rollouts that are a stream, against a step that waits for the whole of its batch.
+"""Compare streamed rollouts to steps that wait for their whole batch.
 
     git worktree add /tmp/before efa4756      # the last commit whose rollouts are batches in lockstep
     python bench/stream.py --before /tmp/before
     python bench/stream.py --workload a --seeds 1 --steps 6     # a small trial, of the stream alone
-    python bench/stream.py --workload lengths                   # whether --oversample favours some lengths
+    python bench/stream.py --workload lengths                   # does --oversample prefer some lengths?
 
-grpo.py on two ranks, five workloads:
+grpo.py runs on two ranks with five workloads:
 
-    a  lengths spread like real ones: an answer and a geometric number of dots, 40 on average, cut at 256 tokens
+    a  realistic lengths: an answer and a geometric number of dots, 40 on average, cut at 256 tokens
     b  an environment that takes 0 to 200 ms for an answer, by the row, and two turns
     c  the completions of a, and a reward that takes 50 ms each (4 processes a rank)
     d  the same with 2 processes: rewards take longer than sampling
-    e  the completions of a, and a reward model of 7M parameters with random weights, which counts nothing
+    e  the completions of a, and a reward model of 7M parameters with random weights and weight 0
 
-The models come from sft.py, of `arithmetic` and then of rows that are made here of its sums; the number of dots is
-random, so the policy has learned their distribution. The two sides of a seed run one after the other, so that the
-machine is the same for them, with the same flags but for those that only the stream has. Batches in lockstep play the
-episodes of a rank one after the other, in its own process.
+The models come from sft.py, first on `arithmetic`, then on rows made here from its sums. The number of dots is random,
+so the policy has learned its distribution. The two sides of a seed run after each other, so that the machine is in the
+same state. Their flags are the same, except those that only the stream has. Batches in lockstep play the episodes of a
+rank one after the other, in the rank's process.
 
-Seconds are `time/step`, the mean of a run's steps after the first two, and of the seeds the median. Evaluations and
-start-up are not in them. Scores are of the greedy completions of 200 held-out prompts after the last step (64 in b).
-Runs stay in runs/stream; a finished one is not repeated.
+Seconds are `time/step`: the mean over a run's steps after the first two, and the median over seeds. They exclude
+evaluations and start-up. Scores are for the greedy completions of 200 held-out prompts after the last step (64 in b).
+Runs stay in runs/stream; a finished run is not repeated.
 """
 
 import argparse
@@ -46,10 +46,10 @@ JUDGE = RUNS / "judge"
 USER = ROOT / "bench/stream_user.py"
 MEAN_DOTS, MOST_DOTS = 40, 250
 SFT_STEPS = dict(dots=150, sums=400)
-SKIPPED = 2  # steps, whose time is not counted
+SKIPPED = 2  # steps without timing
 
 ONE_AND_ONE = ("--rollout_ranks", 1, "--max_staleness", 1)
-# What both sides are given, and the stream alone.
+# Flags of both sides, and of the stream alone.
 SETTINGS = {
     "1 + 1, S = 1": (ONE_AND_ONE, ()),
     "1 + 1, S = 2": (("--rollout_ranks", 1, "--max_staleness", 2), ()),
@@ -99,7 +99,7 @@ def sums_row(rows: list[dict]) -> dict:
 
 
 def make_models(needed: set[str]) -> None:
-    """The models that `dots` and `sums` name, and the rows."""
+    """Train the models `dots` and `sums`, and write their rows."""
     RUNS.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     for split in ("train", "test"):
@@ -120,7 +120,7 @@ def make_models(needed: set[str]) -> None:
 
 
 def make_judge() -> None:
-    """A reward model of the policy's words, seven times its size."""
+    """Write a reward model with the policy's vocabulary and seven times its size."""
     config = AutoConfig.from_pretrained(RUNS / "dots/hf", num_labels=1)
     config.hidden_size, config.intermediate_size = 2 * config.hidden_size, 2 * config.intermediate_size
     config.num_hidden_layers, config.layer_types = 2 * config.num_hidden_layers, 2 * config.layer_types
@@ -133,7 +133,7 @@ def make_judge() -> None:
 
 
 def run(folder: Path, steps: int, seed: int, flags: tuple, root: Path = ROOT, script: str = "grpo.py") -> list[dict]:
-    """The metrics of one run, of the code in `root`."""
+    """Run the code in `root` once and return the metrics."""
     more = ("--max_steps", steps, "--seed", seed)
     launch(folder, script, *map(str, (*COMMON, *flags, *more)), root=root)
     return read_metrics(folder / "metrics.jsonl")
@@ -144,20 +144,20 @@ def seconds(lines: list[dict]) -> float:
 
 
 def idle(lines: list[dict]) -> str:
-    """Of a run with rollout ranks."""
+    """Return the idle fractions of a run with rollout ranks."""
     lines = [line for line in lines if line["step"] > SKIPPED]
-    if "time/generate" in lines[0]:  # of batches in lockstep
+    if "time/generate" in lines[0]:  # batches in lockstep
         whole = sum(line["time/step"] for line in lines)
         training = sum(line["time/rollout"] for line in lines) / whole
         rollout = 1 - sum(line["time/generate"] for line in lines) / whole
-    else:  # a step to which no message came has nothing of the rollout ranks
+    else:  # a step without messages has no metrics of the rollout ranks
         training = fmean(line["idle/training_ranks"] for line in lines)
         rollout = fmean(line["idle/rollout_ranks"] for line in lines if "idle/rollout_ranks" in line)
     return f"training rank {training:.0%}, rollout rank {rollout:.0%}"
 
 
 def compare(workload: str, seeds: int, steps: int | None, before: Path | None) -> list[str]:
-    """Rows of the table."""
+    """Return the rows of the table."""
     flags, usual, settings = WORKLOADS[workload]
     steps, rows = steps or usual, []
     flags = (*flags, "--eval_every", steps)
@@ -185,7 +185,7 @@ def compare(workload: str, seeds: int, steps: int | None, before: Path | None) -
 
 
 def lengths(seeds: int, steps: int | None) -> None:
-    """Mean length of what is trained on by a policy that stays as it is."""
+    """Measure the mean length of trained completions of a policy that does not change."""
     steps = steps or 30
     flags = (*DOTS, *MANY, "--reward", f"{USER}:before_dots", "--lr", 1e-12, "--eval_every", 0)
     over = (*flags, *SETTINGS["2, oversample 1.25"][1])

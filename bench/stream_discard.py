@@ -1,5 +1,8 @@
-"""grpo.py, but what `--oversample` leaves after a step is thrown away and other prompts are begun in its place: the
-counter-example of `bench/stream.py --workload lengths`. It favours what is short."""
+"""grpo.py with one change: a step drops the remaining prompts of `--oversample` and starts other prompts in their
+place.
+
+This is the counter-example of `bench/stream.py --workload lengths`. It prefers short completions.
+"""
 
 import sys
 from pathlib import Path

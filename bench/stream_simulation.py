@@ -1,26 +1,28 @@
-"""Ways to keep rollout ranks busy, simulated: 8 and 64 of them, completions of up to 16,384 tokens.
+"""Simulate schedules for rollout ranks: 8 and 64 of them, completions of up to 16,384 tokens.
 
     OMP_NUM_THREADS=1 python bench/stream_simulation.py
     python bench/stream_simulation.py --seconds 1:0.011 32:0.012 128:0.016 256:0.024 --prefill 3e-5  # another engine
     python bench/stream_simulation.py --check runs/stream/a_1+1_S=1_16_seed0_after   # against a run of bench/stream.py
 
-An engine's turn gives every completion that is running one token more and takes as long as vLLM takes for so many,
-whatever their context: seconds for 1, 8, 32, 128 and 256 of them are measured here, of `tiny`, or given. Lengths of
-completions are lognormal: median 1,500 tokens, standard deviation of the logarithm 1, half of its variance the prompt's
-own, cut at 16,384 (mean about 2,400; one in a hundred is cut). Every rank has 8 prompts a step, 8 completions each, and
-there are as many ranks that train, whose step takes --train times as long as a rank's own share of a batch on average;
-a hand-over of weights takes --hand_over times as long.
+An engine step adds one token to every running completion. It takes as long as vLLM takes for this number of
+completions, whatever their context. The seconds for 1, 8, 32, 128 and 256 completions are measured here with `tiny`, or
+given.
 
-    lockstep          a batch is begun when all ranks are done with the one before; S: batches that may be ahead
-    stream            common/rollout/remote_sampler.py: prompt d is for rank d % R, (1 + S) batches are in flight;
-                      new weights interrupt, what was in work goes on and has its prefix computed again
-    ... to the idlest prompts go to the rank that has the fewest completions in work
-    ... drained       --partial_rollouts false: all that is running ends before weights are taken, nothing begins
-    ... oversampled   --oversample 1.25: S - 1 + 1.25 batches in work, a step takes the oldest that are complete
+Lengths are lognormal, cut at 16,384: median 1,500 tokens, standard deviation of the logarithm 1, half of its variance
+from the prompt (mean about 2,400; one in a hundred is cut). Every rank has 8 prompts a step with 8 completions each.
+There are as many training ranks. A training step takes --train times as long as a rank's share of a batch on average; a
+weight transfer takes --hand_over times as long.
 
-`sampling` is the fraction of time that a rollout rank samples, `running` how many completions it does then on average,
-`trainers wait` the fraction of a step in which training ranks have nothing to do, `ahead` the age of the oldest token
-of a completion in steps, on average.
+    lockstep          a batch starts when all ranks have finished the one before; S: batches that may be ahead
+    stream            common/rollout/remote_sampler.py: prompt d goes to rank d % R, (1 + S) batches are in flight;
+                      new weights interrupt, and in-flight completions recompute their prefix
+    ... to the idlest prompts go to the rank with the fewest completions in flight
+    ... drained       --partial_rollouts false: running completions end before new weights, and none starts meanwhile
+    ... oversampled   --oversample 1.25: S - 1 + 1.25 batches in flight, a step takes the oldest complete ones
+
+Columns: `sampling` is the fraction of time in which a rollout rank samples. `running` is its mean number of completions
+meanwhile. `trainers wait` is the fraction of a step in which training ranks are idle. `ahead` is the mean age of the
+oldest token of a completion, in steps.
 """
 
 import argparse
@@ -51,14 +53,14 @@ PUBLISHED = (
 
 @dataclass
 class Machine:
-    """What takes how long, in seconds."""
+    """Seconds of each operation."""
 
     points: list[tuple[int, float]]
-    """running completions, and a turn of the engine"""
+    """running completions, and seconds of an engine step"""
     prefill: float
-    """a token of a prefix"""
+    """seconds per prefix token"""
     train: float = 0.0
-    """a step of the training ranks"""
+    """seconds of a training step"""
     hand_over: float = 0.0
 
     def turn(self, running: int) -> float:
@@ -70,18 +72,18 @@ class Machine:
 
 @dataclass
 class Load:
-    """What is asked of it. `lengths()` draws those of a prompt's completions."""
+    """Work to do. `lengths()` draws the lengths of one prompt's completions."""
 
     ranks: int
     trainers: int
     prompts: int
-    """of a step, over all ranks"""
+    """prompts of a step, over all ranks"""
     lengths: Callable[[], list[int]]
 
 
 @dataclass
 class Way:
-    """How it is done."""
+    """Schedule of the rollout ranks."""
 
     name: str
     staleness: int
@@ -98,23 +100,23 @@ class Result:
     sampling: float
     running: float
     waiting: float
-    """of the training ranks"""
+    """idle fraction of the training ranks"""
     ahead: float
     length: float
-    """mean of what was trained on"""
+    """mean length of trained completions"""
 
 
 @dataclass
 class Rank:
-    """An engine. Time stands still at `now`; `at` counts its turns."""
+    """Engine. Its clock is at `now`; `at` counts its steps."""
 
     machine: Machine
     now: float = 0.0
     at: float = 0.0
     running: list[tuple[float, int, int]] = field(default_factory=list)
-    """a heap: the turn at which it ends, whose completion it is, its length"""
+    """heap of (step at which it ends, number of the prompt, length)"""
     waiting: list[tuple[int, int]] = field(default_factory=list)
-    """a heap: whose, its length"""
+    """heap of (number of the prompt, length)"""
     sampled: float = 0.0
     """seconds"""
     sampled_together: float = 0.0
@@ -130,14 +132,14 @@ class Rank:
             heapq.heappush(self.running, (self.at + length, number, length))
 
     def next_end(self) -> float:
-        """When the next completion ends."""
+        """Return the time at which the next completion ends."""
         if not self.running:
             return math.inf
         return self.now + (self.running[0][0] - self.at) * self.machine.turn(len(self.running))
 
     def sample_until(self, when: float) -> None:
-        """No completion ends before."""
-        spent, running = max(0.0, when - self.now), len(self.running)  # a rank may be behind a hand-over
+        """Sample until `when`; the caller ensures that no completion ends before."""
+        spent, running = max(0.0, when - self.now), len(self.running)  # a weight transfer may end after `when`
         if running:
             self.at += spent / self.machine.turn(running)
             self.sampled += spent
@@ -145,7 +147,7 @@ class Rank:
         self.now = max(self.now, when)
 
     def end_one(self, admit: bool = True) -> int:
-        """Whose the next completion is, when it has ended."""
+        """Sample until the next completion ends, and return the prompt's number."""
         end, (at, number, _) = self.next_end(), self.running[0]
         self.sample_until(end)
         self.at = at
@@ -155,12 +157,12 @@ class Rank:
         return number
 
     def take_weights(self, when: float) -> None:
-        """They are there at `when`; what is running has its prefix computed again."""
+        """Load the weights that arrive at `when`, and recompute the prefix of all running completions."""
         tokens = sum(self.at - (end - length) for end, _, length in self.running)
         self.now = when + tokens * self.machine.prefill
 
 
-# ---- the ways ----
+# ---- schedules ----
 
 
 def lockstep(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -> Result:
@@ -189,9 +191,9 @@ def lockstep(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -
 def stream(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -> Result:
     ranks, count = [Rank(machine) for _ in range(load.ranks)], load.prompts // load.trainers
     beside = round((way.staleness - (way.oversample > 1) + way.oversample - 1) * load.prompts) // load.trainers
-    drawn = [0] * load.trainers  # of the prompts of each of them
-    begun: list[dict[int, int]] = [{} for _ in range(load.trainers)]  # and in which step
-    left: dict[int, int] = {}  # of its completions
+    drawn = [0] * load.trainers  # drawn prompts of each training rank
+    begun: list[dict[int, int]] = [{} for _ in range(load.trainers)]  # prompt -> step in which it started
+    left: dict[int, int] = {}  # prompt -> completions that have not ended
     length_of: dict[int, int] = {}
     now, trained, waited, ahead, lengths = 0.0, [], [], [], []
 
@@ -259,11 +261,11 @@ def _result(ranks: list[Rank], trained, waited, ahead, lengths, skipped: int) ->
     return Result(whole / count, share, together, sum(waited[skipped:]) / whole, fmean(ahead), fmean(lengths))
 
 
-# ---- what is measured ----
+# ---- measurement ----
 
 
 def measure() -> Machine:
-    """vLLM with `tiny`, in this process."""
+    """Measure vLLM with `tiny` in this process."""
     from common.config.groups import SamplingArgs, TrainArgs
     from common.model.hub import load_tokenizer, resolve_model
     from common.model.policy import load_policy
@@ -351,8 +353,8 @@ def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
 
 
 def check(folders: list[Path], machine: Machine) -> None:
-    """Runs of bench/stream.py's workload a with rollout ranks, and what the simulation says of the same flags, of the
-    run's mean length and of what training and hand-over took in it."""
+    """Compare runs of bench/stream.py's workload a with rollout ranks to the simulation. The simulation gets their
+    flags, mean length, and times of training and weight transfer."""
     import yaml
 
     from common.metrics.logger import read_metrics
@@ -377,13 +379,15 @@ def check(folders: list[Path], machine: Machine) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", nargs="+", help="of a turn of the engine, as RUNNING:SECONDS; default: measured")
-    parser.add_argument("--prefill", type=float, help="with --seconds: seconds for a token of a prefix")
-    parser.add_argument("--train", type=float, default=0.7, help="a training step, in shares of a batch")
-    parser.add_argument("--hand_over", type=float, default=0.02, help="a hand-over of weights, in the same")
-    parser.add_argument("--steps", type=int, default=40, help="a quarter of them is not counted")
+    parser.add_argument("--seconds", nargs="+", help="seconds of an engine step, as RUNNING:SECONDS; default: measured")
+    parser.add_argument("--prefill", type=float, help="with --seconds: seconds per prefix token")
+    parser.add_argument(
+        "--train", type=float, default=0.7, help="training step / a rank's share of a batch, in seconds"
+    )
+    parser.add_argument("--hand_over", type=float, default=0.02, help="weight transfer / the same share")
+    parser.add_argument("--steps", type=int, default=40, help="steps; the first quarter is not counted")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--check", type=Path, nargs="+", help="runs of workload a with rollout ranks; no table then")
+    parser.add_argument("--check", type=Path, nargs="+", help="compare to these runs of workload a; no table")
     options = parser.parse_args()
     if (options.seconds is None) != (options.prefill is None):
         sys.exit("--seconds and --prefill belong together")

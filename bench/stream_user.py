@@ -1,23 +1,23 @@
-"""The reward functions and the environment of bench/stream.py, as a user's own file."""
+"""Reward functions and an environment for bench/stream.py, as in a user's file."""
 
 import random
 import time
 
 
 def before_dots(completion: str, row: dict) -> float:
-    """1 if the answer stands before the dots, of which there may be any number."""
+    """Return 1 if the text before the dots is the answer; any number of dots is allowed."""
     return float(completion.partition(".")[0] == row["answer"])
 
 
 def slow(completion: str, row: dict) -> float:
-    """The same, 50 ms later."""
+    """Return the same after 50 ms."""
     time.sleep(0.05)
     return before_dots(completion, row)
 
 
 class SlowSums:
-    """Asks for the sums of a row one after the other; an answer takes 0 to 200 ms, the same each time for the same row.
-    Columns: `questions`, `answers`. Reward: the fraction that is right."""
+    """Environment that poses the sums of a row one after the other. An answer takes 0 to 200 ms, always the same for a
+    row. Columns: `questions`, `answers`. Reward: the fraction of right answers."""
 
     def reset(self, example: dict) -> list[dict]:
         self.questions, self.answers, self.turn = example["questions"], example["answers"], 0

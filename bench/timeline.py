@@ -1,10 +1,10 @@
-"""Who did what when in a run, from its ranks' own clocks: RUN_DIR/timeline.png.
+"""Draw the activity of every rank of a run, by the ranks' own clocks: RUN_DIR/timeline.png.
 
     python bench/timeline.py runs/grpo
     python bench/timeline.py runs/grpo --first 30 --seconds 5
 
-One row for every rank. Ranks that train: completions waited for or sampled, rewards, log-probs, training, the hand-over
-of weights; ranks that only generate: sampling, waiting for prompts, taking weights. Also the seconds of each.
+One row per rank. Training ranks: waiting or sampling, rewards, log-probs, training, weight transfer. Rollout ranks:
+sampling, waiting for prompts, loading weights. The program also prints the seconds of each activity.
 """
 
 import argparse
@@ -17,11 +17,11 @@ COLOURS = dict(
     sample="C0", rollout="lightsteelblue", wait="lightgrey", reward="C1", logprobs="C4", train="C2", sync="black",
     weights="black", save="C5",
 )  # fmt: skip
-WITHIN = {"step"}  # spans that others make up
+WITHIN = {"step"}  # spans that consist of other spans
 
 
 def read(run: Path) -> dict[int, list[dict]]:
-    """Every rank's spans, in order. Exits with a line if there are none."""
+    """Return every rank's spans, in order. Exit with a line if there are none."""
     files = sorted((run / "timeline").glob("rank_*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank_")))
     if not files:
         sys.exit(f"{run}: no timeline/rank_*.jsonl, so no run")
@@ -30,13 +30,13 @@ def read(run: Path) -> dict[int, list[dict]]:
 
 
 def between(spans: list[dict], began: float, ended: float) -> list[dict]:
-    """What of them is in a stretch of time."""
+    """Return the parts of the spans within an interval."""
     cut = [span | dict(began=max(span["began"], began), ended=min(span["ended"], ended)) for span in spans]
     return [span for span in cut if span["ended"] > span["began"] and span["what"] not in WITHIN]
 
 
 def draw(axis, ranks: dict[int, list[dict]], began: float, seconds: float) -> None:
-    """A stretch of time, a row for every rank."""
+    """Draw an interval, one row per rank."""
     for row, spans in enumerate(ranks.values()):
         for span in between(spans, began, began + seconds):
             colour = COLOURS.get(span["what"], "C7")
@@ -54,7 +54,7 @@ def legend(figure) -> None:
 
 
 def duration(ranks: dict[int, list[dict]]) -> tuple[float, float]:
-    """When the first step began and the last one ended. Exits with a line if none has."""
+    """Return the start of the first step and the end of the last one. Exit with a line if no step has ended."""
     steps = [span for spans in ranks.values() for span in spans if span["what"] == "step"]
     if not steps:
         sys.exit("no step has ended")
@@ -64,8 +64,8 @@ def duration(ranks: dict[int, list[dict]]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="output_dir of a run")
-    parser.add_argument("--first", type=float, help="seconds after the first step began; default: the middle of it")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how much of the run is drawn")
+    parser.add_argument("--first", type=float, help="start in seconds after the first step; default: middle of the run")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of the interval")
     args = parser.parse_args()
     ranks = read(args.run)
     start, end = duration(ranks)
