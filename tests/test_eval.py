@@ -202,14 +202,16 @@ def checkpoints(models, device):
 def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
     checkpoints, flags, main, tmp_path, monkeypatch, capsys
 ):
-    flags, started, make = flags[2:], [], evaluation.completions.make_engine
+    flags, started, make = flags[2:], [], evaluation.completions_file.make_engine
     monkeypatch.setattr(
-        evaluation.completions, "make_engine", lambda *given, **named: started.append(given[0]) or make(*given, **named)
+        evaluation.completions_file,
+        "make_engine",
+        lambda *given, **named: started.append(given[0]) or make(*given, **named),
     )
     curve, alone = tmp_path / "curve", tmp_path / "alone"
     # told to stop in the middle of the second one
     monkeypatch.setattr(distributed, "_stop_signal", None)
-    sample = evaluation.completions.rewarded
+    sample = evaluation.completions_file.rewarded
     calls = []
 
     def stop_at_the_fifth(*given):
@@ -218,7 +220,7 @@ def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
             distributed.tell_to_stop()
         return sample(*given)
 
-    monkeypatch.setattr(evaluation.completions, "rewarded", stop_at_the_fifth)
+    monkeypatch.setattr(evaluation.completions_file, "rewarded", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
     distributed._stop_signal = None
     assert "told to stop" in capsys.readouterr().out and [line["step"] for line in metrics(curve)] == [10]

@@ -4,12 +4,10 @@
 """
 
 import dataclasses
-import inspect
 import operator
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
@@ -149,30 +147,6 @@ def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
 
 
 # ---- flags and functions ----
-
-
-def _keyword_only(function: Callable) -> set[str]:
-    return {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-
-
-def with_flags(function: Callable, args: Any) -> Callable:
-    """`function` with each keyword-only parameter that is named like a flag bound to the flag's value."""
-    flags = vars(args)
-    return partial(function, **{name: flags[name] for name in sorted(_keyword_only(function) & flags.keys())})
-
-
-def require_flags_read(
-    args: Any, functions: dict[str, Callable], chosen: str | Sequence[str], flag: str = "loss"
-) -> None:
-    """`ValueError` for a flag that was set though only functions read it, as keyword-only parameters, that `--flag` has
-    not chosen."""
-    chosen = [chosen] if isinstance(chosen, str) else chosen
-    read = set().union(*(_keyword_only(functions[name]) for name in chosen))
-    some_read = set().union(*map(_keyword_only, functions.values()))
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if field.name in some_read - read and value != field.default:
-            raise ValueError(f"--{field.name} {value} would not be read: --{flag} is {' '.join(chosen)}")
 
 
 def require_read_by(

@@ -59,8 +59,3 @@ def shape_rewards(rewards: Tensor, *, reward_scale: float, reward_clip: float) -
     """Scale rewards, then clip them to [-reward_clip, reward_clip]; 0: no clip. Missing rewards (NaN) stay missing."""
     scaled = rewards * reward_scale
     return scaled.clamp(-reward_clip, reward_clip) if reward_clip else scaled
-
-
-def truncation_penalties(truncated: Tensor, *, missing_eos_penalty: float) -> Tensor:
-    """Return -missing_eos_penalty for truncated completions and 0 for others, float64. `truncated`: bool."""
-    return -missing_eos_penalty * truncated.double()

@@ -22,8 +22,7 @@ from common.config.flags import (
     PositiveFraction,
     check_bounds,
     may_change,
-    require_flags_read,
-    with_flags,
+    require_read_by,
 )
 
 # ---- bounds ----
@@ -129,7 +128,7 @@ def test_what_may_change_is_said_beside_the_flag():
     assert typing.get_type_hints(Args)["b"] == int | None
 
 
-# ---- flags and functions ----
+# ---- families ----
 
 
 @dataclass
@@ -141,44 +140,23 @@ class Losses(BaseArgs):
     lr: float = 1.0
 
 
-def clip(x, *, clip_low: float, clip_high: float, eps=1e-3) -> tuple:
-    return x, clip_low, clip_high, eps
+LOSSES = dict(clip=("clip_low", "clip_high"), cispo=("cispo_high",), plain=())
 
 
-def cispo(x, *, cispo_high: float) -> tuple:
-    return x, cispo_high
-
-
-def plain(x, lr=0) -> tuple:
-    return x, lr
-
-
-LOSSES = dict(clip=clip, cispo=cispo, plain=plain)
-
-
-def test_keyword_only_parameters_are_bound_to_the_flags_of_their_names():
-    args = Losses(clip_low=0.1, lr=3.0)
-    assert with_flags(clip, args)("x") == ("x", 0.1, 0.28, 1e-3)
-    assert with_flags(clip, args)("x", eps=0) == ("x", 0.1, 0.28, 0)
-    assert with_flags(plain, args)("x") == ("x", 0)  # not keyword-only: no flag
-    with pytest.raises(TypeError, match="temperature"):
-        with_flags(lambda x, *, temperature: x, args)("x")
-
-
-def test_a_flag_that_the_chosen_function_does_not_read():
+def test_a_flag_that_only_other_members_read_is_refused():
     for flags in (dict(clip_low=0.1), dict(lr=2.0), dict(clip_low=0.2, cispo_high=4.0)):
-        require_flags_read(Losses(**flags), LOSSES, "clip")
+        require_read_by(Losses(**flags), LOSSES, "clip")
     for flags, chosen, words in (
         (dict(clip_low=0.1), "cispo", "--clip_low 0.1 would not be read: --loss is cispo"),
         (dict(cispo_high=1.0), "plain", "--cispo_high 1.0 would not be read: --loss is plain"),
         (dict(cispo_high=1.0), ("clip", "plain"), "--cispo_high 1.0 would not be read: --loss is clip plain"),
     ):
         with pytest.raises(ValueError) as error:
-            require_flags_read(Losses(**flags), LOSSES, chosen)
+            require_read_by(Losses(**flags), LOSSES, chosen)
         assert str(error.value) == words
-    require_flags_read(Losses(cispo_high=1.0, clip_low=0.1), LOSSES, ("clip", "cispo"))
+    require_read_by(Losses(cispo_high=1.0, clip_low=0.1), LOSSES, ("clip", "cispo"))
     with pytest.raises(ValueError, match="not be read: --advantage is plain"):
-        require_flags_read(Losses(clip_low=0.1), LOSSES, "plain", flag="advantage")
+        require_read_by(Losses(clip_low=0.1), LOSSES, "plain", flag="advantage")
 
 
 def test_a_default_that_a_script_declares_anew_is_a_default():
@@ -186,9 +164,9 @@ def test_a_default_that_a_script_declares_anew_is_a_default():
     class Args(Losses):
         clip_low: float = 0.5
 
-    require_flags_read(Args(), LOSSES, "plain")
+    require_read_by(Args(), LOSSES, "plain")
     Args().require_read("clip_low", False, "never")
-    for wrong in (lambda: require_flags_read(Args(clip_low=0.2), LOSSES, "plain"),
+    for wrong in (lambda: require_read_by(Args(clip_low=0.2), LOSSES, "plain"),
                   lambda: Args(clip_low=0.2).require_read("clip_low", False, "never")):  # fmt: skip
         with pytest.raises(ValueError, match="--clip_low 0.2 would not be read"):
             wrong()

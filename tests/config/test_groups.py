@@ -310,17 +310,10 @@ def fields_read(path) -> set[str]:
     }
 
 
-def fields_bound(path) -> set[str]:
-    """Keyword-only parameters, which `with_flags` binds."""
-    return {p.arg for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef) for p in node.args.kwonlyargs}
-
-
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_every_field_is_read(script):
     path, fields = ROOT / f"{script}.py", {f.name for f in dataclasses.fields(importlib.import_module(script).Args)}
     used = set().union(*map(fields_read, [*MODULES, path]))
-    if "with_flags(" in path.read_text(encoding="utf-8"):
-        used.update(*map(fields_bound, [*MODULES, path]))
     assert fields - used == set()
 
 

@@ -228,7 +228,8 @@ def test_a_run_is_bitwise_the_same_and_resumes(args, cache, tmp_path, main, monk
 
 
 def with_all_data_large(script: str, folder: Path) -> Path:
-    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom common import token_cache\ntoken_cache.SMALLEST = 0\n"
+    path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    code = path + "from common.data import token_cache\ntoken_cache.SMALLEST = 0\n"
     (folder / script).write_text(code + (ROOT / script).read_text())
     return folder / script
 

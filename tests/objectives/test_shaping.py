@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from common.objectives.shaping import KLCoefficient, shape_rewards, truncation_penalties
+from common.objectives.shaping import KLCoefficient, shape_rewards
 
 NAN = float("nan")
 
 
-# ---- rewards and penalties ----
+# ---- rewards ----
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,6 @@ NAN = float("nan")
 def test_rewards_are_scaled_then_clipped_and_missing_ones_stay_missing(scale, clip, expected):
     got = shape_rewards(torch.tensor([[1.0, -4.0, NAN, 0.25]]).double(), reward_scale=scale, reward_clip=clip)
     assert got[0].tolist() == pytest.approx(expected, nan_ok=True)
-
-
-def test_truncated_completions_are_penalised():
-    got = truncation_penalties(torch.tensor([[False, True], [True, False]]), missing_eos_penalty=0.5)
-    assert got.tolist() == [[0, -0.5], [-0.5, 0]] and got.dtype == torch.float64
 
 
 # ---- KL coefficient ----

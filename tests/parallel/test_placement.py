@@ -68,10 +68,10 @@ CONFIGS = dict(
     mistral=transformers.MistralConfig(**small(sliding_window=7, num_key_value_heads=4)),
 )
 generator = torch.Generator().manual_seed(0)
-samples = []
+samples, advantages = [], torch.tensor([(i * 7 % 5 - 2) / 2 for i in range(10)])
 for i, n in enumerate((18, 41, 41, 6, 64, 2, 150, 33, 12, 77)):  # more than pack_tokens
     ids = torch.randint(3, 97, (n,), generator=generator).tolist()
-    samples.append(Sample(ids, [j > n // 3 for j in range(n)], advantage=(i * 7 % 5 - 2) / 2))
+    samples.append(Sample(ids, [j > n // 3 for j in range(n)]))
 
 def loss_of(logprobs_T, entropy_T, mask_T, means_T, advantages_T):
     "Sums over tokens, and over sequences of a function of their means."
@@ -86,12 +86,12 @@ for name, config in CONFIGS.items():
     distributed.barrier()
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     expected = 0.0
-    for s in samples:
+    for s, advantage in zip(samples, advantages.tolist(), strict=True):
         logp_TV = plain(torch.tensor([s.ids[:-1]]), use_cache=False).logits[0].log_softmax(-1)
         logprobs_T = logp_TV.gather(-1, torch.tensor(s.ids[1:])[:, None])[:, 0]
         mask_T = torch.tensor(s.loss_mask[1:])
         mean = (logprobs_T * mask_T).sum() / mask_T.sum().clamp(min=1)
-        loss = loss_of(logprobs_T, -(logp_TV.exp() * logp_TV).sum(-1), mask_T, mean, s.advantage)
+        loss = loss_of(logprobs_T, -(logp_TV.exp() * logp_TV).sum(-1), mask_T, mean, advantage)
         loss.backward()
         expected += loss.item()
     args = TrainArgs(dtype="float32", context_ranks=context, activation_checkpointing=recompute)
@@ -101,7 +101,7 @@ for name, config in CONFIGS.items():
         logprobs_T, entropy_T, correct_T, collision_T = policy(mb)
         assert correct_T.dtype == torch.bool and len(correct_T) == len(mb.targets_T)
         means_T = mb.sequence_mean_T(logprobs_T)
-        loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.advantages_T)
+        loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages[rank::ranks]))
         (loss * ranks).backward()
         total += loss.item()
     norm = max(p.grad.abs().max().item() for p in plain.parameters())

@@ -264,7 +264,7 @@ pool.map({DO!r}, [("value", 1), ("power", {str(files[0])!r}), ("deaf", {str(file
     with subprocess.Popen([sys.executable, "-c", code], stdout=PIPE) as parent:
         until(lambda: all(file.is_file() for file in files))
         children = descendants(parent.pid)
-        workers = [p for p in children if "rewards/process.py" in open(f"/proc/{p}/cmdline").read()]
+        workers = [p for p in children if "rewards/worker.py" in open(f"/proc/{p}/cmdline").read()]
         [other] = set(children) - set(workers)
         parent.kill()
         try:

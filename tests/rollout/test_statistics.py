@@ -79,6 +79,12 @@ def test_measured_rewards_leave_missing_ones_out():
     assert (metrics["reward/a"], metrics["reward/b"]) == (3, 2)
 
 
+def test_truncated_completions_are_penalised():
+    groups = [[completion(4), completion(2, "length")], [completion(3, "length"), completion(1)]]
+    got = statistics.truncation_penalties(groups, 0.5)
+    assert got.tolist() == [[0, -0.5], [-0.5, 0]] and got.dtype == torch.float64
+
+
 ENDED, CUT = "stop", "length"
 NO_EOS = "no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens"
 FORM = "see --reward, the form that the prompt asks for, and --temperature"
