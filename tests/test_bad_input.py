@@ -40,7 +40,7 @@ def the_error(stderr: str) -> str:
     return line.removeprefix("error: ")
 
 
-# ---- flags of one script; those that scripts share are in test_config.py, how they are read in test_cli.py ----
+# ---- flags of one script; those that scripts share are in test_groups.py, how they are read in test_parse.py ----
 
 FLAG_ERRORS = [
     ("sft", "--max_length 9000", "--max_length 9000 does not fit in --pack_tokens 8192"),

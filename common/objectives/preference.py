@@ -1,10 +1,10 @@
-"""Objectives of preference learning, each a pure function that reads like its equation: one value per pair, float64.
+"""Objectives of preference learning, the cases of one pure function: one value per pair, float64.
 
 Everything is about whole completions: log-probs summed over their tokens (nats). Notation in the docstrings: pc, pr are
 the policy's log-probs of chosen and rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in tokens,
 s the logistic function, and z = beta (f(lc) - f(lr)) with f the identity unless `f_divergence` says otherwise.
 
-What an objective reads beside the pairs is in its signature: keyword-only, with the names of the flags that set it.
+`READS` names the flags that each objective reads beside the pairs.
 
 Shapes: N pairs.
 """

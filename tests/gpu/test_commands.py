@@ -71,7 +71,7 @@ def from_the_hub() -> None:
 def test_the_readmes_commands(words, tmp_path, from_the_hub):
     """Three steps of each recipe as published, with its batch and its model on eight GPUs (of eval.py 64 prompts): it
     fits, engine and trainer agree, and every line says how long what took and how much memory it needed, which this
-    test prints (pytest -s). CPU twin: test_config.py for the recipes' flags; the scripts' own tests."""
+    test prints (pytest -s). CPU twin: test_groups.py for the recipes' flags; the scripts' own tests."""
     script, *flags = words
     online, ranks = script not in OFFLINE, 8
     mine = [*flags, *SMALL, "--output_dir", tmp_path, *(SMALL_ONLINE if online else ())]
