@@ -103,7 +103,7 @@ def measured(config, plan: Plan) -> float:
         policy.to_empty(device=device)
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)
         offsets = torch.zeros(2, dtype=torch.int32)
-        mb = PackedBatch(ids, ids, ids, offsets, [0, len(ids)], len(ids), 1, ids.bool(), ids, [])
+        mb = PackedBatch(ids, ids, ids, offsets, [0, len(ids)], len(ids), 1, ids.bool(), ids, [], ids[:0])
         for parameter in policy.parameters():  # from earlier micro-batches
             parameter.grad = torch.zeros_like(parameter)
         tracker = FSDPMemTracker(policy)

@@ -116,7 +116,8 @@ def load_samples(
     Raises `ValueError` as it does, for the first bad row, and if the machines do not have the same data.
     """
     if isinstance(args, StreamArgs) and args.streaming:
-        return stream(encode_rows, choices, tokenizer, args)
+        training, (held_out, counts) = stream(encode_rows, choices, tokenizer, args)
+        return [training, (InMemory(held_out), counts)]
     known = SimpleNamespace(
         **{name: getattr(args, name) for name in (*FLAGS, *flags)}, eval_every=min(args.eval_every, 1)
     )
