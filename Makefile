@@ -18,7 +18,7 @@ gpu-test: .venv/installed  # docs/gpu.md; each test is skipped below the number 
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 lint: .venv/installed
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check
 
 # CUDA: the vllm extra. Linux without a GPU: the pinned CPU set. Elsewhere (a Mac): no vLLM, the fallback engine.
 .venv/installed: pyproject.toml requirements-cpu.txt

@@ -19,28 +19,28 @@ tensors are aligned with the *targets*: x_T[t] describes the prediction of targe
 """
 
 import math
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, NotNegative, Positive
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.flags import AtLeast2, NotNegative, Positive, Real, require_default
+from common.config.groups import OnlineArgs
 from common.config.parse import parse
-from common.data.packing import Sample, pack_minibatches, per_sample
+from common.data.packing import pack_minibatches, per_sample
+from common.data.sample import Completion
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.completions_file import read_completions, sample_completions, samples_to_train_on
 from common.rollout.prompts import Prompts, load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
-from common.rollout.sampler import Rollouts
+from common.rollout.remote_sampler import make_sampler, serve
+from common.rollout.sampler import Sampler
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
@@ -67,32 +67,37 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
+class Args(OnlineArgs):
     output_dir: str = "runs/bok"
+    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/; with
+    --offline completions.jsonl too"""
+    lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 4
     """completions sampled for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
-    """number of completions of each prompt to train on: those of highest reward"""
-    keep_above: float | None = None
-    """train on all completions whose reward (less penalties) is above this, instead of --keep; default: off"""
+    """number of completions of each prompt to train on: those of highest reward, the first of equal ones"""
+    keep_above: Real | None = None
+    """reward, less penalties, above which a completion is trained on; in place of `keep`"""
     beta: NotNegative[float] = 0.0
-    """completions are ranked by reward - beta x log(policy / starting model); 0 never loads the starting model"""
+    """weight of a KL penalty in the ranking of completions, reward - beta log(policy / starting model); 0: no penalty,
+    and no reference model in memory"""
     offline: bool = False
-    """sample once before training, from the starting model, and train on the best of these completions"""
-    lr: Positive[float] = 1e-6
+    """sample from the starting model, once before training, and train on the best of these completions"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.keep >= self.samples_per_prompt:
-            raise ValueError(f"--keep {self.keep}: 1 to {self.samples_per_prompt - 1} of --samples_per_prompt")
-        self.require_read("keep", self.keep_above is None, "--keep_above replaces it")
-        self.require_read("beta", not self.offline, "with --offline the policy that samples is the starting model")
-        self.require_read("rollout_ranks", not self.offline, "with --offline nothing is sampled during training")
+            most = self.samples_per_prompt - 1
+            raise ValueError(f"--keep {self.keep} must be at most {most}, below --samples_per_prompt")
+        if self.keep_above is not None:
+            require_default(self, ("keep",), "with --keep_above")
+        if self.offline:
+            require_default(self, ("beta",), "with --offline: the starting model samples")
+            require_default(self, ("rollout_ranks",), "with --offline: training samples nothing")
 
 
 def sample_offline(
-    args: Args, prompts: Prompts, rollouts: Rollouts, rewards: Rewards, tokenizer
-) -> tuple[list[list[Sample]], Tensor]:
+    args: Args, prompts: Prompts, rollouts: Sampler, rewards: Rewards, tokenizer
+) -> tuple[list[list[Completion]], Tensor]:
     """Return the starting model's completions of all prompts, on every rank, and their rewards, [prompts, G]; none
     after a stop. They are stored in completions.jsonl; a complete file is only read. Collective.
 
@@ -103,7 +108,7 @@ def sample_offline(
     if lines and (found := len(lines[0]["completions"])) != args.samples_per_prompt:
         raise ValueError(f"{file}: {found} completions of a prompt, --samples_per_prompt is {args.samples_per_prompt}")
 
-    def generate(asked: Prompts, seeds: list[int]) -> list[list[Sample]]:
+    def generate(asked: Prompts, seeds: list[int]) -> list[list[Completion]]:
         return rollouts.sample_now(0, asked, seeds, args.samples_per_prompt, args.temperature)
 
     lines = sample_completions(
@@ -135,7 +140,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
         stored, stored_rewards = sample_offline(args, prompts, rollouts, rewards, tokenizer)
         if not stored:  # a stop was requested
@@ -156,7 +161,7 @@ def main(args: Args) -> None:
     for step in run.steps():
         # ---- 1. rollout: G completions of each of this rank's P prompts, sampled now or before training ----
         if args.offline:
-            drawn = rollouts.order.draw(args.prompts_per_step)
+            drawn = rollouts.queue.order.draw(args.prompts_per_step)
             mine = [drawn[i] for i in rollouts.positions]
             groups, rewards_PG, parts = [stored[i] for i in mine], stored_rewards[mine], {}
         else:
@@ -164,7 +169,7 @@ def main(args: Args) -> None:
             if groups is None:  # a stop was requested
                 break
             with meter.time("reward"):
-                rewards_PG, parts = rewards(groups, meter)
+                rewards_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
         if run.checks_engine(step) and (step == 0 or not args.offline):  # stored completions are the starting model's
             statistics.check_rollout(policy, groups, step, args, device)

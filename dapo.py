@@ -22,28 +22,29 @@ micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes 
 
 import fractions
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction, require_default
+from common.config.groups import OnlineArgs
+from common.config.objectives import CorrectionArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, pack_minibatches
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import load_policy
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, unequal
-from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.importance import importance_weights
 from common.objectives.policy import bounded_exp, is_clipped
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
@@ -115,11 +116,11 @@ def next_draw(kept: int, drawn: int, args: "Args") -> int:
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
+class Args(CorrectionArgs, OnlineArgs):
     output_dir: str = "runs/dapo"
+    lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G): a group, whose rewards are compared"""
-    lr: Positive[float] = 1e-6
     clip_low: BelowOne = 0.2
     """lower clip bound of the importance ratio: 1 - clip_low"""
     clip_high: NotNegative[float] = 0.28
@@ -137,8 +138,8 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     """fraction of tokens with a policy loss, those of highest entropy (arXiv:2506.01939: 0.2); 1: all tokens"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_read("overlong_penalty", self.overlong_buffer > 0, "--overlong_buffer is 0")
+        if not self.overlong_buffer:
+            require_default(self, ("overlong_penalty",), "with --overlong_buffer 0")
 
 
 def main(args: Args) -> None:
@@ -157,7 +158,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)
     optimizer = adamw(policy, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, curves = num_steps(args, prompts), (*CURVES, "dynamic_sampling/unequal_fraction")
@@ -175,7 +176,7 @@ def main(args: Args) -> None:
             if fresh is None:  # a stop was requested
                 break
             with meter.time("reward"):
-                scores_PG, parts = rewards(fresh, meter)
+                scores_PG, parts, _ = rewards(fresh, meter)
             statistics.measure_groups(meter, fresh, scores_PG, parts, first=step == drawn == 0)
             penalties_PG = statistics.truncation_penalties(fresh, args.missing_eos_penalty)
             penalties_PG = penalties_PG + overlong_penalties(statistics.lengths(fresh), args)

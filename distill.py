@@ -20,36 +20,39 @@ Shapes: P prompts on this rank, G completions per prompt, T packed tokens of a m
 aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive, Several, require_default
+from common.config.groups import TINY_ONLINE, OnlineArgs
+from common.config.objectives import CorrectionArgs
 from common.config.parse import parse
-from common.data.encode import Encoder, cut
+from common.data.encode import Encoder, truncate
 from common.data.order import make_order
-from common.data.packing import Sample, pack, pack_minibatches
+from common.data.packing import pack, pack_minibatches
 from common.data.rows import SFT_COLUMNS, require_columns, usable
+from common.data.sample import Sample
 from common.metrics.meter import Meter
+from common.model.comparison import Comparison
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_policy
+from common.model.scoring import with_logprobs
 from common.model.teacher import StoredTeacher, load_teacher, require_known, shared_vocabulary
 from common.objectives.advantages import centre_groups
-from common.objectives.divergence import DIVERGENCES, Comparison, Divergence, jsd
-from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.divergence import DIVERGENCES, Divergence, jsd
+from common.objectives.importance import importance_weights
 from common.objectives.policy import bounded_exp, is_clipped
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import Prompts, load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import num_steps
 from common.train.optim import adamw, optimizer_step
@@ -69,8 +72,7 @@ def divergence(args: "Args") -> Divergence:
 
 
 def advantages(rewards_PG: Tensor) -> Tensor:
-    """Return the advantage A of every completion, [P, G] float64; exactly 0 where all rewards of the prompt
-    are equal. A missing reward (NaN) counts in no statistic and gets 0."""
+    """Return the advantage A of every completion, [P, G] float64: 0 without a reward (NaN) or where all are equal."""
     centred_PG, size_P1 = centre_groups(rewards_PG), (~rewards_PG.isnan()).sum(-1, keepdim=True)
     std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (size_P1 - 1).clamp(min=1)).sqrt()
     return centred_PG / (std_P1 + 1e-6)
@@ -99,25 +101,26 @@ def loss(
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
+class Args(CorrectionArgs, OnlineArgs):
+    TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
     output_dir: str = "runs/distill"
-    teacher: str | None = None
-    """Hugging Face id or folder of the model to learn from, which has the student's tokenizer. Required"""
     samples_per_prompt: Positive[int] = 1
-    reward: tuple[str, ...] = ()
-    """rewards to measure completions by (docs/rewards.md); learned from only if reward_coef is above 0"""
+    reward: Several[str] = ()
+    """rewards by which completions are measured (docs/rewards.md lists all); trained on only with --reward_coef"""
     lr: Positive[float] = 1e-5
+    teacher: str | None = None
+    """Hugging Face id or folder of the model to learn from, with the student's tokenizer; required"""
     on_policy_fraction: Fraction = 1.0
     """fraction of a step's prompts that the student completes (the paper's lambda); the data completes other rows"""
     divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
-    """divergence minimised at each token, over the whole vocabulary: the table in docs/distill.md"""
+    """divergence of student and teacher at each token, over the whole vocabulary (docs/distill.md has the equations)"""
     jsd_beta: OpenFraction = 0.5
-    """jsd: weight of the teacher in the mixture; towards 0 it is like forward_kl, towards 1 like reverse_kl"""
+    """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like reverse_kl"""
     top_k: NotNegative[int] = 0
-    """keep the teacher's k most likely tokens, count all others as one: a lower bound of the divergence; 0: keep all"""
+    """number of the teacher's most likely tokens to compare, the others as one token: a lower bound; 0: all tokens"""
     teacher_logprobs: Literal["live", "stored"] = "live"
-    """stored (--on_policy_fraction 0): write the teacher's `top_k` log-probs of the data once, then train without it"""
+    """live: computed in every step; stored (with --on_policy_fraction 0): the teacher's top_k log-probs of the data are
+    written once, before training, which then needs no teacher in memory"""
     estimator: Literal["full", "sampled"] = "full"
     """full: the divergence; sampled: PPO's clipped loss with log(teacher / student) of each token as its advantage"""
     teacher_coef: NotNegative[float] = 1.0
@@ -125,30 +128,33 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
     reward_coef: NotNegative[float] = 0.0
     """sampled: weight of the completion's advantage by `reward` within its group, (r - mean) / std as in grpo.py"""
     clip_low: BelowOne = 0.2
-    """sampled: lower clip bound of the importance ratio: 1 - clip_low"""
+    """sampled: lower clip bound of the importance ratio, 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
-    """sampled: upper clip bound of the importance ratio: 1 + clip_high"""
+    """sampled: upper clip bound of the importance ratio, 1 + clip_high"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_read("jsd_beta", self.divergence == "jsd", f"--divergence is {self.divergence}")
-        self.require_read("missing_eos_penalty", self.reward_coef > 0, "rewards are measured, not learned from")
-        self.require_read("divergence", self.estimator == "full", "--estimator sampled is of reverse_kl")
-        self.require_read("top_k", self.estimator == "full", "--estimator sampled is of the sampled token")
-        for flag in ("clip_low", "clip_high", "correction", "correction_mode", "correction_low", "correction_high",
-                     "correction_filter", "teacher_coef", "reward_coef"):  # fmt: skip
-            self.require_read(flag, self.estimator == "sampled", "--estimator is full")
+        if self.divergence != "jsd":
+            require_default(self, ("jsd_beta",), f"with --divergence {self.divergence}")
+        if not self.reward_coef:
+            require_default(self, ("missing_eos_penalty",), "with --reward_coef 0")
+        if self.estimator == "sampled":
+            require_default(self, ("divergence", "top_k"), "with --estimator sampled")
+        else:
+            unused = ("clip_low", "clip_high", "correction", "correction_mode", "correction_low", "correction_high",
+                      "correction_filter", "teacher_coef", "reward_coef")  # fmt: skip
+            require_default(self, unused, "with --estimator full")
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
-            raise ValueError("--estimator sampled is for the student's own samples: --on_policy_fraction 1")
+            raise ValueError("--estimator sampled is for the student's own samples; set --on_policy_fraction 1")
         if self.reward_coef and (not self.reward or self.samples_per_prompt == 1):
             raise ValueError(f"--reward_coef {self.reward_coef} needs --reward and --samples_per_prompt above 1")
         if not self.teacher_coef and not self.reward_coef:
-            raise ValueError("--teacher_coef 0 leaves nothing to learn from without --reward_coef")
-        self.require_read("rollout_ranks", self.needs_engine, "nothing is sampled")
+            raise ValueError("--teacher_coef 0 leaves nothing to learn from; set --reward_coef above 0")
+        if not self.needs_engine:
+            require_default(self, ("rollout_ranks",), "with --on_policy_fraction 0 and without --reward")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
             raise ValueError("--teacher_logprobs stored needs --on_policy_fraction 0 and --top_k above 0")
         if 0 < self.on_policy_fraction < 1 and self.own_prompts in (0, self.prompts_per_step):
-            raise ValueError(f"{self._fraction} is {self.own_prompts}: all or nothing is 1 or 0")
+            raise ValueError(f"{self._fraction} is {self.own_prompts}; use --on_policy_fraction 0 or 1 for none or all")
 
     @property
     def own_prompts(self) -> int:
@@ -157,18 +163,18 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether anything is sampled, also to evaluate only."""
+        """Whether anything is sampled, to train on or to measure."""
         return self.on_policy_fraction > 0 or len(self.reward) > 0
 
     @property
     def _fraction(self) -> str:
         return f"--on_policy_fraction {self.on_policy_fraction} of --prompts_per_step {self.prompts_per_step}"
 
-    def check_ranks(self, ranks: int) -> None:
-        super().check_ranks(ranks)
-        if self.own_prompts % (shares := self.ranks_that_train(ranks) * self.minibatches):
-            of = "the ranks that train times --minibatches"
-            raise ValueError(f"{self._fraction} is {self.own_prompts}, not a multiple of {of} ({shares})")
+    def check_own_prompts(self, training_ranks: int) -> None:
+        """Raise `ValueError` if the student's prompts do not divide evenly."""
+        if self.own_prompts % (shares := training_ranks * self.minibatches):
+            what = f"the number of training ranks times --minibatches ({shares})"
+            raise ValueError(f"{self._fraction} is {self.own_prompts}; it must be a multiple of {what}")
 
 
 def read_samples(prompts: Prompts, encoder: Encoder, args: Args, needed: bool) -> list[Sample]:
@@ -178,10 +184,9 @@ def read_samples(prompts: Prompts, encoder: Encoder, args: Args, needed: bool) -
 
     def encode(row: dict) -> Sample:
         sample = encoder.completion(row, "_prompt" if "_prompt" in row else columns[0], columns[1])
-        return cut(sample, sample.prompt_length + args.max_new_tokens)
+        return truncate(sample, sample.prompt_length + args.max_new_tokens)
 
-    rows = prompts.rows if columns else []
-    samples = [sample for _, sample in usable(rows, encode, args.on_bad_row if needed else "skip")]
+    samples = [s for _, s in usable(prompts.rows if columns else [], encode, args.on_bad_row if needed else "skip")]
     if needed and not samples:
         raise ValueError(f"{args.dataset_flag}: no row has a completion that can be read")
     return samples
@@ -210,7 +215,7 @@ def evaluate(
     """Compare student and teacher on held-out completions, divided among the ranks; {} without any. Collective."""
     meter, mine = Meter(), samples[torch.distributed.get_rank() :: distributed.world_size()]
     for mb in pack(mine, args.pack_tokens, device) if samples else []:
-        both = policy(mb, args.temperature, teacher.teach(mb), divergence(args), args.top_k)
+        both = policy.distill(mb, teacher.teach(mb), divergence(args), args.top_k, args.temperature)
         means = {"eval_loss": both.divergence_T, "eval/reverse_kl": both.reverse_kl_T, "eval/agreement": both.agree_T}
         meter.masked_means(means, mb.loss_mask_T)
     return meter.reduce() if samples else {}
@@ -221,6 +226,7 @@ def main(args: Args) -> None:
     device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
+    args.check_own_prompts(world_size)
     if args.teacher is None:
         raise ValueError("--teacher: there is none; name a folder or a Hugging Face id with --model's tokenizer")
     prepare_output_dir(args, owned=("teacher_logprobs/*",))
@@ -242,7 +248,7 @@ def main(args: Args) -> None:
     teacher = load_teacher(teacher_path, given + given_held_out, vocabulary, args, device)  # frozen
     optimizer = adamw(policy, args)
     sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
-    rollouts = make_rollouts(policy, prompts, sampled, tokenizer, device, rewards) if args.needs_engine else None
+    rollouts = make_sampler(policy, prompts, sampled, tokenizer, device, rewards) if args.needs_engine else None
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order)  # the first one counts the epochs
@@ -265,7 +271,7 @@ def main(args: Args) -> None:
                 break
             require_known(chain(*groups), teacher)
             with meter.time("reward"):
-                rewards_PG, parts = rewards(groups, meter)
+                rewards_PG, parts, _ = rewards(groups, meter)
             statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
             shaped_PG = rewards_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
             advantages_PG = args.reward_coef * advantages(shaped_PG)
@@ -291,7 +297,7 @@ def main(args: Args) -> None:
                 tokens, _ = statistics.count_trained(own_mbs + data_mbs)  # of the *global* minibatch
                 minibatch_loss = torch.zeros((), device=device)
                 for prefix, mb in [("", mb) for mb in own_mbs] + [("data/", mb) for mb in data_mbs]:
-                    both = policy(mb, args.temperature, teacher.teach(mb), compare_with, args.top_k)
+                    both = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)
                     old_logprobs_T = both.logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
                     mb_loss, logged = loss(
                         both, old_logprobs_T, mb.rollout_logprobs_T, None if prefix else mb.on_tokens(advantages_PG),

@@ -19,27 +19,29 @@ pair i. Per-token tensors are aligned with the *targets*: x_T[t] describes the p
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import Fraction, Positive
-from common.config.groups import PreferenceArgs, TrainArgs
+from common.config.flags import Fraction, Positive, require_default
+from common.config.groups import TINY_TRAINING, TrainArgs
+from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
-from common.data.packing import PackedBatch, Sample, pack_groups
+from common.data.packing import PackedBatch, pack_groups
 from common.data.rows import PAIR_COLUMNS
+from common.data.sample import Sample
 from common.data.token_cache import load_samples
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
-from common.model.logprobs import weighted_logps
-from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_policy
 from common.model.reference import reference_logps, reference_or_logps
+from common.model.scoring import weighted_logps
 from common.objectives import preference
 from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
@@ -75,43 +77,39 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(PreferenceArgs, LoRAArgs, TrainArgs):
+class Args(PreferenceArgs, TrainArgs):
+    MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
+    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | dict(beta=1.0, sft_weight=1.0)
     output_dir: str = "runs/dpo"
-    """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """longest prompt and completion together, in tokens; default: 2048, or what context and pack_tokens allow"""
+    """maximum tokens of prompt and completion together; default: 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """what to do with pairs of which one is longer: leave them out, cut its end off (both are counted), or refuse"""
+    """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off (both are counted);
+    error: end the run"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """what to do with pairs whose chosen and rejected are the same: leave them out (counted), keep them, or refuse"""
+    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted); error: end the run"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
     reference_model: str | None = None
-    """Hugging Face id or folder of the reference; default: the starting model"""
+    """Hugging Face id or folder of the reference model; default: the starting model"""
     reference_logprobs: Literal["stored", "online"] = "stored"
-    """stored: computed once before training; online: the reference stays in memory and computes them at every step"""
+    """log-probs of the reference model. stored: computed once before training; online: computed in every step by the
+    model, which stays in memory"""
     ld_alpha: Fraction = 1.0
     """weight of a completion's tokens beyond the length of the other one (LD-DPO, arXiv:2409.06411)"""
     wpo: bool = False
-    """weight each pair by how likely the policy is to write it (WPO, arXiv:2406.11827)"""
+    """weight each pair by its probability under the current policy (WPO, arXiv:2406.11827)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         names, chosen = " ".join(self.loss), set(self.loss)
-        if chosen <= REFERENCE_FREE and (self.reference_model or self.reference_logprobs == "online"):
-            raise ValueError(f"--reference_model and --reference_logprobs have no effect with --loss {names}")
+        if chosen <= REFERENCE_FREE:
+            require_default(self, ("reference_model", "reference_logprobs"), f"with --loss {names}")
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
-            raise ValueError(f"--ld_alpha needs a loss of summed log-ratios, not --loss {names}")
+            raise ValueError(f"--ld_alpha {self.ld_alpha} needs losses of summed log-ratios, not --loss {names}")
         if self.max_length and 2 * (self.max_length - 1) > self.room:
-            raise ValueError(f"two sequences of --max_length {self.max_length} exceed {self.room_flags}")
-
-    def check_ranks(self, ranks: int) -> None:
-        self.require_multiple("batch_size", ranks, "the number of ranks")
-        super().check_ranks(ranks)
+            raise ValueError(f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}")
 
 
 def encode_rows(

@@ -11,23 +11,25 @@ each per checkpoint, and a curve.
 Shapes: P prompts, S samples of each, B bootstrap draws.
 """
 
+import dataclasses
 import json
 import math
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 
-from common.config.flags import MayChange, NotNegative, Positive
+from common.config.flags import MayChange, NotNegative, Positive, Several
 from common.config.groups import SamplingArgs
 from common.config.parse import parse
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack, per_sample
+from common.data.packing import pack, per_sample
 from common.data.rows import rows_of_split
+from common.data.sample import Sample
 from common.evaluate import checkpoint_curve
 from common.evaluate.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
@@ -47,43 +49,43 @@ OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 @dataclass
 class Args(SamplingArgs):
     model: str = "tiny"
-    """Hugging Face id or folder of a model, `tiny` (built-in, untrained), or a run's checkpoints/ for a curve of all"""
+    """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints, which are evaluated one
+    by one and drawn as a curve; tiny: a built-in, untrained model"""
     dataset_split: str = "test"
-    """split to evaluate on; a file has no splits and is used whole"""
+    """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = "runs/eval"
-    """folder of args.yaml, completions.jsonl and results.json"""
+    """folder for all that is written: args.yaml, completions.jsonl, results.json"""
     max_prompts: Positive[int] | None = None
-    """number of rows of the data, the first ones; default: all"""
+    """number of prompts to evaluate on, the first rows of the data; default: all"""
     samples_per_prompt: NotNegative[int] = 4
-    """completions sampled for each prompt beside the greedy one, S; 0: none"""
+    """completions sampled for each prompt besides the greedy one (S); 0: none"""
     greedy: bool = True
-    """sample one greedy completion of each prompt"""
-    ks: MayChange[tuple[int, ...]] = ()
-    """the k of pass@k and majority@k that the table shows; default: 1, 2, 4, ... up to S. results.json has all"""
+    """decode one greedy completion of each prompt"""
+    ks: MayChange[Several[int]] = ()
+    """values of k for which pass@k and majority@k are shown; default: 1, 2, 4, ... up to S. results.json has all"""
     prompts_per_batch: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
     domain_column: MayChange[str] = "domain"
-    """column whose values divide the table, if the data has it"""
+    """column of the data by whose values results are also shown, if there is one of that name"""
     completions: str | None = None
-    """file of completions to measure instead of sampling: JSONL, a line per row of the data, with `completions` (a list
-    of texts, or of objects as eval.py writes them) or `completion` (one text)"""
+    """file of completions to evaluate instead of sampling: JSONL with a line per row of the data and the column
+    completions (list of texts, or of objects as in completions.jsonl) or completion (one text)"""
     against: MayChange[str | None] = None
-    """win rate against another model, or against the completions in a .jsonl file"""
+    """opponent for a win rate: another model, or a .jsonl file of its completions"""
     reward_model: MayChange[str | None] = None
-    """reward model whose mean score is reported and that judges the win rate; default judge: `--reward`"""
+    """reward model whose mean score is reported and which judges the win rate; default judge: `reward`"""
     perplexity_model: MayChange[str | None] = None
     """language model under which the perplexity of the completions is reported"""
     bootstrap_samples: MayChange[Positive[int]] = 1000
-    """bootstrap draws of the prompts, B"""
+    """number of bootstrap resamples of the prompts, for confidence intervals"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.completions is None:
             if not (self.greedy or self.samples_per_prompt):
                 raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
             for k in self.ks:
                 if not 1 <= k <= self.samples_per_prompt:
-                    raise ValueError(f"--ks {k}: 1 to {self.samples_per_prompt}, that is --samples_per_prompt")
+                    raise ValueError(f"--ks {k} must be in 1 to {self.samples_per_prompt} (--samples_per_prompt)")
         for flag in ("completions", "against"):
             file = Path(getattr(self, flag) or "")
             if self.resume == "never" and file.is_file() and file.resolve().parent == Path(self.output_dir).resolve():
@@ -175,7 +177,7 @@ def print_results(args: Args, results: dict) -> None:
         Console().print(table)
 
 
-@dataclass
+@dataclasses.dataclass
 class Task:
     """Prompts and judges, the same for every checkpoint."""
 
@@ -217,7 +219,7 @@ def answers(
     """Return the completions of --model or --against (`flag`), read or sampled into `file`, a line per prompt, fewer
     after a stop; and the engine, which is started when first needed. Collective."""
     if flag in task.files:
-        return completions_file.reward_again(task.files[flag], task.prompts, task.tokenizer, task.rewards), engine
+        return completions_file.reward_again(task.files[flag], task.prompts, task.rewards), engine
     lines = completions_file.read_completions("--output_dir", file, task.prompts, task.tokenizer, own=True)
     if len(lines) < len(task.prompts):
         engine = completions_file.load_engine(engine, path, args, task.tokenizer, task.device, f"--{flag}")
@@ -242,9 +244,7 @@ def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> d
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     device, others, pack_tokens = task.device, task.others, args.pack_tokens
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
-    of_completions = partial(
-        completions_file.numbers_of, prompts=task.prompts, tokenizer=task.tokenizer, room=args.room
-    )
+    of_completions = partial(completions_file.score_stored, prompts=task.prompts, room=args.room)
     of_domain: dict[str, list[dict]] = {}
     for line, row in zip(both[0], task.prompts.rows, strict=True):
         of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)

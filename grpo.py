@@ -9,11 +9,11 @@ The policy samples G completions of every prompt. The advantage of each is its r
     rho_t = pi(y_t) / pi_old(y_t)                      pi_old: the policy at the time of the rollout
 
 There is no value model, and no reference model unless `--beta` is positive. `--loss`, `--reduction` and `--advantage`
-select the variants of the family, `--preset` those of one paper. dapo.py and reinforce.py continue from here.
+select a variant of the family, and `--preset` selects that of a paper. dapo.py and reinforce.py have further variants.
 
 Differences from the paper, without a preset (docs/grpo.md): the mean is over the tokens of the global minibatch and the
-clip bounds differ (both DAPO, arXiv:2503.14476), the KL term is off, and truncated importance weights correct for the
-difference between the probabilities of the inference engine and the trainer.
+clip bounds differ (both as in DAPO, arXiv:2503.14476). The KL term is off. Truncated importance weights correct for the
+difference between the probabilities of the inference engine and of the trainer.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, K rewards, T packed tokens of a micro-batch.
 Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
@@ -21,36 +21,36 @@ Per-token tensors are aligned with the *targets*: x_T[t] describes the predictio
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, require_read_by
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, require_default, require_effect
+from common.config.groups import OnlineArgs
+from common.config.objectives import CorrectionArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, whiten
-from common.objectives.importance import CorrectionArgs, importance_weights, off_policy_mask
+from common.objectives.importance import importance_weights, off_policy_mask
 from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
 from common.objectives.reduction import per_token, sequence_mean, sequence_sum
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
-# --loss: level of its importance ratio, and the flags that only it reads.
+# For each --loss: the level of its importance ratio (token or completion), and the flags that only this loss reads.
 CLIP = ("clip_low", "clip_high", "dual_clip")
 LOSSES = {
     "clip": (per_token, CLIP),
@@ -68,14 +68,14 @@ LOSSES = {
 
 def advantages(name: str, rewards_BG: Tensor, rewards_KBG: Tensor, weights_K: Sequence[float]) -> Tensor:
     """Return the advantage of every completion of all ranks, [B, G] float64, from its total reward or, for gdpo, from
-    its K rewards. A missing reward (NaN) counts in no statistic and gets 0; a group of equal rewards gets exactly 0."""
+    its K rewards. Statistics ignore missing rewards (NaN), which get 0. A group of equal rewards gets exactly 0."""
     centred_BG, valid_BG = centre_groups(rewards_BG), ~rewards_BG.isnan()  # r - mean of its group
     size_B1 = valid_BG.sum(-1, keepdim=True)
     match name:
         case "group":  # GRPO: (r - mean) / std of the group
             std_B1 = (centred_BG.square().sum(-1, keepdim=True) / (size_B1 - 1).clamp(min=1)).sqrt()
             return centred_BG / (std_B1 + 1e-6)
-        case "group_mean":  # Dr. GRPO (arXiv:2503.20783): dividing would favour very easy and very hard prompts
+        case "group_mean":  # Dr. GRPO (arXiv:2503.20783): a division by std favours very easy and hard prompts
             return centred_BG
         case "leave_one_out":  # RLOO (arXiv:2402.14740 Eq. 7): r - mean of the others
             return centred_BG * size_B1 / (size_B1 - 1).clamp(min=1)
@@ -101,7 +101,7 @@ def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args"
             return -objective_T
         case "reinforce":  # Williams 1992: without rho, only the first update of a rollout is unbiased
             return -A_T * logprobs_T
-        case "cispo":  # arXiv:2506.13585 Eq. 4: clips the weight of the gradient, so that every token keeps one
+        case "cispo":  # arXiv:2506.13585 Eq. 4: clips the weight of the gradient, so that every token has a gradient
             return rho_T.clamp(max=1 + args.cispo_high).detach() * (-A_T * logprobs_T)
         case "sapo":  # arXiv:2511.20347: a sigmoid gate that closes gradually as rho leaves 1
             tau_T = torch.where(A_T > 0, args.sapo_tau_positive, args.sapo_tau_negative)
@@ -124,9 +124,9 @@ def loss(
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
-    w_t makes the sum over the micro-batches of all ranks a mean over the *global* minibatch, which has `tokens` trained
-    tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded, without gradient. KL_t estimates
-    KL(pi || pi_ref). `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token.
+    With the weights w_t, the shares of all micro-batches and ranks add up to a mean over the *global* minibatch. It has
+    `tokens` trained tokens in `sequences` completions. c_t = pi_old / pi_engine, bounded, without gradient. KL_t
+    estimates KL(pi || pi_ref). `mask_T`: trained tokens; `sequence_ids_T`: number of each token's completion.
     """
     where, (level, flags) = (mask_T, sequence_ids_T), LOSSES[args.loss]
     log_rho_T = level(logprobs_T, *where) - level(old_logprobs_T, *where)
@@ -136,7 +136,7 @@ def loss(
     )  # fmt: skip
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
-    if args.off_policy_threshold is not None:  # mask bad completions that the policy has left
+    if args.off_policy_threshold is not None:  # mask if A < 0 and the policy has moved far away
         streams = logprobs_T, rollout_logprobs_T, advantages_T
         loss_T = loss_T * off_policy_mask(*streams, *where, args.off_policy_threshold)
     if flags == CLIP:
@@ -144,10 +144,10 @@ def loss(
         logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), advantages_T, *bounds)
     if ref_logprobs_T is not None:
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-        if args.unbiased_kl:  # the samples are of pi_old: weigh by the token's ratio, with its gradient (2512.02556)
+        if args.unbiased_kl:  # samples come from pi_old: weight by the token's ratio, with gradient (2512.02556)
             kl_T = bounded_exp(logprobs_T - old_logprobs_T) * kl_T
         loss_T, logged["kl"] = loss_T + args.beta * kl_T, kl_T
-    if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
+    if args.entropy_coef:  # skipped at 0: the entropy's backward pass reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
     match args.reduction:
         case "token":  # mean over tokens (DAPO, arXiv:2503.14476)
@@ -162,7 +162,7 @@ def loss(
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
+class Args(CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04, clip_low=0.2, clip_high=0.2),
         "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean", clip_low=0.2, clip_high=0.2),
@@ -174,68 +174,68 @@ class Args(CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
         "liteppo": dict(loss="clip", reduction="token", advantage="group_mean_batch_std", clip_low=0.2, clip_high=0.2),
         "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
-    RENAMED_PRESETS: ClassVar[dict[str, str]] = {"dapo": "python dapo.py"} | {
-        name: f"python reinforce.py --preset {name}" for name in ("reinforce", "reinforce++", "reinforce++_baseline")
+    MOVED: ClassVar[dict] = {
+        "preset": dict(dapo="python dapo.py")
+        | {old: f"python reinforce.py --preset {old}" for old in ("reinforce", "reinforce++", "reinforce++_baseline")}
     }
     output_dir: str = "runs/grpo"
     samples_per_prompt: AtLeast2 = 8
-    """completions sampled for each prompt (G): a group, whose members are compared"""
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
-    """the flags of a published variant, see docs/grpo.md; one that is also given with another value is an error"""
+    """published variant: sets the flags in its row of the table in docs/grpo.md; contradicting flags are an error"""
     loss: Literal[tuple(LOSSES)] = "clip"
-    """what is minimised for each token: the table in docs/grpo.md, `LOSSES` above"""
+    """policy loss of each token (docs/grpo.md has the equations)"""
     reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
-    """mean over: tokens; completions, of their means (sequence) or sums; or sum / (completions x max_new_tokens)"""
+    """reduction of the loss of all tokens. token: mean over tokens; sequence: mean over completions of their means;
+    sequence_sum: mean over completions of their sums; constant: sum / (completions x max_new_tokens)"""
     advantage: Literal["group", "group_mean", "group_mean_batch_std", "leave_one_out", "gdpo"] = "group"
-    """how rewards become advantages: the table in docs/grpo.md, `ADVANTAGES` above"""
+    """advantage of each completion, computed from rewards (docs/grpo.md has the equations)"""
     clip_low: BelowOne = 0.2
-    """clip, gspo, sequence_clip: the importance ratio is clipped below at 1 - clip_low"""
+    """clip, gspo, sequence_clip: distance from 1 of the lower bound of the importance ratio"""
     clip_high: NotNegative[float] = 0.28
-    """clip, gspo, sequence_clip: the importance ratio is clipped above at 1 + clip_high"""
+    """clip, gspo, sequence_clip: distance from 1 of the upper bound of the importance ratio"""
     dual_clip: NotNegative[float] = 0.0
-    """clip, gspo, sequence_clip: a negative advantage's loss is at most dual_clip |A| (above 1; usual: 3); 0: not"""
+    """clip, gspo, sequence_clip: maximum loss for advantages A < 0, as a multiple of |A| (above 1, often 3); 0: off"""
     cispo_high: Positive[float] = 4.0
-    """cispo: the weight of a token is at most 1 + cispo_high"""
+    """cispo: distance from 1 of the upper bound of a token's weight"""
     sapo_tau_positive: Positive[float] = 1.0
     """sapo: temperature of the gate for positive advantages"""
     sapo_tau_negative: Positive[float] = 1.05
-    """sapo: temperature of the gate for the others"""
+    """sapo: temperature of the gate for negative and zero advantages"""
     vespo_k_positive: NotNegative[float] = 2.0
-    """vespo: for advantages >= 0, how fast the weight falls as the completion's ratio goes below 1"""
+    """vespo, for advantages >= 0: decay of the weight as the completion's importance ratio goes below 1"""
     vespo_lambda_positive: NotNegative[float] = 3.0
-    """vespo: for advantages >= 0, how fast it falls as the ratio goes above 1"""
+    """vespo, for advantages >= 0: decay of the weight as the completion's importance ratio goes above 1"""
     vespo_k_negative: NotNegative[float] = 3.0
-    """vespo: vespo_k_positive for the others"""
+    """vespo, for advantages < 0: decay of the weight as the completion's importance ratio goes below 1"""
     vespo_lambda_negative: NotNegative[float] = 2.0
-    """vespo: vespo_lambda_positive for the others"""
+    """vespo, for advantages < 0: decay of the weight as the completion's importance ratio goes above 1"""
     off_policy_threshold: Positive[float] | None = None
-    """mask completions with A < 0 whose mean log(pi_engine / pi) exceeds this (arXiv:2512.02556 Eq. 9); default: off"""
+    """mask completions with a negative advantage whose log-prob fell by more nats per token than this; default: off"""
     beta: NotNegative[float] = 0.0
-    """weight of the KL to the starting model on each token of the loss; 0 never loads that model"""
+    """weight of the KL penalty to the starting model, on each token of the loss; 0: no penalty, no reference model"""
     kl_estimator: KLEstimator = "k3"
-    """estimate of the KL per token: k1, k2 or k3"""
+    """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d"""
     kl_clamp: NotNegative[float] = 0.0
-    """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: not"""
+    """bound of the KL estimate of each token, which is clamped to [-kl_clamp, kl_clamp]; 0: off"""
     unbiased_kl: bool = False
-    """the estimate is multiplied by the token's importance ratio, gradient and all (arXiv:2512.02556)"""
+    """multiplication of the KL estimate by the token's importance ratio, with its gradient (arXiv:2512.02556)"""
     entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus, which is reduced as the loss is (--reduction)"""
+    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_read_by(self, {name: flags for name, (_, flags) in LOSSES.items()}, self.loss)
+        require_effect(self, "loss", {name: flags for name, (_, flags) in LOSSES.items()})
         if 0 < self.dual_clip <= 1:
-            raise ValueError(f"--dual_clip {self.dual_clip} must be above 1, or 0 for none")
+            raise ValueError(f"--dual_clip {self.dual_clip} must be above 1, or 0 to turn it off")
         if self.loss in ("gspo", "sequence_clip"):
             for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none")):
                 if (value := getattr(self, flag)) not in fits.split(" or "):
-                    raise ValueError(f"--loss {self.loss} is of whole completions: --{flag} {fits}, not {value}")
-        for flag in ("kl_estimator", "kl_clamp", "unbiased_kl"):
-            self.require_read(flag, self.beta > 0, "--beta is 0")
+                    raise ValueError(f"--{flag} {value}: --loss {self.loss} treats completions as a whole; use {fits}")
+        if not self.beta:
+            require_default(self, ("kl_estimator", "kl_clamp", "unbiased_kl"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
-        """Yield lines about flags whose effect may surprise."""
+        """Yield warnings about flags with unexpected effects."""
         if self.beta and self.kl_estimator == "k1":
             yield "--kl_estimator k1: the expected gradient of this KL term is zero; it does not constrain the policy"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
@@ -259,7 +259,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
@@ -277,7 +277,7 @@ def main(args: Args) -> None:
 
         # ---- 2. rewards and advantages; the statistics are those of all ranks ----
         with meter.time("reward"):
-            rewards_PG, parts = rewards(groups, meter)
+            rewards_PG, parts, _ = rewards(groups, meter)
         penalties_PG = statistics.truncation_penalties(groups, args.missing_eos_penalty)
         mine = torch.stack([rewards_PG + penalties_PG, *parts.values(), penalties_PG], dim=1)
         total_BG, *parts_KBG = statistics.gather_groups(mine, rollouts.positions).unbind(1)
@@ -288,7 +288,7 @@ def main(args: Args) -> None:
         # ---- 3. pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
         minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
         check = run.checks_engine(step)
-        with meter.time("logprobs"):  # on policy the log-probs of the update itself serve as old ones
+        with meter.time("logprobs"):  # on policy, the old log-probs are those of the update itself
             old = policy if check or not on_policy else None
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if check:
@@ -312,7 +312,7 @@ def main(args: Args) -> None:
                     meter.masked_means(logged, mb.loss_mask_T)
                     statistics.measure_mismatch(meter, old_logprobs_T, mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
-                meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
+                meter.mean("loss", minibatch_loss, 1 / world_size)  # weights of all ranks add up to 1
 
         # ---- 5. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)

@@ -18,23 +18,24 @@ aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TrainArgs
+from common.config.groups import TINY_TRAINING, TrainArgs
 from common.config.parse import parse
-from common.data.encode import PAIR_FLAGS, Encoder, cut, encode_pairs
+from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs, truncate
 from common.data.order import make_order
-from common.data.packing import LazyGroups, PackedBatch, Sample, pack
+from common.data.packing import PackedBatch, pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
+from common.data.sample import LazyGroups, Sample
 from common.data.token_cache import Samples, load_samples
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
-from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_policy
 from common.model.reference import reference_logps, reference_or_logps
 from common.objectives.preference import wpo_weights
@@ -58,44 +59,37 @@ def loss(log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, arg
 
 
 @dataclass
-class Args(LoRAArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = dict(lr=5e-4, beta=1.0)
-    """defaults for the built-in model and task"""
+class Args(TrainArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | dict(lr=5e-4, beta=1.0)
     output_dir: str = "runs/kto"
-    """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """longest prompt and completion together, in tokens; default: 2048, or what context and pack_tokens allow"""
+    """maximum tokens of prompt and completion together; default: 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """what to do with longer rows: leave them out, cut their end off (both are counted), or refuse"""
+    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are counted); error: end the
+    run"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """of pairs: what to do where chosen and rejected are the same: leave them out (counted), keep them, or refuse"""
+    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted); error: end the run"""
     lr: Positive[float] = 1e-6
-    """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
     beta: Positive[float] = 0.1
-    """scale of the implicit rewards: how strongly the policy is held to the reference"""
+    """scale of the implicit rewards: larger values keep the policy closer to the reference"""
     desirable_weight: Positive[float] = 1.0
-    """weight of completions with a true label"""
+    """weight of completions whose label is true"""
     undesirable_weight: Positive[float] = 1.0
-    """weight of completions with a false label"""
+    """weight of completions whose label is false"""
     reference_model: str | None = None
-    """Hugging Face id or folder of the reference; default: the starting model"""
+    """Hugging Face id or folder of the reference model; default: the starting model"""
     reference_logprobs: Literal["stored", "online"] = "stored"
-    """stored: computed once before training; online: the reference stays in memory and computes them at every step"""
+    """log-probs of the reference model. stored: computed once before training; online: computed in every step by the
+    model, which stays in memory"""
     wpo: bool = False
-    """weight each completion by how likely the policy is to write it (WPO, arXiv:2406.11827)"""
+    """weight each completion by its probability under the current policy (WPO, arXiv:2406.11827)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.max_length and self.max_length - 1 > self.room:
-            raise ValueError(f"a sequence of --max_length {self.max_length} exceeds {self.room_flags}")
-
-    def check_ranks(self, ranks: int) -> None:
-        self.require_multiple("batch_size", ranks, "the number of ranks")
-        super().check_ranks(ranks)
+            raise ValueError(f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}")
 
 
 def encode_rows(
@@ -130,7 +124,7 @@ def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
         if not (other := next((other for other in others if other.prompt_ids != sample.prompt_ids), None)):
             raise ValueError("kto.py needs rows with different prompts: its baseline takes completions of other ones")
         mask = [False] * sample.prompt_length + other.loss_mask[other.prompt_length :]
-        return [sample, cut(Sample(sample.prompt_ids + other.completion_ids, mask), args.max_length)]
+        return [sample, truncate(Sample(sample.prompt_ids + other.completion_ids, mask), args.max_length)]
 
     if rows:
         group(0)  # errors come before the model is loaded

@@ -22,22 +22,23 @@ x_T[t] describes the prediction of targets_T[t].
 """
 
 import math
-from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import AtLeast2, Positive
-from common.config.groups import OnlineArgs, PreferenceArgs, SamplingArgs, TrainArgs
+from common.config.groups import TINY_ONLINE, OnlineArgs
+from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, pack_minibatches
 from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal
 from common.objectives.preference import OVER_BATCH, REFERENCE_FREE, Pairs
@@ -45,7 +46,7 @@ from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
@@ -123,14 +124,15 @@ def measure_policy(meter: Meter, pairs: Pairs, loss_N: Tensor, args: "Args") -> 
 
 
 @dataclass
-class Args(PreferenceArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
+class Args(PreferenceArgs, OnlineArgs):
+    MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
+    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=1.0, sft_weight=1.0)
     output_dir: str = "runs/online_dpo"
     samples_per_prompt: AtLeast2 = 2
     """completions sampled for each prompt (G); the best and the worst are the pair"""
     lr: Positive[float] = 1e-6
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if sorting := OVER_BATCH & set(self.loss):
             raise ValueError(f"--loss {min(sorting)} compares all pairs of a batch; use it with dpo.py")
 
@@ -153,7 +155,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if set(args.loss) - REFERENCE_FREE else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, curves = num_steps(args, prompts), (*CURVES, "pairs/win_margin", "rewards/accuracies")
@@ -171,7 +173,7 @@ def main(args: Args) -> None:
 
         # ---- 2. rewards, and the pair of each group ----
         with meter.time("reward"):
-            scores_PG, parts = rewards(groups, meter)
+            scores_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
         rewards_PG = scores_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
         measure_pairs(meter, rewards_PG)

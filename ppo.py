@@ -21,32 +21,32 @@ prefix before it.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, Fraction, NotNegative, Positive
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.flags import BelowOne, Fraction, NotNegative, Positive, require_default
+from common.config.groups import TINY_ONLINE, OnlineArgs
+from common.config.objectives import CorrectionArgs, RewardArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, pack_minibatches, per_sample
 from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs, with_values
-from common.model.lora import LoRAArgs
 from common.model.policy import load_reference
+from common.model.scoring import with_logprobs, with_values
 from common.model.value import load_with_value_model
 from common.objectives.advantages import gae
-from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.importance import importance_weights
 from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
-from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards
+from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
@@ -117,56 +117,59 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = dict(value_lr=5e-3, beta=0.01)
+class Args(RewardArgs, CorrectionArgs, OnlineArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(value_lr=5e-3, beta=0.01)
     output_dir: str = "runs/ppo"
     value_model: str | None = None
-    """reward model or language model (which gets a new head) that the value model starts from; default: --model"""
+    """Hugging Face id or folder that the value model starts from: a reward model with its head, or a language model,
+    which gets a new head; default: `model`"""
     lr: Positive[float] = 1e-6
+    """peak learning rate of AdamW for the policy"""
     value_lr: Positive[float] = 1e-5
-    """peak learning rate of AdamW, value model; warmup and schedule are the policy's"""
+    """peak learning rate of AdamW for the value model; warmup and schedule are those of the policy"""
     value_warmup_steps: NotNegative[int] = 0
-    """steps at the beginning in which only the value model learns"""
+    """number of first steps in which only the value model is trained"""
     prompts_per_step: Positive[int] = 512
     samples_per_prompt: Positive[int] = 1
     minibatches: Positive[int] = 4
     gamma: Fraction = 1.0
     """discount per token"""
     gae_lambda: Fraction = 0.95
-    """lambda of the advantages: 0 trusts the value model, 1 only what was sampled"""
+    """lambda of the advantages, from 0 (one-step estimates by the value model) to 1 (sampled returns alone)"""
     value_lambda: Fraction | None = None
-    """lambda of the returns that the value model learns; 1: unbiased targets (VC-PPO); default: gae_lambda"""
+    """lambda of the returns that the value model is trained on; default: gae_lambda; 1: unbiased returns (VC-PPO)"""
     lambda_alpha: NotNegative[float] = 0.0
-    """above 0: lambda of the advantages is 1 - 1 / (lambda_alpha x length) of the completion (VAPO: 0.05)"""
+    """length-adaptive lambda of the advantages, 1 - 1 / (lambda_alpha x length of completion) (VAPO: 0.05); 0: off"""
     whiten_advantages: bool = True
-    """advantages get mean 0 and standard deviation 1 over the tokens of the rollout"""
+    """whiten advantages to mean 0 and standard deviation 1 over the tokens of a rollout"""
     clip_low: BelowOne = 0.2
     """lower clip bound of the importance ratio: 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
     """upper clip bound of the importance ratio: 1 + clip_high"""
     value_clip: NotNegative[float] = 0.2
-    """values may move this far from those at rollout time; 0: no bound"""
+    """maximum change of a value from that at rollout time; 0: off"""
     beta: NotNegative[float] = 0.05
     kl_estimator: KLEstimator = "k1"
-    """estimate of the KL per token: k1, k2 or k3"""
+    """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d"""
     kl_clamp: NotNegative[float] = 0.0
-    """the estimate is clamped to [-kl_clamp, kl_clamp] on each token; 0: off"""
+    """bound of the KL estimate of each token, which is clamped to [-kl_clamp, kl_clamp]; 0: off"""
     kl_stop: NotNegative[float] = 0.0
-    """skip the rest of a rollout if the next minibatch has a KL to the sampling policy above this, per token; 0: off"""
+    """maximum KL of the policy to the one that sampled a rollout, in nats per token of the next minibatch; beyond it
+    the rest of the rollout is skipped; 0: off"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus"""
     positive_nll: NotNegative[float] = 0.0
-    """weight of the mean negative log-likelihood of the tokens with a positive advantage (VAPO, arXiv:2504.05118)"""
+    """weight of the mean negative log-likelihood of tokens with a positive advantage (VAPO, arXiv:2504.05118)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        read = self.value_lambda is None or not self.lambda_alpha
-        self.require_read("gae_lambda", read, "--lambda_alpha replaces it")
-        self.require_read("kl_stop", self.updates_per_rollout > 1, "a rollout has one update only")
+        if self.lambda_alpha and self.value_lambda is not None:
+            require_default(self, ("gae_lambda",), "with --lambda_alpha and --value_lambda")
+        if self.updates_per_rollout == 1:
+            require_default(self, ("kl_stop",), "with one update per rollout")
         if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
-            raise ValueError(f"--value_warmup_steps {self.value_warmup_steps} leaves the policy no step of --max_steps")
-        for flag in ("kl_estimator", "kl_clamp"):
-            self.require_read(flag, self.beta > 0, "--beta is 0")
+            raise ValueError(f"--value_warmup_steps {self.value_warmup_steps} must be below --max_steps")
+        if not self.beta:
+            require_default(self, ("kl_estimator", "kl_clamp"), "with --beta 0")
 
 
 def estimate(
@@ -231,7 +234,7 @@ def main(args: Args) -> None:
     policy, value_model = load_with_value_model(path, value_path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer, value_optimizer = adamw(policy, args), adamw(value_model, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
@@ -250,7 +253,7 @@ def main(args: Args) -> None:
 
         # ---- 2. scores; pack; log-probs and values that stay fixed ----
         with meter.time("reward"):
-            rewards_PG, parts = rewards(groups, meter)
+            rewards_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
         shaped_PG = shape_rewards(rewards_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip)
         scores_PG = shaped_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)

@@ -22,30 +22,30 @@ tensors are aligned with the *targets*: x_T[t] describes the prediction of targe
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, NotNegative, Positive, require_read_by
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.flags import BelowOne, NotNegative, Positive, require_default
+from common.config.groups import OnlineArgs
+from common.config.objectives import CorrectionArgs, RewardArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, whiten
-from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.importance import importance_weights
 from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
-from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards
+from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
@@ -104,7 +104,7 @@ def loss(
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
+class Args(RewardArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out", beta=0.0,
                           minibatches=1, epochs_per_rollout=1),
@@ -140,12 +140,12 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, Train
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_read_by(self, {"clip": ("clip_low", "clip_high"), "reinforce": ()}, self.loss)
+        if self.loss == "reinforce":
+            require_default(self, ("clip_low", "clip_high"), "with --loss reinforce")
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
-            raise ValueError(f"--samples_per_prompt {self.samples_per_prompt}: {self.advantage} compares at least 2")
-        for flag in ("kl_in", "kl_estimator", "kl_clamp"):
-            self.require_read(flag, self.beta > 0, "--beta is 0")
+            raise ValueError(f"--advantage {self.advantage} compares completions; set --samples_per_prompt above 1")
+        if not self.beta:
+            require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
         """Yield lines about flags whose effect may surprise."""
@@ -172,7 +172,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
@@ -190,7 +190,7 @@ def main(args: Args) -> None:
 
         # ---- 2. score; pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
         with meter.time("reward"):
-            scores_PG, parts = rewards(groups, meter)
+            scores_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
         minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
         with meter.time("logprobs"):  # on policy the log-probs of the update itself can serve as old ones

@@ -18,30 +18,30 @@ Shapes: P prompts on this rank, G completions per prompt, N completions and T pa
 tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.groups import TINY_ONLINE, OnlineArgs
+from common.config.objectives import CorrectionArgs, RewardArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.logprobs import with_logprobs
-from common.model.lora import LoRAArgs
 from common.model.policy import load_policy, load_reference
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups
-from common.objectives.importance import CorrectionArgs, importance_weights
+from common.objectives.importance import importance_weights
 from common.objectives.policy import bounded_exp, is_clipped
-from common.objectives.shaping import KLCoefficient, RewardArgs, shape_rewards
+from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_rollouts, serve
+from common.rollout.remote_sampler import make_sampler, serve
 from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
@@ -72,8 +72,8 @@ def loss(
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs, SamplingArgs, LoRAArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = dict(beta=0.01)
+class Args(RewardArgs, CorrectionArgs, OnlineArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=0.01)
     output_dir: str = "runs/rloo"
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G); the baseline of each is the mean reward of the others"""
@@ -104,7 +104,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_rollouts(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
@@ -122,7 +122,7 @@ def main(args: Args) -> None:
 
         # ---- 2. score; pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
         with meter.time("reward"):
-            scores_PG, parts = rewards(groups, meter)
+            scores_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
         minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
         with meter.time("logprobs"):  # on policy the log-probs of the update itself can serve as old ones

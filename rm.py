@@ -22,12 +22,12 @@ pair i.
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -35,13 +35,13 @@ from common.config.flags import NotNegative, Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
-from common.data.packing import PackedBatch, Sample, pack_groups
+from common.data.packing import PackedBatch, pack_groups
 from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
+from common.data.sample import Sample
 from common.data.token_cache import load_samples
 from common.metrics.logger import wilson_interval
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
-from common.model.lora import LoRAArgs
 from common.model.policy import ScalarModel, load_scalar_model
 from common.parallel import distributed
 from common.rewards.reward_model import at_end, score
@@ -65,38 +65,33 @@ def loss(
 
 
 @dataclass
-class Args(LoRAArgs, TrainArgs):
+class Args(TrainArgs):
     output_dir: str = "runs/rm"
-    """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; scores.jsonl of --eval_only"""
+    """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; with --eval_only
+    scores.jsonl"""
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """longest prompt and completion together, in tokens; default: 2048, or what context and pack_tokens allow"""
+    """maximum tokens of prompt and completion together; default: 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """what to do with pairs of which one is longer: leave them out, cut its end off (both are counted), or refuse"""
+    """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off (both are counted);
+    error: end the run"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """what to do with pairs whose chosen and rejected are the same: leave them out (counted), keep them, or refuse"""
+    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted); error: end the run"""
     center_coefficient: NotNegative[float] = 0.0
-    """weight of (rc + rr)^2, which holds the mean reward at zero (arXiv:2312.09244)"""
-    lr: Positive[float] = 1e-5
-    """peak learning rate of AdamW"""
+    """weight of (rc + rr)^2, rc and rr the rewards of chosen and rejected, which keeps the mean reward near 0
+    (arXiv:2312.09244)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
     eval_only: bool = False
-    """train nothing: score every pair of `dataset` with the reward model `model`"""
+    """do not train: score every pair of `dataset` with the reward model `model`"""
     relabel: str | None = None
-    """a .jsonl file to write: the pairs of `dataset`, swapped where the reward model disagrees (implies --eval_only)"""
+    """.jsonl file to write: the pairs of `dataset`, swapped where the reward model disagrees (implies --eval_only)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.max_length and 2 * self.max_length > self.room:
-            raise ValueError(f"two sequences of --max_length {self.max_length} exceed {self.room_flags}")
+            raise ValueError(f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}")
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
-
-    def check_ranks(self, ranks: int) -> None:
-        self.require_multiple("batch_size", ranks, "the number of ranks")
-        super().check_ranks(ranks)
 
 
 def encode_rows(

@@ -15,24 +15,25 @@ prediction of targets_T[t].
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
+from common.config.training import StreamArgs
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack
+from common.data.packing import pack
 from common.data.rows import SFT_COLUMNS, usable
-from common.data.streaming import StreamArgs
+from common.data.sample import Sample
 from common.data.token_cache import Samples, load_samples
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
-from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_policy
 from common.parallel import distributed
 from common.train.checkpoint import prepare_output_dir
@@ -40,7 +41,7 @@ from common.train.offline import describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 
-ENCODE_FLAGS = ("max_length", "overlong", "train_on")  # read by encode_rows; its results are cached by their values
+ENCODE_FLAGS = ("max_length", "overlong", "train_on")  # read by encode_rows; part of its cache's digest
 SHOW = ("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
 CURVES = ("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr")
 
@@ -52,60 +53,52 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(StreamArgs, LoRAArgs, TrainArgs):
+class Args(StreamArgs, TrainArgs):
     output_dir: str = "runs/sft"
-    """where everything goes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/"""
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """longest sequence, in tokens; default: 2048, or what context and pack_tokens allow"""
+    """maximum length of a sequence, in tokens; default: 2048, or less if context or pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """what to do with longer rows: leave them out, cut their end off (both are counted and reported), or refuse"""
+    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are counted); error: end the
+    run"""
     train_on: Literal["completion", "all"] = "completion"
-    """completion: the loss covers completions, or every assistant turn; all: prompts too"""
+    """tokens with a loss. completion: completions, or every assistant turn; all: prompts too"""
     loss: Literal["nll", "dft"] = "nll"
-    """what is minimised: nll: -log p of each token; dft: p times that, p without gradient; evaluations are always of
-    nll, so that runs compare"""
+    """loss of a token of probability p. nll: -log p; dft: -p log p, without gradient through the factor p. Evaluations
+    always use nll, so that runs are comparable"""
     lr: Positive[float] = 2e-5
-    """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """after warmup: stay, or decay to `min_lr_ratio` of the peak by the end"""
     router_aux_loss_coef: NotNegative[float] = 0.0
-    """mixtures of experts: weight of the loss that spreads each sequence's tokens over the experts, see docs/moe.md;
+    """mixtures of experts: weight of the load-balancing loss, which spreads tokens over the experts (docs/moe.md);
     0: off"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.max_length and self.max_length > self.room + 1:
-            raise ValueError(f"--max_length {self.max_length} does not fit in {self.room_flags}")
-
-    def check_ranks(self, ranks: int) -> None:
-        super().check_ranks(ranks)
-        self.require_multiple("batch_size", ranks, "the number of ranks")
+            raise ValueError(f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}")
 
 
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[Sample], Counter]:
-    """Tokenize rows into samples of at most `--max_length` tokens; count the rows that were dropped or changed."""
+    """Tokenise rows into samples of at most `--max_length` tokens. Count dropped or changed rows, by reason."""
     samples, counts = [], Counter()
     encode = partial(encoder.sft, columns=columns, train_on_all=args.train_on == "all")
     for row, sample in usable(rows, encode, args.on_bad_row):
         if (length := len(sample.ids)) > args.max_length:
             if args.overlong == "error" and args.on_bad_row == "error":
-                raise ValueError(
-                    f"{row['_source']} has {length} tokens, --max_length is {args.max_length} (--overlong)"
-                )
+                what = f"{row['_source']}: {length} tokens exceed --max_length {args.max_length}"
+                raise ValueError(f"{what}; set --overlong drop or truncate")
             if args.overlong != "truncate":
                 counts["dropped as too long"] += 1
                 continue
             counts["truncated"] += 1
             sample = replace(sample, ids=sample.ids[: args.max_length], loss_mask=sample.loss_mask[: args.max_length])
         if not any(sample.loss_mask[1:]):  # the first token is never predicted
-            counts["dropped as nothing in them is trained"] += 1
+            counts["dropped because no token is trained"] += 1
             continue
         if encoder.tokenizer.unk_token_id in sample.ids:
-            counts["with characters the tokenizer does not know"] += 1
+            counts["with characters that the tokenizer lacks"] += 1
         samples.append(sample)
     return samples, counts
 
@@ -150,7 +143,7 @@ def main(args: Args) -> None:
     for step in run.steps():
         # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
         batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
-        micro_batches = pack(batch, args.pack_tokens, device)  # as many on every rank: FSDP collectives must match
+        micro_batches = pack(batch, args.pack_tokens, device)  # equally many on every rank: FSDP's collectives
         tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))  # of the *global* batch
 
         # ---- 2. update: one optimizer step over the whole batch ----

@@ -29,7 +29,7 @@ LOAD = (
     "--eval_size", 500, "--save_every", STEPS, "--log_every", STEPS,
 )  # fmt: skip
 SETTINGS = {
-    "in turns on both": (),
+    "alternating on both": (),
     "S = 0": ("--rollout_ranks", 1, "--max_staleness", 0),
     "S = 1": ("--rollout_ranks", 1, "--max_staleness", 1),
     "S = 2": ("--rollout_ranks", 1, "--max_staleness", 2),
@@ -82,13 +82,13 @@ def main() -> None:
                     idle = fmean(line.get(f"idle/{kind}", 0) for line in steps)
                     parts += f", {kind.replace('_', ' ')} idle {100 * idle:.0f}%"
             stale = fmean(line.get("sampling/staleness/mean", 0) for line in steps)
-            print(f"{name:17s} seed {seed}: {seconds[name][-1]:6.1f} s, {parts}, staleness {stale:.2f}, "
+            print(f"{name:19s} seed {seed}: {seconds[name][-1]:6.1f} s, {parts}, staleness {stale:.2f}, "
                   f"greedy {lines[0]['eval/pass_at_1']:.3f} -> {scores[name][-1]:.3f}", flush=True)  # fmt: skip
     for name in SETTINGS:
-        ratios = [in_turns / own for in_turns, own in zip(seconds["S = 0"], seconds[name], strict=True)]
-        print(f"{name:17s}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as S = 0; greedy exact match "
+        ratios = [alternating / own for alternating, own in zip(seconds["S = 0"], seconds[name], strict=True)]
+        print(f"{name:19s}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as S = 0; greedy exact match "
               + " ".join(f"{score:.3f}" for score in scores[name]))  # fmt: skip
-    pictured = {"S = 0": "in turns (--max_staleness 0)", "S = 1": "one step off-policy (--max_staleness 1)"}
+    pictured = {"S = 0": "alternating (--max_staleness 0)", "S = 1": "one step off-policy (--max_staleness 1)"}
     runs = {title: folder(name, 0) for name, title in pictured.items()}
     picture(runs, ROOT / "docs" / "asynchronous.png", seconds=2.0)
 

@@ -4,7 +4,7 @@
 
 With FSDP every micro-batch waits for the rank with the most work. So this fraction of a step is lost:
 
-    1 - (work of all) / (ranks x sum over micro-batches of the most that one rank has)
+    1 - (cost of all ranks) / (ranks x sum over micro-batches of the highest cost of a rank)
 
 Lengths are drawn at random. Chat: lognormal, median 450, at most 8,192. GSM8K: 8 completions per prompt, about 270
 tokens with the prompt. Chains of thought: 8 per prompt, median 4,000, at most 16,384; prompt and sample contribute
@@ -53,47 +53,47 @@ CASES = {
 }
 
 
-def first_fit(lengths: list[int], room: int) -> list[list[int]]:
+def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
     bins: list[list[int]] = []
     for n in sorted(lengths, reverse=True):
-        fits = next((kept for kept in bins if sum(kept) + n <= room), None)
+        fits = next((kept for kept in bins if sum(kept) + n <= max_tokens), None)
         bins.append([n]) if fits is None else fits.append(n)
     return bins
 
 
 def lost(rows: list[list[list[int]]]) -> float:
     """Return the lost fraction. `rows` has, per micro-batch and rank, the lengths that this rank computes."""
-    slowest = sum(max(map(placement.work, row)) for row in rows)
-    return 1 - sum(placement.work(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
+    slowest = sum(max(map(placement.cost, row)) for row in rows)
+    return 1 - sum(placement.cost(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
 
 
-def owned(lengths: list[int], ranks: int, per_rank: int, room: int) -> list[list[list[int]]]:
-    of_rank = [first_fit(lengths[r * per_rank : (r + 1) * per_rank], room) for r in range(ranks)]
-    return [[bins[m] if m < len(bins) else [] for bins in of_rank] for m in range(max(map(len, of_rank)))]
+def owned(lengths: list[int], ranks: int, per_rank: int, max_tokens: int) -> list[list[list[int]]]:
+    ranks_bins = [first_fit(lengths[r * per_rank : (r + 1) * per_rank], max_tokens) for r in range(ranks)]
+    return [[bins[m] if m < len(bins) else [] for bins in ranks_bins] for m in range(max(map(len, ranks_bins)))]
 
 
-def shared(lengths: list[int], ranks: int, room: int) -> list[list[list[int]]]:
-    rows = placement.assign({(0, i): [n] for i, n in enumerate(lengths)}, ranks, room)
+def shared(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    rows = placement.assign({(0, i): [n] for i, n in enumerate(lengths)}, ranks, max_tokens)
     return [[[lengths[i] for _, i in keys] for keys in row] for row in rows]
 
 
 def main() -> None:
     print("| time lost | " + " | ".join(f"{ranks} ranks: owned | shared" for ranks in RANKS) + " |")
     print("|---" * (1 + 2 * len(RANKS)) + "|")
-    for name, (lengths_of, per_rank, room) in CASES.items():
+    for name, (lengths_of, per_rank, max_tokens) in CASES.items():
         cells = []
         for ranks in RANKS:
             batches = [lengths_of(random.Random(batch), ranks, per_rank) for batch in range(BATCHES)]
-            cells.append(mean(lost(owned(lengths, ranks, per_rank, room)) for lengths in batches))
-            cells.append(mean(lost(shared(lengths, ranks, room)) for lengths in batches))
+            cells.append(mean(lost(owned(lengths, ranks, per_rank, max_tokens)) for lengths in batches))
+            cells.append(mean(lost(shared(lengths, ranks, max_tokens)) for lengths in batches))
         print(f"| {name} | " + " | ".join(f"{cell:.0%}" for cell in cells) + " |")
     for name in ("chat, 16 sequences a rank", "GSM8K, 8 prompts a rank", "chains of thought, 8 prompts a rank"):
-        lengths_of, _, room = CASES[name]
+        lengths_of, _, max_tokens = CASES[name]
         lengths = lengths_of(random.Random(0), 64, 128)
         start = time.perf_counter()
-        old = first_fit(lengths, room)
+        old = first_fit(lengths, max_tokens)
         middle = time.perf_counter()
-        new = shared(lengths, 1, room)
+        new = shared(lengths, 1, max_tokens)
         seconds = f"{middle - start:.2f} s first fit, {time.perf_counter() - middle:.2f} s best fit"
         print(f"packing {len(lengths):,} sequences ({name}): {seconds}; {len(old)} and {len(new)} packs")
 

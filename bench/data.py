@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--in_memory_rows", type=int, default=20_000)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", help="where rows and cache are written; default: a temporary one")
+    parser.add_argument("--folder", help="folder for rows and cache; default: a temporary one")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--in_memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -100,15 +100,15 @@ def main() -> None:
         write_rows(many, options.rows)
         cache = Path(folder) / "cache"
         print(f"| {options.ranks} ranks | rows | seconds to the first batch | private GB of a rank | of it for data "
-              "| GB of the process that tokenises |\n|---|---|---|---|---|---|")  # fmt: skip
+              "| of it droppable | GB of the process that tokenises |\n|---|---|---|---|---|---|---|")  # fmt: skip
         for name, path, in_memory in (
             ("in memory", few, True), ("first start", few, False), ("second start", few, False),
             ("first start", many, False), ("second start", many, False),
         ):  # fmt: skip
             found = launch(options.ranks, path, cache, in_memory)
             rows = options.in_memory_rows if path == few else options.rows
-            numbers = f"{found['seconds']:.1f} | {found['private']:.2f} | {found['added']:.2f} | {found['helper']:.2f}"
-            print(f"| {name} | {rows:,} | {numbers} |", flush=True)
+            memory = " | ".join(f"{found[part]:.2f}" for part in ("private", "added", "clean", "helper"))
+            print(f"| {name} | {rows:,} | {found['seconds']:.1f} | {memory} |", flush=True)
 
 
 if __name__ == "__main__":

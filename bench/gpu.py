@@ -25,19 +25,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from pydantic.dataclasses import dataclass
 
 from bench.logprobs import peak, reset_peak
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
-from common.data.packing import PackedBatch, Sample, pack
+from common.data.packing import PackedBatch, pack
+from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.flops import forward_flops
+from common.model.head import Logits
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.model.logprobs import token_logprobs
 from common.model.policy import load_policy
@@ -140,7 +142,7 @@ def logprobs(flags, device, dtype) -> list[dict]:
     targets_T = torch.randint(V, (T,), device=device)
 
     def forward():
-        return token_logprobs(*inputs, targets_T)[0]
+        return token_logprobs(Logits(*inputs), targets_T).logprobs_T
 
     size, flop = f"T={T} D={D} V={V}", 2 * T * D * V
     return there_and_back("token log-probs", size, name_of(dtype), forward, inputs, flop, flags, device)
@@ -161,9 +163,9 @@ def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
     memory = peak(device.type) if device.type == "cuda" else peak(device.type) - start
     parameters = sum(p.numel() for p in policy.parameters())
     flop = 3 * forward_flops(policy.hf.config, policy.matrix_weights, mb)
-    how = ", activation checkpointing" if checkpointing else ""
+    mode = ", activation checkpointing" if checkpointing else ""
     size = f"{parameters / 1e6:.0f}M, {tokens} tokens"
-    rows = [row(f"micro-batch{how}", size, name_of(dtype), took, flop, tokens, memory)]
+    rows = [row(f"micro-batch{mode}", size, name_of(dtype), took, flop, tokens, memory)]
     if checkpointing:
         took = seconds(lambda: optimizer_step(policy, optimizer, 1e-6, 1.0, loss), flags.rounds, before=step)
         memory = peak(device.type) if device.type == "cuda" else 0

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
+from common.model.head import Logits
 from common.model.logprobs import token_logprobs
 
 D, V = 256, 151_936
@@ -33,7 +34,7 @@ MEMORY_TARGET, TIME_TARGET = 0.25, 1.3
 
 
 def chunked(hidden_TD, head_VD, targets_T):
-    return token_logprobs(hidden_TD, head_VD, targets_T)
+    return token_logprobs(Logits(hidden_TD, head_VD), targets_T)
 
 
 def full_same_outputs(hidden_TD, head_VD, targets_T):

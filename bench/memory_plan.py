@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
-from common.model import logprobs
+from common.model import head
 from common.model.memory import GIB, Plan, Shapes, on_the_host, predict, refusal, shapes_of
 from common.model.policy import Policy, shard
 
@@ -102,8 +102,8 @@ def measured(config, plan: Plan) -> float:
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)
-        offsets = torch.zeros(2, dtype=torch.int32)
-        mb = PackedBatch(ids, ids, ids, offsets, [0, len(ids)], len(ids), 1, ids.bool(), ids, [], ids[:0])
+        where = dict(loss_mask_T=ids.bool(), sequence_ids_T=ids, samples=[], index_N=ids[:0])
+        mb = PackedBatch(ids, ids, ids, [len(ids)], **where)
         for parameter in policy.parameters():  # from earlier micro-batches
             parameter.grad = torch.zeros_like(parameter)
         tracker = FSDPMemTracker(policy)
@@ -120,8 +120,8 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 
     os.environ |= dict(WORLD_SIZE=str(ranks), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    chunk = logprobs.chunk_size
-    logprobs._mm, logprobs.chunk_size = float32_product, lambda vocabulary, _: chunk(vocabulary, True)
+    chunk_size = head.chunk_size
+    head.product, head.chunk_size = float32_product, lambda vocabulary, _: chunk_size(vocabulary, True)
     worst = 0.0
     for name in names:
         config = (CONFIGS | SMALL)[name]
@@ -134,8 +134,8 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
             theirs = measured(config, plan)
             worst = max(worst, abs(ours / theirs - 1))
             listed = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if part != "Adam")
-            how = "recomputed" if recompute else "kept"
-            print(f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, {how}: fake tensors "
+            mode = "recomputed" if recompute else "kept"
+            print(f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, {mode}: fake tensors "
                   f"{theirs / GIB:.2f} GiB, predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}):", listed,
                   flush=True)  # fmt: skip
     return worst

@@ -17,19 +17,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from common.config.groups import SamplingArgs, TrainArgs
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
@@ -88,7 +89,7 @@ EXAMPLES = dict(
 
 
 PAGE = """\
-# Which models work
+# Supported models
 
 `--model` accepts an architecture (`model_type` in config.json) that keeps its blocks in `layers` and uses
 transformers' attention interface. The table was measured on a CPU in float32, with tiny random checkpoints whose
@@ -184,14 +185,14 @@ def against_transformers(path: str, policy: Policy, device: torch.device) -> tup
     """Return the largest difference of a log-prob, in nats, and of the gradient, relative to its maximum."""
     (ours, our_gradient), (theirs, gradient) = packed(policy, device), padded(path, device)
     forward = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-    assert torch.cat(theirs).std() > 0.3, "log-probs too uniform to tell anything"
+    assert torch.cat(theirs).std() > 0.3, "log-probs are too uniform for a comparison"
     assert our_gradient.keys() == gradient.keys()
     largest = max(g.abs().max() for g in gradient.values())
     return forward, max(((our_gradient[name] - g).abs().max() / largest).item() for name, g in gradient.items())
 
 
 @torch.no_grad()
-def of_export(path: str, policy: Policy, folder: Path, device: torch.device) -> float:
+def against_export(path: str, policy: Policy, folder: Path, device: torch.device) -> float:
     """Return the largest difference of a logit between the checkpoint and its export."""
     export_hf(policy, load_tokenizer(path), folder)
     ids = torch.tensor([rows()[-2]])
@@ -204,7 +205,7 @@ def against_vllm(path: str, device: torch.device) -> float:
     """Return the largest difference of a sampled token's log-prob, in nats."""
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
     engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
-    for _ in range(2):  # as at every step
+    for _ in range(2):  # two syncs, as in training
         policy.reshard()
         for parameter in policy.parameters():
             parameter.mul_(1.05)
@@ -215,7 +216,7 @@ def against_vllm(path: str, device: torch.device) -> float:
     for mb in pack([sample for group in groups for sample in group], 200, device):
         logprobs_T, *_ = policy(mb, temperature=0.7)
         worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
-    load_policy(path, ARGS, device)  # a model may be loaded later: vLLM shares transformers' classes
+    load_policy(path, ARGS, device)  # a later model must still load: vLLM shares transformers' classes
     engine.close()
     return worst
 
@@ -236,7 +237,7 @@ def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, fl
         policy = load_policy(path, ARGS, device)
     except ValueError as error:
         return dict(refused=str(error).removeprefix(f"--model {path}: "))
-    exported = of_export(path, policy, folder / "hf", device)
+    exported = against_export(path, policy, folder / "hf", device)
     forward, gradient = against_transformers(path, policy, device)
     return dict(forward=forward, gradient=gradient, export=exported)
 

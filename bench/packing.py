@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack
+from common.data.packing import pack
 from common.data.rows import load_rows
+from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import compute_dtype, load_policy
 from common.parallel import distributed

@@ -38,8 +38,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.logprobs import peak, reset_peak
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack_groups
+from common.data.packing import pack_groups
 from common.data.rows import load_rows
+from common.data.sample import Sample
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import compute_dtype, load_policy

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.rewards.math_reward import math
-from common.rewards.pool import Pool, _Worker
+from common.rewards.processes import Pool, Process
 
 TARGET = "common.rewards.math_reward:math"
 HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}", r"\log(10^{10^9})", r"(x+y+z)^{300}"]
@@ -43,9 +43,9 @@ def random_calls(n: int, rng: random.Random) -> list[tuple[str, dict]]:
     return calls[:n]
 
 
-def workers() -> int:
-    """Return the number of child processes of this one."""
-    return sum(len(f.read_text().split()) for f in Path("/proc/self/task").glob("*/children"))
+def children(pid: int | str = "self") -> int:
+    """Return the number of child processes."""
+    return sum(len(f.read_text().split()) for f in Path(f"/proc/{pid}/task").glob("*/children"))
 
 
 def main() -> None:
@@ -66,39 +66,42 @@ def main() -> None:
         f"\n{len(calls)} answers, {sum(expected):.0f} right       answers/s\nin this process, no deadline {alone:11.0f}"
     )
     for size in (1, 2, 4):
-        with Pool(size, args.deadline) as pool:
-            pool.map(TARGET, calls[:200])  # starts them
-            start = time.perf_counter()
-            values = [result.value for result in pool.map(TARGET, calls)]
-            rate = len(calls) / (time.perf_counter() - start)
-            print(f"pool of {size} {rate:29.0f}    {rate / alone:.2f}x")
-            assert values == expected
+        pool = Pool(TARGET, size, args.deadline, shared=True)
+        pool.map(calls[:200])  # starts them
+        start = time.perf_counter()
+        values = [result.value for result in pool.map(calls)]
+        rate = len(calls) / (time.perf_counter() - start)
+        print(f"pool of {size} {rate:29.0f}    {rate / alone:.2f}x")
+        assert values == expected
+        pool.close()
 
     calls = random_calls(args.answers, rng)
     hanging = set(rng.sample(range(len(calls)), round(args.hanging * len(calls))))
     for i in hanging:
         calls[i] = (f"so \\boxed{{{rng.choice(HANGING)}}}", dict(answer="18", _source=f"bench:{i}"))
-    late: list[float] = []  # seconds between a deadline and the end of its process
-    kill = _Worker.kill
+    late: list[float] = []  # seconds between a deadline and the moment at which its process is gone
+    pool, close = Pool(TARGET, 4, args.deadline, shared=True), Process.close
 
-    def timed_kill(worker: _Worker) -> int:
-        deadline, code = worker.deadline, kill(worker)
-        if worker.calls:
-            late.append(time.monotonic() - deadline)
-        return code
+    def timed_close(process: Process) -> None:
+        server = pool.server.process.pid
+        running = children(server)
+        close(process)
+        while process.end and process.end.timed_out and children(server) == running:
+            time.sleep(0.001)
+        late.append(time.monotonic() - process.deadline)
 
-    _Worker.kill = timed_kill
-    before, start = workers(), time.perf_counter()
-    with Pool(4, args.deadline) as pool:
-        results = pool.map(TARGET, calls)
-        seconds, during = time.perf_counter() - start, workers()
+    Process.close = timed_close
+    before, start = children(), time.perf_counter()
+    results = pool.map(calls)
+    seconds, during = time.perf_counter() - start, children(pool.server.process.pid)
+    pool.close()
     lost = {i for i, result in enumerate(results) if result.timed_out}
     errors = sum(bool(result.error) for result in results) - len(lost)
     print(f"\n{len(calls)} answers, {len(hanging)} of them hang, pool of 4, deadline {args.deadline:g} s\n"
           f"{seconds:8.1f} s in all; the deadlines alone are {len(hanging) * args.deadline / 4:.1f} s\n"
           f"{len(lost):8} timed out, of which {len(lost & hanging)} hang; {errors} other errors\n"
           f"{max(late, default=0.0):8.3f} s after its deadline the slowest to be killed was gone\n"
-          f"{before:8} processes before, {during} at the end, {workers()} after")  # fmt: skip
+          f"{before:8} processes before, {during} at the end, {children()} after")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from pydantic.dataclasses import dataclass
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from common.config.groups import SamplingArgs, TrainArgs

@@ -1,6 +1,6 @@
 """Compare streamed rollouts to steps that wait for their whole batch.
 
-    git worktree add /tmp/before efa4756      # the last commit whose rollouts are batches in lockstep
+    git worktree add /tmp/before efa4756      # the last commit with batches in lockstep
     python bench/stream.py --before /tmp/before
     python bench/stream.py --workload a --seeds 1 --steps 6     # a small trial, of the stream alone
     python bench/stream.py --workload lengths                   # does --oversample prefer some lengths?
@@ -190,9 +190,9 @@ def lengths(seeds: int, steps: int | None) -> None:
     flags = (*DOTS, *MANY, "--reward", f"{USER}:before_dots", "--lr", 1e-12, "--eval_every", 0)
     over = (*flags, *SETTINGS["2, oversample 1.25"][1])
     variants = {
-        "all that is drawn": (flags, "grpo.py"),
+        "all drawn prompts": (flags, "grpo.py"),
         "--oversample 1.25": (over, "grpo.py"),
-        "--oversample 1.25, the rest thrown away": (over, "bench/stream_discard.py"),
+        "--oversample 1.25, dropping the others": (over, "bench/stream_discard.py"),
     }
     for number, (name, (its_flags, script)) in enumerate(variants.items()):
         means = []

@@ -11,19 +11,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo
 from common.config.parse import parse
+from common.metrics.meter import Meter
 from common.rollout import remote_sampler, sampler
 
 
-class Discarding(sampler.Rollouts):
-    def submit(self, step: int, total_steps: int) -> None:
-        self.used |= self.in_flight.keys()
-        self.in_flight.clear()
+class DiscardingSampler(sampler.LocalSampler):
+    def rollout(self, step: int, total_steps: int, meter: Meter, size: int | None = None):
+        self.queue.used |= self.queue.in_flight.keys()
+        self.queue.in_flight.clear()
+        self.groups.clear()
         self.engine.waiting.clear()
-        self.engine.ours.clear()
-        self.episodes.speaking.clear()
-        super().submit(step, total_steps)
+        self.engine.own.clear()
+        self.episodes.sampling.clear()
+        self.episodes.groups.clear()
+        return super().rollout(step, total_steps, meter, size)
 
 
 if __name__ == "__main__":
-    remote_sampler.Rollouts = Discarding
+    remote_sampler.LocalSampler = DiscardingSampler
     grpo.main(parse(grpo.Args))

@@ -266,19 +266,15 @@ def _result(ranks: list[Rank], trained, waited, ahead, lengths, skipped: int) ->
 
 def measure() -> Machine:
     """Measure vLLM with `tiny` in this process."""
-    from common.config.groups import SamplingArgs, TrainArgs
+    from common.config.groups import OnlineArgs
     from common.model.hub import load_tokenizer, resolve_model
     from common.model.policy import load_policy
     from common.parallel import distributed
-    from common.rollout.engine import Completion
+    from common.rollout.engine import Request, empty_completion
     from common.rollout.engines import make_engine, whole_weights
 
-    @dataclass
-    class Args(SamplingArgs, TrainArgs):
-        """Flags of a policy and of an engine."""
-
     device, _, _ = distributed.setup(seed=0)
-    args, path = Args(max_new_tokens=64), resolve_model("tiny")
+    args, path = OnlineArgs(max_new_tokens=64), resolve_model("tiny")
     engine = make_engine(path, args, [], load_tokenizer(path), device)
     engine.wake()
     engine.load_weights(whole_weights(load_policy(path, args, device), engine.dtype))
@@ -286,7 +282,8 @@ def measure() -> Machine:
     def turns(running: int, prompt: int, count: int) -> list[float]:
         rng, took = random.Random(0), []
         for i in range(running):
-            engine.submit(Completion([rng.randrange(95) for _ in range(prompt)], count, i, 1.0))
+            prompt_ids = [rng.randrange(95) for _ in range(prompt)]
+            engine.submit(Request(empty_completion(prompt_ids), count, i, 1.0))
         for _ in range(count):
             start = time.perf_counter()
             engine.step()
@@ -329,11 +326,11 @@ def simulate(way: Way, load: Load, machine: Machine, steps: int, skipped: int) -
 
 def table(ranks: int, machine: Machine, options: argparse.Namespace) -> None:
     def load() -> Load:
-        rng = random.Random(0)  # the same lengths for all
+        rng = random.Random(0)  # every way has the same lengths
         return Load(ranks, ranks, 8 * ranks, lambda: long_tailed(rng))
 
     share = []
-    for _ in range(20):  # a rank's own share of a batch, in lockstep
+    for _ in range(20):  # seconds of a rank's own share of a batch, in lockstep
         rank, rng = Rank(machine), random.Random(len(share))
         rank.waiting = [(0, length) for _ in range(8) for length in long_tailed(rng)]
         rank.admit()

@@ -1,98 +1,76 @@
-"""Running the scripts: under torchrun as a user would, or, where that is not the property, without its start-up."""
+"""Runs of scripts, in ranks forked from a warm process or under torchrun, and comparisons of their outputs."""
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
+from tempfile import TemporaryDirectory
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-PATIENCE = 600  # seconds after which what should end hangs: no test depends on less
+SIGNAL_AT = ROOT / "tests" / "signal_at.py"
+PATIENCE = 600  # seconds after which a process counts as hanging; no test depends on less
+BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virtual")
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")
 
 
-def command(ranks: int, script: str, *flags: object) -> list[str]:
-    """The launch line; one rank is plain python."""
-    torchrun = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    return [sys.executable, *torchrun, str(ROOT / script), *map(str, flags)]
+# ---- processes ----
 
 
-def environment(**extra: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
-
-
-def run(
-    ranks: int, script: str, *flags: object, code: int = 0, timeout: float = PATIENCE, torchrun: bool = False
-) -> subprocess.CompletedProcess:
-    """Run to the end, in `forked` ranks or under `torchrun`, and check the exit code: 1 if one of several failed."""
-    if not torchrun:
-        done = forked(ranks, script, *flags, timeout=timeout)
-    else:
-        with subprocess.Popen(
-            command(ranks, script, *flags), cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True
-        ) as process:
-            done = ended(process, timeout=timeout)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-6000:]
-    return done
-
-
-def ended(
-    process: subprocess.Popen, ranks: Sequence[int] = (), timeout: float = PATIENCE
-) -> subprocess.CompletedProcess:
-    """Wait for a launcher and its ranks (the pipes close when the last process has gone). If they hang, all are killed:
-    torchrun gives each rank a session of its own, so `ranks` names those that may outlive it."""
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except BaseException:
-        kill(process.pid, *ranks)
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-def kill(*pids: int) -> None:
-    """Outright, with all that they have started."""
-    for each in [each for pid in pids for each in (pid, *descendants(pid))]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-
-
-# ---- events, processes, time ----
+def environment(**variables: object) -> dict[str, str]:
+    return os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | {k: str(v) for k, v in variables.items()}
 
 
 def until(event: Callable[[], object]) -> object:
-    """Wait for a file, a line, the end of a process: what `event` returns once that is true."""
+    """Wait until `event` returns a true value, and return it."""
     deadline = time.monotonic() + PATIENCE
     while not (found := event()):
-        assert time.monotonic() < deadline, "it never comes"
+        assert time.monotonic() < deadline, "the event does not happen"
         time.sleep(0.01)
     return found
 
 
 def alive(pid: int) -> bool:
-    """Whether a process has not ended."""
+    """Return whether a process has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below `pid`."""
+    children = []
+    with contextlib.suppress(OSError):  # the process may end meanwhile
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, file.read_text().split())
+    return children + [p for child in children for p in descendants(child)]
+
+
+def kill(*pids: int) -> None:
+    """Send SIGKILL to processes and their descendants."""
+    for each in [each for pid in pids for each in (pid, *descendants(pid))]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def open_files() -> int:
@@ -100,7 +78,7 @@ def open_files() -> int:
 
 
 class Clock:
-    """Stands in for the module `time` of `modules`: real time, and what a test adds to it."""
+    """Replacement of the module `time` in `modules`: real time plus the seconds `ahead` that a test adds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType):
         self.ahead, self.sleep = 0.0, time.sleep
@@ -111,194 +89,168 @@ class Clock:
         return time.monotonic() + self.ahead
 
 
-# ---- ranks without torchrun's start-up ----
-
-OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+# ---- runs ----
 
 
-@dataclass
-class Moment:
-    """When rank 0 is to send itself signals: at one of its operations on files in `folder`, number `operation` (from 0)
-    of those that follow the line of `step` in metrics.jsonl. A moment of the run, however fast the machine is."""
+def start(ranks: int, script: str | Path, *flags: object, **variables: object) -> subprocess.Popen:
+    """Start a script from its command line, under torchrun with several ranks."""
+    torchrun = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    line = [sys.executable, *torchrun, ROOT / script, *map(str, flags)]
+    return subprocess.Popen(line, cwd=ROOT, env=environment(**variables), stdout=PIPE, stderr=PIPE, text=True)
 
-    folder: Path
-    step: int
-    operation: int = 0
-    signals: tuple[int, ...] = (signal.SIGSTOP,)
 
-    def watch(self) -> None:
-        """In rank 0."""
-        inside, seen = False, -1
+def ended(
+    process: subprocess.Popen, ranks: Sequence[int] = (), timeout: float = PATIENCE
+) -> subprocess.CompletedProcess:
+    """Wait for a launcher and its ranks: the pipes close when the last process has gone. If they hang, kill all.
+    torchrun gives each rank its own session, so `ranks` names those that may outlive the launcher."""
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except BaseException:
+        kill(process.pid, *ranks)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
-        def look(event: str, arguments: tuple) -> None:
-            nonlocal inside, seen
-            if event not in OPERATIONS or inside or threading.current_thread() is not threading.main_thread():
-                return
-            if not str(arguments[0]).startswith(str(self.folder)):
-                return
-            inside = True
-            seen += seen >= 0 or self.logged()
-            inside = False
-            if seen == self.operation:
-                for signum in self.signals:
-                    os.kill(os.getpid(), signum)
 
-        sys.addaudithook(look)
+def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.CompletedProcess:
+    """Check the exit code and, if it is 0, that neither Python nor CUDA reports an error at exit."""
+    text = done.stdout[-4000:] + done.stderr[-8000:]
+    assert done.returncode == code, text
+    assert code or not any(word in done.stdout + done.stderr for word in BAD_ENDS), text
+    return done
 
-    def logged(self) -> bool:
-        """Whether the line is there."""
-        return (self.folder / "metrics.jsonl").is_file() and any(m["step"] >= self.step for m in metrics(self.folder))
+
+def run(
+    ranks: int, script: str | Path, *flags: object, code: int = 0, torchrun: bool = False
+) -> subprocess.CompletedProcess:
+    """Run a script to its end, in forked ranks or under torchrun, and check how it ended."""
+    if torchrun:
+        return finished(ended(start(ranks, script, *flags)), code)
+    with Ranks(ranks, script, *flags) as started:
+        return finished(started.end(), code)
+
+
+def run_and_kill(ranks: int, script: str | Path, *flags: object, folder: Path, after_step: int, at: str) -> None:
+    """Send SIGKILL to all ranks of a run when rank 0 first calls the function `at` after it logged `after_step`."""
+    with Ranks(ranks, SIGNAL_AT, 0, at, folder, after_step, int(signal.SIGKILL), script, *flags) as started:
+        started.processes[0].join(PATIENCE)
+        assert started.processes[0].exitcode == -signal.SIGKILL, started.end()
 
 
 def warm() -> BaseContext:
-    """Of processes that are forked from one that has imported the libraries already, see preload.py. It has what is
-    read at the import of torch and vLLM: not all of it would be read again in a rank."""
+    """Return a context whose processes are forked from one that has imported the libraries, see preload.py."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preload"])
-    vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(PYTHONPATH=str(ROOT / "tests"), **vllm).items():
-            patch.setenv(name, value)
+    # vLLM reads these at its import, and not again in a rank.
+    vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_LEVEL="ERROR")
+    with mock.patch.dict(os.environ, environment(PYTHONPATH=ROOT / "tests", **vllm)):
         forkserver.ensure_running()
     return context
 
 
 class Ranks:
-    """What torchrun starts, without the imports. A context manager: at its end none is left."""
+    """Ranks of a script without the start-up of torchrun. As a context manager, it terminates all of them on exit."""
 
-    def __init__(self, ranks: int, script: str | Path, *flags: object, moment: Moment | None = None):
-        context = warm()
-        self.args, self.folder = (script, *flags), tempfile.TemporaryDirectory()
-        self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
+    def __init__(self, ranks: int, script: str | Path, *flags: object):
+        self.folder, words = TemporaryDirectory(), [str(word) for word in (script, *flags)]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        launch = dict(
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.store.port), WORLD_SIZE=str(ranks),
-            LOCAL_WORLD_SIZE=str(ranks), TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
-        )  # fmt: skip
         self.processes = []
         for rank in range(ranks):
-            variables = environment(**(launch | dict(RANK=str(rank), LOCAL_RANK=str(rank)) if ranks > 1 else {}))
-            of_rank = (str(script), [str(flag) for flag in flags], variables, self.outputs, None if rank else moment)
-            self.processes.append(context.Process(target=_be_a_rank, args=of_rank))
+            place = dict(
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=self.store.port, TORCHELASTIC_USE_AGENT_STORE=True,
+            )  # fmt: skip
+            variables = environment(**(place if ranks > 1 else {}))
+            process = warm().Process(target=_be_a_rank, args=(words, variables, self.folder.name))
+            process.start()
+            self.processes.append(process)
+        self.pids = [process.pid for process in self.processes]
 
     def __enter__(self) -> "Ranks":
-        for process in self.processes:
-            process.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        started = [process for process in self.processes if process.pid]
-        kill(*(process.pid for process in started if process.exitcode is None))
-        for process in started:
+        kill(*(process.pid for process in self.processes if process.exitcode is None))
+        for process in self.processes:
             process.join()
         self.folder.cleanup()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self.processes]
-
-    def wait(self, timeout: float) -> None:
-        """Until one ends."""
-        if running := [p.sentinel for p in self.processes if p.exitcode is None]:  # the last may end just now
-            multiprocessing.connection.wait(running, timeout)
-
-    def until_frozen(self) -> None:
-        """Wait until rank 0 has sent itself SIGSTOP, as its `moment` says. It takes other signals then, and acts upon
-        them when it gets SIGCONT."""
-        deadline = time.monotonic() + PATIENCE
-        while Path(f"/proc/{self.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            self.wait(0.02)
-            assert all(p.exitcode is None for p in self.processes), f"too late: {self._texts()}"
-            assert time.monotonic() < deadline, f"{self.args[0]} hangs"
-
-    def end(self, timeout: float = PATIENCE) -> subprocess.CompletedProcess:
-        """Wait until all have ended. Exit code 1 if a rank failed: the others are terminated then, as by torchrun. The
-        code of one rank is its own."""
-        deadline = time.monotonic() + timeout
-        while any(p.exitcode is None for p in self.processes) and not any(p.exitcode for p in self.processes):
-            assert time.monotonic() < deadline, f"{self.args[0]} hangs"
-            self.wait(deadline - time.monotonic())
+    def end(self) -> subprocess.CompletedProcess:
+        """Wait until all ranks have ended or one has failed; then terminate the others, as torchrun does. The exit code
+        of several ranks is 1 if one failed."""
+        while not any(p.exitcode for p in self.processes) and any(p.exitcode is None for p in self.processes):
+            running = [p for p in self.processes if p.exitcode is None]
+            if not multiprocessing.connection.wait([p.sentinel for p in running], PATIENCE):
+                for process in running:
+                    os.kill(process.pid, signal.SIGUSR1)  # writes its stacks to stderr
+                    time.sleep(1)
+                raise AssertionError("the ranks hang:\n" + Path(self.folder.name, "stderr").read_text()[-8000:])
         for process in self.processes:
-            process.terminate()  # nothing to those that are done
-            process.join(30)  # then __exit__ kills it
-        codes = [process.exitcode for process in self.processes]
-        return subprocess.CompletedProcess(self.args, codes[0] if len(codes) == 1 else int(any(codes)), *self._texts())
-
-    def _texts(self) -> list[str]:
-        return [path.read_text(encoding="utf-8") if path.is_file() else "" for path in self.outputs]
+            process.terminate()
+            process.join(30)  # then __exit__ kills the rank
+        codes, files = [process.exitcode for process in self.processes], Path(self.folder.name)
+        texts = [(files / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess([], codes[0] if len(codes) == 1 else int(any(codes)), *texts)
 
 
-def forked(ranks: int, script: str, *flags: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess:
-    with Ranks(ranks, script, *flags) as started:
-        return started.end(timeout)
-
-
-def run_and_kill(ranks: int, script: str, *flags: object, folder: Path, after_step: int, delay: float = 0) -> None:
-    """Start a run and `kill -9` its ranks after it logged `after_step`, at one of rank 0's next operations on files in
-    `folder`: before another line, or within a save. The script's name is the seed by which it is drawn; `delay` says
-    nothing any more."""
-    operation = random.Random(Path(script).name).randrange(12)  # the last save alone has ten
-    moment = Moment(folder, after_step, operation)
-    with Ranks(ranks, script, *flags, moment=moment) as started:
-        started.until_frozen()
-
-
-def _be_a_rank(
-    script: str, flags: list[str], variables: dict[str, str], outputs: list[Path], moment: Moment | None
-) -> None:
-    for descriptor, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None:
+    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+        os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
-    sys.argv = [script, *flags]
-    if moment:
-        moment.watch()
+    sys.argv = words
     try:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    except Exception:  # as the interpreter would: multiprocessing has a way of its own
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+    except Exception:  # multiprocessing would report the exception itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
 
+# ---- outputs of a run ----
+
+
 def metrics(folder: Path) -> list[dict]:
-    """Whole lines: a run may be writing the last one."""
+    """Return the complete lines: a run may be writing the last one."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
 
 
-def weights(folder: Path) -> dict:
-    from safetensors.torch import load_file
+def logged(folder: Path, step: int) -> bool:
+    """Return whether a run has logged `step`."""
+    return (folder / "metrics.jsonl").is_file() and any(line["step"] >= step for line in metrics(folder))
 
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "hf" / "model.safetensors")
 
 
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, from /proc."""
-    children = []
-    with contextlib.suppress(OSError):  # it may end meanwhile
-        for file in Path(f"/proc/{pid}/task").glob("*/children"):
-            children += map(int, file.read_text().split())
-    return children + [p for child in children for p in descendants(child)]
-
-
 def assert_same_weights(one: Path, other: Path) -> None:
-    """Bit for bit."""
+    """Compare bit for bit."""
     one, other = weights(one), weights(other)
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def assert_close_metrics(one: Path, other: Path, names: tuple[str, ...], rel: float, floor: float = 0.0) -> None:
-    """Step by step, relative to the larger value, or to `floor` where both are smaller."""
+def assert_close_metrics(one: Path, other: Path, names: Sequence[str], rel: float, floor: float = 0.0) -> None:
+    """Compare step by step, relative to the larger value, or to `floor` where both are smaller."""
     one, other = ([line for line in metrics(folder) if line["step"] > 0] for folder in (one, other))
     assert [line["step"] for line in one] == [line["step"] for line in other]
-    for name in names:
-        assert any(name in line for line in one), f"{name} is never logged"
+    assert all(any(name in line for line in one) for name in names), "a metric is never logged"
     for a, b in zip(one, other, strict=True):
         for name in (name for name in names if name in a or name in b):
-            assert abs(a[name] - b[name]) <= rel * max(abs(a[name]), abs(b[name]), floor), (
-                a["step"],
-                name,
-                a[name],
-                b[name],
-            )
+            difference, size = abs(a[name] - b[name]), max(abs(a[name]), abs(b[name]), floor)
+            assert difference <= rel * size, (a["step"], name, a[name], b[name])
+
+
+def assert_resumes_exactly(main: Callable, script: str, *flags: object, folder: Path, finished: int) -> None:
+    """Continue a copy of a finished run without its last checkpoint and compare it with the run, bit for bit."""
+    again = folder.with_name(f"{folder.name}_again")
+    shutil.copytree(folder, again, ignore=lambda *_: ["hf", f"step_{finished:06d}"])
+    (before,) = again.glob("checkpoints/step_*")
+    assert 0 < int(before.name.removeprefix("step_")) < finished and not (again / "hf").exists()
+    main(script, *flags, "--output_dir", again)
+    assert_same_weights(folder, again)
+    timed = ("time/", "speed/", "memory/", "tokens_per_second")
+    same = [[{k: v for k, v in m.items() if not k.startswith(timed)} for m in metrics(run)] for run in (folder, again)]
+    assert same[0] == same[1] and [line["step"] for line in same[1]] == list(range(1, finished + 1))

@@ -1,4 +1,4 @@
-"""Comparison of a function of columns with naive scalar code, values and derivatives."""
+"""Comparison of column-wise functions with naive scalar code, values and derivatives."""
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ def columns(rows):
 
 
 def check(function, naive, rows, rel=1e-9):
-    """`function` of columns, of which the first has the gradient; `naive` of one row gives (value, derivative)."""
+    """Compare `function` of columns, with the gradient of the first, to `naive` of one row, which gives (value,
+    derivative)."""
     first, *others = columns(rows)
     first.requires_grad_()
     values = function(first, *others)

@@ -1,11 +1,10 @@
-"""bok.py: which completions are kept, one gradient whatever the ranks, exact resume, the offline set written once, in
-eval.py's format, and trained on as it was sampled."""
+"""bok.py: the kept completions, a gradient independent of ranks, exact resume, and the offline set, which is written
+once, in eval.py's format, and trained on as sampled."""
 
 import json
 import math
 import shutil
 
-import inprocess
 import pytest
 import torch
 from conftest import talkative
@@ -13,13 +12,12 @@ from helpers import assert_close_metrics, assert_same_weights, metrics, run
 from test_grpo import REWARD, samples
 
 from bok import Args, best, loss, sample_offline
-from common.data.packing import Sample
+from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-from common.rollout.completions_file import read_completions, rewarded, samples_to_train_on
+from common.rollout.completions_file import make_lines, read_completions, samples_to_train_on
 from common.rollout.prompts import Prompts
 
-main = inprocess.main
 NAN = math.nan
 SAME = ("grad_norm", "reward", "kept/reward", "kept/fraction", "entropy", "num_tokens", "epoch")
 
@@ -29,7 +27,7 @@ def kept(args: Args, *ranking: float) -> list[int]:
     return kept_G.nonzero().flatten().tolist()
 
 
-def test_the_best_are_kept_the_first_of_equals_and_never_one_without_a_reward():
+def test_best_completions_are_kept_by_reward_then_order():
     assert kept(Args(), 0.1, 0.9, 0.9, -1.0) == [1]
     assert kept(Args(keep=3), 0.1, 0.9, NAN, 0.9) == [0, 1, 3]
     assert kept(Args(keep=2), 0.5, 0.9, 0.5, 0.5) == [0, 1]
@@ -39,7 +37,7 @@ def test_the_best_are_kept_the_first_of_equals_and_never_one_without_a_reward():
     assert kept(Args(keep_above=3), 0.5, 0.6, NAN, 2.0) == []
 
 
-def test_the_loss_is_the_mean_over_the_tokens_of_the_global_minibatch():
+def test_loss_is_the_mean_over_the_tokens_of_the_global_minibatch():
     logprobs_T = torch.tensor([-1.0, -2.0, -7.0, -3.0], requires_grad=True)
     total = loss(logprobs_T, torch.tensor([True, True, False, True]), torch.tensor(12))
     total.backward()
@@ -67,7 +65,7 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, main, tmp_path):
+def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tmp_path):
     main("bok", *flags, "--keep", 2, "--beta", 0.3, "--pack_tokens", 40, "--output_dir", tmp_path)
     assert samples(two_ranks, 1) == samples(tmp_path, 1)
     assert_close_metrics(two_ranks, tmp_path, (*SAME, "loss"), rel=1e-5)
@@ -77,7 +75,7 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, main, tmp
 
 
 @pytest.mark.slow
-def test_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_run_bitwise(two_ranks, flags, tmp_path):
     again = shutil.copytree(two_ranks, tmp_path / "again", ignore=lambda *_: ["hf", "step_000004"])
     done = run(2, "bok.py", *flags, "--keep", 2, "--beta", 0.3, "--output_dir", again)
     assert "resuming from" in done.stdout
@@ -111,8 +109,8 @@ def lines_of(folder) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(offline, offline_flags, main, tmp_path, capsys):
-    """The same file and weights on one rank as on two, and when the file was cut short."""
+def test_offline_set_is_written_once_and_is_the_only_training_data(offline, offline_flags, main, tmp_path, capsys):
+    """One rank gives the same file and weights as two, also from a truncated file."""
     lines = lines_of(offline)
     tokenizer = load_tokenizer(tiny_model())
     prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in ROWS]
@@ -122,7 +120,7 @@ def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(offline, 
     trained = [s["completion"] for step in range(1, 5) for s in samples(offline, step) if s["advantage"]]
     assert trained and set(trained) <= texts
     cut = tmp_path / "completions.jsonl"
-    cut.write_text("".join(lines[:11]) + lines[11][:40])  # as a kill leaves it
+    cut.write_text("".join(lines[:11]) + lines[11][:40])  # the result of a kill
     main("bok", *offline_flags, "--output_dir", tmp_path)
     assert "20 of 20 prompts sampled" in capsys.readouterr().out
     for one, other in zip(map(json.loads, lines), map(json.loads, lines_of(tmp_path)), strict=True):
@@ -133,8 +131,8 @@ def test_the_offline_set_is_written_once_and_is_all_that_is_trained_on(offline, 
 
 
 @pytest.mark.slow
-def test_what_cannot_be_trained_on_is_refused(offline, tmp_path):
-    """Also what eval.py wrote, which has no log-probs."""
+def test_unusable_offline_sets_are_refused(offline, tmp_path):
+    """One of them is a file of eval.py, which has no log-probs."""
     lines, tokenizer, file = lines_of(offline), load_tokenizer(tiny_model()), tmp_path / "completions.jsonl"
     records, good = [json.loads(line) for line in lines], "".join(lines)
     prompts = Prompts([r["prompt_ids"] for r in records], [dict(_source=r["source"]) for r in records])
@@ -152,31 +150,30 @@ def test_what_cannot_be_trained_on_is_refused(offline, tmp_path):
     by_eval = records[0] | dict(completions=[dict(c) for c in records[0]["completions"]])
     for completion in by_eval["completions"]:
         del completion["logprobs"]
-    damaged = "line 1: not as it was written; mend or delete it"
     for text, words in (
-        (json.dumps(by_eval) + "\n", "line 1: no logprobs: only what bok.py --offline wrote can be trained on"),
-        (good.replace('"reward"', '"rewarded"', 1), damaged),
-        (good.replace('"reward": 0', '"reward": [], "x": 0', 1), damaged),
-        (good.replace('"logprobs": [', '"logprobs": [0.1, ', 1), damaged),
-        (good.replace('"logprobs": [', '"logprobs": ["a", ', 1), damaged),
-        (good.replace('"ids": [', '"ids": ["a", ', 1), "line 1: a completion is a text, or an object"),
-        ("[]\n" + good, "line 1: not an object"), ("x\n" + good, "line 1: Expecting value"),
-        (good.replace("rows.jsonl:1\"", "rows.jsonl:3\"", 1), "line 1: of another row than the data has there"),
+        (json.dumps(by_eval) + "\n", "line 1: completion: logprobs is missing"),
+        (good.replace('"reward"', '"rewarded"', 1), "line 1: completion: reward is missing"),
+        (good.replace('"reward": 0', '"reward": [], "x": 0', 1), "line 1: completions.0.reward: "),
+        (good.replace('"logprobs": [', '"logprobs": [0.1, ', 1), "line 1: completion: `ids`, `sampled` "),
+        (good.replace('"logprobs": [', '"logprobs": ["a", ', 1), "line 1: completions.0.logprobs.0: "),
+        (good.replace('"ids": [', '"ids": ["a", ', 1), "line 1: completions.0.ids.0: "),
+        ("[]\n" + good, "line 1: Input should be an object"), ("x\n" + good, "line 1: Invalid JSON"),
+        (good.replace("rows.jsonl:1\"", "rows.jsonl:3\"", 1), "line 1: `source` is rows.jsonl:3, but"),
     ):  # fmt: skip
         with pytest.raises(ValueError) as error:
             read(text)
         assert str(error.value).startswith(f"--output_dir {file}, {words}") and "\n" not in str(error.value)
     with pytest.raises(ValueError, match="3 completions of a prompt, --samples_per_prompt is 2"):
         read(good, samples_per_prompt=2)
-    with pytest.raises(ValueError, match="line 20: of another row"):
+    with pytest.raises(ValueError, match="line 20: `source` is rows.jsonl:20, but this row of the data is missing"):
         read(good, Prompts(prompts.ids[:19], prompts.rows[:19]))
-    with pytest.raises(ValueError, match="line 1: of another prompt than the data has there"):
+    with pytest.raises(ValueError, match="line 1: `prompt_ids` are not the prompt"):
         read(good, Prompts([[1], *prompts.ids[1:]], prompts.rows))
 
 
 @pytest.mark.slow
-def test_eval_measures_what_bok_wrote(offline, offline_flags, main, tmp_path):
-    """One format: the rewards of now are those that were stored."""
+def test_eval_measures_the_offline_set(offline, offline_flags, main, tmp_path):
+    """The format is the same: recomputed rewards equal the stored ones."""
     flags = offline_flags[: offline_flags.index("--max_steps")]
     dataset = offline_flags[offline_flags.index("--offline") - 1]
     main("eval", *flags, "--dataset", dataset, "--max_new_tokens", 12, "--engine", "transformers",
@@ -189,15 +186,15 @@ def test_eval_measures_what_bok_wrote(offline, offline_flags, main, tmp_path):
 # ---- environments ----
 
 
-def test_episodes_are_stored_as_they_were_sampled(device, tmp_path):
-    """A sample after the file is the sample before it, a missing reward too."""
+def test_episodes_are_stored_as_sampled(device, tmp_path):
+    """A sample read from the file equals the one written, including a missing reward."""
     tokenizer, ids = load_tokenizer(tiny_model()), [7, 8, 9]
     prompts = Prompts([ids], [dict(_source="rows:1")])
 
-    def episode(completion: list[int], mask: list[int], **fields) -> Sample:
-        return Sample(
-            ids + completion, [False] * 3 + [bool(m) for m in mask], [0.0] * 3 + [-0.1 * m for m in mask],
-            versions=[-1] * 3 + [m - 1 for m in mask], prompt_length=3, text="9", row=prompts.rows[0],
+    def episode(completion: list[int], mask: list[int], **fields) -> Completion:
+        return Completion(
+            ids + completion, [False] * 3 + [bool(m) for m in mask], prompt_length=3, row=prompts.rows[0], text="9",
+            rollout_logprobs=[0.0] * 3 + [-0.1 * m for m in mask], versions=[-1] * 3 + [m - 1 for m in mask],
             transcript=tokenizer.decode(completion), **fields,
         )  # fmt: skip
 
@@ -210,25 +207,23 @@ def test_episodes_are_stored_as_they_were_sampled(device, tmp_path):
     class Rewarded:
         def __call__(self, groups, meter):
             rewards_PG = torch.tensor([[1.5, 0.0, NAN]], dtype=torch.float64)
-            return rewards_PG, dict(environment=rewards_PG)
+            return rewards_PG, dict(environment=rewards_PG), {}
 
         def first(self, parts):
             return parts["environment"]
 
-    (line,) = rewarded([group], prompts, Rewarded(), to_train_on=True)
+    (line,) = make_lines([group], prompts, Rewarded(), to_train_on=True)
     (tmp_path / "c.jsonl").write_text(json.dumps(line) + "\n")
     lines = read_completions("--output_dir", tmp_path / "c.jsonl", prompts, tokenizer, own=True, to_train_on=True)
     ((one, two, three),) = samples_to_train_on(lines, prompts, tokenizer, episodes=True)
-    group[0].reward = 1.5
-    assert [one, two] == group[:2] and math.isnan(three.reward)
-    three.reward = 0.0
+    assert [one, two] == group[:2] and lines[0]["completions"][2]["reward"] is None
     assert three == group[2]
 
 
 @pytest.mark.slow
-def test_episodes_online_and_offline(small, main, tmp_path):
-    """Of several turns. Offline the first loss is that of the stored log-probs of the sampled tokens, and of no other;
-    online engine and trainer agree on them."""
+def test_episodes_train_online_and_offline(small, main, tmp_path):
+    """The episodes have several turns. Offline, the first loss is that of the stored log-probs of the sampled tokens
+    only; online, engine and trainer agree on them."""
     rows = [dict(prompt="?", number=n) for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = (
@@ -250,10 +245,10 @@ def test_episodes_online_and_offline(small, main, tmp_path):
         assert any("a number!" in s["completion"] for s in samples(folder, 1))
 
 
-# ---- nothing kept ----
+# ---- no completion kept ----
 
 
 @pytest.mark.slow
-def test_where_nothing_is_good_enough_nothing_is_learned(flags, tmp_path):
+def test_step_without_kept_completions_does_not_update(flags, tmp_path):
     run(2, "bok.py", *flags, "--keep_above", 2, "--max_steps", 2, "--output_dir", tmp_path)
     assert all(line["kept/fraction"] == 0 and "grad_norm" not in line for line in metrics(tmp_path))

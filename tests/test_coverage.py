@@ -1,4 +1,5 @@
-"""Every architecture of docs/models.md does what its row says: bench/models.py's measurements, within limits."""
+"""Every architecture of docs/models.md has the properties of its row: measurements of bench/models.py, within
+limits."""
 
 import json
 
@@ -10,18 +11,19 @@ from transformers import GPTJConfig
 import common.model.policy
 from bench.models import ARCHITECTURES, ARGS, PAGE, TABLE, checkpoint, measure, row
 from common.model.attention import packed_attention
+from common.model.head import Logits
 from common.model.logprobs import token_logprobs
 from common.model.policy import load_policy
 
-QUICK = ("qwen3", "gemma2", "mixtral")  # the others are looked at with the slow tests
+QUICK = ("qwen3", "gemma2", "mixtral")  # the slow tests cover the others
 
 
 @pytest.mark.parametrize(
     "model_type", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in ARCHITECTURES]
 )
-def test_the_row_of(model_type, tmp_path, device):
-    """Packed log-probs and gradient are transformers' own on padded rows, and the export is the checkpoint; or a line
-    says why not, and the page quotes it."""
+def test_architecture_matches_its_row(model_type, tmp_path, device):
+    """Packed log-probs and gradient equal those of transformers on padded rows, and the export equals the checkpoint;
+    or an error says why not, and the page quotes it."""
     found = measure(model_type, tmp_path, device)
     (line,) = [line for line in TABLE.read_text().splitlines() if line.startswith(f"| `{model_type}` |")]
     if "refused" in found:
@@ -32,20 +34,18 @@ def test_the_row_of(model_type, tmp_path, device):
         assert float(packed) < 1e-5 and float(gradient) < 1e-5 and float(vllm) < 1e-4 and export == "equal |"
 
 
-def test_the_page_is_what_the_bench_writes():
+def test_page_equals_the_output_of_the_bench():
     lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     assert [line.split("`")[1] for line in lines] == [*ARCHITECTURES]
     assert TABLE.read_text() == PAGE.format(rows="\n".join(lines))
 
 
 @pytest.mark.parametrize("left_out", ["scale", "softcap", "bias_V"])
-def test_a_head_that_is_not_the_models_is_refused(left_out, tmp_path, device, monkeypatch):
-    """Whatever a model does to its logits and the chunked log-probs do not."""
+def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
+    """The chunked log-probs omit one of the model's operations on logits."""
 
-    def without(hidden_TD, head_VD, targets_T, temperature, bias_V, scale, softcap):
-        options = dict(bias_V=bias_V, scale=scale, softcap=softcap)
-        del options[left_out]
-        return token_logprobs(hidden_TD, head_VD, targets_T, temperature, **options)
+    def without(logits, targets_T, temperature):
+        return token_logprobs(logits._replace(**{left_out: Logits._field_defaults[left_out]}), targets_T, temperature)
 
     monkeypatch.setattr(common.model.policy, "token_logprobs", without)
     model_type = dict(scale="cohere", softcap="gemma2", bias_V="phi")[left_out]
@@ -58,7 +58,7 @@ def test_attention_sinks_are_refused():
         packed_attention(torch.nn.Linear(1, 1), None, None, None, None, 1.0, s_aux=torch.zeros(2))
 
 
-def test_attention_that_cannot_be_replaced_is_refused(tmp_path, device):
+def test_irreplaceable_attention_is_refused(tmp_path, device):
     GPTJConfig(n_embd=64, n_layer=1, n_head=2, rotary_dim=16).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="gptj has no packed attention: 'packed'"):
         load_policy(str(tmp_path), ARGS, device)
@@ -74,7 +74,7 @@ def test_attention_to_later_tokens_is_refused(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device):
-    """Also where each type of layer has its own."""
+    """Gemma 3 has separate rotary embeddings for each type of layer."""
     path = checkpoint("gemma3_text", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     lengths = dict(original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[2.0] * 16)
@@ -85,7 +85,7 @@ def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device
 
 
 def test_loading_draws_no_random_numbers(tmp_path, device):
-    """Gemma's embedding has a buffer to rebuild; its weight is not drawn for that."""
+    """Gemma's embedding has a buffer to rebuild; its weight must not be initialized for that."""
     path = checkpoint("gemma2", tmp_path)
     before = torch.get_rng_state()
     load_policy(path, ARGS, device)
@@ -93,8 +93,8 @@ def test_loading_draws_no_random_numbers(tmp_path, device):
 
 
 @pytest.mark.slow
-def test_on_two_ranks(tmp_path):
-    """Soft caps, windows and buffers of a sharded model: its gradient is that of transformers on one process."""
+def test_sharded_gradient_equals_that_of_transformers(tmp_path):
+    """The model has soft caps, windows and buffers; transformers runs on one process."""
     checkpoint("gemma2", tmp_path / "model")
     (tmp_path / "rank.py").write_text(
         "import sys\n"
@@ -110,8 +110,8 @@ def test_on_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_vllm_samples_from_what_is_trained():
-    """Gemma 2: both soft caps, alternating windows, and no head beside the embedding."""
+def test_vllm_samples_from_the_trained_weights():
+    """Gemma 2 has both soft caps, alternating windows, and a tied head."""
     pytest.importorskip("vllm")
     done = run(1, "bench/models.py", "--vllm", "gemma2")
     assert json.loads(done.stdout.splitlines()[-1])["vllm"] < 1e-4

@@ -1,4 +1,4 @@
-"""dapo.py: the objective by naive formulas, dynamic sampling, one gradient whatever the ranks, exact resume."""
+"""dapo.py: the objective by naive formulas, dynamic sampling, a gradient independent of ranks, exact resume."""
 
 import math
 import statistics
@@ -26,7 +26,7 @@ def double(x):
 
 
 @given(st.integers(0, 40), st.integers(2, 30), st.sampled_from([0.2, 0.5, 1.0]), st.sampled_from([1.0, 2.0]))
-def test_the_penalty_is_a_ramp_over_the_buffer(length, longest, buffer, penalty):
+def test_length_penalty_is_a_ramp_over_the_buffer(length, longest, buffer, penalty):
     args = dapo.Args(max_new_tokens=longest, overlong_buffer=buffer, overlong_penalty=penalty)
     start = longest - buffer * longest
     expected = 0.0 if length <= start else -penalty * min(1, (length - start) / (longest - start))
@@ -43,7 +43,7 @@ def test_the_penalty_is_a_ramp_over_the_buffer(length, longest, buffer, penalty)
         (0.2, 1.0, [[-1, -1], [0, -0.5], [0, 0]]),
     ],
 )
-def test_penalties_by_hand(buffer, penalty, expected):
+def test_penalties_equal_a_calculation_by_hand(buffer, penalty, expected):
     flags = dict(overlong_buffer=buffer) | (dict(overlong_penalty=penalty) if buffer else {})
     got = dapo.overlong_penalties(torch.tensor([[10, 12], [8, 9], [1, 7]]), dapo.Args(max_new_tokens=10, **flags))
     torch.testing.assert_close(got, double(expected))
@@ -65,11 +65,11 @@ def test_advantages_equal_naive_ones(rewards):
 
 # ---- the loss ----
 
-# Two completions, the first with the output of a tool in its middle, and a third that is not trained at all.
+# Two completions, the first with tool output in its middle, and a third one without trained tokens.
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]).bool()
 IDS = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)
 ADVANTAGES = double([1.5] * 7 + [-0.7] * 4 + [2.0] * 2)
-TOKENS = torch.tensor(17)  # of the global minibatch
+TOKENS = torch.tensor(17)  # number of trained tokens of the global minibatch
 
 
 def streams() -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ def streams() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("threshold", [-math.inf, 0.5])
-def test_the_loss_and_its_gradient_equal_naive_ones(threshold):
+def test_loss_and_gradient_equal_naive_code(threshold):
     new, old, engine, entropy = streams()
     args = dapo.Args(top_entropy=0.5 if threshold > 0 else 1.0)
     expected, slopes, clipped, kept = 0.0, [0.0] * len(MASK), [], 0
@@ -101,7 +101,7 @@ def test_the_loss_and_its_gradient_equal_naive_ones(threshold):
 
 
 def threshold(entropies: torch.Tensor, fraction: float) -> float:
-    """Return the threshold of tokens in two minibatches, between which are tokens that are not trained."""
+    """Return the threshold of tokens in two minibatches with untrained tokens between them."""
     mask, high = torch.tensor([False]).expand(3), torch.full((3,), 1e9)
     half = len(entropies) // 2
     minibatches = [
@@ -112,23 +112,23 @@ def threshold(entropies: torch.Tensor, fraction: float) -> float:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 10, 100, 1000])
-def test_the_entropy_threshold_keeps_exactly_its_fraction_rounded_up(tokens):
-    """In floating point 0.07 * 100, 0.14 * 100 and others are a little above the whole number that they are."""
+def test_entropy_threshold_keeps_its_fraction_rounded_up(tokens):
+    """In floating point 0.07 * 100, 0.14 * 100 and others slightly exceed the exact integer."""
     entropies = torch.randperm(tokens).double()
     for permille in range(1, 1000):
-        kept = tokens - threshold(entropies, permille / 1000)  # they are 0, 1, ..., tokens - 1
+        kept = tokens - threshold(entropies, permille / 1000)  # entropies are 0, 1, ..., tokens - 1
         assert kept == -(-permille * tokens // 1000), permille
 
 
 @pytest.mark.parametrize(
     ("fraction", "kept"), [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)]
 )
-def test_the_entropy_threshold_of_ten_tokens(fraction, kept):
+def test_entropy_threshold_of_ten_tokens_is_exact(fraction, kept):
     entropies = torch.tensor([0.3, 0.1, 0.2, 0.6, 1.0, 0.5, 0.4, 0.9, 0.7, 0.8])
     assert (entropies >= threshold(entropies, fraction)).sum() == kept
 
 
-def test_the_entropy_threshold_without_tokens_is_infinite():
+def test_entropy_threshold_without_tokens_is_infinite():
     assert threshold(torch.zeros(0), 0.2) == math.inf
     assert threshold(torch.zeros(0), 1.0) == -math.inf
 
@@ -136,7 +136,7 @@ def test_the_entropy_threshold_without_tokens_is_infinite():
 # ---- dynamic sampling ----
 
 
-def test_a_draw_is_the_smallest_that_fills_the_step_within_max_draws():
+def test_draw_is_the_smallest_that_fills_the_step_within_max_draws():
     args = dapo.Args(prompts_per_step=64, max_draws=3)
 
     def draw(kept: int, drawn: int) -> int:
@@ -154,7 +154,7 @@ def test_a_draw_is_the_smallest_that_fills_the_step_within_max_draws():
     assert dapo.next_draw(0, 0, whole) == 64 and dapo.next_draw(3, 64, whole) == 0
 
 
-# ---- as a whole ----
+# ---- whole runs ----
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def two_ranks(everything, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, everything, tmp_path):
+def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, everything, tmp_path):
     flags = (*everything, "--pack_tokens", 60, "--output_dir", tmp_path)
     run(1, "dapo.py", *flags, "--max_steps", 2)
     assert "resuming from" in run(1, "dapo.py", *flags).stdout
@@ -205,7 +205,7 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
-def test_samples_have_all_that_was_drawn_and_only_kept_groups_have_advantages(two_ranks):
+def test_samples_include_all_draws_and_only_kept_groups_have_advantages(two_ranks):
     drawn = []
     for line, (_, of_step) in zip(metrics(two_ranks), groupby(samples(two_ranks), lambda s: s["step"]), strict=True):
         groups = list(zip(*[iter(of_step)] * 3, strict=True))
@@ -221,7 +221,7 @@ def test_samples_have_all_that_was_drawn_and_only_kept_groups_have_advantages(tw
 
 
 @pytest.mark.slow
-def test_without_its_additions_it_is_grpo(flags, reward, tmp_path):
+def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
     flags = (*flags, "--reward", f"{reward}:digits", "--prompts_per_step", 6, "--max_steps", 3)
     run(1, "grpo.py", *flags, "--output_dir", tmp_path / "grpo")
     run(1, "dapo.py", *flags, "--max_draws", 0, "--overlong_buffer", 0, "--output_dir", tmp_path / "dapo")
@@ -233,7 +233,7 @@ def test_without_its_additions_it_is_grpo(flags, reward, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_unequal_rewards_after_all_draws_is_an_error(flags, tmp_path):
+def test_equal_rewards_in_all_draws_are_an_error(flags, tmp_path):
     reward = tmp_path / "same.py"
     reward.write_text("def same(completion, row):\n    return 1.0\n")
     extra = ("--reward", f"{reward}:same", "--max_draws", 2, "--max_new_tokens", 2, "--prompts_per_step", 6)
@@ -242,10 +242,10 @@ def test_no_unequal_rewards_after_all_draws_is_an_error(flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_learns(flags, reward, tmp_path):
-    """From scratch, to write digits."""
+def test_policy_learns_to_write_digits(flags, reward, tmp_path):
+    """Training starts from the untrained model."""
     extra = ("--reward", f"{reward}:digits", "--max_steps", 16, "--prompts_per_step", 16, "--samples_per_prompt", 8)
     extra += ("--minibatches", 1, "--lr", 5e-3, "--max_new_tokens", 4, "--overlong_buffer", 0, "--output_dir", tmp_path)
     run(1, "dapo.py", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
-    assert rewards[0] < 0.2 and rewards[-1] > 0.5, rewards  # 0.8 is to be had
+    assert rewards[0] < 0.2 and rewards[-1] > 0.5, rewards  # the maximum is 0.8

@@ -1,11 +1,11 @@
-"""The demo's promise, on a part of the recipe itself: SFT leaves room, GRPO fills it, and the engine agrees."""
+"""The demo's result, on a part of its recipe: SFT learns a part, GRPO learns more, and the engine agrees."""
 
 import pytest
 from helpers import ROOT, metrics, run
 
 import demo
 
-LESS = {  # than the recipes have
+LESS = {  # than in the recipes
     "sft.py": ("--batch_size", 64, "--eval_every", 320),
     "grpo.py": ("--max_steps", 14, "--eval_every", 14),
 }
@@ -13,7 +13,7 @@ LESS = {  # than the recipes have
 
 @pytest.mark.slow
 def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(tmp_path, monkeypatch, capsys):
-    """demo.py itself, but for how it launches."""
+    """demo.py runs unchanged except for its launches."""
     launched = []
 
     def train(script: str, *flags: str) -> None:
@@ -36,7 +36,7 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(tmp_path, monkeypatch, c
 
 
 @pytest.mark.slow
-def test_demo_launches_ranks_and_stops_when_they_fail(tmp_path, capfd):
+def test_demo_launches_ranks_and_stops_if_they_fail(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\nsys.exit(2)\n")
     with pytest.raises(SystemExit, match="script.py failed; its message is above"):
@@ -46,8 +46,8 @@ def test_demo_launches_ranks_and_stops_when_they_fail(tmp_path, capfd):
     assert all(f"rank {rank} --config configs/absent.yaml" in told for rank in (0, 1))
 
 
-def test_the_recipes_of_the_demo_fit_together():
-    """What one leaves the next takes, where demo.py looks for it."""
+def test_demo_recipes_share_their_paths():
+    """The output of one recipe is the input of the next, in the folders of demo.py."""
     import yaml
 
     sft, grpo = (yaml.safe_load((ROOT / f"configs/demo_{name}.yaml").read_text()) for name in ("sft", "grpo"))

@@ -1,12 +1,11 @@
-"""distill.py: one gradient whatever the ranks, exact resume, a stored teacher, the student comes closer, what is
-refused."""
+"""distill.py: a gradient independent of ranks, exact resume, a stored teacher, a student that approaches the teacher,
+and refused input."""
 
 import json
 import math
 import shutil
 
 import helpers
-import inprocess
 import pytest
 import torch
 from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, run
@@ -16,25 +15,27 @@ from test_grpo import REWARD, samples
 import distill
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
 from common.model import teacher as teachers
+from common.model.comparison import Comparison, most_likely
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.teacher import require_known
 from common.model.tiny import tiny_model
-from common.objectives.divergence import DIVERGENCES, Comparison, most_likely
+from common.objectives.divergence import DIVERGENCES
 from common.parallel.distributed import RunError
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
 
-main = inprocess.main
 SAME = ("loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
         "teacher_entropy", "completions/mean_length", "num_tokens", "epoch", "reward")  # fmt: skip
 
 
 def write_teacher(folder, vocabulary: int = 364):
-    """Another model than `tiny`, narrower, of fewer layers and with rows that no token has; its logits are not flat."""
+    """Write a teacher that differs from `tiny`: narrower, with fewer layers, vocabulary rows without a token, and
+    logits that are not flat."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(tiny_model(), folder)
@@ -72,7 +73,7 @@ def flags(teacher, small, tmp_path_factory):
 
 
 def both(divergence, logprobs, teacher) -> Comparison:
-    """Student and teacher on tokens with these numbers; the others are 0."""
+    """Return student and teacher on tokens with these numbers; the others are 0."""
     tensors = dict(divergence_T=divergence, logprobs_T=logprobs, teacher_logprobs_T=teacher)
     found = {name: torch.tensor(x, dtype=torch.float64) for name, x in tensors.items()}
     return Comparison(**dict.fromkeys(Comparison._fields, torch.zeros(len(logprobs))) | found)
@@ -81,7 +82,7 @@ def both(divergence, logprobs, teacher) -> Comparison:
 MASK, SEQUENCES = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1, 1])
 
 
-def test_the_full_loss_is_the_mean_divergence_of_the_global_minibatch():
+def test_full_loss_is_the_mean_divergence_of_the_global_minibatch():
     student = both([0.5, 2.0, 1.0, 9.0], [-1.0] * 4, [-2.0] * 4)
     args, old_T = distill.Args(), torch.zeros(4)
     share, logged = distill.loss(student, old_T, None, None, MASK, SEQUENCES, torch.tensor(10), args)
@@ -90,8 +91,9 @@ def test_the_full_loss_is_the_mean_divergence_of_the_global_minibatch():
     assert logged["sampling/kept_fraction"].all()
 
 
-def test_the_sampled_loss_by_hand():
-    """The ratio of the second token is above its bound; the engine gave the third half its probability."""
+def test_sampled_loss_equals_a_calculation_by_hand():
+    """The ratio of the second token is above its bound; the engine's probability of the third was half the
+    trainer's."""
     student = both([0.0] * 4, [-1.0, -1.0, -2.0, -1.0], [-0.5, -1.5, -4.0, -1.0])
     student.logprobs_T.requires_grad_()
     old_T, rollout_T = torch.tensor([[-1.0, -2.0, -2.0, -1.0], [-1.0, -2.0, -2.0 + math.log(0.5), -1.0]]).double()
@@ -107,7 +109,7 @@ def test_the_sampled_loss_by_hand():
     assert logged["sampling/kept_fraction"].all()
 
 
-def test_advantages_are_rewards_in_standard_deviations_from_the_mean_of_their_prompt():
+def test_advantages_are_rewards_normalized_per_prompt():
     nan = math.nan
     rewards = torch.tensor([[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [0.0, nan, 1.0], [nan, nan, nan]]).double()
     half = 0.5 / 0.5**0.5
@@ -120,11 +122,11 @@ def test_jsd_is_the_only_divergence_with_a_flag():
     values = [distill.divergence(distill.Args(divergence="jsd", jsd_beta=b))(logp_CV, logq_CV)[0] for b in (0.2, 0.7)]
     assert not torch.allclose(*values)
     assert distill.divergence(distill.Args()) is DIVERGENCES["reverse_kl"]
-    with pytest.raises(ValueError, match="^--jsd_beta 0.2 .*--divergence is reverse_kl"):
+    with pytest.raises(ValueError, match="--jsd_beta 0.2 has no effect with --divergence reverse_kl"):
         distill.Args(jsd_beta=0.2)
 
 
-# ---- as a whole ----
+# ---- whole runs ----
 
 SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "sampled", "--on_policy_fraction", 1)
 
@@ -137,7 +139,7 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(main, two_ranks, flags, tmp_path):
+def test_gradient_does_not_depend_on_ranks_or_packing(main, two_ranks, flags, tmp_path):
     main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path)
     assert samples(two_ranks, 1) == samples(tmp_path, 1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=0.1)
@@ -145,7 +147,7 @@ def test_one_gradient_whatever_the_ranks_and_packing(main, two_ranks, flags, tmp
 
 
 @pytest.mark.slow
-def test_one_gradient_with_the_sampled_estimator_and_a_reward(main, flags, tmp_path):
+def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(main, flags, tmp_path):
     flags = (*flags, *SAMPLED, "--reward_coef", 0.5, "--max_steps", 2)
     run(2, "distill.py", *flags, "--output_dir", tmp_path / "two")
     main("distill", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
@@ -156,8 +158,8 @@ def test_one_gradient_with_the_sampled_estimator_and_a_reward(main, flags, tmp_p
 
 
 @pytest.mark.slow
-def test_a_denominator_per_rank_would_be_noticed(two_ranks, flags, tmp_path):
-    """The negative control of the first test: the same script with a token count per rank."""
+def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
+    """Negative control of the first test: the same script with a token count per rank."""
     source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
     count = "tokens, _ = statistics.count_trained(own_mbs + data_mbs)"
     assert source.count(count) == 1
@@ -169,9 +171,9 @@ def test_a_denominator_per_rank_would_be_noticed(two_ranks, flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
+def test_killed_run_resumes_bitwise(two_ranks, flags, tmp_path):
     flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "distill.py", *flags, folder=tmp_path, after_step=2)
+    helpers.run_and_kill(2, "distill.py", *flags, folder=tmp_path, after_step=2, at="shutil.rmtree")
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "distill.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
@@ -179,7 +181,7 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, t
 
 
 @pytest.mark.slow
-def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, tmp_path):
+def test_top_k_of_the_whole_vocabulary_equals_the_full_divergence(main, flags, tmp_path):
     flags = (*flags, "--max_steps", 1, "--epochs_per_rollout", 1, "--minibatches", 1)
     for top_k in (0, 356, 1):
         main("distill", *flags, "--top_k", top_k, "--output_dir", tmp_path / str(top_k))
@@ -189,13 +191,13 @@ def test_all_of_the_vocabulary_is_the_whole_of_it_and_less_is_less(main, flags, 
     assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.9999
     assert top["loss"] < whole["loss"] and top["reverse_kl"] < whole["reverse_kl"]
     assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
-    with pytest.raises(ValueError, match="^--top_k 357 is more than the 356 tokens that --model and --teacher share"):
+    with pytest.raises(ValueError, match="^--top_k 357: --model and --teacher share only 356 tokens"):
         main("distill", *flags, "--top_k", 357, "--output_dir", tmp_path / "357")
 
 
 @pytest.mark.slow
-def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
-    """Number for number. With both weights above 0 it is neither."""
+def test_reward_without_distillation_equals_grpo(main, flags, teacher, tmp_path):
+    """The numbers are equal. With both weights above 0 the run equals neither."""
     flags = [*flags[2:], "--prompts_per_step", 4, "--samples_per_prompt", 4, "--missing_eos_penalty", 0.5]
     flags += ["--max_steps", 1]
     del flags[flags.index("--on_policy_fraction") : flags.index("--temperature")]
@@ -207,7 +209,7 @@ def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
     assert_close_metrics(tmp_path / "grpo", tmp_path / "alone", names, rel=1e-5, floor=0.1)
     assert samples(tmp_path / "grpo", 1) == samples(tmp_path / "alone", 1)
     both = {}
-    for epochs in (1, 2):  # each with the same advantages, as nothing is learned at such a rate
+    for epochs in (1, 2):  # each with the same advantages, because the learning rate is too small to change the policy
         folder = tmp_path / f"both{epochs}"
         main("distill", *flags, "--epochs_per_rollout", epochs, "--lr", 1e-12, "--output_dir", folder)
         (both[epochs],) = metrics(folder)
@@ -217,8 +219,8 @@ def test_the_reward_alone_is_grpo(main, flags, teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_held_out_completions(main, flags, tmp_path):
-    """The loss that training has on the same rows, as it was before its step; whatever is trained on."""
+def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
+    """The training loss on the same rows is that before the step, for every kind of training data."""
     rows = [json.dumps(dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1))) for i in range(12)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows[:8]))
     (tmp_path / "b.jsonl").write_text("\n".join(rows[8:]))
@@ -247,7 +249,7 @@ def test_held_out_completions(main, flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_held_out_rows_without_completions(main, flags, tmp_path, capsys):
+def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--eval_every", 1, "--max_steps", 1)
     main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
@@ -256,8 +258,8 @@ def test_held_out_rows_without_completions(main, flags, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_teachers_forwards_are_counted(main, flags, small, tmp_path):
-    """A forward of the same model beside a forward and a backward: a third more than with what it has stored."""
+def test_flops_include_the_forwards_of_the_teacher(main, flags, small, tmp_path):
+    """A teacher of the student's size adds a forward to a forward and backward: a third more than a stored teacher."""
     flops = []
     for stored in ("live", "stored"):
         own = (*OFFLINE, "--teacher", small[1], "--teacher_logprobs", stored, "--max_steps", 1)
@@ -271,9 +273,9 @@ OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--pack_tokens",
 
 
 @pytest.mark.slow
-def test_a_stored_teacher_is_the_live_one_on_any_number_of_ranks(main, flags, teacher, tmp_path, monkeypatch):
-    """Also written by two ranks, of which one is killed meanwhile, or in two goes, or by the run before: then the model
-    is not loaded."""
+def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(main, flags, teacher, tmp_path, monkeypatch):
+    """The store is written by two ranks, by two of which one is killed, in two parts, or by an earlier run, in which
+    case the model is not loaded."""
     flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
     main("distill", *flags, "--output_dir", tmp_path / "live")
     monkeypatch.setattr(teachers, "CHUNK", 50)
@@ -343,7 +345,7 @@ runpy.run_path({str(ROOT / "distill.py")!r}, run_name="__main__")
     ],
     ids=["reverse_kl", "forward_kl_on_data_alone"],
 )
-def test_the_student_comes_closer(main, flags, changed, where, tmp_path):
+def test_student_approaches_the_teacher(main, flags, changed, where, tmp_path):
     steps = (
         "--max_steps",
         10,
@@ -365,9 +367,14 @@ def test_the_student_comes_closer(main, flags, changed, where, tmp_path):
 
 
 @pytest.mark.slow
-def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, small, tmp_path):
+def test_student_as_its_teacher_has_zero_divergence_without_a_reward(main, flags, small, tmp_path):
     own = ("--teacher", small[1], "--reward", "--max_steps", 1, "--eval_every", 1, "--eval_size", 50)
-    own += ("--minibatches", 1, "--epochs_per_rollout", 1)  # a step along a gradient that is not quite 0 is a step
+    own += (
+        "--minibatches",
+        1,
+        "--epochs_per_rollout",
+        1,
+    )  # one step only: the gradient is not exactly 0, and a step would change the policy
     main("distill", *flags, *own, "--output_dir", tmp_path)
     (before, line) = metrics(tmp_path)
     assert before["step"] == 0 and before["eval_loss"] == pytest.approx(0, abs=1e-6) and before["eval/agreement"] == 1
@@ -376,14 +383,14 @@ def test_its_own_teacher_teaches_nothing_and_needs_no_reward(main, flags, small,
     assert not {"reward", "eval/pass_at_1"} & line.keys() and line["completions/mean_length"] > 0
 
 
-def test_no_reward_is_no_number(device):
+def test_missing_reward_functions_give_nan(device):
     rows = [dict(prompt="1+1=", _source="a:1")] * 2
-    groups = [[Sample(ids=[0], loss_mask=[True], row=row) for _ in range(3)] for row in rows]
-    rewards_PG, parts = Rewards(distill.Args(), rows, None, device)(groups, Meter())
+    groups = [[Completion(ids=[0], loss_mask=[True], row=row) for _ in range(3)] for row in rows]
+    rewards_PG, parts, _ = Rewards(distill.Args(), rows, None, device)(groups, Meter())
     assert rewards_PG.shape == (2, 3) and rewards_PG.isnan().all() and parts == {}
 
 
-def test_what_is_given_is_the_datas_completion_up_to_the_longest_that_is_sampled():
+def test_given_completions_are_truncated_to_max_new_tokens():
     tokenizer = load_tokenizer(tiny_model())
     args = distill.Args(max_new_tokens=3)
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
@@ -397,32 +404,32 @@ def test_what_is_given_is_the_datas_completion_up_to_the_longest_that_is_sampled
 # ---- bad input ----
 
 
-def test_another_tokenizer(main, flags, tmp_path):
+def test_teacher_with_another_tokenizer_is_refused(main, flags, tmp_path):
     folder = tmp_path / "other"
     shutil.copytree(tiny_model(), folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = tokenizer["model"]["vocab"].pop("0")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    words = "--teacher .*: another tokenizer than --model's, 2 entries differ; name a model with the same one"
+    words = "--teacher .*: another tokenizer than --model's, 2 entries differ; name a model of the same family"
     with pytest.raises(ValueError, match=words):
         main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
 
 
-def test_no_teacher_and_no_such_teacher(main, tmp_path):
+def test_missing_teacher_is_refused(main, tmp_path):
     with pytest.raises(ValueError, match="^--teacher: there is none; name a folder or a Hugging Face id"):
         main("distill", "--output_dir", tmp_path)
     with pytest.raises(ValueError, match="^--teacher ./absent: no such folder"):
         main("distill", "--teacher", "./absent", "--output_dir", tmp_path)
 
 
-def test_data_without_completions(main, flags, tmp_path):
+def test_data_without_completions_is_refused(main, flags, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     with pytest.raises(ValueError, match="--dataset .*a.jsonl.*(prompt|completion)"):
         main("distill", *flags, "--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--output_dir", tmp_path / "run")
 
 
 def stored(device, folder, teacher, samples, loaded=None):
-    """A teacher's store as a script has it; `loaded` counts how often the model is."""
+    """Return a teacher's store as in a script; `loaded` counts the loads of the model."""
 
     def load():
         loaded.append(1)
@@ -432,7 +439,7 @@ def stored(device, folder, teacher, samples, loaded=None):
     return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
 
 
-def test_a_store_of_something_else_is_written_anew_and_a_damaged_one_is_named(device, teacher, tmp_path, monkeypatch):
+def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(device, teacher, tmp_path, monkeypatch):
     monkeypatch.setattr(teachers, "CHUNK", 2)
     rows, loaded, folder = [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)], [], tmp_path / "a"
     stored(device, folder, teacher, rows, loaded)
@@ -441,10 +448,10 @@ def test_a_store_of_something_else_is_written_anew_and_a_damaged_one_is_named(de
     first, last = folder / "000000.safetensors", folder / "000002.safetensors"
     content = first.read_bytes()
     first.write_bytes(content[:-8])
-    with pytest.raises(ValueError, match="000000.safetensors is damaged, delete it: "):
+    with pytest.raises(ValueError, match="000000.safetensors is damaged; delete it: "):
         stored(device, folder, teacher, rows, loaded)
     first.write_bytes(last.read_bytes())
-    with pytest.raises(ValueError, match="000000.safetensors is damaged, delete it: another number of tokens"):
+    with pytest.raises(ValueError, match="000000.safetensors is damaged; delete it: another number of tokens"):
         stored(device, folder, teacher, rows, loaded)
     first.unlink()
     stored(device, folder, teacher, rows, loaded)
@@ -454,8 +461,8 @@ def test_a_store_of_something_else_is_written_anew_and_a_damaged_one_is_named(de
     assert len(loaded) == 3 and len([*folder.glob("*.safetensors")]) == 2
 
 
-def test_what_is_stored_is_of_the_token_that_it_is_asked_for(device, teacher, tmp_path, monkeypatch):
-    """Of samples in another order, of several files, with untrained tokens between."""
+def test_store_returns_the_values_of_the_requested_tokens(device, teacher, tmp_path, monkeypatch):
+    """The samples are in another order, from several files, with untrained tokens between."""
     monkeypatch.setattr(teachers, "CHUNK", 2)
     rows = [Sample([3, *range(i, i + 7)], [i % 2 == 0, False, True, False, i % 3 > 0, True, False, True])
             for i in range(10, 17)]  # fmt: skip
@@ -464,14 +471,14 @@ def test_what_is_stored_is_of_the_token_that_it_is_asked_for(device, teacher, tm
     (mb,) = pack([rows[i] for i in (5, 0, 6, 3)], 100, device)
     ours, live = store.teach(mb), most_likely(policy.teach(mb), mb.targets_T, 1.0, 356, 2)
     assert torch.equal(ours.tokens_TK[mb.loss_mask_T], live.tokens_TK[mb.loss_mask_T])
-    for name in ("logprobs_TS", "targets_T", "entropy_T"):
+    for name in ("logprobs_TS", "target_logprobs_T", "entropy_T"):
         torch.testing.assert_close(getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T])
     assert ours.logprobs_TS.isfinite().all()
 
 
-def test_a_token_that_the_teacher_does_not_know(device, teacher):
+def test_token_outside_the_teacher_vocabulary_is_refused(device, teacher):
     policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
     known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
     require_known([known], policy)
-    with pytest.raises(RunError, match="the student sampled token 364, --teacher .*hf has 364: begin with"):
+    with pytest.raises(RunError, match="--teacher .*hf has 364 tokens, the student sampled token 364; start from"):
         require_known([known, unknown], policy)

@@ -1,13 +1,13 @@
-"""dpo.py as a whole: every objective gives one gradient, log-probs are those of plain transformers, exact resume."""
+"""dpo.py: every objective has a gradient independent of ranks, log-probs are those of plain transformers, exact
+resume."""
 
 import json
 import math
 import random
 
-import inprocess
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import dpo
 from common.data.encode import Encoder
@@ -21,8 +21,7 @@ from common.model.reference import reference_logps, store_reference_logps
 from common.model.tiny import tiny_model
 from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
 
-main = inprocess.main
-# All of them at once: each is logged on its own, and the gradient is of the sum.
+# all objectives at once: each is logged separately, and the gradient is that of the sum
 EVERY_OBJECTIVE = ("--loss", *READS, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",
                    "--beta", 0.5)  # fmt: skip
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
@@ -52,10 +51,10 @@ def two_ranks(data, small, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_objective_is_the_same_on_other_ranks_and_packing(two_ranks, data, small, tmp_path, main):
+def test_every_objective_does_not_depend_on_ranks_or_packing(two_ranks, data, small, tmp_path, main):
     flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
     main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
-    # At the first step nothing has been amplified by the optimizer: log-ratios are rounding, log-probs are not.
+    # At the first step the optimizer has amplified nothing: log-ratios are rounding errors, log-probs are not.
     assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=1e-5, floor=0.1)
     evaluated = [(a, b) for a, b in zip(metrics(two_ranks), metrics(tmp_path), strict=True) if "eval_loss" in a]
     assert len(evaluated) == 2
@@ -65,29 +64,29 @@ def test_every_objective_is_the_same_on_other_ranks_and_packing(two_ranks, data,
 
 
 @pytest.mark.slow
-def test_the_first_sigmoid_loss_is_ln_2(two_ranks):
+def test_first_sigmoid_loss_is_ln_2(two_ranks):
     assert metrics(two_ranks)[0]["loss/sigmoid"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.slow
-def test_sorting_a_micro_batch_would_be_noticed(two_ranks, data, small, tmp_path, main, monkeypatch):
-    """The negative control: the optimal-transport losses over what one pack holds."""
+def test_sorting_within_a_micro_batch_is_detected(two_ranks, data, small, tmp_path, main, monkeypatch):
+    """Negative control: the optimal-transport losses over a single pack."""
     monkeypatch.setattr(dpo, "OVER_BATCH", set())
     flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
     main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
-    # At the first step all log-ratios are 0, whatever they are sorted by.
+    # At the first step all log-ratios are 0, for every sorting key.
     for name in ("loss/aot", "loss/aot_unpaired"):
         with pytest.raises(AssertionError, match=name):
             assert_close_metrics(two_ranks, tmp_path, (name,), rel=1e-5, floor=0.1)
 
 
 @pytest.mark.slow
-def test_it_resumes_exactly(data, small, tmp_path, main):
-    """With the log-probs of the reference that the first run has stored."""
+def test_run_resumes_exactly(data, small, tmp_path, main):
+    """The log-probs of the reference are those stored by the first run."""
     flags = (*STEPS, *small, "--loss", "sigmoid", "aot", "--beta", 0.5, "--dataset", data)
     main("dpo", *flags, "--output_dir", tmp_path / "run")
     assert (tmp_path / "run" / "reference_logps.json").is_file()
-    inprocess.assert_resumes_exactly(main, "dpo", *flags, folder=tmp_path / "run", finished=6)
+    assert_resumes_exactly(main, "dpo", *flags, folder=tmp_path / "run", finished=6)
 
 
 # ---- in this process ----
@@ -102,7 +101,7 @@ def setup(data, device, **flags):
 
 
 def objective_of(model, reference, pairs, args, device, stored=None):
-    """The loss of dpo.py, a sum over these pairs, and its metrics."""
+    """Return the loss of dpo.py, a sum over these pairs, and its metrics."""
     meter, micro_batches = Meter(), pack_groups(pairs, args.pack_tokens, device)
     stored = torch.zeros(len(pairs), 2) if stored is None else stored
     logps = reference_logps(reference, micro_batches, stored)
@@ -112,7 +111,7 @@ def objective_of(model, reference, pairs, args, device, stored=None):
 
 
 def disturbed(model):
-    """Another policy: a reference that differs."""
+    """Perturb a policy: the reference must differ."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.02)
@@ -120,7 +119,7 @@ def disturbed(model):
 
 
 def naive_logps(hf, sample, weights=None):
-    """By plain transformers, one sequence at a time; and the mean of log p - log sum_v p(v)^2."""
+    """Compute log-probs by plain transformers, one sequence at a time, and the mean of log p - log sum_v p(v)^2."""
     ids = torch.tensor([sample.ids])
     logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
     picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]
@@ -130,8 +129,8 @@ def naive_logps(hf, sample, weights=None):
     return (picked * weights)[mask].sum().item(), adjusted[mask].mean().item()
 
 
-def test_log_probs_are_those_of_plain_transformers(data, device):
-    """Sums over completions, WPO's weights and LD-DPO's discount, from packs."""
+def test_logprobs_equal_those_of_plain_transformers(data, device):
+    """Sums over completions, WPO's weights and LD-DPO's discount are computed from packs."""
     from transformers import AutoModelForCausalLM
 
     args, groups, model = setup(data, device, wpo=True, ld_alpha=0.3, pack_tokens=1200, max_length=500)
@@ -164,7 +163,7 @@ def test_stored_and_online_references_agree(data, device, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reference_in_memory_gives_the_run_of_a_stored_one(data, tmp_path, main):
+def test_online_reference_gives_the_run_of_a_stored_one(data, tmp_path, main):
     flags = ("--max_steps", 2, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--dataset", data, "--beta", 0.5)
     main("dpo", *flags, "--output_dir", tmp_path / "stored")
     main("dpo", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
@@ -172,7 +171,7 @@ def test_a_reference_in_memory_gives_the_run_of_a_stored_one(data, tmp_path, mai
     assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "rewards/chosen"), rel=1e-5, floor=0.1)
 
 
-def test_a_rank_without_pairs_has_a_loss_of_zero_and_a_gradient_of_zero(data, device):
+def test_rank_without_pairs_has_zero_loss_and_gradient(data, device):
     args, _, model = setup(data, device, loss=("sigmoid", "aot"))
     loss, _ = objective_of(model, None, [], args, device)
     loss.backward()
@@ -180,8 +179,8 @@ def test_a_rank_without_pairs_has_a_loss_of_zero_and_a_gradient_of_zero(data, de
 
 
 @pytest.mark.parametrize("losses", [("sigmoid",), ("aot", "ipo")])
-def test_the_gradient_does_not_depend_on_packing(losses, data, device):
-    """Also for objectives that sort: the gradient is that of all pairs that the own ones were sorted with."""
+def test_gradient_does_not_depend_on_packing(losses, data, device):
+    """Objectives that sort are included: their gradient is that of all pairs sorted together."""
     gradients = []
     for pack_tokens in (4000, 700):
         args, pairs, model = setup(data, device, loss=losses, pack_tokens=pack_tokens, max_length=300)
@@ -199,8 +198,8 @@ def pairs_of(*columns) -> Pairs:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_stated_loss_is_the_sigmoid_of_the_table(smoothing):
-    """And is ln 2 where the policy is the reference."""
+def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
+    """The loss is ln 2 if the policy equals the reference."""
     args = dpo.Args(beta=0.3, label_smoothing=smoothing)
     pairs = pairs_of(
         [-3.0, -5, -1], [-4.0, -2, -1], [-3.5, -4, -1], [-3.0, -3, -1], [3.0, 4, 1], [5.0, 2, 1], [1.0] * 3
@@ -211,7 +210,7 @@ def test_the_stated_loss_is_the_sigmoid_of_the_table(smoothing):
     assert torch.equal(loss_N, table_N) and list(parts) == ["sigmoid"] and loss_N[2].item() == math.log(2)
 
 
-def test_objectives_add_up_with_their_weights_and_those_of_the_pairs():
+def test_objectives_are_summed_with_loss_and_pair_weights():
     rows = [-3.0, -5], [-4.0, -2], [-3.5, -4], [-3.0, -3], [3.0, 4], [5.0, 2]
     args = dpo.Args(loss=("sigmoid", "ipo", "cpo"), loss_weights=(0.5, 2.0, 0.0))
     loss_N, parts = dpo.loss(pairs_of(*rows, [1.0, 0.25]), args)
@@ -221,13 +220,14 @@ def test_objectives_add_up_with_their_weights_and_those_of_the_pairs():
         assert torch.equal(parts[name], dpo.loss(pairs_of(*rows, [1.0, 1.0]), dpo.Args(loss=(name,)))[0])
 
 
-def test_the_objectives_that_sort_are_known():
+def test_objectives_over_the_batch_are_the_aot_ones():
     assert OVER_BATCH == {name for name in READS if name.startswith("aot")}
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(small, tmp_path, main):
-    """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/dpo.md)."""
+def test_model_learns_arithmetic_preferences(small, tmp_path, main):
+    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more than 0.95
+    (docs/dpo.md)."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:3840]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     flags = (*small, "--max_steps", 60, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 60,

@@ -1,4 +1,4 @@
-"""eval.py: the same results on one rank and two, killed and resumed; files, other models and judges; a run's
+"""eval.py: equal results on one rank and two, killed and resumed; files, other models and judges; a run's
 checkpoints."""
 
 import importlib
@@ -8,7 +8,6 @@ import math
 import shutil
 
 import helpers
-import inprocess
 import pytest
 import torch
 from conftest import talkative
@@ -16,7 +15,7 @@ from helpers import metrics, run
 from test_bad_input import one_error
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample
+from common.data.sample import Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
@@ -27,7 +26,6 @@ from common.rollout.prompts import Prompts
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
 
-main = inprocess.main
 evaluation = importlib.import_module("eval")  # `import eval` would hide the builtin
 
 
@@ -82,7 +80,7 @@ def completions(folder, name="completions.jsonl") -> list[dict]:
 
 
 @pytest.mark.slow
-def test_results_are_those_of_the_completions(one_rank):
+def test_results_equal_those_of_the_written_completions(one_rank):
     lines, found = completions(one_rank), results(one_rank)
     assert [line["source"] for line in lines] == [f"rows.jsonl:{i}" for i in range(1, 12)]
     assert all([c["greedy"] for c in line["completions"]] == [True] + [False] * 4 for line in lines)
@@ -106,8 +104,8 @@ def test_results_are_those_of_the_completions(one_rank):
 
 
 @pytest.mark.slow
-def test_two_ranks_also_killed_and_resumed_give_the_same(one_rank, flags, main, tmp_path, capsys):
-    """Also what a kill leaves behind: half a line."""
+def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_path, capsys):
+    """The state after a kill includes half a line."""
     whole = (one_rank / "completions.jsonl").read_text()
     (tmp_path / "completions.jsonl").write_text(whole[: whole.index("\n") + 50])
     (tmp_path / "args.yaml").write_text((one_rank / "args.yaml").read_text().replace(str(one_rank), str(tmp_path)))
@@ -120,8 +118,9 @@ def test_two_ranks_also_killed_and_resumed_give_the_same(one_rank, flags, main, 
 
 
 @pytest.mark.slow
-def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, device, tmp_path):
-    """Two ranks, each with an engine; the second model goes into the first one's, and is itself."""
+def test_vllm_gives_equal_greedy_completions_and_judges(one_rank, flags, models, device, tmp_path):
+    """Two ranks have an engine each; the second model is loaded into the engine of the first, and its completions are
+    its own."""
     extra = ("--engine", "vllm", "--against", models / "policy", "--reward_model", models / "rm", "--perplexity_model",
              models / "policy", "--output_dir", tmp_path)  # fmt: skip
     run(2, "eval.py", *flags, *extra)
@@ -150,8 +149,9 @@ def test_vllm_says_the_same_greedily_and_can_judge(one_rank, flags, models, devi
 
 
 @pytest.mark.slow
-def test_files_of_completions(one_rank, flags, main, tmp_path):
-    """Its own file measured again gives its results; texts alone do too, but for what only samples have."""
+def test_file_of_completions_gives_the_results_of_its_run(one_rank, flags, main, tmp_path):
+    """The file of a run, measured again, gives the results of the run; a file of texts gives all but the statistics of
+    sampling."""
     lines = completions(one_rank)
     texts = [dict(completion=line["completions"][0]["text"]) for line in lines]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
@@ -168,8 +168,8 @@ def test_files_of_completions(one_rank, flags, main, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(one_rank, flags, models, main, tmp_path):
-    """Within the fourth of eleven batches: the reward holds the run there."""
+def test_killed_run_resumes_with_equal_results(one_rank, flags, models, main, tmp_path):
+    """The kill is within the fourth of eleven batches, where the reward blocks the run."""
     (models / "hold").write_text("4")
     file = tmp_path / "completions.jsonl"
     with helpers.Ranks(1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path) as started:
@@ -186,7 +186,7 @@ def test_killed_and_resumed(one_rank, flags, models, main, tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoints(models, device):
-    """A run's folder of checkpoints, of three steps."""
+    """Return a run's folder with the checkpoints of three steps."""
     args = TrainArgs(output_dir=str(models / "run"), dtype="float32", keep_last=3)
     policy = load_policy(str(models / "policy"), args, device)
     saves = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
@@ -194,12 +194,12 @@ def checkpoints(models, device):
         with torch.no_grad():
             dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(1 + step / 100)
         saves.save(step)
-    (models / "run/checkpoints/step_000040.tmp").mkdir()  # a save under way
+    (models / "run/checkpoints/step_000040.tmp").mkdir()  # an unfinished save
     return models / "run/checkpoints"
 
 
 @pytest.mark.slow
-def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
+def test_all_checkpoints_have_the_results_of_separate_evaluations(
     checkpoints, flags, main, tmp_path, monkeypatch, capsys
 ):
     flags, started, make = flags[2:], [], evaluation.completions_file.make_engine
@@ -209,24 +209,24 @@ def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
         lambda *given, **named: started.append(given[0]) or make(*given, **named),
     )
     curve, alone = tmp_path / "curve", tmp_path / "alone"
-    # told to stop in the middle of the second one
+    # stopped during the second checkpoint
     monkeypatch.setattr(distributed, "_stop_signal", None)
-    sample = evaluation.completions_file.rewarded
+    sample = evaluation.completions_file.make_lines
     calls = []
 
     def stop_at_the_fifth(*given):
         calls.append(given)
         if len(calls) == 5:
-            distributed.tell_to_stop()
+            distributed.request_stop()
         return sample(*given)
 
-    monkeypatch.setattr(evaluation.completions_file, "rewarded", stop_at_the_fifth)
+    monkeypatch.setattr(evaluation.completions_file, "make_lines", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
     distributed._stop_signal = None
     assert "told to stop" in capsys.readouterr().out and [line["step"] for line in metrics(curve)] == [10]
     assert len(completions(curve / "step_000020")) == 8 and not (curve / "step_000030").exists()
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
-    assert len(calls) == 9 and len(started) == 2  # three batches of each
+    assert len(calls) == 9 and len(started) == 2  # three batches for each checkpoint
     assert [line["step"] for line in metrics(curve)] == [10, 20, 30] and (curve / "curves.png").is_file()
     main("eval", *flags, "--model", checkpoints / "step_000020", "--output_dir", alone)
     assert completions(alone) == completions(curve / "step_000020") and results(alone) == results(curve / "step_000020")
@@ -234,14 +234,14 @@ def test_all_checkpoints_are_measured_as_each_alone_by_one_engine(
     found, line = results(alone)["overall"], metrics(curve)[1]
     assert (line["greedy"], line["pass_at_4"]) == (found["greedy"]["mean"], found["pass_at_k"]["4"]["mean"])
 
-    shutil.rmtree(checkpoints / "step_000010")  # by its run, which goes on; what is known of it stays
+    shutil.rmtree(checkpoints / "step_000010")  # deleted by its run, which continues; the known results remain
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
     assert len(calls) == 12 and [line["step"] for line in metrics(curve)] == [10, 20, 30]
 
 
-def test_a_folder_without_checkpoints(main, tmp_path):
+def test_folder_without_checkpoints_is_refused(main, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match=f"^--model {tmp_path}/checkpoints: there is no checkpoint in it$"):
+    with pytest.raises(ValueError, match=f"^--model {tmp_path}/checkpoints: no checkpoints in this folder$"):
         main("eval", "--model", tmp_path / "checkpoints", "--output_dir", tmp_path / "out")
     (tmp_path / "checkpoints/step_000001").mkdir()
     with pytest.raises(ValueError, match="--completions c.jsonl are of one model, --model .*/checkpoints has 1"):
@@ -258,24 +258,24 @@ GOOD = '{"completion": "2"}\n'
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD * 10, "10 lines for 11 rows of data"), (GOOD * 10 + "{\n", "line 11: Expecting"),
-        (GOOD * 10 + '{"completions": ["1", "2"]}\n', "line 11: another number of completions than the lines before"),
-        (GOOD * 10 + '{"text": "1"}\n', "line 11: neither a `completion` nor a list"),
-        (GOOD * 10 + '{"completions": "1"}\n', "line 11: neither a `completion` nor a list"),
-        (GOOD * 10 + '{"completion": 7}\n', "line 11: a completion is a text"),
-        (GOOD * 10 + '{"completion": {"text": "a", "ids": [1], "sampled": []}}\n', "line 11: a completion is a text"),
-        (GOOD * 10 + '{"completion": {"text": "a", "sampled": [1]}}\n', "line 11: a completion is a text"),
-        (GOOD * 10 + '{"completion": {"text": "a", "ids": [99999]}}\n', "line 11: a completion is a text"),
-        (GOOD * 10 + '{"completion": {"text": "a", "turns": "x"}}\n', "line 11: a completion is a text"),
-        (GOOD * 10 + '{"completion": {"text": "a", "turn_rewards": [1]}}\n', "line 11: "),
-        (GOOD * 10 + '{"completion": "\\ud800"}\n', "line 11: a completion is a text"),
-        (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: of another row"),
-        (GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n', "line 11: of another prompt"),
-        (GOOD * 10 + '["1"]\n', "line 11: not an object"),
+        (GOOD * 10, "10 lines for 11 rows of data"), (GOOD * 10 + "{\n", "line 11: Invalid JSON"),
+        (GOOD * 10 + '{"completions": ["1", "2"]}\n', "line 11: another number of completions"),
+        (GOOD * 10 + '{"text": "1"}\n', "line 11: expected `completion` or a list"),
+        (GOOD * 10 + '{"completions": "1"}\n', "line 11: completions: Input should be a valid array"),
+        (GOOD * 10 + '{"completion": 7}\n', "line 11: completion: Input should be an object"),
+        (GOOD * 10 + '{"completion": {"text": "a", "ids": [1], "sampled": []}}\n', "line 11: .* the same length"),
+        (GOOD * 10 + '{"completion": {"text": "a", "sampled": [1]}}\n', "line 11: .* the same length"),
+        (GOOD * 10 + '{"completion": {"text": "a", "ids": [99999]}}\n', "line 11: completion: `ids` must be below"),
+        (GOOD * 10 + '{"completion": {"text": "a", "turns": "x"}}\n', "line 11: completion.turns: "),
+        (GOOD * 10 + '{"completion": {"text": "a", "turn_rewards": [1]}}\n', "line 11: completion.turn_rewards.0: "),
+        (GOOD * 10 + '{"completion": "\\ud800"}\n', "line 11: Invalid JSON"),
+        (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: `source` is rows.jsonl:7, but"),
+        (GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n', "line 11: `prompt_ids` are not the prompt"),
+        (GOOD * 10 + '["1"]\n', "line 11: Input should be an object"),
         (None, "No such file"),
     ],
 )  # fmt: skip
-def test_bad_files_of_completions(text, words, device, tmp_path):
+def test_bad_files_of_completions_are_refused(text, words, device, tmp_path):
     if text is not None:
         (tmp_path / "c.jsonl").write_text(text)
     prompts = Prompts([[7]] * 11, [dict(_source=f"rows.jsonl:{i}") for i in range(1, 12)])
@@ -285,7 +285,7 @@ def test_bad_files_of_completions(text, words, device, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_say_it_once(flags, models, tmp_path):
+def test_two_ranks_report_an_error_once(flags, models, tmp_path):
     (tmp_path / "c.jsonl").write_text(GOOD)
     message = one_error(2, "eval.py", *flags, "--completions", tmp_path / "c.jsonl", "--output_dir", tmp_path)
     assert "1 lines for 11 rows" in message
@@ -302,21 +302,21 @@ def test_two_ranks_say_it_once(flags, models, tmp_path):
         (("--perplexity_model", "{}/absent"), "--perplexity_model"),
     ],
 )  # fmt: skip
-def test_what_is_named_beside_is_looked_at_before_sampling(extra, words, one_rank, models, flags, tmp_path):
-    """And may be corrected afterwards: the folder stays the run's."""
+def test_additional_inputs_are_checked_before_sampling(extra, words, one_rank, models, flags, tmp_path):
+    """The flag may be corrected afterwards: the folder stays that of the run."""
     shutil.copytree(tiny_model(), tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps(config | dict(rope_theta=7.0)))
     (tmp_path / "c.jsonl").write_text(GOOD * 11)
     extra = [part.format(tmp_path) for part in extra]
     assert words in one_error(1, "eval.py", *flags, *extra, "--output_dir", tmp_path / "out")
-    if "c.jsonl" not in extra[1]:  # whose completions have to be counted first
+    if "c.jsonl" not in extra[1]:  # the completions must be counted first
         assert not (tmp_path / "out/completions.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_episodes_are_measured_again_as_they_were(small, main, tmp_path):
-    """Of a file: what an environment gave comes from there. Against itself: every pair is a tie."""
+def test_stored_episodes_give_the_same_results(small, main, tmp_path):
+    """The environment's rewards come from the file. Compared to itself, every pair is a tie."""
     model = talkative(tmp_path / "model", small[1])
     flags = ("--model", model, "--dataset", "calculator", "--environment", "calculator", "--max_prompts", 5,
              "--reward", "environment", "format", "--max_turns", 3, "--max_new_tokens", 60,
@@ -333,15 +333,15 @@ def test_episodes_are_measured_again_as_they_were(small, main, tmp_path):
     assert found["win_rate"]["mean"] == 0.5 and found["overall"]["rewards"]["environment"]["mean"] == pytest.approx(0.9)
     (tmp_path / "texts.jsonl").write_text(GOOD * 5)
     extra = ("--completions", tmp_path / "texts.jsonl", "--output_dir", tmp_path / "three")
-    assert "line 1: no turn_rewards" in one_error(1, "eval.py", *flags, *extra)
+    assert "line 1: completion: turn_rewards is missing" in one_error(1, "eval.py", *flags, *extra)
 
 
-def test_an_interval_of_few_draws_and_of_any_seed():
+def test_interval_accepts_few_draws_and_any_seed():
     found = evaluation.mean_and_interval([1.0] + [0.0] * 30, [1] + [0] * 30, draws=1, seed=-3)
     assert found == dict(mean=1.0, low=1.0, high=1.0)
 
 
-def test_never_does_not_delete_what_is_to_be_read(tmp_path):
+def test_resume_never_refuses_to_delete_its_input(tmp_path):
     (tmp_path / "completions.jsonl").write_text(GOOD)
     for flag in ("completions", "against"):
         with pytest.raises(ValueError, match=f"--{flag} .*: --resume never would delete it"):

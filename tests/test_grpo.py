@@ -1,5 +1,6 @@
-"""grpo.py: the objective its flags make, and as a whole with the real engine: one gradient, exact resume, engine =
-trainer, real data. tests/objectives/test_policy.py and tests/objectives/test_advantages.py have the formulas."""
+"""grpo.py: the objective for its flags, and whole runs with the real engine: a gradient independent of ranks, exact
+resume, agreement of engine and trainer, real data. tests/objectives/test_policy.py and
+tests/objectives/test_advantages.py have the formulas."""
 
 import itertools
 import json
@@ -8,17 +9,16 @@ import shutil
 import typing
 
 import helpers
-import inprocess
 import pytest
 import torch
 from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
 
 import grpo
 from common.config.parse import parse
-from common.data.packing import PackedBatch, Sample, pack
+from common.data.packing import PackedBatch, pack
+from common.data.sample import Sample
 from common.metrics.meter import Meter
 
-main = inprocess.main
 REWARD = '''
 def digits(completion, row):
     """Varies among the completions of an untrained model, so there is something to learn from the first step."""
@@ -36,16 +36,16 @@ def samples(folder, step=None):
     return [line for line in lines if step is None or line["step"] == step]
 
 
-# ---- the objective, of samples whose log-probs are random numbers: no model, no engine ----
+# ---- the objective on samples with random log-probs: no model, no engine ----
 
-WHOLE = dict(reduction="sequence", correction="sequence")  # flags that losses of whole completions need
-LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
+WHOLE = dict(reduction="sequence", correction="sequence")  # required by losses of whole completions
+LENGTHS = (5, 30, 1, 12, 20, 7)  # lengths of the completions; prompts have 3 tokens
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1])
 
 
 def batch(drift: float) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
-    """A pack with current and old log-probs; whole completions left the clip bounds on both sides. The output
-    of a tool stands in the middle of the fourth completion; the last is not trained at all."""
+    """Return a pack with current and old log-probs; whole completions exceed the clip bounds on both sides. The fourth
+    completion has tool output in its middle; the last has no trained token."""
     made = [Sample([1] * (3 + n), [False] * 3 + [True] * n, prompt_length=3) for n in LENGTHS]
     made[3].loss_mask[6:9] = [False] * 3
     made[5].loss_mask = [False] * len(made[5].ids)
@@ -57,7 +57,7 @@ def batch(drift: float) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
 
 
 def loss(args: grpo.Args, mb: PackedBatch, logprobs_T, old_logprobs_T) -> tuple[torch.Tensor, dict]:
-    """The loss of grpo.py for an engine that agrees with the trainer and a policy at the reference."""
+    """Return the loss of grpo.py if engine and trainer agree and the policy equals the reference."""
     tokens, sequences = mb.loss_mask_T.sum(), torch.tensor(sum(any(s.loss_mask) for s in mb.samples))
     return grpo.loss(
         logprobs_T, old_logprobs_T, old_logprobs_T, None, torch.zeros_like(logprobs_T), mb.on_tokens(ADVANTAGES),
@@ -66,7 +66,7 @@ def loss(args: grpo.Args, mb: PackedBatch, logprobs_T, old_logprobs_T) -> tuple[
 
 
 def outcome(**flags) -> float:
-    """The loss of far off-policy log-probs."""
+    """Return the loss of far off-policy log-probs."""
     return loss(grpo.Args(**flags), *batch(drift=2.0))[0].item()
 
 
@@ -88,12 +88,12 @@ def outcome(**flags) -> float:
         (dict(reduction="constant"), dict(max_new_tokens=128), dict(max_new_tokens=256)),
     ],
 )  # fmt: skip
-def test_a_flag_of_the_loss_changes_it(flags, one, other):
+def test_flag_changes_the_loss(flags, one, other):
     assert outcome(**flags, **one) != pytest.approx(outcome(**flags, **other), rel=1e-6)
 
 
-def test_measured_clipping_counts_what_either_bound_and_dual_clip_removed():
-    """The logged fraction of trained tokens is that without gradient."""
+def test_clip_fraction_counts_the_tokens_removed_by_bounds_and_dual_clip():
+    """The logged fraction is that of trained tokens without gradient."""
     mb, logprobs_T, old_logprobs_T = batch(drift=2.0)
     logprobs_T.requires_grad_()
     gradient_T = torch.autograd.grad(loss(grpo.Args(dual_clip=3.0), mb, logprobs_T, old_logprobs_T)[0], logprobs_T)[0]
@@ -119,22 +119,22 @@ def advantages(name, rewards=REWARDS, parts=PARTS, weights=(1.0, 1.0, 1.0)):
     return grpo.advantages(name, rewards, parts, weights)
 
 
-def test_every_advantage_is_another_one_and_equal_rewards_have_none():
+def test_advantage_estimators_differ_and_give_zero_for_equal_rewards():
     got = {name: advantages(name) for name in NAMES}
     for one, other in itertools.combinations(NAMES, 2):
         assert not torch.allclose(got[one], got[other], rtol=1e-3), (one, other)
     assert all((got[name][2].abs() < 1e-9).all() for name in NAMES)
 
 
-def test_gdpo_gives_nothing_to_a_completion_whose_reward_could_not_be_computed():
+def test_gdpo_gives_zero_to_a_completion_without_a_reward():
     rewards, parts = REWARDS.clone(), PARTS.clone()
-    rewards[0, 1] = math.nan  # although all its parts are there
+    rewards[0, 1] = math.nan  # although all parts of the reward exist
     got = advantages("gdpo", rewards, parts)
-    parts[:, 0, 1] = 7.0  # and those count in no statistic
+    parts[:, 0, 1] = 7.0  # the parts of this completion count in no statistic
     assert got[0, 1] == 0 and got[0, 0] != 0 and torch.equal(got, advantages("gdpo", rewards, parts))
 
 
-def test_gdpo_weighs_the_rewards_and_has_the_penalties_as_one_more():
+def test_gdpo_weighs_the_rewards_and_treats_penalties_as_another_one():
     none = torch.cat([PARTS[:2], torch.zeros_like(PARTS[2:])])
     assert not torch.allclose(
         advantages("gdpo", parts=none, weights=(1.0, 3.0, 1.0)), advantages("gdpo", parts=none, weights=(3.0, 1.0, 1.0))
@@ -146,21 +146,21 @@ def test_gdpo_weighs_the_rewards_and_has_the_penalties_as_one_more():
 
 
 @pytest.mark.parametrize("name", grpo.Args.PRESETS)
-def test_presets_make_a_finite_objective(name):
+def test_presets_have_a_finite_objective(name):
     assert math.isfinite(outcome(preset=name, **grpo.Args.PRESETS[name]))
     assert advantages(grpo.Args.PRESETS[name]["advantage"]).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["dapo", "reinforce", "reinforce++", "reinforce++_baseline"])
-def test_presets_that_became_scripts_say_which(name, capsys):
+def test_preset_of_another_script_is_refused_by_name(name, capsys):
     with pytest.raises(SystemExit) as exit:
         parse(grpo.Args, ["--preset", name])
     there = "dapo.py" if name == "dapo" else f"reinforce.py --preset {name}"
     assert exit.value.code == 2
-    assert capsys.readouterr().err == f"error: --preset {name} is a script of its own now: python {there}\n"
+    assert capsys.readouterr().err == f"error: --preset {name} is another script; run python {there}\n"
 
 
-# ---- as a whole: with vLLM, plain ----
+# ---- whole runs: vLLM, default flags ----
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +187,10 @@ def with_vllm(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(with_vllm, flags, tmp_path):
+def test_gradient_does_not_depend_on_ranks_or_packing(with_vllm, flags, tmp_path):
     run(1, "grpo.py", *flags, "--pack_tokens", 40, "--output_dir", tmp_path)
     assert samples(with_vllm, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
-    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is what its digits can tell.
+    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is its precision.
     assert_close_metrics(with_vllm, tmp_path, ("loss",), rel=1e-5, floor=0.1)
     assert_close_metrics(with_vllm, tmp_path, SAME, rel=1e-5)
 
@@ -212,12 +212,13 @@ def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp
     assert [s["completion"] for s in samples(with_vllm, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
 
 
-# ---- with the transformers engine, and every part of the family ----
+# ---- whole runs: transformers engine, every part of the objective ----
 
 
 @pytest.fixture(scope="module")
 def whole_flags(flags, small, reward):
-    """Ratios of whole completions, rewards normalised one by one over the batch, KL, entropy and penalties."""
+    """Return flags with ratios of whole completions, rewards normalized separately over the batch, KL, entropy and
+    penalties."""
     return (
         *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first", "--reward_weights", 1, 0.5, "--loss", "topr",
         "--reduction", "sequence", "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2",
@@ -235,7 +236,7 @@ def two_ranks(whole_flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_with_every_part_of_the_family(two_ranks, whole_flags, main, tmp_path):
+def test_gradient_with_every_part_of_the_objective_does_not_depend_on_ranks(two_ranks, whole_flags, main, tmp_path):
     main("grpo", *whole_flags, "--pack_tokens", 60, "--output_dir", tmp_path)
     assert [s["completion"] for s in samples(two_ranks)] == [s["completion"] for s in samples(tmp_path)]
     assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-4, floor=0.1)
@@ -247,15 +248,17 @@ def test_one_gradient_with_every_part_of_the_family(two_ranks, whole_flags, main
 
 @pytest.fixture(scope="module")
 def killed(whole_flags, tmp_path_factory):
-    """The folder of a run on two ranks that was killed after its third step."""
+    """Return the folder of a run on two ranks that was killed after its third step."""
     folder = tmp_path_factory.mktemp("killed")
-    helpers.run_and_kill(2, "grpo.py", *whole_flags, "--output_dir", folder, folder=folder, after_step=3, delay=0)
+    helpers.run_and_kill(
+        2, "grpo.py", *whole_flags, "--output_dir", folder, folder=folder, after_step=3, at="os.rename"
+    )
     assert not (folder / "hf").exists(), "killed too late"
     return folder
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, killed, whole_flags, tmp_path):
+def test_killed_run_resumes_bitwise(two_ranks, killed, whole_flags, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     assert "resuming from" in run(2, "grpo.py", *whole_flags, "--output_dir", tmp_path).stdout
     assert_same_weights(two_ranks, tmp_path)
@@ -264,7 +267,7 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, killed, 
 
 
 @pytest.mark.slow
-def test_resumed_on_another_number_of_ranks(two_ranks, killed, whole_flags, main, tmp_path, capsys):
+def test_run_resumes_on_another_number_of_ranks(two_ranks, killed, whole_flags, main, tmp_path, capsys):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     main("grpo", *whole_flags, "--output_dir", tmp_path)
     assert "resuming from" in capsys.readouterr().out
@@ -273,17 +276,17 @@ def test_resumed_on_another_number_of_ranks(two_ranks, killed, whole_flags, main
 
 
 @pytest.mark.slow
-def test_disagreement_stops_the_run_before_anything_is_learned(flags, small, tmp_path):
+def test_disagreement_stops_the_run_before_the_first_update(flags, small, tmp_path):
     extra = ("--max_logprob_difference", 1e-12, "--engine", "transformers")
     done = run(2, "grpo.py", *flags, *small, *extra, "--output_dir", tmp_path, code=1)
-    assert done.stderr.count("error: engine and trainer differ by") == 1
+    assert done.stderr.count("error: engine and trainer log-probs differ: mean ") == 1
     assert not list(tmp_path.glob("checkpoints/*")) and not (tmp_path / "metrics.jsonl").exists()
 
 
 @needs_gsm8k
 @pytest.mark.slow
-def test_gsm8k_form_data_goes_through(main, tmp_path):
-    """A step of the recipe on the real file, over an untrained model; docs/grpo.md has the full run."""
+def test_gsm8k_recipe_runs_one_step(main, tmp_path):
+    """A step of the recipe on the real file, with an untrained model; docs/grpo.md has the full run."""
     main("grpo", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
          "--output_dir", tmp_path, "--max_steps", 1, "--max_new_tokens", 32, "--eval_size", 4, "--prompts_per_step", 4,
          "--samples_per_prompt", 4, "--engine", "transformers")  # fmt: skip

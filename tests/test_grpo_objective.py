@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from naive import check, columns, rows
 
 import grpo
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.objectives.policy import is_clipped
 
 bounds = st.sampled_from([(0.2, 0.28, 0.0), (0.1, 0.4, 0.0), (0.2, 0.2, 3.0), (0.5, 5.0, 1.5)])
@@ -19,12 +20,12 @@ POLICY, REFERENCE = torch.tensor([0.5, -0.3, 1.2, 0.0]).double(), torch.tensor([
 
 
 def flags(**changed) -> SimpleNamespace:
-    """Flags of grpo.py without correction, also in combinations that the command line refuses."""
+    """Return flags of grpo.py without correction, also in combinations that the command line refuses."""
     return SimpleNamespace(**vars(grpo.Args(correction="none", max_new_tokens=LONGEST)) | changed)
 
 
 def unbiased_kl(logprobs, ref_logprobs, old_logprobs, **changed):
-    """The KL term of each token with --unbiased_kl."""
+    """Return the KL term of each token with --unbiased_kl."""
     args, zeros, ids = (
         flags(beta=1.0, unbiased_kl=True, **changed),
         torch.zeros_like(logprobs),
@@ -41,7 +42,7 @@ def unbiased_kl(logprobs, ref_logprobs, old_logprobs, **changed):
 
 
 @given(rows, bounds)
-def test_clip_policy_loss(rows, bounds):
+def test_clip_loss_equals_naive_code(rows, bounds):
     low, high, dual = bounds
 
     def naive(new, old, a):
@@ -65,7 +66,7 @@ def test_clip_bounds_are_asymmetric_and_one_sided():
     assert is_clipped(log_ratio, advantages, 0.2, 0.28).equal(log_ratio.grad == 0)
 
 
-def test_dual_clip_bounds_the_loss_of_negative_advantages_alone():
+def test_dual_clip_bounds_only_the_loss_of_negative_advantages():
     log_ratio, advantages = torch.full((2,), 10.0).double().log().requires_grad_(), torch.tensor([-1.0, 1.0])
     loss = grpo.policy_loss(log_ratio, advantages, log_ratio, flags(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
     assert loss.tolist() == pytest.approx([3.0, -1.28])
@@ -74,7 +75,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_alone():
 
 
 @given(rows, bounds)
-def test_clipped_is_where_the_loss_has_no_gradient(rows, bounds):
+def test_clipped_tokens_are_those_without_gradient(rows, bounds):
     low, high, dual = bounds
     new, old, advantages = columns([row for row in rows if abs(row[2]) > 1e-9] or [(-1.0, -1.0, 1.0)])
     log_ratio, args = (new - old).requires_grad_(), flags(clip_low=low, clip_high=high, dual_clip=dual)
@@ -82,7 +83,7 @@ def test_clipped_is_where_the_loss_has_no_gradient(rows, bounds):
     assert is_clipped(log_ratio, advantages, *bounds).equal(slopes == 0)
 
 
-def test_clipped_counts_what_dual_clip_removes_and_nothing_without_advantage():
+def test_clipped_tokens_include_dual_clip_and_exclude_zero_advantage():
     log_ratio = torch.tensor([4.0, 2.0, 4.0, 4.0, 0.1]).log()
     advantages = torch.tensor([-1.0, -1.0, 1.0, 0.0, 0.0])
     assert is_clipped(log_ratio, advantages, 0.2, 9.0).tolist() == [False] * 5
@@ -90,13 +91,13 @@ def test_clipped_counts_what_dual_clip_removes_and_nothing_without_advantage():
 
 
 @given(rows)
-def test_reinforce_loss(rows):
+def test_reinforce_loss_equals_naive_code(rows):
     args = flags(loss="reinforce")
     check(lambda new, old, a: grpo.policy_loss(new - old, a, new, args), lambda new, old, a: (-a * new, -a), rows)
 
 
 @given(rows, st.sampled_from([0.5, 4.0]))
-def test_cispo_clips_weights_and_never_gradients(rows, high):
+def test_cispo_clips_weights_and_keeps_gradients(rows, high):
     def naive(new, old, a):
         weight = min(math.exp(new - old), 1 + high)
         return -weight * a * new, -weight * a
@@ -106,7 +107,7 @@ def test_cispo_clips_weights_and_never_gradients(rows, high):
 
 
 @given(rows, st.sampled_from([(1.0, 1.05), (0.5, 4.0)]))
-def test_sapo_loss(rows, taus):
+def test_sapo_loss_equals_naive_code(rows, taus):
     def naive(new, old, a):
         r, tau = math.exp(new - old), taus[0] if a > 0 else taus[1]
         gate = 1 / (1 + math.exp(-tau * (r - 1))) if tau * (r - 1) > -700 else 0.0
@@ -126,7 +127,7 @@ def test_sapo_closes_its_gate_on_both_sides():
 
 
 @given(rows)
-def test_topr_imitates_the_good_and_truncates_the_bad(rows):
+def test_topr_imitates_positive_and_truncates_negative_completions(rows):
     def naive(new, log_ratio, a):
         weight = 1.0 if a >= 0 else min(1.0, math.exp(log_ratio))
         return -weight * a * new, -weight * a
@@ -144,7 +145,7 @@ def test_topr_weight_has_no_gradient():
 
 
 @given(rows, st.sampled_from([{}, dict(vespo_k_positive=0.7, vespo_lambda_negative=0.0)]))
-def test_vespo_loss(rows, changed):
+def test_vespo_loss_equals_naive_code(rows, changed):
     def naive(new, log_ratio, a):
         k, decay = (changed.get("vespo_k_positive", 2), 3) if a >= 0 else (3, changed.get("vespo_lambda_negative", 2))
         weight = math.exp(log_ratio) ** k * math.exp(decay * (1 - math.exp(log_ratio)))
@@ -178,7 +179,7 @@ LOSSES = {
 }
 REDUCTIONS = ("token", "sequence", "sequence_sum", "constant")
 ADVANTAGES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
-# Prompts of 2 tokens; words of an environment in the middle of the fourth; the last is not trained at all.
+# Prompts have 2 tokens; the fourth completion has an environment's reply in its middle; the last is not trained.
 MASKS = [torch.tensor([False] * 2 + [True] * length) for length in (5, 30, 1, 12, 20, 7)]
 MASKS[3][5:8] = MASKS[5][:] = False
 TRAINED = [mask for mask in MASKS if mask.any()]
@@ -186,8 +187,9 @@ ONE_PACK, MANY_PACKS = [[0, 1, 2, 3, 4, 5]], [[4], [], [5, 3, 0], [2], [1]]
 
 
 def make_logprobs(drift, seed=3):
-    """Per sequence: log-probs by the policy, with gradient, and by the old policy. With this seed whole completions
-    leave the clip bounds on both sides, and one with a negative advantage has become likelier."""
+    """Return, per sequence, log-probs under the policy, with gradient, and under the old policy. With this seed whole
+    completions exceed the clip bounds on both sides, and the probability of one with a negative advantage has
+    increased."""
     generator, new, old = torch.Generator().manual_seed(seed), [], []
     for mask in MASKS:
         new.append((-3 * torch.rand(len(mask), generator=generator, dtype=torch.float64)).requires_grad_())
@@ -196,8 +198,8 @@ def make_logprobs(drift, seed=3):
 
 
 def total_loss(loss, reduction="sequence", drift=0.5, packs=ONE_PACK):
-    """The loss of the global minibatch, and its gradient with respect to every sequence's log-probs. `loss`: a name of
-    the table, or flags."""
+    """Return the loss of the global minibatch and its gradient with respect to every sequence's log-probs. `loss` is a
+    name of the table, or flags."""
     args = flags(**(LOSSES[loss] if isinstance(loss, str) else loss), reduction=reduction)
     new, old = make_logprobs(drift)
     tokens, sequences, total = sum(mask.sum() for mask in MASKS), torch.tensor(len(TRAINED)), 0.0
@@ -220,8 +222,8 @@ def flat(gradients):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1e4, 100.0, -100.0, -1e4])
-def test_no_ratio_overflows(loss, advantage, log_ratio):
-    """In float32 e^89 is infinite, and that times an advantage or a weight of 0 would be NaN."""
+def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
+    """In float32 e^89 is infinite, and its product with an advantage or weight of 0 would be NaN."""
     logprobs = torch.tensor([-2.0 + min(log_ratio, 0.0)], requires_grad=True)
     old = logprobs.detach() - log_ratio
     value = grpo.policy_loss(logprobs - old, torch.tensor([advantage]), logprobs, flags(**LOSSES[loss]))
@@ -241,7 +243,7 @@ def test_loss_and_gradient_do_not_depend_on_the_packing(loss, reduction):
 
 
 @pytest.mark.parametrize("loss", ["gspo", "sequence_clip"])
-def test_losses_of_whole_completions_equal_naive_ones(loss):
+def test_losses_of_whole_completions_equal_naive_code(loss):
     """arXiv:2507.18071 Eq. 5, and RLOO's: one ratio per completion, the mean over completions."""
     expected, slopes, outside = 0.0, [], []
     for mask, new, old, a in zip(MASKS, *make_logprobs(0.05), ADVANTAGES, strict=True):
@@ -249,7 +251,7 @@ def test_losses_of_whole_completions_equal_naive_ones(loss):
         power = 1 / max(1, len(trained)) if loss == "gspo" else 1.0
         ratio = math.exp(power * sum((new[t] - old[t]).item() for t in trained))
         outside.append(bool(trained) and ((ratio > 1.003 and a > 0) or (ratio < 0.998 and a < 0)))
-        if trained:  # five have trained tokens
+        if trained:  # five completions have trained tokens
             expected -= min(ratio * a, min(max(ratio, 0.998), 1.003) * a) / 5
         slopes += [-ratio * a * power / 5 if mask[t] and not outside[-1] else 0.0 for t in range(len(mask))]
     total, gradients = total_loss(dict(loss=loss, clip_low=0.002, clip_high=0.003), drift=0.05)
@@ -257,7 +259,7 @@ def test_losses_of_whole_completions_equal_naive_ones(loss):
     assert total == pytest.approx(expected, rel=1e-6) and flat(gradients) == pytest.approx(slopes, rel=1e-6)
 
 
-def test_topr_weighs_a_token_by_the_whole_completion():
+def test_topr_weight_is_that_of_the_whole_completion():
     expected = []
     for mask, new, old, a in zip(MASKS, *make_logprobs(0.5), ADVANTAGES, strict=True):
         trained = [t for t in range(len(mask)) if mask[t]]
@@ -267,39 +269,39 @@ def test_topr_weighs_a_token_by_the_whole_completion():
 
 
 @pytest.mark.parametrize("loss", ["clip", "dual_clip", "cispo", "sapo", "topr", "vespo", "gspo"])
-def test_on_policy_every_loss_has_the_gradient_of_reinforce(loss):
-    """Of gspo too: the gradient of a mean log-prob on every token, averaged, is that of the tokens' mean."""
+def test_every_loss_has_the_gradient_of_reinforce_on_policy(loss):
+    """This includes gspo: the gradient of a mean log-prob on every token, averaged, is that of the mean over tokens."""
     _, expected = total_loss("reinforce", drift=0.0)
     assert flat(total_loss(loss, drift=0.0)[1]) == pytest.approx(flat(expected), rel=1e-6)
 
 
-def test_on_policy_sequence_clip_has_the_gradient_of_reinforce_with_sums():
+def test_sequence_clip_has_the_gradient_of_reinforce_with_sums_on_policy():
     _, expected = total_loss("reinforce", "sequence_sum", drift=0.0)
     assert flat(total_loss("sequence_clip", drift=0.0)[1]) == pytest.approx(flat(expected), rel=1e-6)
 
 
-def test_sapo_with_a_cold_gate_is_the_unclipped_ratio():
+def test_sapo_tends_to_the_unclipped_ratio_at_low_temperature():
     """4 / tau (sigmoid(tau (r - 1)) - 1 / 2) -> r - 1 as tau -> 0."""
     _, expected = total_loss(dict(loss="clip", clip_low=0.999, clip_high=1e9))
     _, got = total_loss(dict(loss="sapo", sapo_tau_positive=1e-3, sapo_tau_negative=1e-3))
     assert flat(got) == pytest.approx(flat(expected), rel=1e-3)
 
 
-def test_topr_of_good_completions_is_reinforce_however_far_off_policy():
+def test_topr_of_positive_completions_equals_reinforce_off_policy():
     good = [n for n, advantage in enumerate(ADVANTAGES) if advantage > 0]
     (_, reinforce), (_, topr) = (total_loss(loss, drift=3.0) for loss in ("reinforce", "topr"))
     assert [topr[n] for n in good] == [reinforce[n] for n in good] and topr != reinforce
 
 
-def test_the_clipped_loss_of_one_ratio_per_completion_is_sequence_clip():
+def test_clip_loss_with_one_ratio_per_completion_equals_sequence_clip():
     new, old = ([x[mask].sum() for x, mask in zip(xs, MASKS, strict=True)][:5] for xs in make_logprobs(0.05))
     expected = grpo.policy_loss(torch.stack(new) - torch.stack(old), torch.tensor(ADVANTAGES[:5]), None, flags()).mean()
     assert total_loss("sequence_clip", drift=0.05)[0] == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["clip", "sapo"])
-def test_the_two_directions_have_a_parameter_each(loss):
-    """What is for positive advantages leaves the gradient of negative ones as it is."""
+def test_parameters_of_one_sign_affect_only_advantages_of_that_sign(loss):
+    """A parameter for positive advantages does not change the gradient of negative ones."""
     positive, negative = dict(clip=("clip_high", "clip_low"), sapo=("sapo_tau_positive", "sapo_tau_negative"))[loss]
     _, base = total_loss(loss, drift=2.0)
     for name, sign in ((positive, 1), (negative, -1)):
@@ -324,7 +326,7 @@ def test_unbiased_kl_multiplies_the_clamped_estimate_by_the_ratio(rows, estimato
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_kl_of_samples_of_another_policy_is_the_kl_by_enumeration(estimator):
+def test_unbiased_kl_of_off_policy_samples_is_the_kl_by_enumeration(estimator):
     logits, logq, old = POLICY.clone().requires_grad_(), REFERENCE.log_softmax(0), POLICY.flip(0).log_softmax(0)
     logp = logits.log_softmax(0)
     exact = (logp.exp() * (logp - logq)).sum()
@@ -334,7 +336,7 @@ def test_unbiased_kl_of_samples_of_another_policy_is_the_kl_by_enumeration(estim
     torch.testing.assert_close(slopes, exact_slopes, rtol=1e-12, atol=1e-12)
 
 
-def test_unbiased_kl_of_a_far_token_is_finite():
+def test_unbiased_kl_of_an_extreme_token_is_finite():
     new = torch.tensor([-1.0], requires_grad=True)
     kl = unbiased_kl(new, torch.tensor([-1.0]), torch.tensor([-500.0]))
     kl.sum().backward()
@@ -347,7 +349,7 @@ masks = st.lists(st.booleans(), min_size=2, max_size=9)
 
 
 def weights_of(mb, reduction, tokens, sequences):
-    """The weight of each token in the loss: the derivative of a loss of -A logp with A = -1."""
+    """Return the weight of each token in the loss: the derivative of a loss of -A logp with A = -1."""
     logprobs_T = torch.zeros(len(mb.targets_T)).double().requires_grad_()
     tokens, sequences = tokens.clamp(min=1), sequences.clamp(min=1)
     args, zeros_T = flags(loss="reinforce", reduction=reduction), torch.zeros(len(mb.targets_T))
@@ -359,7 +361,7 @@ def weights_of(mb, reduction, tokens, sequences):
 
 
 def naive_weights(masks, reduction):
-    """Weight of each target, by the id of the token: 100 * sequence + position."""
+    """Return the weight of each target, by the id of the token: 100 * sequence + position."""
     trained = {n: [i for i in range(1, len(mask)) if mask[i]] for n, mask in enumerate(masks)}
     tokens = sum(len(positions) for positions in trained.values())
     sequences = sum(1 for positions in trained.values() if positions)
@@ -374,10 +376,13 @@ def naive_weights(masks, reduction):
 
 @given(st.lists(masks, min_size=1, max_size=6), st.sampled_from(REDUCTIONS),
        st.sampled_from([8, 20, 1000]))  # fmt: skip
-def test_reduction_weights_of_every_token_of_a_global_minibatch(masks, reduction, pack_tokens):
+def test_reduction_weights_equal_naive_code(masks, reduction, pack_tokens):
     masks = [[False, *mask[1:]] for mask in masks]
     samples = [Sample([100 * n + i for i in range(len(mask))], mask) for n, mask in enumerate(masks)]
-    micro_batches = [*pack(samples, pack_tokens, torch.device("cpu")), *pack([], 10, torch.device("cpu"))]  # a filler
+    micro_batches = [
+        *pack(samples, pack_tokens, torch.device("cpu")),
+        *pack([], 10, torch.device("cpu")),
+    ]  # a padding token
     tokens, sequences = torch.tensor(sum(map(sum, masks))), torch.tensor(sum(map(any, masks)))
     got = {}
     for mb in micro_batches:
@@ -386,10 +391,12 @@ def test_reduction_weights_of_every_token_of_a_global_minibatch(masks, reduction
         got |= zip(mb.targets_T.tolist() if mb.samples else [], weights_T.tolist(), strict=False)
     assert got == pytest.approx(naive_weights(masks, reduction), rel=1e-6)
     if reduction in ("token", "sequence") and any(map(any, masks)):
-        assert sum(got.values()) == pytest.approx(1, rel=1e-6)  # a mean: the prompt is in neither part of it
+        assert sum(got.values()) == pytest.approx(
+            1, rel=1e-6
+        )  # a mean: the prompt is in neither numerator nor denominator
 
 
-def test_token_and_sequence_means_are_one_when_lengths_are_and_constant_is_the_sum_over_longest():
+def test_reductions_agree_for_equal_lengths():
     samples = [Sample(list(range(6)), [False] * 3 + [True] * 3) for _ in range(4)]
     (mb,) = pack(samples, 100, torch.device("cpu"))
     token_T, sequence_T, sum_T, constant_T = (

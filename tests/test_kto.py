@@ -1,13 +1,13 @@
-"""kto.py as a whole: one gradient, the baseline and the loss by hand, exact resume; pairs and labelled rows alike."""
+"""kto.py: a gradient independent of ranks, baseline and loss by hand, exact resume; pairs and labelled rows are
+equivalent."""
 
 import json
 import math
 import random
 
-import inprocess
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 from test_dpo import disturbed, naive_logps
 
 import kto
@@ -15,13 +15,12 @@ from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.tasks import arithmetic_rows
-from common.data.token_cache import InMemory
+from common.data.token_cache import Samples
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 
-main = inprocess.main
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7,
          "--wpo", "--desirable_weight", 1.5)  # fmt: skip
 SAME = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/rejected",
@@ -43,7 +42,7 @@ def data(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(data, small, tmp_path, main):
+def test_gradient_does_not_depend_on_ranks_or_packing(data, small, tmp_path, main):
     flags = (*STEPS, *small, "--dataset", data)
     run(2, "kto.py", *flags, "--output_dir", tmp_path / "two")
     main("kto", *flags, "--pack_tokens", 700, "--max_length", 300, "--output_dir", tmp_path / "one")
@@ -55,15 +54,15 @@ def test_one_gradient_whatever_the_ranks_and_packing(data, small, tmp_path, main
 
 
 @pytest.mark.slow
-def test_it_resumes_exactly(data, small, tmp_path, main):
+def test_run_resumes_exactly(data, small, tmp_path, main):
     flags = (*STEPS, *small, "--dataset", data)
     main("kto", *flags, "--output_dir", tmp_path / "run")
     assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
-    inprocess.assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=6)
+    assert_resumes_exactly(main, "kto", *flags, folder=tmp_path / "run", finished=6)
 
 
 @pytest.mark.slow
-def test_a_reference_in_memory_gives_the_run_of_a_stored_one(data, tmp_path, main):
+def test_online_reference_gives_the_run_of_a_stored_one(data, tmp_path, main):
     flags = ("--max_steps", 2, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--dataset", data, "--beta", 0.5)
     main("kto", *flags, "--output_dir", tmp_path / "stored")
     main("kto", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
@@ -78,17 +77,17 @@ def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags
     args = kto.Args(**(dict(eval_every=0, max_length=2048) | flags))
     rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
     found, _ = kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)
-    return args, list(kto.with_mismatches(InMemory(found), args))
+    return args, list(kto.with_mismatches(Samples(found, [group[0].row for group in found]), args))
 
 
 def objective_of(model, reference, groups, args, device):
-    """The loss of kto.py, a sum over these completions, and its metrics."""
+    """Return the loss of kto.py, a sum over these completions, and its metrics."""
     meter = Meter()
     micro_batches, *compared = kto.prepare(model, reference, groups, torch.zeros(len(groups), 2), args, device)
     return sum(kto.forward(model, mb, *compared, args, meter) for mb in micro_batches), meter.reduce()
 
 
-def test_baseline_and_loss_by_hand(data, device):
+def test_baseline_and_loss_equal_a_calculation_by_hand(data, device):
     from transformers import AutoModelForCausalLM
 
     rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
@@ -107,15 +106,15 @@ def test_baseline_and_loss_by_hand(data, device):
         expected += (2.0 if sign > 0 else 1.0) * (1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0))))
         right += (ratio[id(sample)] > z0) == sample.row["label"]
     loss, got = objective_of(model, reference, groups, args, device)
-    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # of float32 sums of some 10 nats
+    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # for float32 sums of about 10 nats
     assert loss.item() == pytest.approx(expected, rel=1e-5) and got["loss"] == pytest.approx(expected / 12, rel=1e-5)
     assert got["rewards/accuracies"] == pytest.approx(right / 12)
     chosen = sum(ratio[id(s)] for s, _ in groups[:6]) / 6
     assert got["rewards/chosen"] == pytest.approx(0.5 * chosen, rel=1e-4, abs=1e-5)
 
 
-def test_a_rank_without_completions_has_a_loss_of_zero_and_a_gradient_of_zero(device):
-    """Of a baseline that other ranks' completions give."""
+def test_rank_without_completions_has_zero_loss_and_gradient(device):
+    """The baseline comes from the completions of other ranks."""
     args, groups = encode([dict(prompt="1", chosen="2", rejected="3"), dict(prompt="2", chosen="3", rejected="4")])
     model = load_policy(tiny_model(), args, device)
     (mb,) = pack([], args.pack_tokens, device)
@@ -125,7 +124,7 @@ def test_a_rank_without_completions_has_a_loss_of_zero_and_a_gradient_of_zero(de
     assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
 
 
-def test_pairs_are_one_desirable_and_one_undesirable_row():
+def test_pair_becomes_a_desirable_and_an_undesirable_row():
     pairs = [dict(prompt=f"{n}+1=", chosen=f"{n + 1}", rejected="0") for n in range(4)]
     labelled = [dict(prompt=f"{n}+1=", completion=f"{n + 1}", label=True) for n in range(4)]
     labelled += [dict(prompt=f"{n}+1=", completion="0", label=False) for n in range(4)]
@@ -137,21 +136,21 @@ def test_pairs_are_one_desirable_and_one_undesirable_row():
     assert seen(one) == seen(other) and len(one) == 8
 
 
-def test_a_mismatch_is_a_completion_of_the_next_row_with_another_prompt():
+def test_mismatch_is_the_completion_of_the_next_row_with_another_prompt():
     prompts = ("1+1=", "1+1=", "2+1=", "3+1=")
     rows = [dict(prompt=p, completion=f"<{i}>", label=i % 2 == 0) for i, p in enumerate(prompts)]
     _, groups = encode(rows, KTO_COLUMNS[0])
     tokenizer = load_tokenizer(tiny_model())
     told = [tokenizer.decode(mismatch.ids, skip_special_tokens=True) for _, mismatch in groups]
-    assert told == ["1+1=<2>", "1+1=<2>", "2+1=<3>", "3+1=<0>"]  # the last one's is that of the first
+    assert told == ["1+1=<2>", "1+1=<2>", "2+1=<3>", "3+1=<0>"]  # the mismatch of the last row is that of the first
     for sample, mismatch in groups:
         assert mismatch.loss_mask == [i >= sample.prompt_length for i in range(len(mismatch.ids))]
     _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")
     assert all(len(sample.ids) <= 6 for group in short for sample in group)
 
 
-def test_value_and_gradient_by_hand():
-    """Also at the extremes, where the sigmoid is flat."""
+def test_value_and_gradient_equal_a_calculation_by_hand():
+    """Cases include extremes, where the sigmoid is flat."""
     args = kto.Args(beta=0.3, desirable_weight=2.0, undesirable_weight=0.5)
     for baseline in (0.0, 1.5):
         for log_ratio in (-1e4, -20.0, -1.0, 0.0, 2.0, 30.0, 1e4):
@@ -168,8 +167,8 @@ def test_value_and_gradient_by_hand():
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(small, tmp_path, main):
-    """From the untrained model."""
+def test_model_learns_arithmetic_preferences(small, tmp_path, main):
+    """Training starts from the untrained model."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     flags = (*small, "--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10, "--eval_every", 40,

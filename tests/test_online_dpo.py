@@ -1,8 +1,7 @@
-"""online_dpo.py: pairs, the loss by naive formulas, one gradient whatever the ranks, exact resume."""
+"""online_dpo.py: pairs, the loss by naive formulas, a gradient independent of ranks, exact resume."""
 
 import math
 
-import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, metrics, run
@@ -10,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
-from common.data.packing import Sample, pack_groups
+from common.data.packing import pack_groups
+from common.data.sample import Sample
 from common.metrics.meter import Meter
 from common.objectives.preference import OVER_BATCH, READS
 from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
-main = inprocess.main
 NAN = math.nan
 PAIRWISE = [name for name in READS if name not in OVER_BATCH]
 SAME = ("grad_norm", "reward", "entropy", "pairs/win_margin", "pairs/skipped_fraction", "rewards/accuracies",
@@ -27,13 +26,13 @@ SMALL = ("loss", "kl", "rewards/margins", "rewards/chosen")  # differences of fl
 
 
 def chosen(*rewards: float) -> list[int]:
-    """Return the places of the chosen and the rejected completion in a group, or nothing without a pair."""
+    """Return the places of the chosen and the rejected completion in a group, or an empty list without a pair."""
     (signs,) = preferences(torch.tensor([rewards], dtype=torch.float64)).tolist()
     assert set(signs) <= {1, 0, -1} and signs.count(1) == signs.count(-1) <= 1
     return [signs.index(1), signs.index(-1)] if any(signs) else []
 
 
-def test_pairs_are_the_first_best_and_the_first_worst_and_none_for_equal_rewards():
+def test_pair_is_the_first_best_and_first_worst_and_empty_for_equal_rewards():
     assert chosen(0.1, 0.7, 0.3) == [1, 0]
     assert chosen(0.0, 1.0, 1.0, 0.0) == [1, 0]
     assert chosen(0.5, 0.5) == chosen(NAN, NAN) == chosen(NAN, 0.3) == []
@@ -42,7 +41,7 @@ def test_pairs_are_the_first_best_and_the_first_worst_and_none_for_equal_rewards
 
 
 @given(st.lists(st.one_of(st.integers(-3, 3), st.just(NAN)), min_size=2, max_size=6))
-def test_a_pair_spans_the_rewards(rewards):
+def test_pair_has_the_maximum_and_minimum_reward(rewards):
     valid = [r for r in rewards if not math.isnan(r)]
     pair = chosen(*map(float, rewards))
     if len(set(valid)) < 2:
@@ -63,7 +62,7 @@ def test_ties_and_skipped_groups_are_counted():
 
 # ---- the loss ----
 
-LENGTHS = [(3, 5), (1, 4), (6, 2)]  # of chosen and rejected completions; prompts have two tokens
+LENGTHS = [(3, 5), (1, 4), (6, 2)]  # lengths of chosen and rejected completions; prompts have two tokens
 
 
 def sigmoid(x: float) -> float:
@@ -72,8 +71,9 @@ def sigmoid(x: float) -> float:
 
 @pytest.mark.parametrize("referenced", [True, False])
 @pytest.mark.parametrize("sft_weight", [0.0, 0.5])
-def test_the_loss_and_its_gradient_equal_naive_ones(referenced, sft_weight):
-    """DPO and IPO of summed log-ratios, the second with another weight, plus the likelihood of the chosen."""
+def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
+    """The loss is DPO and IPO of summed log-ratios, the second with another weight, plus the log-likelihood of the
+    chosen."""
     groups = [[Sample([1] * (2 + n), [False] * 2 + [True] * n, prompt_length=2) for n in pair] for pair in LENGTHS]
     (mb,) = pack_groups(groups, 100, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
@@ -102,7 +102,7 @@ def test_the_loss_and_its_gradient_equal_naive_ones(referenced, sft_weight):
     assert torch.autograd.grad(got_N.sum(), logprobs_T)[0].tolist() == pytest.approx(slopes, rel=1e-9)
 
 
-def test_every_objective_of_single_pairs_is_finite_and_summed_log_likelihood_is_the_paper_s():
+def test_pair_objectives_are_finite_and_sft_length_normalize_selects_the_mean():
     groups = [[Sample([1] * 5, [False] + [True] * 4) for _ in range(2)] for _ in range(3)]
     (mb,) = pack_groups(groups, 100, torch.device("cpu"))
     pairs = make_pairs(mb, -torch.rand(len(mb.targets_T)))
@@ -112,7 +112,7 @@ def test_every_objective_of_single_pairs_is_finite_and_summed_log_likelihood_is_
     torch.testing.assert_close(summed - mean, -0.75 * pairs.chosen_logps)
 
 
-# ---- as a whole ----
+# ---- whole runs ----
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, main, tmp_path, capsys):
+def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, main, tmp_path, capsys):
     flags = (*flags, "--pack_tokens", 60, "--output_dir", tmp_path)
     main("online_dpo", *flags, "--max_steps", 2)
     main("online_dpo", *flags)
@@ -147,18 +147,18 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
-def test_learns(flags, main, tmp_path):
-    """From scratch, to write digits."""
+def test_policy_learns_to_write_digits(flags, main, tmp_path):
+    """Training starts from the untrained model."""
     extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--missing_eos_penalty", 0, "--max_steps", 11)
     extra += ("--prompts_per_step", 32, "--samples_per_prompt", 4, "--minibatches", 1, "--epochs_per_rollout", 1)
     main("online_dpo", *flags, *extra, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path)
     rewards = [line["reward"] for line in metrics(tmp_path)]
-    assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards  # 0.8 is to be had
+    assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards  # the maximum is 0.8
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_that_of_equal_models_and_equal_rewards_change_nothing(flags, main, tmp_path):
-    """The loss is -log sigmoid(0) before the first update. With one reward for all there is no update on any rank."""
+def test_first_loss_is_ln_2_and_equal_rewards_change_nothing(flags, main, tmp_path):
+    """Before the first update the loss is -log sigmoid(0). If all rewards are equal, no rank makes an update."""
     extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--max_steps", 2, "--epochs_per_rollout", 1)
     flags = (*flags, *extra, "--minibatches", 1)
     main("online_dpo", *flags, "--output_dir", tmp_path / "a")

@@ -1,11 +1,10 @@
-"""ppo.py: rewards of tokens, advantages, losses and moments by hand; one gradient for any number of ranks, exact resume
-of both models, reward models, warm-up and early stop."""
+"""ppo.py: token rewards, advantages, losses and moments by hand; a gradient independent of ranks, exact resume of both
+models, reward models, warm-up and early stop."""
 
 import itertools
 import math
 
 import helpers
-import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, assert_same_weights, metrics, run
@@ -15,28 +14,28 @@ from naive import check
 from test_grpo import REWARD, samples
 
 import ppo
-from common.data.packing import PackedBatch, Sample, pack
+from common.data.packing import PackedBatch, pack
+from common.data.sample import Completion
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
 from common.objectives.advantages import gae
 from common.train.checkpoint import export_hf
 
-main = inprocess.main
 CPU, NAN = torch.device("cpu"), math.nan
-LENGTHS = (5, 30, 1, 12, 20, 7)  # of the completions; prompts have 3 tokens
+LENGTHS = (5, 30, 1, 12, 20, 7)  # lengths of the completions; prompts have 3 tokens
 SCORES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1]).double()
 
 
-def make_samples() -> list[Sample]:
-    """Six completions: the fourth has a tool's output in its middle, the last is masked."""
-    made = [Sample([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3) for length in LENGTHS]
+def make_samples() -> list[Completion]:
+    """Return six completions: the fourth has tool output in its middle, the last is masked."""
+    made = [Completion([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3) for length in LENGTHS]
     made[3].loss_mask[6:9] = [False] * 3
     made[5].loss_mask = [False] * len(made[5].ids)
     return made
 
 
 def make_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
-    """A pack with random values, and rewards with a score at the end of every completion."""
+    """Return a pack with random values, and rewards with a score at the end of every completion."""
     (mb,), generator = pack(make_samples(), 8192, CPU), torch.Generator().manual_seed(seed)
     mb = mb.with_streams(values_T=torch.randn(len(mb.targets_T), generator=generator))
     return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + token_rewards(mb, SCORES, 0.0)
@@ -54,7 +53,7 @@ def advantages(mb: PackedBatch, rewards_T: torch.Tensor, **flags) -> tuple[torch
 
 
 def loss(logprobs, old, entropy, A, importance, mask, tokens, positives, **flags) -> tuple[float, list[float], dict]:
-    """Value, gradient of the log-probs and logged numbers of the policy loss, from lists of numbers."""
+    """Return value, gradient of the log-probs and logged metrics of the policy loss, from lists of numbers."""
     logprobs_T, *others = (torch.tensor(x, dtype=torch.float64) for x in (logprobs, old, entropy, A, importance))
     counts = torch.tensor(tokens), torch.tensor(positives)
     total, logged = ppo.loss(logprobs_T.requires_grad_(), *others, torch.tensor(mask), *counts, ppo.Args(**flags))
@@ -62,15 +61,17 @@ def loss(logprobs, old, entropy, A, importance, mask, tokens, positives, **flags
     return total.item(), logprobs_T.grad.tolist(), logged
 
 
-# ---- rewards of tokens ----
+# ---- token rewards ----
 
 
-def test_rewards_of_turns_stand_on_their_last_tokens():
-    """The rewards of a completion add up to its score, and those of earlier turns stand where they were earned."""
-    one = Sample(list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3)
+def test_turn_rewards_are_placed_on_the_last_token_of_their_turn():
+    """The rewards of a completion add up to its score."""
+    one = Completion(
+        list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3
+    )
     one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
-    two = Sample([1, 2, 3], [False, True, True], prompt_length=1)
-    three = Sample([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
+    two = Completion([1, 2, 3], [False, True, True], prompt_length=1)
+    three = Completion([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
     scores = torch.tensor([4.0, -1.0, 2.0])
     for packed in (pack([one, two, three], 100, CPU), pack([one, two, three], 8, CPU)):
         got = {}
@@ -82,7 +83,7 @@ def test_rewards_of_turns_stand_on_their_last_tokens():
         assert got == {9: [0, 0, 0.5, 0, 0, -1.0, 0, 4.5], 3: [0, -1.0], 4: [0.5, 0, 1.5]}
 
 
-def test_the_kl_to_the_reference_is_subtracted_from_each_token():
+def test_kl_to_the_reference_is_subtracted_from_each_token():
     (mb,) = pack(make_samples()[:1], 100, CPU)
     old_T, ref_T = torch.tensor([[0.0, 0, -1, -1, -1, -1, -1], [0, 0, -1, -1.5, -0.5, -2, -9]])
     mb = mb.with_streams(old_logprobs_T=old_T, ref_logprobs_T=ref_T)
@@ -95,7 +96,7 @@ def test_the_kl_to_the_reference_is_subtracted_from_each_token():
 # ---- advantages and returns ----
 
 
-def test_without_values_and_discount_it_is_reinforce_with_the_score():
+def test_advantages_without_values_and_discount_are_the_score():
     mb, _ = make_batch()
     mb = mb.with_streams(values_T=torch.zeros(len(mb.targets_T)))
     advantages_T, returns_T = advantages(mb, token_rewards(mb, SCORES, 0.0), gae_lambda=1.0)
@@ -106,7 +107,7 @@ def test_without_values_and_discount_it_is_reinforce_with_the_score():
     assert gradient == pytest.approx((-advantages_T).tolist())
 
 
-def test_policy_and_value_model_have_a_lambda_each():
+def test_policy_and_value_model_have_separate_lambdas():
     mb, rewards_T = make_batch()
     lengths_N = [sum(s.loss_mask) for s in mb.samples]
 
@@ -132,16 +133,16 @@ def test_returns_with_lambda_1_are_sums_of_future_rewards():
             assert returns_T[t].item() == pytest.approx(rewards_T[trained[n:]].sum().item(), abs=1e-5)
 
 
-def test_a_completion_without_a_score_has_no_advantage_and_changes_no_other():
+def test_completion_without_a_score_has_no_advantage_and_changes_no_other():
     mb, _ = make_batch()
-    for scores in (SCORES, torch.cat([SCORES[:5], torch.tensor([NAN])])):  # the last one is masked
+    for scores in (SCORES, torch.cat([SCORES[:5], torch.tensor([NAN])])):  # the last completion is masked
         advantages_T, returns_T = advantages(mb, token_rewards(mb, scores, 0.0))
         assert advantages_T.isfinite().all() and returns_T.isfinite().all()
         assert (advantages_T[mb.on_tokens(SCORES) == SCORES[5].float()] == 0).all()
         assert ppo.moments([[mb]], lambda _, x_T=advantages_T: x_T)[1] > 0
 
 
-def test_an_empty_pack_has_advantages_rewards_and_moments():
+def test_empty_pack_has_finite_advantages_rewards_and_moments():
     (filler,) = pack([], 10, CPU)
     filler = filler.with_streams(values_T=torch.ones(1))
     advantages_T, returns_T = advantages(filler, torch.ones(1), lambda_alpha=0.05)
@@ -153,8 +154,8 @@ def test_an_empty_pack_has_advantages_rewards_and_moments():
 # ---- losses ----
 
 
-def test_the_policy_loss_by_hand():
-    """On policy; clipped above; clipped below; with an importance weight; masked."""
+def test_policy_loss_equals_a_calculation_by_hand():
+    """Cases: on policy; clipped above; clipped below; with an importance weight; masked."""
     logprobs, old = [-1.0, -1.0, -2.0, -1.1, -1.0], [-1.0, -2.0, -1.0, -1.0, -5.0]
     A, weights, entropy = [2.0, 1.0, -1.0, -0.5, 7.0], [1.0, 1.0, 1.0, 0.5, 1.0], [0.1, 0.2, 0.3, 0.4, 0.5]
     mask, rho = [True] * 4 + [False], math.exp(-0.1)
@@ -164,14 +165,14 @@ def test_the_policy_loss_by_hand():
     assert total == pytest.approx(expected)
     assert gradient == pytest.approx([-2 / 8 - 0.05 / 3, -0.05 / 3, 0, 0.25 * rho / 8, 0])
     assert logged["clip_ratio/region_mean"].tolist()[:4] == [False, True, True, False]
-    k3 = [math.exp(d) - 1 - d for d in (0.0, 1.0, -1.0, -0.1)]  # d = log(new / old); samples are of the old policy
+    k3 = [math.exp(d) - 1 - d for d in (0.0, 1.0, -1.0, -0.1)]  # d = log(new / old); samples are from the old policy
     assert logged["policy/approx_kl"].tolist()[:4] == pytest.approx(k3)
     assert loss(logprobs, old, entropy, A, weights, [False] * 5, 1, 0, **flags)[:2] == (0.0, [0.0] * 5)
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=8),
        st.sampled_from([0.0, 0.2, 1.0]))  # fmt: skip
-def test_the_value_loss_is_that_of_a_naive_loop(rows, clip):
+def test_value_loss_equals_naive_code(rows, clip):
     def naive(value, old, target):
         nearer = min(max(value, old - clip), old + clip)
         plain, clipped = (value - target) ** 2 / 2, (nearer - target) ** 2 / 2
@@ -181,28 +182,28 @@ def test_the_value_loss_is_that_of_a_naive_loop(rows, clip):
     check(lambda *columns: ppo.value_loss(*columns, clip), naive, rows)
 
 
-def test_value_loss_has_no_gradient_beyond_the_trust_region_but_comes_back():
+def test_value_loss_has_no_gradient_beyond_the_clip_except_towards_it():
     values = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)  # moved by 1 from 0; the clip is 0.2
     losses = ppo.value_loss(values, torch.zeros(2), torch.tensor([2.0, -2.0]), 0.2)
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([1.8**2 / 2, 3**2 / 2])
-    assert values.grad.tolist() == [0.0, 3.0]  # towards its return: held; past it: pulled back
+    assert values.grad.tolist() == [0.0, 3.0]  # towards the return: clipped; past the return: pulled back
 
 
 # ---- statistics of all packs ----
 
 
-def test_moments_are_of_the_trained_tokens_of_all_packs_and_divide_by_one_less():
+def test_moments_count_trained_tokens_of_all_packs_with_bessel_correction():
     (first,), (second,) = (pack([sample], 100, CPU) for sample in make_samples()[:2])
     first, second = (mb.with_streams(values_T=torch.arange(len(mb.targets_T)).double() ** 2) for mb in (first, second))
     flat_x = torch.cat([mb.values_T[mb.loss_mask_T] for mb in (first, second)])
     expected = (flat_x.mean().item(), flat_x.std(correction=1).item())
     assert ppo.moments([[first], [second]], lambda mb: mb.values_T) == pytest.approx(expected, rel=1e-12)
-    (lone,) = pack([Sample([1, 2], [False, True])], 10, CPU)
+    (lone,) = pack([Completion([1, 2], [False, True])], 10, CPU)
     assert ppo.moments([[lone]], lambda _: torch.tensor([3.0])) == (3.0, 0.0)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_and_perfect_values_explain_everything():
+def test_advantages_are_whitened_and_perfect_values_explain_all_variance():
     mb, rewards_T = make_batch()
     advantages_T, returns_T = advantages(mb, rewards_T)
     mb = mb.with_streams(advantages_T=advantages_T, returns_T=returns_T)
@@ -212,7 +213,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_and_perfect_values_expl
     assert ppo.explained_variance([[mb.with_streams(returns_T=torch.ones_like(returns_T))]]) == 0
 
 
-# ---- as a whole ----
+# ---- whole runs ----
 
 SAME = ("grad_norm", "value_grad_norm", "value_loss", "reward", "entropy", "beta", "num_tokens", "epoch", "updates")
 SMALL = ("loss", "objective/kl", "explained_variance", "policy/approx_kl")  # differences of float32 numbers of size 1
@@ -239,7 +240,7 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, main, tmp_path):
+def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tmp_path):
     main("ppo", *flags, "--pack_tokens", 60, "--output_dir", tmp_path)
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and rewards
@@ -249,10 +250,10 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, flags, main, tmp
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, flags, tmp_path):
-    """It saves after every step, also while the policy waits: its optimizer has no state yet."""
+def test_killed_run_resumes_bitwise(two_ranks, flags, tmp_path):
+    """The run saves after every step, also during value warm-up: the policy's optimizer has no state yet."""
     flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "ppo.py", *flags, folder=tmp_path, after_step=2, delay=0)
+    helpers.run_and_kill(2, "ppo.py", *flags, folder=tmp_path, after_step=2, at="torch.distributed.checkpoint.save")
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "ppo.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
@@ -271,8 +272,8 @@ def test_values_are_learned_and_beta_adapts(two_ranks):
 
 
 @pytest.mark.slow
-def test_the_logged_kl_is_the_log_ratio_whatever_the_penalty_estimates(flags, main, tmp_path):
-    """With a penalty too small to matter the same policy is trained, and what the estimators make of it differs."""
+def test_logged_kl_is_the_log_ratio_for_every_penalty_estimator(flags, main, tmp_path):
+    """With a negligible penalty the trained policy is the same, and the estimates differ."""
     extra = ("--beta", 1e-9, "--kl_target", 0, "--kl_horizon", 10_000, "--value_warmup_steps", 0, "--max_steps", 2)
     logged = {}
     for name in ("k1", "k2"):
@@ -283,7 +284,7 @@ def test_the_logged_kl_is_the_log_ratio_whatever_the_penalty_estimates(flags, ma
 
 
 @pytest.mark.slow
-def test_reward_model_value_model_warm_up_and_early_stop(flags, small, main, device, tmp_path):
+def test_run_with_reward_model_value_model_warm_up_and_early_stop(flags, small, main, device, tmp_path):
     model = str(small[1])
     export_hf(load_scalar_model(model, ppo.Args(), device), load_tokenizer(model), tmp_path / "rm")
     extra = ("--reward", f"model:{tmp_path / 'rm'}", "--value_model", tmp_path / "rm", "--max_steps", 2)
@@ -296,11 +297,11 @@ def test_reward_model_value_model_warm_up_and_early_stop(flags, small, main, dev
 
 
 @pytest.mark.slow
-def test_learns(flags, main, tmp_path):
-    """From scratch, to write digits."""
+def test_policy_learns_to_write_digits(flags, main, tmp_path):
+    """Training starts from the untrained model."""
     extra = ("--max_steps", 14, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--lr", 5e-3, "--gae_lambda", 1)
     extra += ("--value_lr", 5e-3, "--value_warmup_steps", 0, "--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000)
     extra += ("--missing_eos_penalty", 0, "--max_new_tokens", 4, "--output_dir", tmp_path)
     main("ppo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
-    assert rewards[0] < 0.1 and rewards[-1] > 0.4, rewards  # 0.8 is to be had
+    assert rewards[0] < 0.1 and rewards[-1] > 0.4, rewards  # the maximum is 0.8

@@ -1,4 +1,4 @@
-"""reinforce.py: the objective by naive formulas, one gradient whatever the ranks, exact resume with an adapted beta,
+"""reinforce.py: the objective by naive formulas, a gradient independent of ranks, exact resume with an adapted beta,
 learning."""
 
 import itertools
@@ -6,7 +6,6 @@ import math
 import statistics as naive
 import typing
 
-import inprocess
 import pytest
 import torch
 from conftest import talkative
@@ -16,10 +15,9 @@ from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
 import reinforce
-from common.data.packing import Sample
+from common.data.sample import Sample
 from common.rollout import statistics
 
-main = inprocess.main
 NAN = math.nan
 NAMES = typing.get_args(typing.get_type_hints(reinforce.Args)["advantage"])
 SAME = ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")
@@ -62,7 +60,7 @@ def test_rewards_are_whitened_over_trained_tokens(rewards, baseline, trained):
 
 
 @given(groups)
-def test_the_baseline_of_leave_one_out_is_the_mean_of_the_others(rewards):
+def test_leave_one_out_baseline_is_the_mean_of_the_others(rewards):
     for group, got in zip(rewards, reinforce.advantages("leave_one_out", double(rewards), torch.ones(1)), strict=True):
         for i, r in enumerate(group):
             others = [x for j, x in enumerate(group) if j != i and not math.isnan(x)]
@@ -71,13 +69,13 @@ def test_the_baseline_of_leave_one_out_is_the_mean_of_the_others(rewards):
 
 
 def completion(sampled: int, said: int = 0) -> Sample:
-    """Return a completion of `sampled` tokens of the model; an environment said some after the first of them."""
+    """Return a completion with `sampled` tokens of the model; an environment's reply follows the first of them."""
     mask = [False] * 2 + [True] + [False] * said + [True] * (sampled - 1)
     return Sample([0] * len(mask), mask, prompt_length=2)
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++_baseline"])
-def test_what_an_environment_said_counts_in_no_statistic(name):
+def test_replies_of_an_environment_count_in_no_statistic(name):
     plain = [[completion(4), completion(9), completion(2)], [completion(5), completion(1), completion(7)]]
     played = [[completion(4, 30), completion(9), completion(2, 50)], [completion(5, 3), completion(1), completion(7)]]
     assert not torch.equal(statistics.lengths(plain), statistics.lengths(played))
@@ -88,7 +86,7 @@ def test_what_an_environment_said_counts_in_no_statistic(name):
     assert tokens.mean().item() == pytest.approx(0, abs=1e-9) and tokens.std().item() == pytest.approx(1, rel=1e-5)
 
 
-def test_every_advantage_is_another_one_and_equal_rewards_have_none():
+def test_advantage_estimators_differ_and_give_zero_for_equal_rewards():
     counts_PG = torch.tensor([[4, 9, 2], [5, 1, 7]])
     got = {name: reinforce.advantages(name, REWARDS, counts_PG) for name in NAMES}
     assert not any(torch.allclose(got[a], got[b], rtol=1e-2) for a, b in itertools.combinations(NAMES, 2))
@@ -98,11 +96,11 @@ def test_every_advantage_is_another_one_and_equal_rewards_have_none():
 
 # ---- the loss ----
 
-# Two completions, the first with the output of a tool in its middle, and a third that is not trained at all.
+# Two completions, the first with tool output in its middle, and a third one without trained tokens.
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]).bool()
 IDS = torch.tensor([0] * 7 + [1] * 4 + [2] * 2)
 ADVANTAGES = double([1.5] * 7 + [-0.7] * 4 + [2.0] * 2)
-TOKENS, SEQUENCES, BETA = torch.tensor(17), torch.tensor(5), 0.3  # of the global minibatch
+TOKENS, SEQUENCES, BETA = torch.tensor(17), torch.tensor(5), 0.3  # number of trained tokens of the global minibatch
 
 
 def streams() -> list[torch.Tensor]:
@@ -117,7 +115,7 @@ def streams() -> list[torch.Tensor]:
 @pytest.mark.parametrize("loss", ["clip", "reinforce"])
 @pytest.mark.parametrize("reduction", ["token", "sequence_sum"])
 @pytest.mark.parametrize(("kl_in", "entropy_coef"), [("loss", 0.0), ("loss", 0.2), ("reward", 0.2)])
-def test_the_loss_and_its_gradient_equal_naive_ones(loss, reduction, kl_in, entropy_coef):
+def test_loss_and_gradient_equal_naive_code(loss, reduction, kl_in, entropy_coef):
     args = reinforce.Args(loss=loss, reduction=reduction, kl_in=kl_in, kl_estimator="k2", entropy_coef=entropy_coef)
     new, old, engine, ref, entropy = streams()
     entropy.requires_grad_()
@@ -146,7 +144,7 @@ def test_the_loss_and_its_gradient_equal_naive_ones(loss, reduction, kl_in, entr
         assert logged["clip_ratio/region_mean"][MASK].tolist() == clipped
 
 
-def test_on_policy_the_clipped_loss_has_the_gradient_of_reinforce():
+def test_clipped_loss_has_the_gradient_of_reinforce_on_policy():
     gradients = []
     for loss in ("clip", "reinforce"):
         new, _, engine, ref, entropy = streams()
@@ -159,13 +157,13 @@ def test_on_policy_the_clipped_loss_has_the_gradient_of_reinforce():
 
 
 @pytest.mark.parametrize("preset", reinforce.Args.PRESETS)
-def test_presets_make_a_finite_objective(preset):
+def test_presets_have_a_finite_objective(preset):
     args = reinforce.Args(preset=preset, **reinforce.Args.PRESETS[preset])
     total, _ = reinforce.loss(*streams(), ADVANTAGES, MASK, IDS, TOKENS, SEQUENCES, BETA, args)
     assert total.isfinite()
 
 
-# ---- as a whole ----
+# ---- whole runs ----
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +180,8 @@ def flags(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def everything(flags):
-    """KL in the reward with an adapted beta, the clip, penalties and importance weights of completions."""
+    """Return flags with KL in the reward, an adapted beta, the clip, penalties and importance weights of
+    completions."""
     return (
         *flags, "--preset", "reinforce++", "--kl_target", 0.01, "--kl_horizon", 100, "--entropy_coef", 0.01,
         "--missing_eos_penalty", 0.1, "--reward_scale", 2, "--correction", "sequence",
@@ -197,7 +196,7 @@ def two_ranks(everything, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, everything, main, tmp_path, capsys):
+def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, everything, main, tmp_path, capsys):
     """A resumed run continues with the adapted beta."""
     flags = (*everything, "--pack_tokens", 60, "--output_dir", tmp_path)
     main("reinforce", *flags, "--max_steps", 2)
@@ -205,7 +204,7 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
     assert "resuming from" in capsys.readouterr().out
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and rewards
-        assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-5)  # the KL is the reference's float32
+        assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-5)  # the reference's log-probs are float32
     assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-5, floor=0.1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
     lines = metrics(two_ranks)
@@ -214,7 +213,7 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
-def test_rewards_are_scaled_scores_less_penalty_and_kl(everything, main, tmp_path, monkeypatch):
+def test_rewards_are_scaled_scores_minus_penalty_and_kl(everything, main, tmp_path, monkeypatch):
     seen, advantages = [], reinforce.advantages
 
     def look(name, rewards_BG, tokens_BG):
@@ -233,13 +232,13 @@ def test_rewards_are_scaled_scores_less_penalty_and_kl(everything, main, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["reinforce", "reinforce++_baseline"])
-def test_learns(preset, flags, main, tmp_path):
-    """From scratch, to write digits."""
+def test_policy_learns_to_write_digits(preset, flags, main, tmp_path):
+    """Training starts from the untrained model."""
     extra = ("--preset", preset, "--max_steps", 12, "--prompts_per_step", 16, "--samples_per_prompt", 8)
     extra += ("--minibatches", 1, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path)
     main("reinforce", *flags, *extra)
     lines = metrics(tmp_path)
     assert lines[0]["reward"] < 0.2 and lines[-1]["reward"] > 0.5, [
         line["reward"] for line in lines
-    ]  # 0.8 is to be had
+    ]  # the maximum is 0.8
     assert ("kl" in lines[-1]) == (preset != "reinforce")

@@ -1,11 +1,10 @@
-"""rloo.py: the objective by hand and by naive formulas, an unbiased gradient, one gradient whatever the ranks, exact
-resume with an adapted beta."""
+"""rloo.py: the objective by hand and by naive formulas, an unbiased gradient independent of ranks, exact resume with an
+adapted beta."""
 
 import itertools
 import math
 import statistics
 
-import inprocess
 import pytest
 import torch
 from helpers import assert_close_metrics, metrics, run
@@ -15,7 +14,6 @@ from test_grpo import REWARD, samples
 
 import rloo
 
-main = inprocess.main
 NAN = math.nan
 SAME = ("grad_norm", "reward", "entropy", "completions/mean_length", "num_tokens", "epoch", "beta")
 
@@ -30,13 +28,13 @@ triples = st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), min
 
 
 @given(triples)
-def test_the_baseline_is_the_mean_of_the_others(rewards):
+def test_baseline_is_the_mean_of_the_others(rewards):
     for group, got in zip(rewards, rloo.advantages(double(rewards)).tolist(), strict=True):
         others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(3)]
         assert got == pytest.approx([r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9)
 
 
-def test_a_missing_reward_is_in_no_baseline_and_equal_rewards_have_no_advantage():
+def test_missing_reward_is_in_no_baseline_and_equal_rewards_have_no_advantage():
     assert rloo.advantages(torch.tensor([[1.0, NAN, 0.0, 0.5]]))[0].tolist() == [0.75, 0, -0.75, 0]
     for equal in ([1.0, NAN], [2.0, 2.0], [0.1, 0.1, 0.1], [NAN, NAN]):
         assert (rloo.advantages(double([equal])) == 0).all()
@@ -52,7 +50,7 @@ rows = st.lists(
 
 
 @given(rows, st.integers(1, 20))
-def test_the_loss_and_its_gradient_equal_naive_ones(rows, completions):
+def test_loss_and_gradient_equal_naive_code(rows, completions):
     new, old, weights, advantages = (double(column) for column in zip(*rows, strict=True))
     args, expected, slopes = rloo.Args(clip_low=0.1, clip_high=0.3), 0.0, []
     for logp, old_logp, weight, a in rows:
@@ -66,7 +64,7 @@ def test_the_loss_and_its_gradient_equal_naive_ones(rows, completions):
     assert logged["loss"].sum().item() == pytest.approx(expected * completions, abs=1e-9)
 
 
-def test_clipping_is_one_sided_and_measured():
+def test_clipping_is_one_sided_and_logged():
     ratios, advantages = double([1.4, 0.7, 1.4, 0.7, 1.0]), double([1.0, -1.0, -1.0, 1.0, 0.0])
     one = torch.ones(5)
     _, logged = rloo.loss(ratios.log(), torch.zeros(5), one, advantages, torch.tensor(5), rloo.Args())
@@ -75,14 +73,15 @@ def test_clipping_is_one_sided_and_measured():
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
-def test_no_ratio_overflows(advantage, log_ratio):
+def test_extreme_ratios_do_not_overflow(advantage, log_ratio):
     logprobs_N = torch.tensor([log_ratio], requires_grad=True)
     total, _ = rloo.loss(logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args())
     assert total.isfinite() and torch.autograd.grad(total, logprobs_N)[0].isfinite().all()
 
 
 def test_expected_gradient_is_that_of_the_expected_reward():
-    """A bandit with two actions, one of which pays more: all draws of k samples, each with its probability."""
+    """The test enumerates all draws of k samples, with their probabilities, of a bandit with two actions and different
+    rewards."""
     pays = double([0.3, 1.0])
     logits = double([0.4, -0.2]).requires_grad_()
     (analytic,) = torch.autograd.grad((logits.softmax(0) * pays).sum(), logits)
@@ -96,7 +95,7 @@ def test_expected_gradient_is_that_of_the_expected_reward():
         torch.testing.assert_close(expected, analytic, rtol=1e-12, atol=1e-12)
 
 
-# ---- as a whole ----
+# ---- whole runs ----
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks, flags, main, tmp_path, capsys):
+def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, main, tmp_path, capsys):
     """A resumed run continues with the adapted beta."""
     flags = (*flags, "--pack_tokens", 40, "--output_dir", tmp_path)
     main("rloo", *flags, "--max_steps", 2)
@@ -127,8 +126,8 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
     assert "resuming from" in capsys.readouterr().out
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and scores
-        assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-6)  # the KL is the reference's float32
-    # Loss and KL are small differences of float32 numbers of size 1: 1e-5 of 0.1 is what their digits can tell.
+        assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-6)  # the reference's log-probs are float32
+    # Loss and KL are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
     assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-5, floor=0.1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
     lines = metrics(two_ranks)
@@ -137,7 +136,7 @@ def test_one_gradient_whatever_the_ranks_and_packing_also_when_resumed(two_ranks
 
 
 @pytest.mark.slow
-def test_rewards_are_scaled_scores_less_penalty_and_kl(flags, main, tmp_path, monkeypatch):
+def test_rewards_are_scaled_scores_minus_penalty_and_kl(flags, main, tmp_path, monkeypatch):
     seen, advantages = [], rloo.advantages
     monkeypatch.setattr(rloo, "advantages", lambda rewards_PG: seen.append(rewards_PG.mean()) or advantages(rewards_PG))
     main("rloo", *flags, "--beta", 3, "--output_dir", tmp_path)
@@ -148,11 +147,11 @@ def test_rewards_are_scaled_scores_less_penalty_and_kl(flags, main, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_learns(flags, main, tmp_path):
-    """From scratch, to write digits."""
+def test_policy_learns_to_write_digits(flags, main, tmp_path):
+    """Training starts from the untrained model."""
     extra = ("--max_steps", 13, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
     extra += ("--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000, "--max_new_tokens", 4, "--output_dir", tmp_path)
     extra += ("--reward_scale", 1, "--missing_eos_penalty", 0)
     main("rloo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
-    assert rewards[0] < 0.1 and rewards[-1] > 0.6, rewards  # 0.8 is to be had
+    assert rewards[0] < 0.1 and rewards[-1] > 0.6, rewards  # the maximum is 0.8

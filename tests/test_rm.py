@@ -1,13 +1,12 @@
-"""rm.py as a whole: one gradient, exact resume, an export that transformers scores equally, and relabelling."""
+"""rm.py: a gradient independent of ranks, exact resume, an export that transformers scores equally, and relabelling."""
 
 import json
 import math
 import random
 
-import inprocess
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import rm
 from common.config.groups import TrainArgs
@@ -19,7 +18,6 @@ from common.model.tiny import tiny_model
 from common.rewards.reward_model import at_end, score
 from common.train.checkpoint import export_hf
 
-main = inprocess.main
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
 FLAGS = (*STEPS, "--center_coefficient", 0.01)
 SAME = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
@@ -48,7 +46,7 @@ def two_ranks(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, main):
+def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, data, tmp_path, main):
     flags = ("--pack_tokens", 1000, "--max_length", 400, "--dataset", data, "--output_dir", tmp_path)
     main("rm", *FLAGS, *flags)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1.0)  # rewards are of size 1
@@ -56,16 +54,16 @@ def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, 
 
 
 @pytest.mark.slow
-def test_it_resumes_exactly(data, tmp_path, main):
+def test_run_resumes_exactly(data, tmp_path, main):
     main("rm", *FLAGS, "--dataset", data, "--output_dir", tmp_path / "run")
     assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
     flags = (*FLAGS, "--dataset", data)
-    inprocess.assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=6)
+    assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=6)
 
 
 @pytest.mark.slow
-def test_transformers_scores_the_export_equally(two_ranks, data, device):
-    """One sequence at a time and in a padded batch; and the export is what we load again."""
+def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
+    """Scores are computed one sequence at a time and in a padded batch; loading the export again gives equal scores."""
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(str(two_ranks / "hf"))
@@ -84,8 +82,8 @@ def test_transformers_scores_the_export_equally(two_ranks, data, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_what_the_model_disagrees_with(two_ranks, data, tmp_path, main, capsys):
-    """On two ranks; what comes out, the model agrees with completely, on one."""
+def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(two_ranks, data, tmp_path, main, capsys):
+    """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
     out = tmp_path / "relabelled.jsonl"
     flags = ("--model", two_ranks / "hf", "--output_dir", tmp_path)
     first = run(2, "rm.py", *flags, "--dataset", data, "--relabel", out).stdout
@@ -102,8 +100,8 @@ def test_relabelling_swaps_what_the_model_disagrees_with(two_ranks, data, tmp_pa
     assert "agrees with 1.000 of 40 pairs" in capsys.readouterr().out
 
 
-def test_bradley_terry_by_hand():
-    """Value, and the gradient by central differences."""
+def test_bradley_terry_loss_equals_a_calculation_by_hand():
+    """The gradient is compared to central differences."""
 
     def loss(rc, rr, margin, c):
         return math.log1p(math.exp(-(rc - rr - margin))) + c * (rc + rr) ** 2
@@ -125,18 +123,21 @@ def test_bradley_terry_by_hand():
     assert extreme.tolist() == [0.0, 2e4]
 
 
-def test_a_score_is_of_the_whole_sequence_whatever_stands_beside_it(device):
+def test_score_depends_on_its_whole_sequence_only(device):
     model = load_scalar_model(tiny_model(), TrainArgs(), device)
     sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
     together, apart = score(model, sequences, 100, device), [score(model, [s], 100, device)[0] for s in sequences]
     assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
-    assert score(model, [[5, 6, 8]], 100, device)[0] != pytest.approx(together[0], abs=1e-4)  # the last token counts
+    assert score(model, [[5, 6, 8]], 100, device)[0] != pytest.approx(
+        together[0], abs=1e-4
+    )  # the last token has an effect
     (mb,) = pack([at_end([5, 6, 7])], 10, device)
     assert mb.input_ids_T.tolist() == [5, 6, 7] and mb.loss_mask_T.tolist() == [False, False, True]
 
 
-def test_an_end_of_text_that_also_pads_is_scored(device, tmp_path):
-    """Transformers reads the last token that is not padding, so the export names no padding that ends texts."""
+def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
+    """Transformers reads the last token that is not padding, so the export defines no padding token that also ends
+    texts."""
     from transformers import AutoModelForSequenceClassification
 
     model, tokenizer = load_scalar_model(tiny_model(), TrainArgs(), device), load_tokenizer(tiny_model())
@@ -151,7 +152,7 @@ def test_an_end_of_text_that_also_pads_is_scored(device, tmp_path):
         assert score(model, [ids], 100, device) == pytest.approx([theirs], abs=1e-5)
 
 
-def test_a_new_head_depends_on_the_seed_alone(device):
+def test_new_head_depends_only_on_the_seed(device):
     def head(seed):
         return load_scalar_model(tiny_model(), TrainArgs(seed=seed), device).hf.score.weight.full_tensor()
 
@@ -160,8 +161,9 @@ def test_a_new_head_depends_on_the_seed_alone(device):
 
 
 @pytest.mark.slow
-def test_arithmetic_preferences_are_learned(tmp_path, main):
-    """From the untrained model; from the demo's checkpoint it is more than 0.95 (docs/rm.md)."""
+def test_model_learns_arithmetic_preferences(tmp_path, main):
+    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more than 0.95
+    (docs/rm.md)."""
     flags = ("--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80,
              "--eval_size", 500)  # fmt: skip
     file = few_of_the_task(tmp_path)
@@ -172,7 +174,7 @@ def test_arithmetic_preferences_are_learned(tmp_path, main):
 
 
 def few_of_the_task(folder):
-    """To encode all of it takes longer than to learn it."""
+    """Take few rows of the task: encoding all of it takes longer than learning it."""
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:5120]))
     return path

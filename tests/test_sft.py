@@ -1,4 +1,4 @@
-"""sft.py as a whole: one gradient, exact resume, several nodes, and real data."""
+"""sft.py: a gradient independent of ranks, exact resume, several nodes, and real data."""
 
 import json
 import math
@@ -9,9 +9,8 @@ import subprocess
 import sys
 
 import helpers
-import inprocess
 import pytest
-from helpers import ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
+from helpers import ROOT, assert_close_metrics, assert_resumes_exactly, assert_same_weights, metrics, needs_gsm8k, run
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import check
@@ -19,8 +18,7 @@ from naive import check
 import sft
 from common.model.tiny import tiny_model
 
-main = inprocess.main
-# Mixed lengths (GSM8K-like rows of words), so that a wrong denominator shows.
+# rows of mixed lengths, like GSM8K, so that a wrong denominator is detected
 TEN_STEPS = ("--max_steps", 10, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--save_every", 5,
              "--lr_schedule", "constant")  # fmt: skip
 SAME = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "epoch", "lr")
@@ -46,16 +44,16 @@ def two_ranks(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks_and_packing(two_ranks, data, tmp_path, main):
+def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, data, tmp_path, main):
     flags = ("--pack_tokens", 2048, "--max_length", 2048, "--dataset", data, "--output_dir", tmp_path)
     main("sft", *TEN_STEPS, *flags)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_dft_has_one_gradient_and_its_evaluations_are_of_nll(data, tmp_path, main):
-    """And what is measured of several held-out sets is the same on any number of ranks."""
-    (tmp_path / "one.jsonl").write_text(data.read_text().splitlines(keepends=True)[0])  # not a row for each rank
+def test_dft_gradient_does_not_depend_on_ranks_and_evaluation_uses_nll(data, tmp_path, main):
+    """The metrics of several held-out sets are equal on any number of ranks."""
+    (tmp_path / "one.jsonl").write_text(data.read_text().splitlines(keepends=True)[0])  # fewer rows than ranks
     flags = ("--dataset", data, "--loss", "dft", "--max_steps", 3, "--batch_size", 8, "--eval_size", 6, "--lr", 1e-3,
              "--eval_dataset", data, f"short={tmp_path}/one.jsonl")  # fmt: skip
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
@@ -70,8 +68,8 @@ def test_dft_has_one_gradient_and_its_evaluations_are_of_nll(data, tmp_path, mai
 
 
 @pytest.mark.slow
-def test_a_denominator_per_rank_would_be_noticed(two_ranks, data, tmp_path):
-    """The negative control of the test above: the same script with a token count per rank."""
+def test_denominator_per_rank_is_detected(two_ranks, data, tmp_path):
+    """Negative control of the test above: the same script with a token count per rank."""
     source = (ROOT / "sft.py").read_text()
     count = "distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))"
     assert source.count(count) == 1
@@ -86,12 +84,12 @@ def test_a_denominator_per_rank_would_be_noticed(two_ranks, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, data, tmp_path):
-    """`kill -9` of launcher and ranks somewhere behind the first checkpoint. With ten steps it might come too late on a
-    busy machine, so this run thinks that a thousand are to come, and what it has saved beyond the first is deleted."""
+def test_killed_run_resumes_bitwise(two_ranks, data, tmp_path):
+    """`kill -9` of launcher and ranks comes after the first checkpoint. With ten steps it might come too late on a busy
+    machine, so this run has a thousand steps, and its checkpoints after the first are deleted."""
     flags = (*TEN_STEPS, "--dataset", data, "--output_dir", tmp_path)
     longer = ("--max_steps", 1000, "--keep_last", 1000)
-    helpers.run_and_kill(2, "sft.py", *flags, *longer, folder=tmp_path, after_step=6, delay=random.Random(5).random())
+    helpers.run_and_kill(2, "sft.py", *flags, *longer, folder=tmp_path, after_step=6, at="torch.optim.AdamW.step")
     for checkpoint in (tmp_path / "checkpoints").glob("step_*"):
         if checkpoint.name > "step_000005" and checkpoint.suffix == "":
             shutil.rmtree(checkpoint)
@@ -102,12 +100,12 @@ def test_killed_and_resumed_is_bitwise_the_uninterrupted_run(two_ranks, data, tm
 
 
 def without_the_end(run_folder, folder):
-    """A copy of a finished run as if it had got no further than its first checkpoint."""
+    """Return a copy of a finished run that has only its first checkpoint."""
     return shutil.copytree(run_folder, folder, ignore=lambda *_: ["hf", "step_000010"])
 
 
 @pytest.mark.slow
-def test_resumed_on_another_number_of_ranks(two_ranks, data, tmp_path, main):
+def test_run_resumes_on_another_number_of_ranks(two_ranks, data, tmp_path, main):
     folder = without_the_end(two_ranks, tmp_path / "run")
     main("sft", *TEN_STEPS, "--dataset", data, "--output_dir", folder)
     assert [line["step"] for line in metrics(folder)] == list(range(1, 11))
@@ -117,19 +115,19 @@ def test_resumed_on_another_number_of_ranks(two_ranks, data, tmp_path, main):
 
 @pytest.mark.slow
 def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, data, tmp_path):
-    """Whichever rank has checked the file that is damaged, both go on from the one before."""
+    """For either rank that checks the damaged file, both resume from the previous checkpoint."""
     folder = shutil.copytree(two_ranks, tmp_path / "run")
     shutil.rmtree(folder / "hf")
     for shard in (folder / "checkpoints" / "step_000010").glob("*.distcp"):
         shard.write_bytes(shard.read_bytes()[:-1])
     done = run(2, "sft.py", *TEN_STEPS, "--dataset", data, "--output_dir", folder)
-    assert done.stdout.count("step_000010 is damaged (") == 1 and "is not what was written" in done.stdout
+    assert done.stdout.count("step_000010 is damaged (") == 1 and "was changed after it was written" in done.stdout
     assert "step_000005 (step 5)" in done.stdout
     assert_same_weights(two_ranks, folder)
 
 
 @pytest.mark.slow
-def test_two_nodes_give_the_metrics_of_one(two_ranks, data, tmp_path):
+def test_two_nodes_give_the_metrics_of_one_node(two_ranks, data, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -149,7 +147,7 @@ def test_two_nodes_give_the_metrics_of_one(two_ranks, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_bfloat16_runs(data, tmp_path, main):
+def test_bfloat16_loss_is_close_to_float32(data, tmp_path, main):
     flags = ("--max_steps", 2, "--batch_size", 8, "--eval_every", 0, "--dataset", data, "--lr", 1e-3)
     main("sft", *flags, "--output_dir", tmp_path / "float32")
     main("sft", *flags, "--output_dir", tmp_path / "bfloat16", "--dtype", "bfloat16")
@@ -157,7 +155,7 @@ def test_bfloat16_runs(data, tmp_path, main):
 
 
 @pytest.mark.slow
-def test_it_resumes_exactly_with_held_out_rows(data, tmp_path, main):
+def test_run_with_held_out_rows_resumes_exactly(data, tmp_path, main):
     flags = (
         "--max_steps",
         4,
@@ -174,12 +172,12 @@ def test_it_resumes_exactly_with_held_out_rows(data, tmp_path, main):
     )
     main("sft", *flags, "--output_dir", tmp_path / "run")
     assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 4]
-    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
 
 
 @pytest.mark.slow
 def test_datasets_are_drawn_by_their_weights(data, tmp_path, main):
-    """On any number of ranks and resumed; the loss of each is that of its own rows."""
+    """The draws do not depend on ranks or a resume; the loss of each dataset is that of its rows."""
     lines = data.read_text().splitlines(keepends=True)
     (tmp_path / "short.jsonl").write_text("".join(sorted(lines, key=len)[:20]))
     (tmp_path / "long.jsonl").write_text("".join(sorted(lines, key=len)[20:]))
@@ -193,7 +191,7 @@ def test_datasets_are_drawn_by_their_weights(data, tmp_path, main):
         low, high = sorted((line["loss/short"], line["loss/long"]))
         assert low < line["loss"] < high
     assert {"eval_loss/short", "eval_loss/long"} <= lines[-1].keys()
-    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=4)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
     same = (*SAME, "loss/short", "loss/long", "epoch/short", "epoch/long")
     assert_close_metrics(tmp_path / "run", tmp_path / "two", same, rel=1e-4)
@@ -213,20 +211,21 @@ def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("context", "extra", "length"), [(512, (), 512), (2048, ("--pack_tokens", 300), 301)])
-def test_a_length_that_was_not_given_adapts(context, extra, length, data, tmp_path, main, capsys):
+def test_default_max_length_adapts_to_context_and_pack(context, extra, length, data, tmp_path, main, capsys):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | dict(max_position_embeddings=context)
     (model / "config.json").write_text(json.dumps(config))
     flags = ("--model", model, "--dataset", data, "--max_steps", 1, "--batch_size", 4, "--eval_every", 0)
     main("sft", *flags, *extra, "--output_dir", tmp_path / "run")
-    assert f"--max_length {length}: all that the model's context and --pack_tokens" in capsys.readouterr().out
+    assert f"--max_length {length}: the maximum for the model's context and --pack_tokens" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @needs_gsm8k
-def test_gsm8k_is_learned(tmp_path):
-    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 small ones get below 3.5, from ln 356."""
-    some = tmp_path / "some.jsonl"  # each rank would encode all of it
+def test_model_learns_gsm8k(tmp_path):
+    """The recipe's 200 steps reach 1.95 nats per character (docs/sft.md); 20 small steps reach less than 3.5, from ln
+    356."""
+    some = tmp_path / "some.jsonl"  # each rank would encode all of the data
     some.write_text("".join(helpers.GSM8K.open().readlines()[:400]))
     run(2, "sft.py", "--config", ROOT / "configs/gsm8k_sft.yaml", "--dataset", some, "--output_dir", tmp_path / "run",
         "--max_steps", 20, "--batch_size", 4, "--eval_every", 20, "--eval_size", 16)  # fmt: skip
@@ -239,8 +238,8 @@ def test_gsm8k_is_learned(tmp_path):
 
 @pytest.mark.parametrize("name", ["nll", "dft"])
 @given(st.lists(st.tuples(st.floats(-700, 0)), min_size=1, max_size=8))
-def test_the_loss_equals_naive_code(name, rows):
-    """For a probability p with the weight w, a number: d(-w log p)/dlogp = -w."""
+def test_loss_and_gradient_equal_naive_code(name, rows):
+    """For a probability p with a constant weight w: d(-w log p)/dlogp = -w."""
 
     def naive(logp):
         weight = math.exp(logp) if name == "dft" else 1.0

@@ -1,19 +1,18 @@
-"""Rows -> token ids with loss masks. What a row is for follows from its columns, as in TRL."""
+"""Rows -> token ids with loss masks. The columns of a row determine its use, as in TRL."""
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 from common.config.groups import BaseArgs
 from common.data.chat import ChatTemplate, messages_field, text_field
-from common.data.packing import Sample
 from common.data.rows import usable
+from common.data.sample import Sample
 
 
 def _split_prompt(row: dict) -> dict:
-    """`prompt`, `chosen` and `rejected` of a row whose chosen and rejected both begin with the prompt: what they share,
-    whole messages, or of strings up to the last white space before they part. Raises `ValueError` if that is nothing.
-    """
+    """Return the row with the shared start of `chosen` and `rejected` as `prompt`: whole messages, or text up to the
+    last white space before they differ. Raises `ValueError` if they share nothing."""
     chosen, rejected = messages_field(row, "chosen"), messages_field(row, "rejected")
     if (chosen is None) != (rejected is None):
         raise ValueError(f"{row['_source']}: one of chosen and rejected lists messages, the other does not")
@@ -37,26 +36,27 @@ def _sample(pieces: list[tuple[list[int], bool]], row: dict, train_on_all: bool 
 
 
 def _plain_text(row: dict, column: str) -> str:
+    """Return a prompt without a chat template. A question ends with a line break."""
     return text_field(row, column) + ("\n" if column == "question" else "")
 
 
 class Encoder:
-    """Rows -> ids, in the one way training and sampling share: text is cut where a completion starts and ends and the
-    pieces are tokenised apart, so the prompt's ids in training are exactly those the engine is given."""
+    """Encoder of rows for training and sampling. Text is cut at the start and the end of a completion, and each piece
+    is tokenised separately, so that a prompt has the same ids in training as in sampling."""
 
     def __init__(self, tokenizer, args: BaseArgs):
         self.tokenizer, self.prompt_format, self.system_prompt = tokenizer, args.prompt_format, args.system_prompt
         has_template = tokenizer.chat_template is not None and args.prompt_format != "plain"
         if args.prompt_format == "chat" and not has_template:
-            raise ValueError("--prompt_format chat: the tokenizer has no chat template; --chat_template gives it one")
+            raise ValueError("--prompt_format chat: the tokenizer has no chat template; set --chat_template")
         if args.system_prompt and not has_template:
-            raise ValueError("--system_prompt needs chat format: a tokenizer with a template, no --prompt_format plain")
+            raise ValueError("--system_prompt needs a tokenizer with a chat template, and no --prompt_format plain")
         if args.template_kwargs and not has_template:
-            raise ValueError("--template_kwargs: the tokenizer has no chat template; --chat_template gives it one")
+            raise ValueError("--template_kwargs: the tokenizer has no chat template; set --chat_template")
         self.chat = ChatTemplate(tokenizer, args) if has_template else None
 
     def prompt(self, row: dict, columns: tuple[str, ...]) -> list[int]:
-        """Prompt ids of an RL row, up to where the model is to speak."""
+        """Return the prompt ids of an RL row, up to the start of the reply."""
         messages = self._prompt_messages(row, columns[0])
         if messages is None:
             return self._plain_prompt(row, columns[0])
@@ -64,18 +64,18 @@ class Encoder:
         return [i for text, _ in pieces for i in self._ids(text)]
 
     def as_asked(self, row: dict, column: str) -> list[dict] | str:
-        """The prompt as the messages or, without a chat template, the text that it is: for another tokenizer."""
+        """Return the prompt for another tokenizer: messages or, without a chat template, text."""
         messages = self._prompt_messages(row, column)
         return _plain_text(row, column) if messages is None else messages
 
     def reply(self, messages: list[dict]) -> list[int]:
-        """What stands between two assistant turns, of which the first ended with an EOS: the ids of `messages` in the
-        chat template, from behind that EOS up to where the model is to speak again."""
+        """Return the ids of `messages` between two assistant turns: from the EOS of the first to the start of the
+        second."""
         return self._ids(self.chat.reply(messages))
 
     def sft(self, row: dict, columns: tuple[str, ...], train_on_all: bool = False) -> Sample:
-        """Ids and loss mask of a supervised row. Trained: the completion, or every assistant turn, with its EOS; with
-        `train_on_all` everything."""
+        """Encode a supervised row. The completion or every assistant turn is trained, with its EOS; with `train_on_all`
+        everything."""
         if columns == ("text",):
             pieces = [(self._ids(text_field(row, "text"), special=True) + [self.tokenizer.eos_token_id], True)]
         elif columns == ("messages",):
@@ -89,12 +89,12 @@ class Encoder:
         return _sample(pieces, row, train_on_all)
 
     def completion(self, row: dict, prompt: str, completion: str) -> Sample:
-        """A prompt with one of its completions, for the objectives that score whole completions: `sft` up to the last
-        trained token. Raises `ValueError` for a completion without text."""
+        """Encode a prompt and a completion up to the last trained token, for objectives that score completions. Raises
+        `ValueError` for a completion without text."""
         value = row.get(completion)
         last = messages_field(row, completion)[-1:] if isinstance(value, list) else [dict(content=value)]
-        said = last[0]["content"] if last and not last[0].get("tool_calls") else None
-        if not last or (isinstance(said, str) and not said.strip()):
+        text = last[0]["content"] if last and not last[0].get("tool_calls") else None
+        if not last or (isinstance(text, str) and not text.strip()):
             raise ValueError(f"{row['_source']}: column {completion} is empty")
         sample = _sample(self._prompt_completion(row, prompt, completion), row)
         if not any(sample.loss_mask):
@@ -106,8 +106,8 @@ class Encoder:
         return sample
 
     def pair(self, row: dict, columns: tuple[str, ...]) -> list[Sample]:
-        """[chosen, rejected] of a preference row, the prompt in a column of its own or in front of both (message lists
-        that do not start with an assistant turn have it in front, whatever the column `prompt` says)."""
+        """Encode [chosen, rejected] of a preference row. The prompt has its own column or is the start of both. Message
+        lists that do not start with an assistant turn contain the prompt, even if the row has a column `prompt`."""
         lists = [messages_field(row, side) for side in ("chosen", "rejected")]
         if "prompt" not in columns or all(m and m[0]["role"] != "assistant" for m in lists):
             row = _split_prompt(row)
@@ -125,12 +125,12 @@ class Encoder:
         return self._conversation(row, messages + answer, first_trained=len(messages))
 
     def _prompt_messages(self, row: dict, column: str) -> list[dict] | None:
-        """The prompt as messages, or None if it goes in as plain text."""
+        """Return the prompt as messages, None for plain text."""
         messages = messages_field(row, column)
         if messages is None:
             if self.chat is None or (self.prompt_format == "auto" and column != "question"):
                 if self.system_prompt:
-                    raise ValueError(f"--system_prompt: column {column} is plain text; --prompt_format chat wraps it")
+                    raise ValueError(f"--system_prompt: column {column} is plain text; set --prompt_format chat")
                 return None
             messages = [dict(role="user", content=text_field(row, column))]
         elif self.chat is None:
@@ -159,24 +159,22 @@ PAIR_FLAGS = ("max_length", "overlong", "identical_pairs")  # that `encode_pairs
 
 
 def encode_pairs(
-    rows: list[dict], encode: Callable[[dict], list[Sample]], args: Any
+    rows: list[dict], encode: Callable[[dict], list[Sample]], args: BaseArgs
 ) -> tuple[list[list[Sample]], Counter]:
-    """Return what `encode` makes of each row, [chosen, rejected] or a single completion, none longer than
-    `--max_length` tokens; count the rows that were dropped or changed. With `--on_bad_row skip` nothing is an error.
-
-    Raises `ValueError` naming the row.
-    """
-    max_length, overlong, on_bad_row = args.max_length, args.overlong, args.on_bad_row
-    pairs, counts, strict = [], Counter(), on_bad_row == "error"
-    for row, pair in usable(rows, encode, on_bad_row):
-        if (length := max(len(sample.ids) for sample in pair)) > max_length:
-            if overlong == "error" and strict:
-                raise ValueError(f"{row['_source']} has {length} tokens, more than --max_length (--overlong)")
-            if overlong != "truncate" or max(sample.prompt_length for sample in pair) >= max_length:
+    """Encode rows to [chosen, rejected] or [completion] of at most `--max_length` tokens, and count the rows that were
+    dropped or changed, by reason. `--overlong` and `--identical_pairs` apply; with `--on_bad_row skip` their errors are
+    drops. Raises `ValueError` naming the row."""
+    pairs, counts, strict = [], Counter(), args.on_bad_row == "error"
+    for row, pair in usable(rows, encode, args.on_bad_row):
+        if (length := max(len(sample.ids) for sample in pair)) > args.max_length:
+            if args.overlong == "error" and strict:
+                what = f"{row['_source']}: {length} tokens exceed --max_length {args.max_length}"
+                raise ValueError(f"{what}; set --overlong drop or truncate")
+            if args.overlong != "truncate" or max(sample.prompt_length for sample in pair) >= args.max_length:
                 counts["dropped as too long (--max_length)"] += 1
                 continue
             counts["truncated (--max_length)"] += 1
-            pair = [cut(sample, max_length) for sample in pair]
+            pair = [truncate(sample, args.max_length) for sample in pair]
         if len(pair) == 2 and pair[0].ids == pair[1].ids:
             if args.identical_pairs == "error" and strict:
                 raise ValueError(f"{row['_source']}: chosen and rejected are the same (--identical_pairs)")
@@ -187,7 +185,6 @@ def encode_pairs(
     return pairs, counts
 
 
-def cut(sample: Sample, length: int) -> Sample:
-    """The sample without its tokens beyond so many."""
-    sample.ids, sample.loss_mask = sample.ids[:length], sample.loss_mask[:length]
-    return sample
+def truncate(sample: Sample, length: int) -> Sample:
+    """Return the first `length` tokens of a sample."""
+    return replace(sample, ids=sample.ids[:length], loss_mask=sample.loss_mask[:length])

@@ -1,4 +1,4 @@
-"""The order in which rows are drawn. It never depends on the number of ranks: each takes its share of every batch."""
+"""Order of the training rows. It does not depend on the number of ranks: each rank takes its share of a batch."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from common.parallel import distributed
 
 
 class RowOrder:
-    """An endless stream of row indices, each epoch a new permutation. Its state, (epoch, index), is every rank's."""
+    """Infinite sequence of row numbers, with a new permutation each epoch. Every rank has the same state."""
 
     def __init__(self, num_rows: int, seed: int):
         self.num_rows, self.seed = num_rows, seed
@@ -22,7 +22,7 @@ class RowOrder:
         random.Random(distributed.fold_seed(self.seed, self.epoch)).shuffle(self._order)
 
     def draw(self, count: int) -> list[int]:
-        """The next `count` rows; goes on into the next epoch where this one ends."""
+        """Return the next `count` rows, across the end of an epoch."""
         rows: list[int] = []
         while len(rows) < count:
             if self.index == self.num_rows:
@@ -41,23 +41,23 @@ class RowOrder:
         return dict(epoch=self.epoch, index=self.index, num_rows=self.num_rows)
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises `ValueError` if the order was of another number of rows: the data has changed."""
+        """Restore the position. Raises `ValueError` if the number of rows has changed."""
         if state["num_rows"] != self.num_rows:
-            was, now = state["num_rows"], self.num_rows
-            raise ValueError(f"the checkpoint is of {was} training rows, now there are {now}: other data or flags")
+            found = f"{self.num_rows} training rows, but {state['num_rows']} in the checkpoint"
+            raise ValueError(f"--dataset: {found}; use the data and flags of that run")
         self.epoch, self.index = state["epoch"], state["index"]
         self._shuffle()
 
 
 class WeightedOrder:
-    """An endless stream of row indices from several sources, each in the order that it would have alone.
+    """Infinite sequence of row numbers from several sources with weights. Every rank has the same state.
 
-    The next row is always of the source that is furthest behind its weight, so that any stretch of the stream has each
-    weight's part of rows, to a row or two. Its state, the sources', is every rank's.
+    The next row is from the source that is furthest behind its weight, so that every interval follows the weights up to
+    one or two rows. The order within a source does not depend on the other sources.
     """
 
     def __init__(self, rows: Sequence[dict], weights: dict[str, float], seed: int):
-        """`weights` by what rows have in `_dataset`. Raises `ValueError` for a source without rows."""
+        """Divide the rows by `_dataset`, the keys of `weights`. Raises `ValueError` for a source without rows."""
         self.rows: dict[str, list[int]] = {name: [] for name in weights}
         for i, row in enumerate(rows):
             self.rows[row["_dataset"]].append(i)
@@ -67,7 +67,7 @@ class WeightedOrder:
         self.orders = {name: RowOrder(len(found), seed) for name, found in self.rows.items()}
 
     def draw(self, count: int) -> list[int]:
-        """The next `count` rows."""
+        """Return the next `count` rows."""
         drawn = {name: order.epoch * order.num_rows + order.index for name, order in self.orders.items()}
         rows: list[int] = []
         for number in range(sum(drawn.values()) + 1, sum(drawn.values()) + 1 + count):
@@ -84,13 +84,13 @@ class WeightedOrder:
         return dict(sources={name: order.state_dict() for name, order in self.orders.items()})
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises `ValueError` if a source had another number of rows: the data has changed."""
+        """Restore the positions. Raises `ValueError` if a source's number of rows has changed."""
         for name, order in self.orders.items():
             order.load_state_dict(state["sources"][name])
 
 
 def make_order(rows: Sequence[dict], args: TrainArgs) -> RowOrder | WeightedOrder:
-    """The order in which a run draws `rows`, those that samples were made of, as the weights in `--dataset` say."""
+    """Return the order in which a run draws `rows`, by the weights of `--dataset`."""
     sources = sources_of(args.dataset)
     if len(sources) == 1:
         return RowOrder(len(rows), args.seed)
@@ -98,7 +98,7 @@ def make_order(rows: Sequence[dict], args: TrainArgs) -> RowOrder | WeightedOrde
 
 
 def epochs_of(cursor: dict) -> dict[str, float]:
-    """Passes over the data up to the state of an order, as metrics: `epoch`, and where it has sources that of each."""
+    """Return the passes over the data, from an order's state: the metrics `epoch` and, per source, `epoch/<name>`."""
     sources = cursor.get("sources", {"": cursor})
     drawn = {name: state["epoch"] * state["num_rows"] + state["index"] for name, state in sources.items()}
     passes = {name: state["epoch"] + state["index"] / state["num_rows"] for name, state in sources.items()}

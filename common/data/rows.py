@@ -1,7 +1,7 @@
-"""Reading datasets: files, folders, the hub or a built-in task -> rows.
+"""Datasets -> training rows and held-out rows, and the columns that a script reads.
 
-A row is a dict of the dataset's columns plus `_source` (`train.jsonl:17`), which every complaint about it names. Every
-rank reads all rows.
+A row is a dict of the dataset's columns, `_source` (`train.jsonl:17`), which is in every error about the row, and
+`_dataset` if metrics are split by dataset. Every rank reads all rows.
 """
 
 import random
@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from common.config.flags import BaseArgs, eval_sets_of, pairs_of, weights_of
-from common.config.groups import TrainArgs
-from common.data.files import BadRows, files_of, is_a_file, kind_of, read_file, read_folder, read_hub
-from common.data.tasks import TASKS
+from common.config.groups import BaseArgs, TrainArgs
+from common.config.specs import eval_sets_of, pairs_of, weights_of
+from common.data.files import BadRows, files_of, kind_of, open_shards
 
 T = TypeVar("T")
 
-# What the supervised scripts can train on: the first of these whose columns the dataset has.
+# Columns of each kind of script. A script uses the first of its choices that the dataset has.
 SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",), ("input", "output"))
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
 KTO_COLUMNS = (("prompt", "completion", "label"),)
-PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # what the online scripts can sample from
-OUR_COLUMNS = ("_source", "_dataset")  # where a row stands, and with weights of which dataset it is
+PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
+OUR_COLUMNS = ("_source", "_dataset")
 
 
 def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> Iterator[tuple[dict, T]]:
-    """Each row with what `encode` makes of it, of those that `--on_bad_row` allows: `encode` raises `ValueError`."""
+    """Yield each row with its encoded value. `encode` raises `ValueError` for a bad row. With `on_bad_row` error this
+    ends the run; with skip the row is skipped and reported."""
     bad = BadRows(on_bad_row)
     for row in rows:
         try:
@@ -34,12 +34,15 @@ def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> It
             bad.add(error, row["_source"])
         else:
             yield row, value
-    bad.tell()
+    bad.report()
+
+
+# ---- datasets by name ----
 
 
 def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
-    """What training rows are drawn from, with the weight of each: every dataset by its name in metrics or, where they
-    have no weights, all of them as one without a name."""
+    """Return the sources that training rows are drawn from, by name in metrics, with their datasets and weights.
+    Datasets with weights are a source each. Datasets without weights form one source without a name."""
     weights = weights_of(datasets)
     if len(weights) == 1 or None in weights.values():
         return {"": (list(weights), 1.0)}
@@ -47,61 +50,51 @@ def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
 
 
 def named(datasets: dict[str, str | None]) -> dict[str, str]:
-    """Datasets by their names in metrics: those given, else the last parts of their paths or, where these are not
-    unique, all of them as they are."""
+    """Return datasets by their names in metrics, given datasets with their optional names. The default name is the last
+    part of the path, or the whole path where last parts are not unique."""
     short = [name or Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset, name in datasets.items()]
     if len(set(short)) < len(short) or not all(short):
         short = [name or dataset for dataset, name in datasets.items()]
     return dict(zip(short, datasets, strict=True))
 
 
+def split_of(dataset: str, split: str) -> str:
+    """Return `split`, or `train` for a file, which has no other."""
+    return "train" if files_of(Path(dataset).expanduser()) else split
+
+
+# ---- reading ----
+
+
 def load_rows(
     flag: str, dataset: str, split: str, config: str | None = None, columns: Sequence[str] = (),
     on_bad_row: str = "error",
 ) -> list[dict] | None:  # fmt: skip
-    """All rows of one split: a built-in task, a file, files by a glob, a folder or a Hugging Face dataset. `columns`
-    and `on_bad_row` are the flags.
+    """Read all rows of a split; None if the dataset has no such split. `columns` and `on_bad_row` are the flags.
 
-    None if the dataset is there but has no such split. Raises `ValueError` naming `flag`, the file or the row.
+    Raises `ValueError` naming `flag`, the file or the row.
     """
-    path, bad = Path(dataset).expanduser(), BadRows(on_bad_row)
-    if dataset in TASKS:
-        rows, name = TASKS[dataset](split) if split in ("train", "test") else None, f"{dataset}/{split}"
-    elif files := files_of(path):
-        rows = [row for f in files for row in read_file(flag, f, bad)] if split == "train" else None
-        name = path.name
-    elif path.is_dir():
-        rows, name = read_folder(flag, path, split, bad), f"{path.name}/{split}"
-    elif is_a_file(dataset):
-        raise ValueError(f"{flag} {dataset}: no such file")
-    else:
-        rows, name = read_hub(flag, dataset, split, config), f"{dataset}/{split}"
-    if rows is None:
+    if (shards := open_shards(flag, dataset, split, config)) is None:
         return None
-    bad.tell()
+    bad = BadRows(on_bad_row)
+    rows = [row for shard in shards for row in shard.read(bad)]
+    bad.report()
     if not rows:
-        raise ValueError(f"{flag} {dataset}: {name} {'has no row that can be read' if bad.found else 'is empty'}")
-    for number, row in enumerate(rows, 1):
-        row.setdefault("_source", f"{name}:{number}")
+        raise ValueError(f"{flag} {dataset}: {'every row was skipped' if bad.errors else 'no rows in it'}")
     return renamed(f"{flag} {dataset}", rows, pairs_of("columns", columns)) if columns else rows
 
 
 def rows_of_split(
     flag: str, datasets: Sequence[str], split_flag: str, split: str, args: BaseArgs, whole_file: bool = False
 ) -> list[dict]:
-    """`load_rows` of each dataset, where there has to be such a split; with `whole_file` a file, which has no splits,
-    is taken whole.
-
-    Raises `ValueError` naming `split_flag`.
-    """
+    """Read the rows of a split of several datasets; with `whole_file` all rows of files, whatever the split. Raises
+    `ValueError` naming `split_flag` if a dataset has no such split."""
     rows: list[dict] = []
     if any(weights_of(datasets).values()):
-        raise ValueError(f"{flag} {' '.join(datasets)}: weights are of the --dataset of scripts that train")
+        raise ValueError(f"{flag} {' '.join(datasets)}: only the --dataset of training scripts takes weights")
     for dataset in datasets:
-        whole = whole_file and files_of(Path(dataset).expanduser())
-        found = load_rows(
-            flag, dataset, "train" if whole else split, args.dataset_config, args.columns, args.on_bad_row
-        )
+        own_split = split_of(dataset, split) if whole_file else split
+        found = load_rows(flag, dataset, own_split, args.dataset_config, args.columns, args.on_bad_row)
         if found is None:
             raise ValueError(f"{flag} {dataset} has no split {split!r}: see {split_flag}")
         rows += found
@@ -109,12 +102,12 @@ def rows_of_split(
 
 
 def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
-    """The rows with columns named anew, `columns` being new -> old. Raises `ValueError` for an old one that no row has,
-    and for a new one that the data has already."""
+    """Return rows with renamed columns, given as new -> old. Raises `ValueError` if no row has an old name, or if the
+    data has a new name already."""
     found = dict.fromkeys(column for row in rows for column in row if column != "_source")
     for new, old in columns.items():
         if old not in found:
-            raise ValueError(f"--columns {new}={old}: no column {old}, {data} has {', '.join(found)}")
+            raise ValueError(f"--columns {new}={old}: no column {old}; {data} has {', '.join(found)}")
         if new == "_source" or (new in found and new not in columns.values()):
             raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
     return [
@@ -124,39 +117,56 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
     ]
 
 
-def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
-    """The training rows and at most `--eval_size` held-out rows, disjoint: from each `--eval_dataset`, from the
-    dataset's own `--eval_split`, or else set aside from the training rows. No held-out rows if `--eval_every 0`.
+# ---- training and held-out rows ----
 
-    Datasets with weights each have an equal part of the held-out rows, and every row says in `_dataset` whose it is;
-    so it does with several `--eval_dataset`, or one with a name.
+
+def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
+    """Read the training rows and at most `--eval_size` held-out rows. The two are disjoint: held-out rows are from each
+    `--eval_dataset`, from the dataset's own `--eval_split`, or removed from the training rows.
+
+    Datasets with weights have equal parts of the held-out rows. Rows of datasets with weights, of several
+    `--eval_dataset` or of one with a name have the column `_dataset`. With `--eval_every 0` there are no held-out rows.
     """
     sources, train, held_out = sources_of(args.dataset), [], []
     if args.eval_every and args.eval_size < len(sources):
-        many = f"{len(sources)} datasets"
-        raise ValueError(f"--eval_size {args.eval_size} is less than a row of each of {many}; or --eval_every 0")
+        problem = f"less than one row for each of {len(sources)} datasets"
+        raise ValueError(f"--eval_size {args.eval_size}: {problem}; raise it or set --eval_every 0")
     for name, (datasets, _) in sources.items():
-        mark = dict(_dataset=name) if name else {}
-        ours = _with_held_out(datasets, args, args.eval_size // len(sources))
-        for rows, found in zip((train, held_out), ours, strict=True):
-            rows += [row | mark for row in found] if mark else found
+        source_train, source_held_out = _train_and_own_held_out(datasets, args, args.eval_size // len(sources))
+        train += _marked(source_train, name)
+        held_out += _marked(source_held_out, name)
     if args.eval_every and args.eval_dataset is not None:
         held_out = held_out_rows(args)
     return train, held_out
 
 
+def train_and_eval_columns(
+    args: TrainArgs, choices: Sequence[tuple[str, ...]], kept: Sequence[str]
+) -> list[tuple[list[dict], tuple[str, ...]]]:
+    """Read the training rows and the held-out rows, each with the columns to encode: the first of `choices` that the
+    training rows have, and the optional columns of `kept` that any of the rows has."""
+    parts = train_and_eval_rows(args)
+    columns = require_columns(args.dataset_flag, parts[0], choices, args.on_bad_row)
+    return [(rows, columns_of(rows, columns, kept)) for rows in parts]
+
+
 def held_out_rows(args: TrainArgs) -> list[dict]:
-    """At most `--eval_size` rows of each `--eval_dataset`. Those of several, or of one that has a name, know it."""
+    """Read at most `--eval_size` rows of each `--eval_dataset`."""
     held_out, sets = [], eval_sets_of(args.eval_dataset)
     for name, dataset in named(sets).items():
         rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
-        mark = dict(_dataset=name) if len(sets) > 1 or sets[dataset] else {}
-        held_out += [row | mark for row in random.Random(0).sample(rows, min(args.eval_size, len(rows)))]
+        rows = random.Random(0).sample(rows, min(args.eval_size, len(rows)))
+        held_out += _marked(rows, name if len(sets) > 1 or sets[dataset] else "")
     return held_out
 
 
-def _with_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple[list[dict], list[dict]]:
-    """The training rows of these datasets, and as many of their own held-out rows or set aside from them."""
+def _marked(rows: list[dict], name: str) -> list[dict]:
+    """Return the rows with the column `_dataset`, unless the name is empty."""
+    return [row | dict(_dataset=name) for row in rows] if name else rows
+
+
+def _train_and_own_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple[list[dict], list[dict]]:
+    """Read the training rows of datasets and `size` rows of their own held-out split, or else of the training rows."""
     train = rows_of_split("--dataset", datasets, "--dataset_split", args.dataset_split, args)
     if not args.eval_every or args.eval_dataset is not None:
         return train, []
@@ -168,45 +178,65 @@ def _with_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple
     if held_out:
         return train, order.sample(held_out, min(size, len(held_out)))
     if len(train) <= size:
-        raise ValueError(f"--eval_size {size} leaves no training rows of {len(train)}; or --eval_every 0")
+        raise ValueError(f"--eval_size {size}: no training rows left of {len(train)}; lower it or set --eval_every 0")
     order.shuffle(train)
     return train[size:], train[:size]
+
+
+# ---- columns ----
 
 
 def require_columns(
     flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]], on_bad_row: str = "error"
 ) -> tuple[str, ...]:
-    """The first of `choices` that the rows have, to go by the first row of each dataset or, where bad rows are skipped,
-    the first that has any of them. Raises `ValueError` saying what was found, where, and what would do."""
+    """Return the first of `choices` that the first row of each dataset has. Where bad rows are skipped, the first row
+    that has any of the choices decides. Raises `ValueError` naming the columns found and the columns needed."""
     of_dataset = {row.get("_dataset"): row for row in reversed(rows)}
     if on_bad_row == "skip":
         usable_rows = (row for row in reversed(rows) if any(has(row, columns) for columns in choices))
         of_dataset |= {row.get("_dataset"): row for row in usable_rows}
-    firsts = list(of_dataset.values())[::-1]
-    found = [column for column in firsts[0] if column not in OUR_COLUMNS and all(has(row, [column]) for row in firsts)]
+    first_rows = list(of_dataset.values())[::-1]
+    found = [
+        column for column in first_rows[0]
+        if column not in OUR_COLUMNS and all(has(row, [column]) for row in first_rows)
+    ]  # fmt: skip
     for columns in choices:
         if all(column in found for column in columns):
             if "input" in columns and "instruction" in found:
-                raise ValueError(f"{flag} would lose its instruction beside input: make one column prompt of both")
+                raise ValueError(f"{flag}: columns instruction and input; join them in one column prompt")
             return columns
     wanted = ", or ".join(" and ".join(columns) for columns in choices)
-    where = ", ".join(row["_source"] for row in firsts)
+    where = ", ".join(row["_source"] for row in first_rows)
     raise ValueError(f"{flag} has the columns {', '.join(found)} ({where}); needed: {wanted}")
 
 
 def has(row: dict, columns: Sequence[str]) -> bool:
-    """Whether something is in each of these columns: tables have None in what a row has not."""
+    """Return whether the row has a value in each column. Tables have None in a missing one."""
     return all(row.get(column) is not None for column in columns)
 
 
-def require_held_out(rows: list[dict], left: Iterable[dict], why: str) -> None:
-    """Raises `ValueError` if of the held-out rows, or of those of a set, none is left."""
-    lost = {row.get("_dataset"): row for row in rows}.keys() - {row.get("_dataset") for row in left}
-    if lost:
-        name = min(lost, key=str)
-        raise ValueError(f"no held-out rows {f'of {name} ' if name else ''}are left{why}")
+def columns_of(rows: list[dict], columns: tuple[str, ...], kept: Sequence[str]) -> tuple[str, ...]:
+    """Return `columns`, and each optional column of `kept` that any row has."""
+    return columns + tuple(name for name in kept if name not in columns and any(name in row for row in rows))
+
+
+# ---- rows that were dropped ----
 
 
 def reasons(counts: dict[str, int]) -> str:
-    """What happened to rows, by how many: `3 dropped as too long, 1 truncated`."""
+    """Return the number of rows by reason as text: `3 dropped as too long, 1 truncated`."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+
+
+def require_training_rows(flag: str, left: int, counts: dict[str, int]) -> None:
+    """Raise `ValueError` if no training row is left."""
+    if not left:
+        raise ValueError(f"{flag}: no rows are left: {reasons(counts)}; see --max_length")
+
+
+def require_held_out(rows: Iterable[dict], left: Iterable[dict], why: str) -> None:
+    """Raise `ValueError` if no held-out row is left, or none of one held-out set."""
+    lost = {row.get("_dataset") for row in rows} - {row.get("_dataset") for row in left}
+    if lost:
+        name = min(lost, key=str)
+        raise ValueError(f"no held-out rows {f'of {name} ' if name else ''}are left{why}")

@@ -1,27 +1,24 @@
-"""The built-in tasks, `--dataset arithmetic` and others: the same rows in the same order always.
+"""Built-in tasks, `--dataset arithmetic` and others. They have the same rows in the same order at every start.
 
-`arithmetic` is two-number addition and subtraction taught by a forgetful demonstrator, so that SFT, preference learning
-and RL each have something to learn. The others are played with an environment (common/rollout/environments.py).
+`arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that SFT, preference
+learning and RL each have something to learn. The others need an environment (common/rollout/environments.py).
 """
 
 import random
 import string
 from collections.abc import Callable
 
-from common.rollout.environments import SlidingPuzzle
-
 
 def arithmetic_rows(split: str) -> list[dict]:
-    """Rows of the built-in task: `prompt`, `completion`, `answer`, `chosen`, `rejected`, all strings.
+    """Return rows with `prompt`, `completion`, `answer`, `chosen` and `rejected`, all strings.
 
-    `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 where the hundreds stay as they are: 4,488 questions, of
-    which `test` holds 500 and `train`, in four demonstrations each, the others. The demonstrator forgets to carry (or
-    borrow) two times in three, and three questions in five need it: whoever imitates the `completion`s gets about 0.4
-    of the `answer`s right, while every right answer stays well within reach of sampling. So SFT leaves room, and
-    rewards fill it. `chosen` is the answer, `rejected` the forgetful one, or where nothing is carried an answer with
-    one digit off.
+    The prompts are `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 with unchanged hundreds: 4,488 questions, 500
+    in `test` and the others in `train`, with four demonstrations each. The demonstrator forgets to carry (or borrow)
+    two times in three, and three questions in five need it. So a model that imitates the `completion`s gets about 0.4
+    of the `answer`s right, and samples every right answer often enough for rewards to reinforce it. `chosen` is the
+    answer, `rejected` the forgetful one, or an answer with one wrong digit where nothing is carried.
 
-    The same rows in the same order always. Raises `ValueError` for another split.
+    Raises `ValueError` for another split.
     """
     if split not in ("train", "test"):
         raise ValueError(f"the arithmetic task has no split {split!r}, only train and test")
@@ -42,12 +39,11 @@ def arithmetic_rows(split: str) -> list[dict]:
 
 
 def _one_digit_off(number: str, rng: random.Random) -> str:
-    i = rng.randrange(1, len(number))  # not the first: 0 there would be another kind of mistake
+    i = rng.randrange(1, len(number))  # not the first: 0 there would be a different kind of mistake
     return number[:i] + rng.choice([d for d in string.digits if d != number[i]]) + number[i + 1 :]
 
 
-# ---- for environments: rows with a `prompt`, the columns that the environment reads, and `messages`, a demonstration
-# for sft.py ----
+# ---- for environments: rows with `prompt`, the columns of the environment, and `messages`, a demonstration for sft.py
 
 
 def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict]) -> list[dict]:
@@ -57,23 +53,23 @@ def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict
 
 
 def calculator_rows(split: str) -> list[dict]:
-    """Products of a three-digit and a two-digit number, beyond what the tiny model computes by heart. The demonstrator
-    calls the tool one time in seven; else he estimates, which is hardly ever right."""
+    """Return products of a three-digit and a two-digit number, too hard for the tiny model without a tool. The
+    demonstrator calls the tool one time in seven, else estimates, mostly wrongly."""
 
     def row(rng: random.Random) -> dict:
         a, b = rng.randint(100, 999), rng.randint(12, 99)
         prompt, solved = dict(role="user", content=f"{a}*{b}?"), f"{a}*{b}={a * b}"
         turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
         if rng.random() < 1 / 7:
-            call, told = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=solved)
-            turns = [call, told, dict(role="assistant", content=solved)]
+            call, result = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=solved)
+            turns = [call, result, dict(role="assistant", content=solved)]
         return dict(prompt=[prompt], answer=str(a * b), messages=[prompt, *turns])
 
     return _rows(split, dict(test=500, train=12_000), row)
 
 
 def guess_number_rows(split: str) -> list[dict]:
-    """Numbers from 1 to 50. The demonstrator halves what is left, more or less."""
+    """Return numbers from 1 to 50. The demonstrator roughly halves the remaining interval."""
 
     def row(rng: random.Random) -> dict:
         number, low, high = rng.randint(1, 50), 1, 50
@@ -89,21 +85,41 @@ def guess_number_rows(split: str) -> list[dict]:
     return _rows(split, dict(test=200, train=4_000), row)
 
 
+# ---- sliding puzzle: nine places, row by row, with eight tiles and the hole, 0 ----
+
+SOLVED_BOARD = "123456780"
+MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of the hole
+
+
+def move_hole(board: str, direction: str) -> str | None:
+    """Return the board after the hole has moved, None at the edge."""
+    hole, (down, right) = board.index("0"), MOVES[direction]
+    row, column = hole // 3 + down, hole % 3 + right
+    if not (0 <= row < 3 and 0 <= column < 3):
+        return None
+    tile = board[3 * row + column]
+    return board.translate(str.maketrans({"0": tile, tile: "0"}))
+
+
+def draw_board(board: str) -> str:
+    return "\n".join(board[i : i + 3] for i in (0, 3, 6)).replace("0", "_")
+
+
 def sliding_puzzle_rows(split: str) -> list[dict]:
-    """Boards of one to four moves away from the solution, which the demonstrator finds."""
+    """Return boards of one to four moves from the solution. The demonstrator takes the moves back."""
     back = dict(up="down", down="up", left="right", right="left")
 
     def row(rng: random.Random) -> dict:
-        board, moves, count = SlidingPuzzle.SOLVED, [], rng.randint(1, 4)
+        board, moves, count = SOLVED_BOARD, [], rng.randint(1, 4)
         while len(moves) < count:
-            way = rng.choice(list(back))
-            moved = SlidingPuzzle.move(board, way)
-            if moved is not None and (not moves or way != back[moves[-1]]):
-                board, moves = moved, [*moves, way]
-        messages, start = [dict(role="user", content=SlidingPuzzle.drawn(board))], board
-        for way in reversed(moves):
-            board = SlidingPuzzle.move(board, back[way])
-            turn = [dict(role="assistant", content=back[way]), dict(role="user", content=SlidingPuzzle.drawn(board))]
+            direction = rng.choice(list(back))
+            moved = move_hole(board, direction)
+            if moved is not None and (not moves or direction != back[moves[-1]]):
+                board, moves = moved, [*moves, direction]
+        messages, start = [dict(role="user", content=draw_board(board))], board
+        for direction in reversed(moves):
+            board = move_hole(board, back[direction])
+            turn = [dict(role="assistant", content=back[direction]), dict(role="user", content=draw_board(board))]
             messages += turn
         return dict(prompt=messages[:1], board=start, messages=messages[:-1])
 

@@ -1,167 +1,220 @@
-"""Rows -> samples, and of large data only once: on each machine one rank has them tokenised by several processes into
-files that all its ranks read from, in this run and in the next of the same data and flags.
+"""Rows -> samples of the training and held-out rows: in memory, as a stream, or tokenised once per machine.
 
-The cache of `datasets` has a folder `onefile_tokens`, and in it one for each digest of all that decides the samples:
-the content of the data's files, the tokenizer with its chat template, flags, and the code. Whoever changes a file, a
-flag or the way rows are encoded gets another folder; none is ever deleted here.
+For large data, one rank of each machine starts the tokenisation. The results are Arrow files in the cache of
+`datasets`, in `onefile_tokens/<digest>`. All ranks of the machine read them, in this run and in later runs. The digest
+covers everything that determines the samples: the content of the data files, the tokenizer with its chat template,
+flags and code. Complete folders are never deleted.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
+import socket
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
-import numpy as np
-
-from common.config.flags import eval_sets_of
 from common.config.groups import TrainArgs
+from common.config.specs import eval_sets_of, weights_of
+from common.config.training import StreamArgs
 from common.data.encode import Encoder
-from common.data.files import BadRows, files_behind
+from common.data.files import BadRows, open_shards, quiet_datasets
 from common.data.order import RowOrder, WeightedOrder, make_order
-from common.data.packing import Sample, first
-from common.data.rows import require_columns, sources_of, train_and_eval_rows
-from common.data.streaming import Stream, StreamArgs, stream
-from common.data.tokenize import (
-    PARTS,
-    EncodeRows,
-    Item,
-    build,
-    columns_of,
-    datasets_of,
-    require_left,
-    require_some,
+from common.data.rows import (
+    held_out_rows,
+    reasons,
+    require_columns,
+    require_held_out,
+    require_training_rows,
+    split_of,
+    train_and_eval_columns,
 )
+from common.data.sample import LazyGroups, Sample, first
+from common.data.streaming import StreamedSamples
 from common.parallel import distributed
 
-SMALLEST = 32 << 20  # bytes of data below which every rank tokenises for itself: that is done in seconds
-# Flags that say which rows there are and what their ids are. The process that tokenises knows these and the script's
-# alone, so that one which is missing here is an AttributeError and never a wrong sample.
+SMALLEST = 32 << 20  # bytes of data below which every rank tokenises for itself, in seconds
+# Flags that determine rows and ids. The process that tokenises gets only these and the script's own flags. A flag that
+# is missing here therefore raises AttributeError and does not give a wrong sample.
 FLAGS = ("dataset", "dataset_flag", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size",
          "columns", "on_bad_row", "prompt_format", "system_prompt", "template_kwargs")  # fmt: skip
-# Modules of common/ that make samples of files.
-CODE = ("data/chat", "data/encode", "data/files", "rewards/reward_model", "data/rows", "data/tasks", "data/token_cache",
-        "data/tokenize")  # fmt: skip
+
+Item = Sample | list[Sample]  # samples or groups; all items of a script have the same kind and size
+EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[list[Item], Counter]]
 
 
-class Counted:
-    """Samples, or groups of them, of which it is known how many there are; `rows` says of which dataset each is."""
+class Samples(Sequence):
+    """Sequence of samples or of groups, with the `_dataset` of each. Samples on disk are built when they are drawn."""
+
+    def __init__(self, items: Sequence[Item], rows: list[dict]):
+        self.items, self.rows = items, rows
 
     @property
-    def many(self) -> int:
+    def num_rows(self) -> int:
         return len(self)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int | slice) -> Item | list[Item]:
+        return [self.items[k] for k in range(len(self))[i]] if isinstance(i, slice) else self.items[i]
 
     def order(self, args: TrainArgs) -> RowOrder | WeightedOrder:
         return make_order(self.rows, args)
-
-
-class InMemory(Counted, list):
-    """Samples as they are."""
-
-    @property
-    def rows(self) -> list[dict]:
-        return [first(item).row for item in self]
-
-
-class OnDisk(Counted, Sequence):
-    """Samples in a file, each made anew when it is drawn.
-
-    They are read, not mapped: the kernel keeps once for all ranks what they read, and a rank's memory does not grow. Of
-    its row a sample has `_source`, `_dataset` and the columns that are kept.
-    """
-
-    def __init__(self, folder: Path, part: str, names: list[str]):
-        self.index = np.load(folder / f"{part}.npy", mmap_mode="r")
-        self.datasets = [dict(_dataset=name) for name in names] + [{}]  # number -1 is none
-        self.file = (folder / f"{part}.bin").open("rb")
-        if os.fstat(self.file.fileno()).st_size != (self.index.reshape(-1, 6)[-1, :2].sum() if len(self) else 0):
-            raise ValueError(f"{folder} is damaged: delete it")
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, i: int | slice) -> Item | list[Item]:
-        if isinstance(i, slice):
-            return [self[number] for number in range(len(self))[i]]
-        place = self.index[i].tolist()
-        return [self._sample(*ours) for ours in place] if self.index.ndim == 3 else self._sample(*place)
-
-    def _sample(self, start: int, size: int, tokens: int, prompt_length: int, dataset: int, weighted: int) -> Sample:
-        record = os.pread(self.file.fileno(), size, start)
-        ids, mask = np.frombuffer(record, np.int32, tokens), np.frombuffer(record, bool, tokens, 4 * tokens)
-        weights = np.frombuffer(record, np.float64, tokens, 5 * tokens).tolist() if weighted else None
-        row = json.loads(record[(13 if weighted else 5) * tokens :]) | self.datasets[dataset]
-        return Sample(ids.tolist(), mask.tolist(), weights=weights, prompt_length=prompt_length, row=row)
-
-    @property
-    def rows(self) -> list[dict]:
-        return [self.datasets[number] for number in datasets_of(self.index)]
-
-
-Samples = InMemory | OnDisk | Stream | list[Item]
 
 
 def load_samples(
     encode_rows: EncodeRows, choices: Sequence[tuple[str, ...]], tokenizer, args: TrainArgs, flags: Sequence[str],
     kept: Sequence[str] = (),
 ) -> list[tuple[Samples, Counter]]:  # fmt: skip
-    """What `encode_rows(rows, columns, encoder, args)` makes of the training rows and of the held-out ones; the columns
-    are the first of `choices` that the data has, and of `kept`, those that samples keep of their rows, each that any of
-    these rows has. `flags` are those of the script that it reads. Collective.
+    """Return the samples of the training rows and of the held-out rows, each with the number of rows that were dropped
+    or changed, by reason.
 
-    Raises `ValueError` as it does, for the first bad row, and if the machines do not have the same data.
+    `encode_rows(rows, columns, encoder, args)` makes the samples. `columns` has the first of `choices` that the data
+    has, and the columns of `kept` that any row has; samples keep the columns of `kept`. `flags`: the script's own flags
+    that `encode_rows` reads. Collective. Raises `ValueError` for a bad row, if no row is left, or if machines have
+    different data.
     """
     if isinstance(args, StreamArgs) and args.streaming:
-        training, (held_out, counts) = stream(encode_rows, choices, tokenizer, args)
-        return [training, (InMemory(held_out), counts)]
-    known = SimpleNamespace(
-        **{name: getattr(args, name) for name in (*FLAGS, *flags)}, eval_every=min(args.eval_every, 1)
-    )
-    key = _digest(encode_rows, choices, kept, tokenizer, known) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    keys = set(distributed.gather_objects(key)) - {None}
-    if len(keys) > 1:
-        raise ValueError(f"{args.dataset_flag}: the files are not the same on all machines")
-    if not (found := keys.pop()):
-        parts = _encoded(encode_rows, choices, kept, tokenizer, args)
-        return [(InMemory(items), counts) for items, counts in parts]
-    folder = cache_folder() / found
-    if key and not folder.exists():
-        build(folder, encode_rows, choices, kept, tokenizer, known)
-    distributed.barrier()
-    about = json.loads((folder / "about.json").read_text())
-    for kinds in about["told"]:
-        (bad := BadRows("skip")).found = kinds
-        bad.tell()
-    return [(OnDisk(folder, part, about["names"]), Counter(about["counts"][part])) for part in PARTS]
+        return _stream(encode_rows, choices, tokenizer, args)
+    known = {name: getattr(args, name) for name in (*FLAGS, *flags)}
+    task = encode_rows, choices, kept, tokenizer, SimpleNamespace(**known, eval_every=min(args.eval_every, 1))
+    tokenises = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    digests = set(distributed.gather_objects(_digest(*task) if tokenises else None)) - {None}
+    if len(digests) > 1:
+        raise ValueError(f"{args.dataset_flag}: the files differ between machines; copy the same files to all")
+    if digest := digests.pop():
+        folder = Path(quiet_datasets().config.HF_DATASETS_CACHE) / "onefile_tokens" / digest
+        if tokenises and not folder.exists():
+            _write(folder, *task)
+        distributed.barrier()
+        training, held_out = _read(folder)
+    else:
+        encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
+        parts = train_and_eval_columns(args, choices, kept)
+        training, held_out = (_in_memory(rows, columns, encode) for rows, columns in parts)
+    require_training_rows(args.dataset_flag, len(training.samples), training.counts)
+    _require_held_out(held_out)
+    return [training[:2], held_out[:2]]
 
 
-def _encoded(encode_rows: EncodeRows, choices, kept, tokenizer, args: TrainArgs) -> list[tuple[list[Item], Counter]]:
-    encoder, parts = Encoder(tokenizer, args), train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, parts[0], choices, args.on_bad_row)
-    training, held_out = (encode_rows(rows, columns_of(rows, columns, kept), encoder, args) for rows in parts)
-    require_some(args.dataset_flag, len(training[0]), training[1])
-    require_left(parts[1], (first(item).row for item in held_out[0]), held_out[1])
-    return [training, held_out]
+class Part(NamedTuple):
+    """Samples of the training rows, or of the held-out rows."""
+
+    samples: Samples
+    counts: Counter
+    """rows that were dropped or changed, by reason"""
+    rows: list[dict]
+    """rows of the data before any was dropped; from disk, one row for each dataset, with its `_dataset`"""
 
 
-# ---- which samples ----
+def _require_held_out(part: Part) -> None:
+    why = f": {reasons(part.counts)}; see --max_length and --eval_split"
+    require_held_out(part.rows, part.samples.rows, why)
 
 
-def cache_folder() -> Path:
-    import datasets
+def _stream(encode_rows: EncodeRows, choices: Sequence, tokenizer, args) -> list[tuple[Samples, Counter]]:
+    """Return a stream of training samples, whose counts are empty, and held-out samples in memory."""
+    encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
+    held_out = Part(Samples([], []), Counter(), [])
+    if args.eval_every:
+        rows, flag = held_out_rows(args), f"--eval_dataset {' '.join(args.eval_dataset)}"
+        held_out = _in_memory(rows, require_columns(flag, rows, choices, args.on_bad_row), encode)
+        _require_held_out(held_out)
+    training = StreamedSamples(encode, choices, args)
+    training[0]  # reports bad data before the model is loaded
+    return [(training, Counter()), held_out[:2]]
 
-    return Path(datasets.config.HF_DATASETS_CACHE) / "onefile_tokens"
+
+def _in_memory(rows: list[dict], columns: tuple[str, ...], encode: Callable) -> Part:
+    items, counts = encode(rows, columns)
+    return Part(Samples(items, [first(item).row for item in items]), counts, rows)
+
+
+# ---- the folder of a digest ----
+
+
+def _write(folder: Path, *task) -> None:
+    """Tokenise into `folder`, unless another run has completed it meanwhile. The folder has another name until it is
+    complete. An incomplete folder of this machine was left by a killed process and is deleted."""
+    from common.data.tokenize import tokenise
+
+    incomplete = folder.with_name(f"{folder.name}.{socket.gethostname()}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with Path(f"{incomplete}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a killed process
+            if folder.exists():
+                return
+            shutil.rmtree(incomplete, ignore_errors=True)
+            incomplete.mkdir()
+            if distributed.is_main():
+                print(f"tokenising the data, once on this machine, into {folder.parent}", flush=True)
+            try:
+                tokenise(incomplete, *task)
+                incomplete.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another machine with the same disk was faster
+                    raise
+            finally:
+                shutil.rmtree(incomplete, ignore_errors=True)
+    except OSError as error:
+        why = f"cannot write {folder} ({error.strerror or error}); set HF_DATASETS_CACHE"
+        raise distributed.RunError(f"the tokenised data: {why}") from error
+
+
+def _read(folder: Path) -> list[Part]:
+    """Return the samples of a folder, and report its bad rows as the first start did."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    about, parts = json.loads((folder / "about.json").read_text()), []
+    reports = about["bad_rows"]
+    for name, num_rows in about["num_rows"].items():
+        files = [pa.memory_map(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
+        tables = [pa.ipc.open_stream(file).read_all() for file in files]
+        if sum(table.num_rows for table in tables) != num_rows:
+            raise ValueError(f"{folder}: rows are missing; delete the folder")
+        if not tables:
+            parts.append(Part(Samples([], []), Counter(), []))
+            continue
+        table = pa.concat_tables(tables)
+        numbers = np.flatnonzero(pc.list_value_length(table["samples"]))  # indices of the rows with samples
+        datasets = table["dataset"].combine_chunks().dictionary_encode()
+        rows = [dict(_dataset=dataset) if dataset else {} for dataset in datasets.dictionary.to_pylist()]
+        kept = [rows[i] for i in datasets.indices.to_numpy()[numbers]]
+        items = LazyGroups(kept, partial(_item, table["samples"], table["is_group"], numbers))
+        parts.append(Part(Samples(items, kept), Counter(pc.list_flatten(table["reasons"]).to_pylist()), rows))
+        reports.append(pc.list_flatten(table["errors"]).to_pylist())
+    for errors in reports:
+        (bad := BadRows("skip")).errors = errors
+        bad.report()
+    return parts
+
+
+def _item(samples, is_group, numbers: Sequence[int], i: int) -> Item:
+    """Build item `i`, a sample or a group, from Arrow columns. `numbers`: row of each item."""
+    number = int(numbers[i])
+    group = [Sample(**sample | dict(row=json.loads(sample["row"]))) for sample in samples[number].as_py()]
+    return group if is_group[number].as_py() else group[0]
+
+
+# ---- the digest ----
 
 
 def _digest(encode_rows: EncodeRows, choices: Sequence, kept: Sequence, tokenizer, args: SimpleNamespace) -> str:
-    """Of all that decides the samples; empty for small data.
+    """Return the digest of everything that determines the samples; empty for small data.
 
-    Of a file its content counts, not its time: copies and clocks make that wrong both ways, and reading is far faster
-    than tokenising. Of the script all that stands before `main`.
+    It covers the content of files and not their times, which copies and clocks change; reading is much faster than
+    tokenising. It covers the script up to its `main`.
     """
     import tokenizers
     import transformers
@@ -169,28 +222,29 @@ def _digest(encode_rows: EncodeRows, choices: Sequence, kept: Sequence, tokenize
     files = _files(args)
     if sum(file.stat().st_size for file in files) < SMALLEST:
         return ""
-    script, here = Path(encode_rows.__code__.co_filename), Path(__file__).parents[1]
-    code = [script.read_text().partition("\ndef main(")[0], *((here / f"{name}.py").read_text() for name in CODE)]
-    versions = tokenizers.__version__, transformers.__version__
-    what = [versions, encode_rows.__qualname__, code, choices, kept, sorted(vars(args).items())]
+    common = Path(__file__).parents[1]
+    modules = [*sorted((common / "data").glob("*.py")), common / "rewards" / "reward_model.py"]
+    script, _, _ = Path(encode_rows.__code__.co_filename).read_text().partition("\ndef main(")
+    code = [encode_rows.__qualname__, script, *(module.read_text() for module in modules)]
+    parts = [tokenizers.__version__, transformers.__version__, code, choices, kept, sorted(vars(args).items())]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads:
         tokenizer.save_pretrained(folder)
         files += sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        what += [(file.name, content) for file, content in zip(files, threads.map(_content, files), strict=True)]
-    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
+        parts += [(file.name, content) for file, content in zip(files, threads.map(_content, files), strict=True)]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _files(args: SimpleNamespace) -> list[Path]:
-    """Those that the rows stand in."""
-    named = [("--dataset", name) for names, _ in sources_of(args.dataset).values() for name in names]
-    splits = {args.dataset_split, args.eval_split} if args.eval_every else {args.dataset_split}
+    """Return the files of the training and held-out rows."""
+    named = [("--dataset", name) for name in weights_of(args.dataset)]
     if args.eval_every and args.eval_dataset is not None:
-        named += [("--eval_dataset", dataset) for dataset in eval_sets_of(args.eval_dataset)]
-    files = [
-        file for flag, name in named for split in sorted(splits)
-        for file in files_behind(flag, name, split, args.dataset_config)
+        named += [("--eval_dataset", name) for name in eval_sets_of(args.eval_dataset)]
+    splits = (args.dataset_split, args.eval_split) if args.eval_every else (args.dataset_split,)
+    shards = [
+        shard for flag, name in named for split in dict.fromkeys(split_of(name, split) for split in splits)
+        for shard in open_shards(flag, name, split, args.dataset_config) or ()
     ]  # fmt: skip
-    return list(dict.fromkeys(files))
+    return list(dict.fromkeys(file for shard in shards for file in shard.files))
 
 
 def _content(file: Path) -> str:

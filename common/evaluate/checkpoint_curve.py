@@ -1,7 +1,7 @@
-"""eval.py over a run's checkpoints: which there are, and the curve through their results.
+"""Evaluation of a run's checkpoints by eval.py: their list, and the curve of their results.
 
-<output_dir>/step_000100/{completions.jsonl, results.json}      of each checkpoint
-<output_dir>/metrics.jsonl, curves.png                          of all of them
+<output_dir>/step_000100/{completions.jsonl, results.json}      results of each checkpoint
+<output_dir>/metrics.jsonl, curves.png                          results of all checkpoints
 """
 
 import json
@@ -12,32 +12,32 @@ from common.metrics.logger import draw_curves
 from common.model.convert import checkpoints_in
 from common.parallel import distributed
 
-BESIDE = ("reward_model", "reward_model_against", "win_rate", "perplexity")  # in results.json, beside `overall`
+BESIDE = ("reward_model", "reward_model_against", "win_rate", "perplexity")  # optional parts of results.json
 
 
 def places(model: str, folder: Path) -> list[tuple[Path, str]]:
-    """Where the results of what is to be measured go, and what: of a folder of checkpoints each, the oldest first, in a
-    folder of its own; else `model`, in `folder`. Collective. Raises `ValueError` if there are none in such a folder."""
+    """Return pairs of a results folder and a model. A folder of checkpoints gives one pair per checkpoint, the oldest
+    first; other models give (`folder`, `model`). Collective. Raises `ValueError` for a folder without checkpoints."""
     root = Path(model).expanduser()
     found = distributed.gather_objects([path.name for path in checkpoints_in(root)])[0]
     if (root / "config.json").exists():
         return [(folder, model)]
     if root.is_dir() and root.name == "checkpoints" and not found:
-        raise ValueError(f"--model {model}: there is no checkpoint in it")
+        raise ValueError(f"--model {model}: no checkpoints in this folder")
     return [(folder / name, str(root / name)) for name in reversed(found)] or [(folder, model)]
 
 
 def still_there(model: str) -> bool:
-    """Whether a checkpoint has not been deleted by its run, which may go on meanwhile. Collective."""
+    """Return whether a checkpoint still exists: a run in progress deletes old ones. Collective."""
     there = all(distributed.gather_objects(Path(model).is_dir()))
     if not there and distributed.is_main():
-        print(f"{model} was deleted meanwhile: left out")
+        print(f"{model}: deleted by its run; skipped")
     return there
 
 
 def draw(folder: Path, ks: Sequence[int]) -> None:
-    """metrics.jsonl, a line for each checkpoint that has a results.json, with the means, of pass@k and majority@k for
-    these k; and curves.png of it."""
+    """Write metrics.jsonl, with the mean results of each checkpoint that has a results.json, and draw curves.png from
+    it. Of pass@k and majority@k only the k in `ks` are included."""
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
         results = json.loads(file.read_text())

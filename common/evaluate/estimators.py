@@ -1,4 +1,4 @@
-"""What eval.py says of samples: unbiased pass@k, majority votes, means with bootstrap intervals. Pure functions."""
+"""Estimators of eval.py as pure functions: unbiased pass@k, majority votes, means with bootstrap intervals."""
 
 import math
 from collections import Counter
@@ -8,27 +8,28 @@ import numpy as np
 from common.parallel import distributed
 from common.rewards.functions import final_answers, last_boxed, to_number
 
-PERMUTATIONS = 64  # of the samples, over which a majority vote is averaged
+PERMUTATIONS = 64  # random orders of the samples over which a majority vote is averaged
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that one of k samples, drawn without replacement from n of which c are right, is right:
-    1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError` if k is not in 1..n."""
+    """Return the probability that k samples, drawn without replacement from n with c right ones, include a right one:
+    1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError` unless 1 <= k <= n."""
     if not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} samples")
+        raise ValueError(f"pass@{k} of {n} samples: k must be between 1 and {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def final_answer(text: str) -> str | None:
-    """What a completion votes for: its last boxed answer, its last `####` number or, of a short one, all of it."""
+    """Return the vote of a completion: its last boxed answer, else its last `####` number, else all of it; None if that
+    is empty. Numbers are in canonical form, other answers without whitespace and cut to 200 characters."""
     answer = last_boxed(text) or (final_answers(text) or [text])[-1]
     number = to_number(answer)
     return str(number) if number is not None else "".join(answer.split())[:200] or None
 
 
 def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.Generator) -> list[float]:
-    """For k = 1..S, how often the most frequent answer of k samples is right, over random choices of the k. The first
-    of equally frequent ones wins; a sample without an answer does not vote."""
+    """Return, for k = 1..S, the fraction of random choices of k samples in which the most frequent answer is right. The
+    first of equally frequent answers wins. A sample without an answer does not vote."""
     totals = np.zeros(len(answers))
     for _ in range(PERMUTATIONS):
         votes: Counter = Counter()
@@ -44,7 +45,7 @@ def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.G
 
 
 def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, seed: int) -> dict[str, float]:
-    """sum of totals / sum of counts, with its 95% interval by bootstrap over the prompts."""
+    """Return sum of totals / sum of counts with its 95% interval by bootstrap over the prompts; {} for zero counts."""
     totals, counts = np.array(totals_P, dtype=float), np.array(counts_P, dtype=float)
     if not counts.sum():
         return {}
@@ -58,8 +59,8 @@ def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, 
 
 
 def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Per prompt, how many of our completions were judged better than theirs with the same number, a tie being half a
-    win; and of how many."""
+    """Return, per prompt, the number of our completions that have a higher score than theirs with the same index, and
+    the number of compared pairs. A tie is half a win; pairs with a missing score (None) are excluded."""
     pairs = [
         [(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in zip(ours, theirs, strict=True)
     ]

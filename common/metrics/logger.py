@@ -1,6 +1,6 @@
-"""What a run tells: numbers per step, on disk and on the console, by rank 0 alone.
+"""Logging of a run by rank 0: metrics and samples of each step, on disk and on the console.
 
-`metrics.jsonl` always, wandb and tensorboard on request; a progress bar on a terminal, plain lines elsewhere.
+Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request. A progress bar is shown on terminals only.
 """
 
 import fnmatch
@@ -14,12 +14,13 @@ from pathlib import Path
 from torch import Tensor
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample
+from common.config.launch import flags_of
+from common.data.sample import Completion, Sample
 from common.parallel import distributed
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """95% confidence interval of a probability that was seen as `fraction` of `count` independent trials (Wilson)."""
+    """Return the 95% Wilson interval of a probability, estimated as a `fraction` of `count` independent trials."""
     z = 1.96
     center, spread = (
         fraction + z * z / (2 * count),
@@ -29,7 +30,7 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 
 
 class RunLogger:
-    """`log(step, metrics)` to everywhere. `show`: the numbers beside the progress bar; `curves`: the ones drawn."""
+    """Logger of rank 0; a no-op elsewhere. `show`: metrics beside the progress bar; `curves`: metrics to draw."""
 
     def __init__(self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str]):
         self.active, self.folder = distributed.is_main(), Path(args.output_dir)
@@ -40,16 +41,18 @@ class RunLogger:
         from rich.console import Console
 
         self.console = Console()
-        for name in ("metrics.jsonl", "samples.jsonl"):  # what came after the checkpoint we resume from will come again
-            _keep_until(self.folder / name, first_step or -1)  # a fresh start evaluates step 0 again
+        for name in ("metrics.jsonl", "samples.jsonl"):  # later steps will be logged again
+            _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
         if "wandb" in args.log:
             import wandb
 
-            self.wandb = wandb.init(project="onefile", dir=args.output_dir, config=args.to_dict(), resume="allow",
+            self.wandb = wandb.init(project="onefile", dir=args.output_dir, config=flags_of(args), resume="allow",
                                     id=_run_id(self.folder))  # fmt: skip
         if "tensorboard" in args.log:
-            from torch.utils.tensorboard import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError("--log tensorboard: tensorboard is not installed; pip install tensorboard") from error
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
         if self.console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -61,7 +64,7 @@ class RunLogger:
             distributed.before_failing.append(self.progress.stop)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl: `step` counts finished steps, from 1."""
+        """Log the metrics of a step. `step` is the number of finished steps."""
         if not self.active:
             return
         with (self.folder / "metrics.jsonl").open("a") as file:
@@ -78,12 +81,12 @@ class RunLogger:
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
 
     def message(self, text: str) -> None:
-        """A line for people."""
+        """Print a line on the console."""
         if self.active:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer) -> None:
-        """One training sample, decoded; what is trained stands out in colour, or between marks without a terminal."""
+        """Print one decoded sample, with its trained tokens in colour, or between marks without a terminal."""
         if not self.active:
             return
         from itertools import groupby
@@ -102,7 +105,7 @@ class RunLogger:
     def samples(
         self,
         step: int,
-        groups: list[list[Sample]],
+        groups: list[list[Completion]],
         positions: Sequence[int],
         rewards_PG: Tensor,
         advantages_PG: Tensor,
@@ -141,7 +144,7 @@ class RunLogger:
         self.console.print(table)
 
     def draw_curves(self) -> None:
-        """curves.png from metrics.jsonl, so that a resumed run draws all of it."""
+        """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
 
@@ -156,7 +159,7 @@ class RunLogger:
 
 
 def _asked(row: dict) -> str | None:
-    """What a prompt comes down to: its text, or its last message's."""
+    """Return the text of a prompt, or of its last message."""
     prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
     return prompt[-1]["content"] if isinstance(prompt, list) else prompt
 
@@ -170,16 +173,16 @@ def _brief(text: str, limit: int = 160):
 
 def _keep_until(path: Path, last_step: int) -> None:
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may cut the last; texts may hold U+2028
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may cut the last; texts may contain U+2028
         try:
             kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is damaged; mend or delete it: {error}") from error
+            raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
         path.write_text("".join(kept), encoding="utf-8")
 
 
 def _run_id(folder: Path) -> str:
-    """wandb's id of this run, kept in the folder so that a resumed run goes on in the same place."""
+    """Return the wandb id of this run, stored in its folder so that a resumed run continues the same wandb run."""
     path = folder / "wandb_id"
     if not path.is_file():
         path.write_text(f"{folder.name}-{time.time_ns():x}")
@@ -191,7 +194,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
-    """One panel per metric that occurs, one line per metrics.jsonl; of a single run also one per held-out set."""
+    """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also per held-out set."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -204,7 +207,7 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
         return
     held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))
     ends = [{key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")} for name in held_out]
-    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # each metric has them, loss has parts
+    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # in all metrics; a loss has parts
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")

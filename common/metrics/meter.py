@@ -15,8 +15,8 @@ from common.parallel import distributed
 
 
 class Meter:
-    """Collects numbers over the micro-batches and ranks of one step. The global value never depends on how the batch
-    was split, because sums and weights are added up before they are divided."""
+    """Accumulator of metrics over the micro-batches and ranks of one step. The split of the batch does not change the
+    global value, because sums and weights are added up before the division."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[str, list]] = {}
@@ -29,15 +29,15 @@ class Meter:
         return entry[1]
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """sum of `total` / sum of `weight`."""
+        """Add to a mean: sum of `total` / sum of `weight`."""
         self._entry("mean", name).append((total, weight))
 
     def masked_mean(self, name: str, values_T: Tensor, mask_T: Tensor) -> None:
-        """Mean over the tokens in the mask."""
+        """Add to the mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
 
     def masked_means(self, values_T: dict[str, Tensor], mask_T: Tensor) -> None:
-        """Add the mean of each stream over the tokens in the mask."""
+        """Add to the mean of each stream over the tokens in the mask."""
         for name, x_T in values_T.items():
             self.masked_mean(name, x_T, mask_T)
 
@@ -45,11 +45,11 @@ class Meter:
         self._entry("sum", name).append((value, 0.0))
 
     def std(self, name: str, values: Tensor) -> None:
-        """Standard deviation (dividing by n) of all values."""
+        """Add to the standard deviation (division by n) of all values."""
         self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
 
     def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Effective sample size of the importance weights in the mask as a fraction of them, (mean w)^2 / mean w^2."""
+        """Add to the effective sample size of importance weights, as a fraction: (mean w)^2 / mean w^2."""
         weights = torch.where(mask, weights, 0.0)
         self._entry("ess", name).append((weights.sum(), mask.sum(), weights.square().sum()))
 
@@ -64,7 +64,7 @@ class Meter:
         self.started[name] = _now()
 
     def stop(self, name: str) -> None:
-        """Add the seconds since `start` to `time/name`: summed within a step, of the slowest rank."""
+        """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest rank."""
         seconds, now = _now() - self.started.pop(name), time.time()
         self._entry("time", f"time/{name}").append((seconds, 0.0))
         self.spans.append(Span(name, now - seconds, now))
@@ -77,14 +77,14 @@ class Meter:
         self.stop(name)
 
     def add(self, other: "Meter", end: str = "") -> None:
-        """All that the other has, with `end` behind its names."""
+        """Add the values of another meter, with `end` appended to their names."""
         for name, (kind, rows) in other.values.items():
             self._entry(kind, name + end).extend(rows)
 
     def reduce(self) -> dict[str, float]:
-        """The global values of everything added since the last call, by name. Collective.
+        """Return the global values of everything added since the last call, by name. Collective.
 
-        What was measured of nothing (weight 0) is left out.
+        Means with a total weight of 0 are omitted.
         """
         local, numbers = {}, iter(_on_the_host([x for _, rows in self.values.values() for row in rows for x in row]))
         for name, (kind, rows) in self.values.items():
@@ -101,7 +101,7 @@ class Meter:
                 out[name] = math.fsum(first)
             elif kind in ("max", "time", "min"):
                 extreme = min(first) if kind == "min" else max(first)
-                if extreme != (math.inf if kind == "min" else -math.inf):  # of nothing
+                if extreme != (math.inf if kind == "min" else -math.inf):  # of no values
                     out[name] = extreme
             elif weight := math.fsum(sums[0]):
                 mean = out[name] = math.fsum(first) / weight
@@ -132,7 +132,7 @@ def _now() -> float:
 
 
 def _on_the_host(values: list[Tensor | float]) -> list[float]:
-    """As numbers: the host waits for a device once, not for each of them."""
+    """Convert tensors to numbers, with one synchronisation per device."""
     numbers, of_device = list(values), defaultdict(list)
     for i, value in enumerate(values):
         if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""What a rank did when: `<output_dir>/timeline/rank_<n>.jsonl`, which bench/timeline.py draws.
+"""Timeline of each rank: `<output_dir>/timeline/rank_<n>.jsonl`, which bench/timeline.py draws.
 
-A line is `{"what": "train", "began": seconds since 1970, "ended": ...}`; `what` are the parts of `time/*`, and on ranks
-that only generate `sample`, `wait` (for prompts) and `weights` (while they come).
+A line is `{"what": "train", "began": seconds since 1970, "ended": ...}`. `what` is a part of `time/*`; on dedicated
+rollout ranks it is `sample`, `wait` (for prompts) or `weights` (receiving them).
 """
 
 import json
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """That of this rank; a resumed run's goes on."""
+    """Timeline file of this rank; a resumed run appends to it."""
 
     def __init__(self, output_dir: str):
         role = distributed.rollout_ranks if distributed.is_rollout_rank() else distributed.training_ranks

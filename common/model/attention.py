@@ -1,7 +1,4 @@
-"""Attention over a packed stream of sequences.
-
-Shapes: T packed tokens.
-"""
+"""Attention over packed sequences. Shapes: T packed tokens."""
 
 import math
 from itertools import groupby, pairwise
@@ -10,31 +7,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.parallel.placement import Stream, exchange
+from common.parallel.placement import Tokens, exchange
 
-GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether varlen_attn takes fewer heads of keys
+GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether varlen_attn accepts fewer key heads
 
 
-def packed_inputs(stream: Stream) -> dict:
-    """Keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
+def packed_inputs(tokens: Tokens) -> dict:
+    """Return the keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
     return dict(
-        input_ids=stream.input_ids_T[None],
-        position_ids=stream.position_ids_T[None],
+        input_ids=tokens.input_ids_T[None],
+        position_ids=tokens.position_ids_T[None],
         use_cache=False,
-        cu_seq_lens_q=stream.cu_seqlens_N1,
-        max_length_q=stream.max_seqlen,
-        pack=stream,  # not its list of offsets: a compiled block would be compiled anew for each
+        cu_seq_lens_q=tokens.cu_seqlens_N1,
+        max_length_q=tokens.max_seqlen,
+        pack=tokens,  # not its list of offsets: torch.compile would compile the block again for each list
     )
 
 
 @exchange
 def packed_attention(module, query, key, value, attention_mask, scaling, sliding_window=None, softcap=None, **kwargs):
-    """Causal attention within each sequence of the pack; nothing crosses a boundary and nothing is quadratic in T.
+    """Compute causal attention within each sequence of the pack, without memory quadratic in T.
 
     `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query attention); the offsets
-    come through the model's keyword arguments. FlashAttention's varlen kernel on CUDA, one SDPA call per sequence
-    elsewhere. Neither has a `softcap` on the scores (Gemma 2): these sequences go through `capped_attention`, on CUDA
-    too. Raises `NotImplementedError` for variants of attention it does not compute; loading says it in one line.
+    come through the model's keyword arguments. CUDA has FlashAttention's varlen kernel, other devices one SDPA call
+    for neighbours of one length. Neither has a `softcap` on the scores (Gemma 2), which `capped_attention` computes.
+    Raises `NotImplementedError` for unsupported variants of attention, which loading reports in one line.
     """
     for variant in ("s_aux", "position_bias"):  # s_aux: attention sinks
         if kwargs.get(variant) is not None:
@@ -56,20 +53,15 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
     return attention_by_length(query, key, value, kwargs["pack"], scaling, sliding_window, softcap), None
 
 
-@torch.compiler.disable  # it would be compiled anew for every list of offsets
+@torch.compiler.disable  # torch.compile would compile it again for every list of offsets
 def attention_by_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pack: Stream,
-    scaling: float,
-    sliding_window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, pack: Tokens, scaling: float, sliding_window: int | None,
     softcap: float | None,
-) -> Tensor:
-    """`packed_attention` by one call for all neighbours of one length: [1, T, heads, head_dim]."""
+) -> Tensor:  # fmt: skip
+    """Compute `packed_attention` with one call for all neighbours of one length: [1, T, heads, head_dim]."""
     lengths = [end - begin for begin, end in pairwise(pack.offsets)]
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]  # packs are sorted: one call for equals
-    # One split, not slices: the gradient of each slice would be as large as the whole pack.
+    # Packs are sorted: equal lengths are neighbours. One split: the gradient of a slice would be as large as the pack.
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     sides = (x.squeeze(0).split([length * count for length, count in runs], dim=1) for x in (query, key, value))
     outputs = []
     for (length, count), *parts in zip(runs, *sides, strict=True):
@@ -89,9 +81,9 @@ def attention_by_length(
 def capped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float
 ) -> Tensor:
-    """Causal attention with scores `softcap * tanh(scores / softcap)`, of sequences of one length: query [count, heads,
-    length, head_dim], mask [length, length] or None. Scores exist whole, count * heads * length^2: long sequences need
-    `--activation_checkpointing`."""
+    """Compute causal attention with scores `softcap * tanh(scores / softcap)` for sequences of one length: query
+    [count, heads, length, head_dim], mask [length, length] or None. All scores exist at a time, count * heads *
+    length^2: long sequences need `--activation_checkpointing`."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap))

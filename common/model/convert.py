@@ -1,7 +1,7 @@
-"""A resumable checkpoint as a model: what is missing in `checkpoints/step_000100/` is written beside, as `hf/` in it.
+"""Resumable checkpoints as models: `hf/` is written into `checkpoints/step_000100/` when a flag first names it.
 
-A checkpoint has PyTorch's shards of float32 weights and moments, config.json and the tokenizer. Safetensors are written
-when it is first named as a model. The run it is of may still go on, and may delete it any time (`--keep_last`).
+A checkpoint has PyTorch's shards of float32 weights and moments, config.json and the tokenizer, but no safetensors. Its
+run may still be active, and may delete it at any time (`--keep_last`).
 """
 
 import json
@@ -22,22 +22,22 @@ from common.model.lora import merge
 from common.parallel import distributed
 
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
-ADAPTED = "adapted.json"  # if it has adapters alone: of which model, and how they are merged
+ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
+    """Return the complete checkpoints in a folder, newest first."""
     return sorted((p for p in folder.glob("step_*") if p.suffix == "" and p.is_dir()), reverse=True)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is one of ours, whole or not."""
+    """Return whether a folder is a checkpoint of this project, complete or not."""
     ours = any((folder / name).exists() for name in (STATE, MANIFEST)) or any(folder.glob("*.distcp"))
     return ours and not any(folder.glob("*.safetensors"))
 
 
 def fingerprint(path: Path) -> list[int]:
-    """[size in bytes, CRC-32]: finds truncated and damaged files at the speed of the disk."""
+    """Return [size in bytes, CRC-32], to find truncated and damaged files at the speed of the disk."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -46,7 +46,7 @@ def fingerprint(path: Path) -> list[int]:
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files, of which every `ranks`-th is looked at; None: nothing."""
+    """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every `ranks`-th file."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -57,16 +57,16 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         if not (folder / name).is_file():
             return f"{name} is missing"
         if fingerprint(folder / name) != expected:
-            return f"{name} is not what was written"
+            return f"{name} was changed after it was written"
     return None
 
 
 def as_model(flag: str, folder: Path) -> Path:
-    """`hf/` in a checkpoint, written when there is none: by rank 0, and then by one rank of each machine that does not
-    see it. Collective. Raises `ValueError` on every rank for a checkpoint that is not whole."""
+    """Return `hf/` in a checkpoint. If there is none, rank 0 writes it, and then one rank of each machine that does not
+    share the folder. Collective. Raises `ValueError` on every rank for an incomplete checkpoint."""
     hf, local_rank = folder / "hf", int(os.environ.get("LOCAL_RANK", 0))
-    of_ranks = distributed.gather_objects((socket.gethostname(), local_rank))
-    first_here = local_rank == min(rank for host, rank in of_ranks if host == socket.gethostname())
+    ranks = distributed.gather_objects((socket.gethostname(), local_rank))
+    first_here = local_rank == min(rank for host, rank in ranks if host == socket.gethostname())
     for writes in (int(os.environ.get("RANK", 0)) == 0, first_here):
         problem = _write_hf(folder, hf) if writes and not hf.is_dir() else None
         if problem := next(filter(None, distributed.gather_objects(problem)), None):
@@ -75,12 +75,12 @@ def as_model(flag: str, folder: Path) -> Path:
 
 
 def _write_hf(folder: Path, hf: Path) -> str | None:
-    """Built under another name and renamed: it is whole, or not there. Returns what is wrong, None: nothing."""
+    """Write `hf/` under another name and rename it when it is complete. Return what is wrong, None if nothing is."""
     if problem := damage(folder):
-        return f"not a whole checkpoint: {problem}"
+        return f"not a complete checkpoint: {problem}"
     if not (folder / WEIGHTS).is_file():
-        return "a checkpoint of an older version, without config.json; resume its run, and its next one can be named"
-    work = folder / f"hf.{socket.gethostname()}.{os.getpid()}.tmp"  # several jobs may be at it
+        return "a checkpoint of an older version, without config.json; resume its run, and name the next checkpoint"
+    work = folder / f"hf.{socket.gethostname()}.{os.getpid()}.tmp"  # several jobs may write it
     try:
         work.mkdir()
         for name in json.loads((folder / MANIFEST).read_text()):
@@ -93,8 +93,8 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
             if distributed.is_main():
                 print(f"{folder} is a checkpoint: its weights are in {hf} now", flush=True)
     except (OSError, CheckpointException) as error:
-        if not hf.is_dir():  # else another one was faster
-            gone = "it was deleted meanwhile, by its run's --keep_last"
+        if not hf.is_dir():  # otherwise another job was faster
+            gone = "deleted in the meantime by the --keep_last of its run"
             return f"cannot write {hf}: {distributed.first_line(error)}" if folder.is_dir() else gone
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -102,8 +102,8 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The model's weights of a checkpoint in the dtype of its config, without the optimizer's moments. One is read at
-    a time, in this process alone."""
+    """Return the weights of a checkpoint's model by their names on the hub, in the dtype of its config. They are read
+    one at a time, in this process alone."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -113,7 +113,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     def read(name: str) -> torch.Tensor:
         key = f"model.hf.{name}"
         whole = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-        with warnings.catch_warnings():  # it says that it reads in a single process
+        with warnings.catch_warnings():  # about reading in a single process
             warnings.simplefilter("ignore", UserWarning)
             dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
         return whole
@@ -121,7 +121,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     for name in json.loads((folder / WEIGHTS).read_text()):
         if f"model.hf.{name}" in stored:
             parts = hub_weights(config.model_type, name, read(name))
-        else:  # frozen; what was trained with was in the compute dtype
+        else:  # a frozen weight, which was used in the compute dtype
             found = _read_base(adapted["base"], config.model_type, name)
             parts = [(part, weight.to(getattr(torch, adapted["dtype"]))) for part, weight in found.items()]
         layer = name.removesuffix(".weight")
@@ -135,7 +135,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_base(base: str, model_type: str, name: str) -> dict[str, torch.Tensor]:
-    """A weight, or those of a layer's experts, of the model that the adapters of a checkpoint belong to."""
+    """Return a weight, or those of a layer's experts, of the model under a checkpoint's adapters."""
     from safetensors import safe_open
 
     wanted, found = hub_name(model_type, name), {}
@@ -144,11 +144,12 @@ def _read_base(base: str, model_type: str, name: str) -> dict[str, torch.Tensor]
         with safe_open(path, "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if key == wanted or key.startswith(experts)}  # noqa: SIM118
     if not found:
-        raise FileNotFoundError(f"the model that its adapters belong to, {base}, has no {name}")
+        raise FileNotFoundError(f"the model under its adapters, {base}, has no {name}")
     return found
 
 
 def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write safetensors files of at most 5 GB, with an index if there are several."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder)

@@ -1,4 +1,4 @@
-"""What a step asks of the machine: arithmetic, and memory. Numbers for metrics.jsonl."""
+"""Arithmetic and memory of a step, as numbers for metrics.jsonl."""
 
 import resource
 import sys
@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from common.parallel.placement import Stream
+from common.parallel.placement import Tokens
 
-# Dense bfloat16 rate of one device, in FLOP/s, as its maker states it; by a part of the name that CUDA gives.
+# Manufacturer's dense bfloat16 rate of one device, in FLOP/s, by a part of its name in CUDA.
 BFLOAT16_PEAK = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -20,9 +20,15 @@ BFLOAT16_PEAK = {
 }
 
 
+def attention_shape(config) -> tuple[int, int]:
+    """Return the number of attention heads and the width of each; one head for a model without attention."""
+    heads = getattr(config, "num_attention_heads", 1)
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def matrix_weights(hf: nn.Module) -> int:
-    """Weights that every token is multiplied with: those of matrix products, of the head too, and of as many experts as
-    a token chooses. An embedding that is no head is none of them."""
+    """Return the number of weights that multiply each token: all matrices, the head included, but only the experts that
+    a token is routed to. An embedding counts only if it is also the head."""
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     weights = 0
     for name, parameter in hf.named_parameters():
@@ -33,20 +39,20 @@ def matrix_weights(hf: nn.Module) -> int:
     return weights if head is not None and head.weight is embedding else weights - embedding.numel()
 
 
-def forward_flops(config, weights: int, stream: Stream) -> float:
-    """Floating-point operations of one forward over a pack: two for each token and each of the `weights`, and 4 heads
-    head_dim for each query and each key that it sees, in every layer. Windows are not looked at. A backward is twice
-    that; what is computed again is not counted."""
+def forward_flops(config, weights: int, tokens: Tokens) -> float:
+    """Return the floating-point operations of one forward over a pack: two for each token and weight and, in every
+    layer, 4 heads x width for each pair of a query and a key that it attends to. Windows are ignored. A backward
+    takes twice as many; recomputed operations are not counted."""
     config = config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    seen = sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(stream.offsets))
-    seen *= len(stream.targets_T) / stream.offsets[-1]  # this rank's share of heads, if it shares them
-    attention = 4 * config.num_attention_heads * head_dim * seen * config.num_hidden_layers
-    return 2.0 * weights * len(stream.targets_T) + attention
+    pairs = sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(tokens.offsets))
+    pairs *= len(tokens.targets_T) / tokens.offsets[-1]  # this rank's share of the heads of its context group
+    heads, width = attention_shape(config)
+    attention = 4 * heads * width * pairs * config.num_hidden_layers
+    return 2.0 * weights * len(tokens.targets_T) + attention
 
 
 def peak_memory() -> dict[str, float]:
-    """Most memory in use at a time, in GB: of this process on the host so far and, on CUDA, of the trainer's tensors
+    """Return peaks of memory in GB: of this process on the host since its start and, on CUDA, of the trainer's tensors
     since the last call."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     peaks = {"memory/host_peak_gb": used / 1e9}
@@ -57,7 +63,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that the device can do in this dtype; None where that is not known."""
+    """Return the device's peak FLOP/s in this dtype; None if unknown."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: `tiny`, a folder or a Hugging Face id -> a local folder and its tokenizer."""
+"""Checkpoints and tokenizers: `tiny`, a folder or a Hugging Face id -> a local folder, its tokenizer and its limits."""
 
 import copy
 import json
@@ -13,16 +13,15 @@ from common.parallel import distributed
 
 
 def resolve_model(model: str, flag: str = "--model") -> str:
-    """`tiny`, a folder or a Hugging Face id -> a local folder with config.json, safetensors and a tokenizer.
+    """Return the local folder, with config.json, safetensors and a tokenizer, of `tiny`, a folder or a Hugging Face id.
 
-    A folder may be a resumable checkpoint: then it is `hf/` in it, written if there is none. One rank of each machine
-    writes or downloads, the others wait. Raises `ValueError` naming `flag` if there is no such model
-    here or there.
+    The model of a resumable checkpoint is `hf/` in it, which is written if it does not exist. One rank of each machine
+    writes or downloads. Collective. Raises `ValueError` naming `flag` for a model that is not found.
     """
     if model == "tiny":
         return tiny_model()
     if not model:
-        raise ValueError(f"{flag}: an empty name")
+        raise ValueError(f"{flag}: the name is empty")
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -34,37 +33,38 @@ def resolve_model(model: str, flag: str = "--model") -> str:
     found = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
     if found and not (folder / "config.json").exists():
         raise ValueError(f"{flag} {model}: a folder of checkpoints; name one of them, such as {found[0]}")
-    _require_checkpoint(f"{flag} {model}", folder)
+    _require_files(f"{flag} {model}", folder)
     return str(folder)
 
 
-def _require_checkpoint(flag: str, folder: Path) -> None:
-    """The files that everything later takes for granted; damaged ones would fail deep inside a library."""
+def _require_files(label: str, folder: Path) -> None:
+    """Check the files of a model, before a library fails on them. Raises `ValueError` if one is missing or damaged."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
-            raise ValueError(f"{flag}: the folder has no {name}")
+            raise ValueError(f"{label}: the folder has no {name}")
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{flag}: the folder has no *.safetensors weights")
+        raise ValueError(f"{label}: the folder has no *.safetensors weights")
     for file in sorted(folder.glob("*.json")):
         try:
             json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{flag}: {file.name} is not valid JSON: {distributed.first_line(error)}") from error
+            raise ValueError(f"{label}: {file.name} is not valid JSON: {distributed.first_line(error)}") from error
     try:
         config = AutoConfig.from_pretrained(folder)
-    except StrictDataclassError as error:  # its first line names the field, its second says what is wrong with it
-        raise ValueError(f"{flag}: config.json: {' '.join(str(error).split())}") from error
+    except StrictDataclassError as error:  # its first line has the field, its second the problem
+        raise ValueError(f"{label}: config.json: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{flag}: config.json: {distributed.first_line(error)}") from error
+        raise ValueError(f"{label}: config.json: {distributed.first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{flag}: {config.model_type} is not a causal language model")
+        raise ValueError(f"{label}: {config.model_type} is not a causal language model")
 
 
-def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:
-    """Fetch a repository from the hub, or find it in the local cache. Raises `ValueError` naming `flag`."""
+def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:
+    """Return the folder of a repository of the hub, downloaded or in the local cache. Collective. Raises `ValueError`
+    that begins with `label`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -73,13 +73,13 @@ def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None
             return snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
         except (LocalEntryNotFoundError, OSError) as error:
             if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
-                return ValueError(f"{flag}: no such folder, and no such {repo_type} on the hub that you may read")
-            return ValueError(f"{flag}: no such folder, not in the local cache, and the hub cannot be reached")
+                return ValueError(f"{label}: no such folder, and no readable {repo_type} of this name on the hub")
+            return ValueError(f"{label}: no such folder, not in the local cache, and the hub cannot be reached")
         except HFValidationError:
-            return ValueError(f"{flag}: no such folder, and not a valid Hugging Face id")
+            return ValueError(f"{label}: no such folder, and not a valid Hugging Face id")
 
     answer = fetch() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    distributed.gather_objects(None)  # the others of this machine find it in the cache
+    distributed.gather_objects(None)  # other ranks of this machine find it in the cache
     answer = answer or fetch()
     if isinstance(answer, ValueError):
         raise answer
@@ -87,38 +87,38 @@ def download(flag: str, repo_id: str, repo_type: str, patterns: list[str] | None
 
 
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
-    """The checkpoint's tokenizer, of the policy with the `--chat_template` of its `args`. Raises `ValueError` if it
-    cannot be loaded, has no EOS, without which no completion ends, or has more tokens than the model knows."""
+    """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given. Raises `ValueError` if it
+    cannot be loaded, has no EOS, which ends completions, or has more tokens than the model."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    # a KeyError is a tokenizer.json of another kind; an ImportError a slow tokenizer that needs packages of its own
+    # KeyError: a tokenizer.json of another kind; ImportError: a slow tokenizer that needs further packages
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{flag} {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {path}: the tokenizer has no EOS token")
     size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     if size <= max(tokenizer.get_vocab().values()):
-        raise ValueError(f"{flag} {path}: its vocabulary of {size} is too small for its own tokenizer")
+        raise ValueError(f"{flag} {path}: the model's vocabulary of {size} is smaller than its tokenizer's")
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     return tokenizer
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
-    """Raises `ValueError` unless the model in `path` reads the policy's token ids as the policy does."""
+    """Raise `ValueError` unless the model in `path` has the policy's vocabulary."""
     theirs = load_tokenizer(path, flag=flag)
     if theirs.get_vocab() != tokenizer.get_vocab():
         ours, others = (set(t.get_vocab().items()) for t in (tokenizer, theirs))
-        what = f"another tokenizer than --model's, {len(ours ^ others)} entries differ"
-        raise ValueError(f"{flag} {path}: {what}; name a model with the same one, of the same family")
+        problem = f"another tokenizer than --model's, {len(ours ^ others)} entries differ"
+        raise ValueError(f"{flag} {path}: {problem}; name a model of the same family, with the same tokenizer")
 
 
 def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int]:
-    """Every token that ends a completion: the generation config's (chat models often have two), the config's, the
-    tokenizer's and, unless `--prompt_format plain`, the one that ends a turn in the chat template: base models often
-    have a template and another EOS."""
+    """Return all tokens that end a completion: the EOS of generation config (chat models often have two), config and
+    tokenizer and, unless `--prompt_format plain`, the token that ends a turn in the chat template. For base models with
+    a template the two often differ."""
     ids = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         if (file := Path(path) / name).is_file():
@@ -130,19 +130,19 @@ def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int
 
 
 def save_ends(path: str, tokenizer, prompt_format: str, folder: Path) -> None:
-    """The tokenizer and generation_config.json of an export of the checkpoint `path`, such that sampling from it ends
-    where training does: all of `eos_token_ids`, and where the chat template's is new among them, it is the EOS."""
-    own, ends = Path(path) / "generation_config.json", eos_token_ids(path, tokenizer, prompt_format)
-    generation = json.loads(own.read_text()) if own.is_file() else {}
-    (folder / own.name).write_text(json.dumps(generation | dict(eos_token_id=ends), indent=2) + "\n")
+    """Write the tokenizer and generation_config.json for an export of the checkpoint `path`. Sampling from the export
+    ends at all of `eos_token_ids`, as in training. An end-of-turn token that only the template has becomes the EOS."""
+    file, ends = Path(path) / "generation_config.json", eos_token_ids(path, tokenizer, prompt_format)
+    generation = json.loads(file.read_text()) if file.is_file() else {}
+    (folder / file.name).write_text(json.dumps(generation | dict(eos_token_id=ends), indent=2) + "\n")
     if new := set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
-        tokenizer = copy.deepcopy(tokenizer)  # the run goes on with its own
+        tokenizer = copy.deepcopy(tokenizer)  # the run keeps its own
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(new.pop())
     tokenizer.save_pretrained(folder)
 
 
 def context_length(path: str, args: BaseArgs) -> int:
-    """Most tokens a sequence may have, prompt and completion together: the model's context, or what one pack holds."""
+    """Return the maximum length of prompt and completion together: the model's context, or the capacity of a pack."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path).get_text_config()
@@ -150,12 +150,12 @@ def context_length(path: str, args: BaseArgs) -> int:
 
 
 def fit_max_length(args: BaseArgs, path: str, room: int) -> None:
-    """`--max_length`, where it was not given, becomes 2048, or as much as the model's context and the `room` that
-    `--pack_tokens` leaves a sequence allow, in one line. Raises `ValueError` for one that is beyond the context."""
+    """Set `--max_length`, if it was not given, to at most 2048, the model's context, and `room`: the tokens of a
+    sequence that `--pack_tokens` allows. Raises `ValueError` for a `--max_length` beyond the context."""
     context = context_length(path, args)
     if args.max_length is None:
         args.max_length = min(2048, context, room)
         if args.max_length < 2048 and distributed.is_main():
-            print(f"--max_length {args.max_length}: all that the model's context and --pack_tokens have room for")
+            print(f"--max_length {args.max_length}: the maximum for the model's context and --pack_tokens")
     if args.max_length > context:
-        raise ValueError(f"--max_length {args.max_length} is beyond the model's context, {context} tokens")
+        raise ValueError(f"--max_length {args.max_length}: the model's context has only {context} tokens")

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint folder -> sharded parameters of a model that was built on meta, and their names in files."""
+"""Weights of a checkpoint folder -> sharded parameters of a model built on meta; names of weights in checkpoints."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from common.parallel import distributed
 
-# Mixtures of experts whose names are known: what checkpoints call the module, and an expert's gate, up and down matrix.
+# Supported mixtures of experts: names in checkpoints of the module, and of an expert's gate, up and down matrices.
 EXPERTS = dict(
     qwen3_moe=("mlp", "gate_proj", "up_proj", "down_proj"),
     olmoe=("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -23,16 +23,16 @@ EXPERTS = dict(
 
 
 def hub_name(model_type: str, name: str) -> str:
-    """Of a module or weight of transformers' model, what checkpoints on the hub call it; the experts stay together."""
+    """Return the name in hub checkpoints of a module or weight of transformers' model; the experts stay together."""
     return name.replace(".mlp.", f".{EXPERTS[model_type][0]}.") if model_type in EXPERTS else name
 
 
 def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight of transformers' model under the names that checkpoints on the hub have.
+    """Yield a weight of transformers' model under its names in hub checkpoints.
 
-    That is its own name, but for mixtures of experts: transformers 5 keeps the experts of a layer in two parameters
-    [experts, ...], checkpoints have three matrices of each expert. These are views; of a sharded parameter only those
-    that this rank holds, which are whole: FSDP divides the first dimension.
+    Names differ only for mixtures of experts: transformers 5 has the experts of a layer in two parameters
+    [experts, ...], checkpoints have three matrices per expert. The matrices are views. A sharded parameter gives the
+    matrices of this rank, which are complete because FSDP divides the first dimension.
     """
     name = hub_name(model_type, name)
     stem, _, kind = name.rpartition(".")
@@ -49,15 +49,15 @@ def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[st
             yield f"{stem}.{number}.{matrix}.weight", rows
 
 
-def load_weights(hf: nn.Module, path: str, what: str, device: torch.device) -> Tensor | None:
+def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> Tensor | None:
     """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
 
-    Returns the scalar head if the checkpoint has none, to be filled by the caller.
-    Raises `ValueError` if the checkpoint's names or shapes are not the model's.
+    Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError` if names or shapes
+    of the checkpoint are not those of the model.
     """
     hf.to_empty(device=device)
-    # Buffers that no checkpoint holds (rotary frequencies): NaN until their module computes them again. What else the
-    # module has (Gemma's embedding) is marked, or it would be drawn at random first.
+    # Modules recompute the buffers that no checkpoint has (rotary frequencies); a remaining NaN shows a failure. The
+    # mark keeps parameters of such a module (Gemma's embedding) from random initialisation.
     for parameter in hf.parameters():
         parameter._is_hf_initialized = True
     for name, buffer in list(hf.named_non_persistent_buffers()):
@@ -65,33 +65,33 @@ def load_weights(hf: nn.Module, path: str, what: str, device: torch.device) -> T
         with torch.no_grad():
             hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
     if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
-        raise ValueError(f"{what}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
+        raise ValueError(f"{label}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
     wanted = {name: tensor for name, tensor in hf.state_dict().items() if ".lora_" not in name}
     for name in hf.all_tied_weights_keys:
         wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
     reader = HuggingFaceStorageReader(path)
-    with one_line_errors(what):
+    with one_line_errors(label):
         stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
     if "score.weight" in stored and not hasattr(hf, "score"):
-        raise ValueError(f"{what}: a reward model (it has score.weight), not a language model")
+        raise ValueError(f"{label}: a reward model (it has score.weight), not a language model")
     new_head = wanted.pop("score.weight", None) if "score.weight" not in stored else None
 
     def as_stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return iter([(name, tensor)]) if name in stored else hub_weights(hf.config.model_type, name, tensor)
 
-    # Every rank looks at all names and shapes, and reads those of its own shards.
+    # Every rank checks all names and shapes, and reads those of its own shards.
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
     shapes = dict(each for name, tensor in shapes.items() for each in as_stored(name, tensor))
     wanted = dict(each for name, tensor in wanted.items() for each in as_stored(name, tensor))
     for name, tensor in shapes.items():
         if stored.get(name) != list(tensor.shape):
             found = f"shape {stored[name]}" if name in stored else "no such weight"
-            raise ValueError(f"{what}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
+            raise ValueError(f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
     known = shapes.keys() | hf.state_dict().keys()
-    unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model has no use for that one
+    unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
     if unused and distributed.is_main():
-        print(f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, {min(unused)} for one")
-    with one_line_errors(what):
+        print(f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, for example {min(unused)}")
+    with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
     return new_head
 
@@ -104,12 +104,12 @@ def draw_head(head: DTensor, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def one_line_errors(what: str):
-    """Unreadable files become a ValueError that names them."""
+def one_line_errors(label: str):
+    """Turn errors of unreadable files into a ValueError with `label`."""
     from safetensors import SafetensorError
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except (OSError, EOFError, json.JSONDecodeError, SafetensorError, CheckpointException) as error:
-        raise ValueError(f"{what}: cannot read the checkpoint: {distributed.first_line(error)}") from error
+        raise ValueError(f"{label}: cannot read the checkpoint: {distributed.first_line(error)}") from error

@@ -1,7 +1,7 @@
-"""How much of a GPU's memory a run takes, from the shapes of its models: said at start, and refused if it cannot fit.
+"""Prediction of a run's GPU memory from the shapes of its models, to print at start and to reject runs that do not fit.
 
-The arithmetic is that of docs/memory.md; `bench/memory_plan.py` compares it with what the training step allocates on
-fake tensors, and makes the tables. Shapes: T packed tokens, D hidden size, V vocabulary. Bytes, on each of R ranks.
+docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with the allocations of a training step on
+fake tensors, and writes the tables. Shapes: T packed tokens, D hidden size, V vocabulary. Bytes, on each of R ranks.
 """
 
 import gc
@@ -14,70 +14,55 @@ import torch
 from torch import nn
 
 from common.config.groups import BaseArgs, OnlineArgs, SamplingArgs, TrainArgs
-from common.model.logprobs import chunk_size
+from common.model.flops import attention_shape
+from common.model.head import chunk_size
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a model's memory depends on. Weights are those of all ranks together."""
+    """Sizes of a model that its memory depends on. Weights are those of all ranks together."""
 
     weights: int
-    trained: int
-    """of the weights, those with a gradient"""
-    block: int
-    """weights of the largest transformer block"""
+    trained: int  # weights with a gradient
+    block: int  # weights of the largest transformer block
     block_trained: int
-    root: int
-    """weights outside of blocks: embedding, last norm, head"""
+    root: int  # weights outside of blocks: embedding, last norm, head
     root_trained: int
-    head: int
-    """weights of a head over the vocabulary; 0: a scalar head"""
-    tied: bool
-    """whether that is the embedding"""
+    head: int  # weights of a head over the vocabulary; 0: a scalar head
     layers: int
     hidden: int
-    queries: int
-    """width of all heads' queries; `keys` likewise"""
-    keys: int
-    normed: bool
-    """whether queries and keys are normed"""
-    inner: int
-    """width of the MLP; with experts of all that a token goes through together"""
-    experts: int
-    """experts that a token goes through; 0: the model has none"""
+    queries: int  # width of all heads' queries
+    keys: int  # width of all heads' keys
+    normed: bool  # whether queries and keys have norms
+    inner: int  # width of the MLP, or of all experts of a token together
+    experts: int  # experts of a token; 0: the model has none
     vocabulary: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What it depends on beside that."""
+    """Settings of a run that its memory depends on."""
 
-    ranks: int
-    """that a model is sharded over"""
+    ranks: int  # ranks that a model is sharded over
     pack_tokens: int
     recompute: bool
     offload: str = "none"
-    bytes: int = 2
-    """of a number in the compute dtype"""
-    engine: float = 0.0
-    """bytes of an engine beside the trainer while it samples"""
-    engine_ranks: int = 1
-    """that share the engine"""
-    engine_stays: bool = False
-    """whether it keeps them while the trainer works"""
+    bytes: int = 2  # size of a number in the compute dtype
+    engine: float = 0.0  # bytes of an engine beside the trainer while it samples
+    engine_ranks: int = 1  # ranks that share the engine
+    engine_stays: bool = False  # whether the engine keeps its memory while the trainer works
     on_cuda: bool = True
 
 
 def shapes_of(hf: nn.Module) -> Shapes:
-    """Of a Hugging Face model, on meta or sharded."""
+    """Return the shapes of a Hugging Face model, on meta or sharded."""
     config, blocks = hf.config.get_text_config(), hf.base_model.layers
     head = getattr(hf.get_output_embeddings(), "weight", None)
     in_blocks, trained_in_blocks = zip(*map(_count, blocks), strict=True)
     weights, trained = _count(hf)
-    heads = getattr(config, "num_attention_heads", 1)  # what has none is refused later
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, width = attention_shape(config)
     experts = getattr(config, "num_experts_per_tok", None) or 0
     inner = getattr(config, "moe_intermediate_size", None) if experts else None
     return Shapes(
@@ -88,11 +73,10 @@ def shapes_of(hf: nn.Module) -> Shapes:
         root=weights - sum(in_blocks),
         root_trained=trained - sum(trained_in_blocks),
         head=0 if head is None else head.numel(),
-        tied=head is hf.get_input_embeddings().weight,
         layers=len(blocks),
         hidden=config.hidden_size,
-        queries=heads * head_dim,
-        keys=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+        queries=heads * width,
+        keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
         normed=any("q_norm" in name for name, _ in blocks[0].named_parameters()),
         inner=(inner or getattr(config, "intermediate_size", 4 * config.hidden_size)) * max(1, experts),
         experts=experts,
@@ -101,32 +85,32 @@ def shapes_of(hf: nn.Module) -> Shapes:
 
 
 def _count(module: nn.Module) -> tuple[int, int]:
-    """Weights, and how many of them have a gradient."""
+    """Return the number of weights, and of those with a gradient."""
     counts = [(p.numel(), p.numel() * p.requires_grad) for p in module.parameters()]
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
 def _norm(plan: Plan) -> int:
-    """Bytes that a norm keeps for each number: its input in float32, and in bfloat16 what it multiplies by weights."""
+    """Return the bytes that a norm keeps per number: its input in float32, its output in the compute dtype."""
     return 4 + plan.bytes
 
 
 def kept_by_block(m: Shapes, plan: Plan) -> int:
-    """Bytes that a block keeps for its backward, for each token: the norms' and products' inputs, queries, keys, values
-    and what attention gives, and four of the MLP's width."""
-    c, width = plan.bytes, m.hidden * (1 + max(1, 3 * m.experts))  # tokens go to experts and come back as copies
+    """Return the bytes that a block keeps for its backward, per token: the inputs of norms and matrix products,
+    queries, keys, values and outputs of attention, and four activations of the MLP's width."""
+    c, width = plan.bytes, m.hidden * (1 + max(1, 3 * m.experts))  # tokens are copied to experts and back
     attention = c * (2 * m.queries + 2 * m.keys) + (m.queries + m.keys) * _norm(plan) * m.normed
     return 2 * m.hidden * _norm(plan) + c * width + attention + 4 * c * m.inner
 
 
 def training_peak(m: Shapes, plan: Plan) -> dict[str, float]:
-    """What one micro-batch takes beside weights, gradients and moments, at the largest of three moments: the backward
-    of the head, of a block, and of what FSDP holds until the end, the root."""
+    """Return the memory of one micro-batch beside weights, gradients and Adam's moments, at the largest of three
+    times: the backward of the head, of a block, and of the root, which FSDP holds until the end."""
     c, tokens = plan.bytes, plan.pack_tokens
     kept, chunk = kept_by_block(m, plan) * tokens, min(tokens, chunk_size(m.vocabulary, plan.on_cuda))
     saved = m.layers * (c * m.hidden * tokens if plan.recompute else kept) + (_norm(plan) + c) * m.hidden * tokens
     head_trained, logits = m.head if m.root_trained else 0, 4 * chunk * m.vocabulary * bool(m.head)
-    product = 4 * head_trained if c == 2 else 0  # of a chunk, before it is added to the gradient
+    product = 4 * head_trained if c == 2 else 0  # the head's gradient of a chunk, before accumulation
     at_head = {
         "gathered weights": c * (m.root + m.block),
         "activations": saved,
@@ -143,14 +127,14 @@ def training_peak(m: Shapes, plan: Plan) -> dict[str, float]:
 
 
 def predict(models: Sequence[Shapes], plan: Plan) -> dict[str, float]:
-    """Bytes on each GPU at the peak of a step, by what they are for: of the update or, with an engine beside the
-    trainer, of sampling, whichever is more. Models that train take turns, so only one has activations."""
+    """Return the bytes on each GPU at the peak of a step, by use: the larger peak of the update and, with a colocated
+    engine, of sampling. Trained models are updated one after the other, so that only one has activations."""
     trained = sum(m.trained for m in models)
     resident = {
         "weights": sum(4 * m.trained + plan.bytes * (m.weights - m.trained) for m in models) / plan.ranks,
         "Adam": 8 * trained / plan.ranks,
     }
-    if plan.offload == "optimizer":  # those of one parameter, in its update, are less than what its backward took
+    if plan.offload == "optimizer":  # the moments of one parameter in its update take less than its backward
         resident["Adam"] = 0
     if plan.offload == "all":
         resident = dict.fromkeys(resident, 0)
@@ -166,14 +150,14 @@ def predict(models: Sequence[Shapes], plan: Plan) -> dict[str, float]:
 
 
 def on_the_host(models: Sequence[Shapes], plan: Plan) -> float:
-    """Bytes of the host's memory that each rank takes for `--offload`."""
+    """Return the bytes of host memory that each rank takes for `--offload`."""
     trained, weights = sum(m.trained for m in models), sum(m.weights for m in models)
     everything = 12 * trained + 4 * trained + plan.bytes * (weights - trained)
     return {"none": 0, "optimizer": 8 * trained, "all": everything}[plan.offload] / plan.ranks
 
 
 def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
-    """One line of GiB."""
+    """Return the predicted memory in GiB, in one line."""
     parts = predict(models, plan)
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB)
     host = f"; on the host {on_the_host(models, plan) / GIB:.1f}" if plan.offload != "none" else ""
@@ -181,17 +165,17 @@ def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
 
 
 def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
-    """Changes of which each alone would do."""
+    """Yield changes of flags, each of which alone is sufficient."""
 
-    def fits(changed: Plan, of: Sequence[Shapes] = models) -> bool:
-        return sum(predict(of, changed).values()) <= capacity
+    def fits(changed: Plan, shapes: Sequence[Shapes] = models) -> bool:
+        return sum(predict(shapes, changed).values()) <= capacity
 
     if not plan.recompute and fits(replace(plan, recompute=True)):
         yield "--activation_checkpointing true"
     if sizes := [2**n for n in range(15, 9, -1) if 2**n < plan.pack_tokens]:
         yield from [f"--pack_tokens {size}" for size in sizes if fits(replace(plan, pack_tokens=size))][:1]
     further = {"none": ["optimizer", "all"], "optimizer": ["all"], "all": []}[plan.offload]
-    yield from [f"--offload {what}" for what in further if fits(replace(plan, offload=what))][:1]
+    yield from [f"--offload {state}" for state in further if fits(replace(plan, offload=state))][:1]
     if all(m.trained in (0, m.weights) for m in models):  # adapters are about a hundredth of the weights
         part = {"trained": 100, "block_trained": 100}
         adapters = [replace(m, root_trained=0, **{k: getattr(m, k) // by for k, by in part.items()}) for m in models]
@@ -204,75 +188,76 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
 
 
 def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
-    """Why a run cannot fit, with what would help; None if it may: what CUDA, NCCL and fragments take is not counted."""
+    """Return the reason why a run cannot fit, with remedies; None if it may fit. Memory of CUDA and NCCL, and
+    fragmentation, are not counted."""
     copies = [plan.bytes * m.weights / plan.engine_ranks for m in models if m.head and m.trained]
     if plan.engine and max(copies, default=0) > plan.engine:
-        size = f"{max(copies) / GIB:.1f} GiB of weights do not fit in the {plan.engine / GIB:.1f} that the engine has"
-        return f"{size} of each GPU: more for --gpu_memory_utilization, --tensor_parallel_size or --rollout_ranks"
+        size = f"{max(copies) / GIB:.1f} GiB of weights do not fit in the engine's {plan.engine / GIB:.1f} GiB per GPU"
+        return f"{size}; raise --gpu_memory_utilization, --tensor_parallel_size or --rollout_ranks"
     if sum(predict(models, plan).values()) <= capacity:
         return None
     helps = " or ".join(remedies(models, plan, capacity))
-    return f"needs {describe(models, plan, capacity)} on each GPU; {helps or 'none of the flags alone'} would do"
+    return f"needs {describe(models, plan, capacity)} on each GPU; {helps or 'no single flag'} would do"
 
 
-# ---- of this process ----
+# ---- models of this process ----
 
-_models: weakref.WeakKeyDictionary[nn.Module, Shapes] = weakref.WeakKeyDictionary()  # loaded, and not gone again
+_models: weakref.WeakKeyDictionary[nn.Module, Shapes] = weakref.WeakKeyDictionary()  # loaded models
 
 
 def recomputes(args: TrainArgs, device: torch.device) -> bool:
+    """Return whether blocks are recomputed in the backward."""
     return device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
 
 
 def plan_of(model: nn.Module, args: TrainArgs, capacity: float) -> Plan:
-    """Of a sharded model and the flags."""
+    """Return the plan for a sharded model and the flags."""
     parameter = next(model.parameters())
-    mesh, where = parameter.device_mesh, parameter.placements
-    ranks = [mesh.size(i) for i, placement in enumerate(where) if placement.is_shard()]
-    engine, stays, together = 0.0, False, 1
+    mesh, placements = parameter.device_mesh, parameter.placements
+    engine, stays, engine_ranks = 0.0, False, 1
     if isinstance(args, SamplingArgs) and not (isinstance(args, OnlineArgs) and args.rollout_ranks):
         stays = args.engine == "transformers" or importlib.util.find_spec("vllm") is None
-        engine, together = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
-        if stays:  # a second copy of the policy, whichever model this is
+        engine, engine_ranks = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
+        if stays:  # a second copy of the policy, which `model` need not be
             policies = [m.weights for m in loaded() if m.head and m.trained]
             engine = model.compute_dtype.itemsize * max(policies, default=0)
     return Plan(
-        ranks=ranks[0],
+        ranks=next(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard()),
         pack_tokens=args.pack_tokens,
         recompute=recomputes(args, model.device),
         offload=args.offload,
         bytes=model.compute_dtype.itemsize,
         engine=engine,
-        engine_ranks=together,
+        engine_ranks=engine_ranks,
         engine_stays=stays,
         on_cuda=model.device.type == "cuda",
     )
 
 
 def capacity_of(device: torch.device) -> int | None:
-    """Bytes of a GPU. A CPU's memory has other users: None."""
+    """Return the bytes of a GPU; None for a CPU, whose memory other programs share."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def loaded() -> list[Shapes]:
-    """Of the models of this process."""
-    gc.collect()  # one that is gone may be part of a circle
+    """Return the shapes of the models of this process."""
+    gc.collect()  # a dropped model may be part of a reference cycle
     return list(_models.values())
 
 
-def require_room(model: nn.Module, what: str, args: BaseArgs) -> None:
-    """Refuse a model, before its weights are read, that does not fit on a GPU beside those that are loaded: in scripts
-    that train. Raises `ValueError`."""
+def require_memory(model: nn.Module, label: str, args: BaseArgs) -> None:
+    """Raise `ValueError` if a model does not fit on a GPU beside the loaded ones. Training scripts only; call it before
+    the weights are read."""
     capacity = capacity_of(model.device)
     if capacity is None or not isinstance(args, TrainArgs):
         return
-    _models[model] = shapes_of(model.hf)  # a value model's adapters are in it now
+    _models[model] = shapes_of(model.hf)  # includes adapters of a value model
     if problem := refusal(loaded(), plan_of(model, args, capacity), capacity):
-        raise ValueError(f"{what}: {problem}")
+        raise ValueError(f"{label}: {problem}")
 
 
 def expected(model: nn.Module, args: TrainArgs) -> str | None:
-    """The line about memory of a run whose models are all loaded; None on a CPU."""
+    """Return the line about the memory of a run whose models are all loaded; None on a CPU."""
     capacity = capacity_of(model.device)
     if capacity is None:
         return None

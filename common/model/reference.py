@@ -3,7 +3,7 @@ every step."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
 
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.data.packing import PackedBatch, Sample, pack, per_sample
+from common.config.groups import TrainArgs
+from common.data.packing import PackedBatch, pack, per_sample
+from common.data.sample import Sample
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
-from common.model.logprobs import weighted_logps
-from common.model.lora import LoRAArgs
 from common.model.policy import Policy, load_reference
+from common.model.scoring import weighted_logps
 from common.parallel import distributed
 
 
@@ -32,10 +33,10 @@ def reference_logps(reference: nn.Module | None, micro_batches: list[PackedBatch
 def reference_or_logps(
     policy: Policy, parts: Sequence[Sequence[list[Sample]]], tokenizer, args, device: torch.device, needed: bool = True
 ) -> tuple[Policy | None, list[Tensor]]:
-    """Return the reference if it stays in memory (`--reference_logprobs online`), and its log-probs of all groups,
-    [groups, samples of a group] for each part, if it does not; zeros if they are not `needed`.
+    """Return the reference if it stays in memory (`--reference_logprobs online`), else None; and its log-probs of all
+    groups, [groups, samples of a group] for each part, which are zeros if it stays in memory or is not `needed`.
 
-    Call it before a checkpoint is loaded: the reference often is the starting model. Collective. Raises `ValueError`
+    Call this before a checkpoint is loaded: the reference often is the starting model. Collective. Raises `ValueError`
     for a reference that does not fit the policy."""
     none = [torch.zeros(len(part), len(part[0]) if part else 0) for part in parts]
     if not needed:
@@ -43,7 +44,7 @@ def reference_or_logps(
     path = resolve_model(args.reference_model or args.model, "--reference_model")
     require_same_tokenizer("--reference_model", path, tokenizer)
     if args.max_length > (context := context_length(path, args)):
-        raise ValueError(f"--max_length {args.max_length} is beyond the reference's context, {context} tokens")
+        raise ValueError(f"--max_length {args.max_length}: the reference's context has only {context} tokens")
 
     def load() -> Policy:
         other = args.reference_model or args.reference_logprobs == "online"
@@ -54,20 +55,19 @@ def reference_or_logps(
     return None, store_reference_logps(parts, path, load, Path(args.output_dir), args, device)
 
 
-@torch.no_grad()
 def store_reference_logps(
     parts: Sequence[Sequence[list[Sample]]],
     reference_path: str,
     load_reference: Callable[[], nn.Module],
     folder: Path,
-    args: LoRAArgs,
+    args: TrainArgs,
     device: torch.device,
 ) -> list[Tensor]:
-    """Return the log-probs of completions by the reference, [groups, samples of a group] float64 for each part: from
-    `reference_logps.json` in the run's folder if it is of these very samples and this reference, else by one pass of
-    the reference over them, divided among the ranks. Groups on disk are read one by one. Collective.
+    """Return the log-probs of completions by the reference, [groups, samples of a group] float64 for each part.
 
-    Raises `ValueError` for a file that is damaged.
+    The log-probs come from `reference_logps.json` in the run's folder, if it has the same samples and reference.
+    Otherwise the reference computes them in one pass, divided among the ranks, and stores them. Groups on disk are
+    streamed. Collective. Raises `ValueError` for a damaged file.
     """
     path, weights = folder / "reference_logps.json", [part for part in (reference_path, args.adapter) if part]
     shapes = [(len(part), len(part[0]) if part else 0) for part in parts]
@@ -75,25 +75,11 @@ def store_reference_logps(
     digest, stored = "", {}
     if distributed.is_main():
         digest = digest_of(_samples(parts), reference_path, weights, args.dtype)
-    if distributed.is_main() and path.is_file():
-        try:
-            stored = json.loads(path.read_text())
-            if stored["digest"] == digest and len(stored["logps"]) != ends[-1]:
-                raise ValueError("another number of samples")
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is damaged, delete it: {distributed.first_line(error)}") from error
-    digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may hold copies: the first one decides
+        stored = _read(path, digest, ends[-1]) if path.is_file() else {}
+    digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may have copies: use that of rank 0
     if stored.get("digest") != digest:
-        reference, rank, world_size = load_reference(), torch.distributed.get_rank(), distributed.world_size()
-        mine, logps = islice(_samples(parts), rank, None, world_size), []
-        for _ in range(0, ends[-1], 1024 * world_size):  # the same number of packs on every rank
-            ours = list(islice(mine, 1024))
-            micro_batches = pack(ours, args.pack_tokens, device)
-            scores = (weighted_logps(mb, reference(mb)[0]) for mb in micro_batches)
-            logps += per_sample(micro_batches, scores, (len(ours),)).tolist()
-        reference.reshard()  # the root stays whole after a forward without backward
-        ranks = distributed.gather_objects(logps)
-        stored = dict(digest=digest, logps=[ranks[i % world_size][i // world_size] for i in range(ends[-1])])
+        logps = _reference_logps(_samples(parts), ends[-1], load_reference(), args.pack_tokens, device)
+        stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
             work = path.with_suffix(".tmp")
             work.write_text(json.dumps(stored))
@@ -102,16 +88,43 @@ def store_reference_logps(
     return [torch.from_numpy(x.reshape(shape)) for x, shape in zip(columns, shapes, strict=True)]
 
 
-def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *more: object) -> str:
-    """Of what decides the log-probs of samples: the model, by its path and by name, size and time of the files in the
-    folders of its `weights`; what `more` there is; the tokens."""
+def _read(path: Path, digest: str, count: int) -> dict:
+    try:
+        stored = json.loads(path.read_text())
+        if stored["digest"] == digest and len(stored["logps"]) != count:
+            raise ValueError("another number of samples")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged; delete it: {distributed.first_line(error)}") from error
+    return stored
+
+
+@torch.no_grad()
+def _reference_logps(
+    samples: Iterable[Sample], count: int, reference: nn.Module, pack_tokens: int, device: torch.device
+) -> list[float]:
+    """Return the reference's log-probs of `count` samples, on every rank. Collective."""
+    rank, world_size = torch.distributed.get_rank(), distributed.world_size()
+    mine, logps = islice(samples, rank, None, world_size), []
+    for _ in range(0, count, 1024 * world_size):  # the same number of packs on every rank
+        batch = list(islice(mine, 1024))
+        micro_batches = pack(batch, pack_tokens, device)
+        scores = [weighted_logps(mb, reference(mb).logprobs_T) for mb in micro_batches]
+        logps += per_sample(micro_batches, scores, (len(batch),)).tolist()
+    reference.reshard()  # a forward without backward leaves the root unsharded
+    ranks = distributed.gather_objects(logps)
+    return [ranks[i % world_size][i // world_size] for i in range(count)]
+
+
+def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *settings: object) -> str:
+    """Return a digest of everything that decides the log-probs of samples: the tokens, the model (its path, and names,
+    sizes and times of the files in the folders `weights`) and `settings`."""
     files = [file for folder in weights for file in sorted(Path(folder).expanduser().glob("*.safetensors"))]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    hashed = hashlib.blake2b(repr((model_path, stats, *more)).encode())
+    hashed = hashlib.blake2b(repr((model_path, stats, *settings)).encode())
     for sample in samples:
         hashed.update(repr((sample.ids, sample.loss_mask, sample.weights)).encode())
     return hashed.hexdigest()
 
 
-def _samples(parts: Sequence[Sequence[list[Sample]]]) -> Iterator[Sample]:
+def _samples(parts: Sequence[Sequence[list[Sample]]]) -> Iterable[Sample]:
     return chain.from_iterable(chain.from_iterable(parts))

@@ -1,5 +1,4 @@
-"""What distillation learns from: a frozen model that scores what it is given, or what such a model said of the data's
-completions, stored once.
+"""Teachers for distillation: a frozen model, or its stored log-probs of the data's completions.
 
 Shapes: T own tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
@@ -15,32 +14,33 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.config.groups import TrainArgs
-from common.data.packing import PackedBatch, Sample, pack
+from common.data.packing import PackedBatch, pack
+from common.data.sample import Sample
+from common.model.comparison import TopK, most_likely
 from common.model.policy import Policy, load_policy
 from common.model.reference import digest_of
-from common.objectives.divergence import TopK, most_likely
 from common.parallel import distributed
-from common.parallel.placement import lend, own
+from common.parallel.placement import scatter_back, send_to_computing_rank
 
 CHUNK = 512  # samples whose tokens share a file
 
 
 def shared_vocabulary(path: str, teacher_path: str, top_k: int) -> int:
-    """How many tokens the models in two folders share. Raises `ValueError` if those are less than `--top_k`."""
+    """Return how many tokens the models in two folders share. Raises `ValueError` if they are fewer than `--top_k`."""
     from transformers import AutoConfig
 
     shared = min(AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, teacher_path))
     if top_k > shared:
-        raise ValueError(f"--top_k {top_k} is more than the {shared} tokens that --model and --teacher share")
+        raise ValueError(f"--top_k {top_k}: --model and --teacher share only {shared} tokens")
     return shared
 
 
 def load_teacher(
     path: str, samples: list[Sample], vocabulary: int, args: TrainArgs, device: torch.device
 ) -> "Policy | StoredTeacher":
-    """The frozen model in `path` or, with `--teacher_logprobs stored`, what it says of the trained tokens of `samples`:
-    from the folder `teacher_logprobs` of the run, if that is of these samples and this teacher, else the model writes
-    it, and is let go. Both have `teach`. Collective."""
+    """Return the frozen model in `path` or, with `--teacher_logprobs stored`, its log-probs of the trained tokens of
+    `samples`. They are in the run's folder `teacher_logprobs`; if that is of other samples or of another teacher, the
+    model is loaded to write it, and dropped. Both have `teach`. Collective."""
 
     def load() -> Policy:
         return load_policy(path, args, device, trainable=False, flag="--teacher")
@@ -51,19 +51,19 @@ def load_teacher(
 
 
 def require_known(samples: Iterable[Sample], teacher: Policy) -> None:
-    """Raises `RunError` for a sampled id that the teacher has no embedding of: a row of the student's beyond their
-    tokenizer's tokens, which an untrained student may sample."""
+    """Raise `RunError` for a sampled id without an embedding in the teacher. The student may have rows beyond the
+    tokenizer's tokens, and may sample them while it is untrained."""
     known = teacher.hf.get_input_embeddings().num_embeddings
     if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
-        what = f"the student sampled token {unknown[0]}, --teacher {teacher.path} has {known}"
-        raise distributed.RunError(f"{what}: begin with a student that has learned its tokenizer's tokens")
+        problem = f"--teacher {teacher.path} has {known} tokens, the student sampled token {unknown[0]}"
+        raise distributed.RunError(f"{problem}; start from a student that has learned its tokenizer's tokens")
 
 
 class StoredTeacher:
-    """A teacher's most likely tokens at each trained token of samples, in files of some hundred samples each. The files
-    are the same whatever the number of ranks; what a killed run has written stays."""
+    """Stored distributions of a teacher at the trained tokens of samples, coarsened to its most likely tokens. The
+    files do not depend on the number of ranks; complete files of a killed run are kept."""
 
-    flops = 0.0  # it computes nothing
+    flops = 0.0  # no model runs
 
     def __init__(
         self, folder: Path, path: str, load: Callable[[], Policy], samples: list[Sample], vocabulary: int,
@@ -77,8 +77,8 @@ class StoredTeacher:
         counts = [sum(map(_trained, chunk)) for chunk in chunks]
         self.starts = [0, *accumulate(counts)]
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
-        decides = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK)
-        _claim(folder, digest_of(samples, path, [path], *decides))
+        settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK)
+        _claim(folder, digest_of(samples, path, [path], *settings))
         missing = distributed.gather_objects([i for i, file in enumerate(files) if not file.is_file()])[0]
         if missing:
             if distributed.is_main():
@@ -96,44 +96,42 @@ class StoredTeacher:
 
     @torch.no_grad()
     def _scored(self, teacher: Policy, samples: list[Sample], start: int, args: TrainArgs) -> Tensor:
-        """What is stored of each trained token of this rank's samples, of which the first is number `start`: the
-        log-probs of S, K tokens, the log-prob of the target and the entropy, float32 [M, X]. Collective."""
+        """Return the columns of each trained token of this rank's samples, the first of which is number `start`: S
+        log-probs, K tokens, the log-prob of the target and the entropy, float32 [M, X]. Collective."""
         places, columns = [], []
         for mb in pack(samples, args.pack_tokens, self.device):
             targets_t = mb.computed.targets_T
             top = most_likely(teacher.teach(mb), targets_t, args.temperature, self.vocabulary, args.top_k)
-            columns_t = (*top.logprobs_TS.unbind(1), *top.tokens_TK.unbind(1), top.targets_T, top.entropy_T)
-            columns_TX = torch.stack([x_T.float() for x_T in own(columns_t, mb.shared)], 1)  # ids too: all below 2^24
+            columns_t = (*top.logprobs_TS.unbind(1), *top.tokens_TK.unbind(1), top.target_logprobs_T, top.entropy_T)
+            columns_T = scatter_back(columns_t, mb.computed)
+            columns_TX = torch.stack([x_T.float() for x_T in columns_T], 1)  # ids too: all are below 2^24
             columns.append(columns_TX[mb.loss_mask_T].cpu())
             places.append(_places(mb))
-        teacher.reshard()  # a forward without backward leaves the root whole
+        teacher.reshard()  # after a forward without backward the root is still whole
         return torch.cat(columns)[(torch.cat(places) - start).argsort()]
 
     def teach(self, mb: PackedBatch) -> TopK:
-        """What a student's forward takes as its teacher. Collective."""
+        """Return the teacher's distributions for a student's `distill`. Collective."""
         places_T = torch.zeros(len(mb.targets_T), dtype=torch.int64)
         places_T[mb.loss_mask_T.cpu()] = _places(mb)
-        places_t = lend(places_T.to(self.device), mb.shared).cpu()
+        places_t = send_to_computing_rank(places_T.to(self.device), mb.computed).cpu()
         part_t = torch.bucketize(places_t, torch.tensor(self.starts), right=True) - 1
-        order, rows = [], []
+        columns = [column.new_empty(len(places_t), *column.shape[1:]) for column in self.parts[0]]
         for part in part_t.unique().tolist():
-            (here,) = (part_t == part).nonzero(as_tuple=True)
-            order.append(here)
-            rows.append([x[places_t[here] - self.starts[part]] for x in self.parts[part]])
-        back = torch.cat(order).argsort()
-        logprobs_tS, tokens_tK, target_t, entropy_t = (
-            torch.cat(column)[back].to(self.device) for column in zip(*rows, strict=True)
-        )
+            here = part_t == part
+            for column, stored in zip(columns, self.parts[part], strict=True):
+                column[here] = stored[places_t[here] - self.starts[part]]
+        logprobs_tS, tokens_tK, target_t, entropy_t = (column.to(self.device) for column in columns)
         return TopK(logprobs_tS, tokens_tK.long(), target_t, entropy_t, self.vocabulary)
 
 
 def _trained(sample: Sample) -> int:
-    """Tokens of a sample that are trained on and predicted."""
+    """Return the number of trained tokens of a sample; its first token is never predicted."""
     return sum(sample.loss_mask[1:])
 
 
 def _places(mb: PackedBatch) -> Tensor:
-    """Of a micro-batch's trained tokens among those of all stored samples, int64, on the host."""
+    """Return the positions of a micro-batch's trained tokens among those of all stored samples: int64, on the host."""
     ranges = [torch.arange(sample.stored_at, sample.stored_at + _trained(sample)) for sample in mb.samples]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *ranges])
 
@@ -148,11 +146,11 @@ def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
 
 
 def _claim(folder: Path, digest: str) -> None:
-    """What is stored of anything else is deleted. Collective."""
+    """Delete stored files of another digest. Collective."""
     mark = folder / "digest"
     if distributed.is_main() and not (mark.is_file() and mark.read_text() == digest):
         folder.mkdir(exist_ok=True)
-        for old in (mark, *folder.glob("*.safetensors")):  # the mark first: half of them may go
+        for old in (mark, *folder.glob("*.safetensors")):  # the mark first: a kill may leave half of the files
             old.unlink(missing_ok=True)
         mark.with_suffix(".tmp").write_text(digest)
         mark.with_suffix(".tmp").rename(mark)
@@ -160,12 +158,12 @@ def _claim(folder: Path, digest: str) -> None:
 
 
 def _read(file: Path, count: int) -> list[Tensor]:
-    """What a file has of so many tokens; memory-mapped."""
+    """Return the columns of a file of `count` tokens, memory-mapped."""
     try:
         found = load_file(file)
         columns = [found[name] for name in ("logprobs", "tokens", "target", "entropy")]
         if any(len(x) != count for x in columns):
             raise ValueError("another number of tokens")
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ValueError(f"{file} is damaged, delete it: {distributed.first_line(error)}") from error
+        raise ValueError(f"{file} is damaged; delete it: {distributed.first_line(error)}") from error
     return columns

@@ -1,7 +1,7 @@
-"""A model that needs no download: `--model tiny`.
+"""Built-in model, `--model tiny`: a randomly initialised Qwen3 of a million parameters with a character tokenizer.
 
-A randomly initialised Qwen3 of about a million parameters with a character tokenizer; it trains in seconds on a CPU
-core and goes through exactly the code that a large checkpoint takes. common/data/tasks.py has something to learn.
+It needs no download, trains in seconds on a CPU core, and uses the same code as a large checkpoint. The built-in tasks
+(common/data/tasks.py) are data for it.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 PAD, EOS, TURN, END_OF_TURN = "<|pad|>", "<|eos|>", "<|turn|>", "<|end_of_turn|>"
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 CONTEXT = 2048  # tokens
-REVISION = 1  # part of the folder's name: raise it when anything below changes
+REVISION = 1  # part of the folder's name; raise it when anything below changes
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model() -> str:
-    """Folder of the `tiny` checkpoint, made on first use: the same weights on every machine and rank."""
+    """Return the folder of the `tiny` checkpoint, which is made on first use, with the same weights everywhere."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
     folder = cache / f"tiny-{REVISION}"
     if folder.exists():
@@ -39,14 +39,15 @@ def tiny_model() -> str:
     build_tokenizer().save_pretrained(work)
     build_model().save_pretrained(work)
     try:
-        work.rename(folder)  # ranks may race: the first wins, all made the same bytes
+        work.rename(folder)  # the first of several ranks wins; all make the same bytes
     except OSError:
         shutil.rmtree(work)
     return str(folder)
 
 
 def build_tokenizer():
-    """One token per character; any other character becomes its UTF-8 bytes, so every text survives the round trip."""
+    """Return a tokenizer with one token per character. Characters outside of its vocabulary become UTF-8 bytes, so that
+    decoding restores every text."""
     from tokenizers import AddedToken, Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -67,7 +68,7 @@ def build_tokenizer():
 
 
 def build_model():
-    """Qwen3 with 4 layers of width 128. head_dim 32 is the smallest that vLLM's CPU attention takes."""
+    """Return a Qwen3 with 4 layers of width 128. head_dim 32 is the minimum of vLLM's CPU attention."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()

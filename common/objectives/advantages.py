@@ -1,7 +1,7 @@
-"""Rewards -> advantages, pure functions. In float64 and in two passes, so that equal rewards give exactly zero.
+"""Rewards -> advantages, as pure functions in float64. Equal rewards give exactly zero.
 
-Functions of `rewards_PG` that look beyond a group want the groups of *all* ranks. NaN rewards mean "no reward": they
-count in no statistic and get advantage 0.
+Statistics beyond a group need the groups of *all* ranks. A NaN reward is missing: it is excluded from all statistics
+and has advantage 0.
 
 Shapes: P prompts, G samples per prompt, K reward functions, T packed tokens, N sequences.
 """
@@ -15,24 +15,24 @@ EPSILON = 1e-6  # added to standard deviations
 
 
 def centre_groups(rewards_PG: Tensor) -> Tensor:
-    """A = r - mean_G r, one per completion (Dr. GRPO, arXiv:2503.20783). Groups that are all equal, or have one reward
-    left, get exactly 0. Returns float64, shape [P, G]."""
+    """Return A = r - mean_G r for each completion (Dr. GRPO, arXiv:2503.20783). Groups with equal rewards, or a single
+    reward, get exactly 0. Shape [P, G], float64."""
     rewards_PG = rewards_PG.double()
     valid_PG = ~rewards_PG.isnan()
     mean_P1 = rewards_PG.nansum(-1, keepdim=True) / valid_PG.sum(-1, keepdim=True).clamp(min=1)
-    # The mean of equal rewards can round, so whether they are equal is asked of the rewards themselves.
+    # The mean of equal rewards may be rounded, so the comparison is between the rewards.
     return torch.where(valid_PG & unequal(rewards_PG)[:, None], rewards_PG - mean_P1, 0.0)
 
 
 def unequal(rewards_PG: Tensor) -> Tensor:
-    """Which groups have at least two different rewards, bool without the last dimension: the others teach nothing."""
+    """Return which groups have at least two different rewards; the others have zero gradient. Bool, [P]."""
     highest_P = rewards_PG.nan_to_num(nan=-torch.inf).amax(-1)
     return highest_P > rewards_PG.nan_to_num(nan=torch.inf).amin(-1)
 
 
 def whiten(x: Tensor, counts: Tensor) -> Tensor:
-    """(x - mean) / (std + eps), where x[i] counts `counts[i]` times; 0 where that is 0. Exactly 0 if all are equal.
-    Returns float64."""
+    """Return (x - mean) / (std + eps), where x[i] has the weight `counts[i]`; 0 where the weight is 0, and everywhere
+    if all counted x are equal. Float64."""
     x, counted = x.double(), counts > 0
     if not counted.any() or (x[counted] == x[counted][0]).all():
         return torch.zeros_like(x)
@@ -48,14 +48,14 @@ def whiten(x: Tensor, counts: Tensor) -> Tensor:
 def gae(
     rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
-    """Generalised advantage estimation (arXiv:1506.02438 Eq. 16) over the trained tokens of each packed sequence.
+    """Return generalised advantage estimates (arXiv:1506.02438 Eq. 16) of the trained tokens of each packed sequence.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lambda A_{t+1}, where t + 1 is the sequence's next
-    trained token and V = A = 0 behind its last one, whether an EOS or the length ended it. Tokens that are not trained
-    (prompts, tool output) are passed over and get 0. `values_T[t]` is the value before targets[t] is
-    emitted; `lambda_N` has one lambda per sequence. Returns float64, shape [T], on the device of `mask_T`.
+    trained token and V = A = 0 after its last one, also for a truncated sequence. Other tokens (prompts, tool output)
+    are skipped and get 0. `values_T[t]` is the value before targets[t] is emitted; `lambda_N` has one lambda per
+    sequence. Shape [T], float64, on the device of `mask_T`.
     """
-    device = mask_T.device  # on the host: on a device every position would be a handful of tiny kernels
+    device = mask_T.device  # on the host: a device would run several tiny kernels per position
     rewards_T, values_T, mask_T, sequence_ids_T, lambda_N = (
         x.cpu() for x in (rewards_T, values_T, mask_T, sequence_ids_T, lambda_N)
     )

@@ -1,49 +1,20 @@
-"""What makes up for samples of another policy: the engine's differs a little from the trainer's, and is older.
+"""Importance weights and masks for off-policy samples.
 
-Pure functions of packed streams, aligned with targets. Keyword-only parameters have the names of the flags that set
-them.
+The engine's policy differs numerically from the trainer's and may be stale. All functions are pure and take packed
+streams, aligned with targets. Keyword-only parameters have the names of the flags that set them.
 
-Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): which sequence each is of, 0..N-1.
+Shapes: T packed tokens. `mask_T` (bool): trained tokens; `sequence_ids_T` (int64): sequence of each token, 0..N-1.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from common.config.flags import BaseArgs, NotNegative, Positive
 from common.objectives.reduction import sequence_mean, sequence_sum
 
 Correction = Literal["none", "token", "sequence"]
 CorrectionMode = Literal["truncate", "mask"]
-
-
-@dataclass
-class CorrectionArgs(BaseArgs):
-    """Flags of the scripts that weigh samples because the engine, not the trainer, sampled them."""
-
-    correction: Correction = "token"
-    """weigh samples by trainer / engine probability, of each token or of the whole completion"""
-    correction_mode: CorrectionMode = "truncate"
-    """weights outside the bounds are set to the bound, or to 0"""
-    correction_low: NotNegative[float] = 0.0
-    """lower bound of the weights"""
-    correction_high: Positive[float] = 2.0
-    """upper bound of the weights"""
-    correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
-    """drop completions whose geometric-mean trainer / engine ratio is outside these two bounds, e.g. 0.5 2"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag, (low, high) in (
-            ("correction_low and --correction_high", (self.correction_low, self.correction_high)),
-            ("correction_filter", self.correction_filter or (0.0, 1.0)),
-        ):
-            if low >= high:
-                raise ValueError(f"--{flag}: the bounds {low:g} and {high:g} cross")
-        for flag in ("correction_mode", "correction_low", "correction_high", "correction_filter"):
-            self.require_read(flag, self.correction != "none", "--correction is none")
 
 
 def importance_weights(
@@ -59,10 +30,10 @@ def importance_weights(
 ) -> Tensor:
     """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without gradient.
 
-    `log_ratio_T` is log(pi_old / pi_engine) of the trainer and the engine for the same weights. `level`: token and
-    sequence weigh by the ratio of the token, or of its whole completion; none returns ones.
-    `mode`: truncate clips the ratio to [low, high] (IMPALA's rho, arXiv:1802.01561); mask sets a ratio outside of it to
-    0 (IcePop, of tokens). `keep`: bounds of the geometric mean of the token ratios; completions outside of them get 0.
+    `log_ratio_T` is log(pi_old / pi_engine) of the trainer and the engine for the same weights. `level`: the ratio of
+    the token, or of its whole completion (sequence); none returns ones. `mode`: truncate clips the ratio to [low, high]
+    (IMPALA's rho, arXiv:1802.01561); mask sets a ratio outside of this interval to 0 (IcePop, at the level of tokens).
+    `keep`: bounds of a completion's geometric mean of token ratios; completions outside of them get 0.
     """
     if level == "none":
         return torch.ones_like(log_ratio_T)

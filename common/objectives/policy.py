@@ -1,4 +1,4 @@
-"""Parts of policy-gradient objectives that several scripts share: bounded exponentials, clipping, KL estimates.
+"""Shared parts of policy-gradient objectives: bounded exponentials, clipping, KL estimates, expert load balancing.
 
 Shapes: T packed tokens, N sequences.
 """
@@ -13,14 +13,14 @@ EXPONENT_LIMIT = 60.0  # e^60 = 1e26: ratios stop growing there and have no grad
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """Return exp(min(x, 60)): finite, and without gradient beyond the bound. inf times an advantage of 0 is NaN."""
+    """Return exp(min(x, 60)), which is finite and has no gradient beyond the bound."""
     return torch.exp(x.clamp(max=EXPONENT_LIMIT))
 
 
 def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float = 0.0) -> Tensor:
-    """Return where the clipped surrogate of PPO has no gradient because the ratio has left a bound. Bool.
+    """Return where the clipped surrogate of PPO has no gradient because the ratio is out of bounds. Bool.
 
-    With A > 0 the bound is 1 + high. With A < 0 it is 1 - low, and `dual` if that is positive (arXiv:1912.09729 Eq. 5).
+    For A > 0 the bound is 1 + high. For A < 0 it is 1 - low and, if positive, `dual` (arXiv:1912.09729 Eq. 5).
     """
     ratio = bounded_exp(log_ratio)
     too_high = (advantages > 0) & (ratio > 1 + high)
@@ -49,7 +49,7 @@ def kl_estimate(
             kl_T = d_T
         case "k2":
             kl_T = d_T.square() / 2
-        case "k3":  # exp stays finite, also on tokens that get masked; expm1 is accurate where the two nearly agree
+        case "k3":  # exp stays finite, also on masked tokens; expm1 is accurate for small differences
             d_T = d_T.clamp(min=-EXPONENT_LIMIT)
             kl_T = torch.expm1(-d_T) + d_T
     return kl_T.clamp(-clamp, clamp) if clamp else kl_T
@@ -59,13 +59,12 @@ def kl_estimate(
 
 
 def expert_balance(router_logits: tuple[Tensor, ...], lengths_N: Tensor, top_k: int) -> Tensor:
-    """How unevenly each sequence's tokens are spread over the experts: [N], float32. 1 where they are even, more where
-    they are not: number of experts / `top_k` where all choose the same and are sure of it. Mean over layers, each of
-    which has `router_logits` [T, experts]. `lengths_N`: tokens of each sequence.
+    """Return the load-balancing loss of each sequence, the mean over layers of sum_i f_i P_i (arXiv:2412.19437
+    Eq. 17-20). It is 1 for a uniform load, and experts / `top_k` if all tokens choose the same experts with certainty.
 
-    sum_i f_i P_i of the sequence-wise balance loss (arXiv:2412.19437 Eq. 17-20): f_i is how often expert i is among the
-    `top_k` chosen over how often it would be by even choice, P_i the mean of its probability, which the gradient goes
-    through.
+    f_i is the fraction of tokens that choose expert i, divided by the uniform fraction top_k / experts. P_i is the mean
+    probability of expert i and carries the gradient. `router_logits`: [T, experts] of each layer; `lengths_N`: tokens
+    of each sequence. Shape [N], float32.
     """
     balance_N = torch.zeros(len(lengths_N), device=lengths_N.device)
     sequence_ids_T = torch.arange(len(lengths_N), device=lengths_N.device).repeat_interleave(lengths_N)

@@ -1,10 +1,10 @@
-"""Objectives of preference learning, the cases of one pure function: one value per pair, float64.
+"""Objectives of preference learning, as cases of one pure function: one value per pair, float64.
 
-Everything is about whole completions: log-probs summed over their tokens (nats). Notation in the docstrings: pc, pr are
-the policy's log-probs of chosen and rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in tokens,
-s the logistic function, and z = beta (f(lc) - f(lr)) with f the identity unless `f_divergence` says otherwise.
+Log-probs are sums over the tokens of a completion, in nats. Notation: pc, pr are the policy's log-probs of chosen and
+rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in tokens, s the logistic function, and
+z = beta (f(lc) - f(lr)), where f depends on `f_divergence` and is the identity by default.
 
-`READS` names the flags that each objective reads beside the pairs.
+`READS` names the flags of each objective.
 
 Shapes: N pairs.
 """
@@ -23,8 +23,8 @@ EXPONENT_LIMIT = 60.0  # e^60 = 1e26: exponentials stop growing there, and so do
 
 @dataclass
 class Pairs:
-    """What the objectives see of N pairs: [N] each, float64. Log-probs are sums over the completion, in nats; the
-    reference's are 0 where there is none."""
+    """Inputs of the objectives for N pairs: [N] each, float64. Log-probs are sums over the completion, in nats; 0 for
+    a missing reference."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -32,7 +32,7 @@ class Pairs:
     ref_rejected_logps: Tensor
     chosen_lengths: Tensor
     rejected_lengths: Tensor
-    weights: Tensor  # how much each pair counts: 1, or `wpo_weights`
+    weights: Tensor  # weight of each pair in the mean: 1, or `wpo_weights`
 
     @property
     def lc(self) -> Tensor:
@@ -55,8 +55,8 @@ class Pairs:
 
 
 def f(u: Tensor, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """Derivative of the divergence's generator at the log-ratio u, up to constants that cancel (arXiv:2309.16240):
-    reverse_kl u; forward_kl 1 - e^-u; js log 2 + log s(u); alpha (e^((a-1)u) - 1) / (a - 1)."""
+    """Return the derivative of the divergence's generator at the log-ratio u, up to constants that cancel
+    (arXiv:2309.16240): reverse_kl u; forward_kl 1 - e^-u; js log 2 + log s(u); alpha (e^((a-1)u) - 1) / (a - 1)."""
     match f_divergence:
         case "js":
             return math.log(2) + logsigmoid(u)
@@ -68,7 +68,7 @@ def f(u: Tensor, f_divergence: FDivergence, f_alpha: float) -> Tensor:
     return u
 
 
-# The flags that each objective reads beside the pairs.
+# Flags of each objective.
 Z = ("beta", "f_divergence", "f_alpha")
 READS: dict[str, tuple[str, ...]] = {
     "sigmoid": (*Z, "label_smoothing"),
@@ -90,26 +90,26 @@ READS: dict[str, tuple[str, ...]] = {
     "cpo": ("beta",),
 }
 REFERENCE_FREE = {"simpo", "orpo", "cpo"}
-OVER_BATCH = {"aot", "aot_unpaired"}  # sort the pairs, so they need the whole global batch at once
-PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # their implicit reward is per token
+OVER_BATCH = {"aot", "aot_unpaired"}  # sort the pairs, so they need the global batch at once
+PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # objectives with an implicit reward per token
 
 
 def preference_loss(
     name: str, p: Pairs, *, beta: float, label_smoothing: float, length_normalize: bool, f_divergence: FDivergence,
     f_alpha: float, simpo_gamma: float, discopop_tau: float,
 ) -> Tensor:  # fmt: skip
-    """Return the objective `name` of each pair, [N], float64. Those in `OVER_BATCH` need all pairs of the global
+    """Return the objective `name` of each pair, [N], float64. Objectives in `OVER_BATCH` need all pairs of the global
     batch."""
     z = beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))
     rc, rr, e = beta * p.lc, beta * p.lr, label_smoothing
     match name:
         case "sigmoid":  # DPO (arXiv:2305.18290 Eq. 7); with label smoothing cDPO
             return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
-        case "robust":  # robust DPO (arXiv:2403.00409): unbiased under labels that are flipped with probability e
+        case "robust":  # robust DPO (arXiv:2403.00409): unbiased if labels are flipped with probability e
             return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
         case "hinge":  # SLiC (arXiv:2305.10425, in the form of RSO, arXiv:2309.06657)
             return torch.relu(1 - z)
-        case "ipo":  # arXiv:2310.12036; by default of log-ratios per token
+        case "ipo":  # arXiv:2310.12036; by default with log-ratios per token
             nc, nr = (p.chosen_lengths, p.rejected_lengths) if length_normalize else (1, 1)
             return (p.lc / nc - p.lr / nr - 1 / (2 * beta)).square()
         case "sigmoid_norm":  # length-normalised DPO (Tulu 3, arXiv:2411.15124)
@@ -126,7 +126,7 @@ def preference_loss(
             return (-rc).sigmoid() + rr.sigmoid()
         case "apo_down":  # arXiv:2408.06266: s(rc) + 1 - s(rc - rr); both down, rejected further
             return rc.sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
-        case "aot":  # optimal transport, paired (arXiv:2406.05882): i-th smallest gap of policy and reference
+        case "aot":  # optimal transport, paired (arXiv:2406.05882): i-th smallest gaps of policy and reference
             gaps, order = (p.chosen_logps - p.rejected_logps).sort()
             ref_gaps, _ = (p.ref_chosen_logps - p.ref_rejected_logps).sort()
             return -logsigmoid(beta * (gaps - ref_gaps))[order.argsort()]
@@ -152,13 +152,13 @@ def _log_odds(mean_p: Tensor) -> Tensor:
 
 
 def rewards_per_token(name: str, length_normalize: bool) -> bool:
-    """Whether the implicit reward of this objective is per token."""
+    """Return whether the implicit reward of this objective is per token."""
     return name in PER_TOKEN and (name != "ipo" or length_normalize)
 
 
 def implicit_rewards(pairs: Pairs, *, per_token: bool, referenced: bool, beta: float) -> tuple[Tensor, Tensor]:
-    """What an objective orders completions by, chosen and rejected, [N] each, without gradient: beta times the
-    log-ratio to the reference (the log-prob, where it is not `referenced`), `per_token` or summed."""
+    """Return the implicit rewards of chosen and rejected: beta times the log-ratio to the reference, or times the
+    log-prob if not `referenced`; `per_token` or summed. [N] each, without gradient."""
     chosen, rejected = (pairs.lc, pairs.lr) if referenced else (pairs.chosen_logps, pairs.rejected_logps)
     nc, nr = (pairs.chosen_lengths, pairs.rejected_lengths) if per_token else (1, 1)
     return beta * (chosen / nc).detach(), beta * (rejected / nr).detach()
@@ -168,9 +168,9 @@ def implicit_rewards(pairs: Pairs, *, per_token: bool, referenced: bool, beta: f
 
 
 def wpo_weights(mean_adjusted_logps: Tensor) -> Tensor:
-    """WPO (arXiv:2406.11827): how likely the policy itself is to have written the completions, at most 1.
+    """Return the weights of WPO (arXiv:2406.11827), which favour completions that are likely under the policy.
 
-    `mean_adjusted_logps` [N] is, of a completion or added up over a pair, the mean over tokens of
-    log p(token) - log sum_v p(v)^2. The result has no gradient.
+    `mean_adjusted_logps` [N] is the mean over tokens of log p(token) - log sum_v p(v)^2, of a completion or summed over
+    a pair. Weights are at most 1. [N], without gradient.
     """
     return mean_adjusted_logps.detach().clamp(max=0).exp()

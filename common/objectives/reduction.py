@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 def per_token(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Return `x_T`: the level of a ratio of single tokens, beside `sequence_sum` and `sequence_mean`."""
+    """Return `x_T` itself: the reduction for ratios of tokens, with the parameters of the other reductions."""
     return x_T
 
 
 def sequence_sum(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Sum `x_T` over the trained tokens of each sequence; the sum stands on every token. [T], float64. Values on other
-    tokens are ignored."""
+    """Sum `x_T` over the trained tokens of each sequence, and repeat the sum on each of its tokens. Values on other
+    tokens are ignored. [T], float64."""
     trained_T = torch.where(mask_T, x_T, 0).double()
     sums_T = torch.zeros_like(trained_T)  # N <= T: room for every sequence, without a copy of N from the device
     return sums_T.index_add(0, sequence_ids_T, trained_T)[sequence_ids_T]
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Average `x_T` over the trained tokens of each sequence; the mean stands on every token. [T], float64. 0 for a
-    sequence without trained tokens."""
+    """Average `x_T` over the trained tokens of each sequence, and repeat the mean on each of its tokens; 0 for a
+    sequence without trained tokens. [T], float64."""
     lengths_T = sequence_sum(mask_T, mask_T, sequence_ids_T)
     return sequence_sum(x_T, mask_T, sequence_ids_T) / lengths_T.clamp(min=1)

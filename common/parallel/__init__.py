@@ -1,1 +1,1 @@
-"""Process group, collectives and failures; FSDP mesh; which rank computes which sequence."""
+"""Process group, collectives and failures; FSDP mesh; placement of sequences on ranks."""

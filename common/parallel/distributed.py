@@ -1,10 +1,10 @@
-"""Process group, seeds, reductions, signals and the one way out, alike for one process and for many nodes.
+"""Process group, seeds, reductions, signals and failures, alike for one process and for many nodes.
 
-Every script calls `setup()` first and `cleanup()` last. In between a rank may fail at any point: the first to fail
-says why in one line, and no rank is left waiting for it (see `_report_and_exit`).
+Every script calls `setup()` first and `cleanup()` last. In between a rank may fail at any point: the first rank that
+fails reports why in one line, and no rank waits for it (see `_report_and_exit`).
 
-With `--rollout_ranks` the launch is two worlds, the ranks that train and those that generate. Each has a process group
-of its own, so everything here and in the libraries spans the ranks of one role; `link` joins ranks of both.
+`--rollout_ranks` divides the launch into two roles, training ranks and rollout ranks. Each role has its own process
+group, so that everything here and in the libraries spans the ranks of one role; `link` joins ranks of both.
 """
 
 import contextlib
@@ -29,90 +29,86 @@ from torch import Tensor
 PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 
-_store: dist.Store | None = None  # of the whole launch, set by setup(); also to agree on which rank failed first
-_launch_rank = 0  # among all ranks of the launch; RANK and WORLD_SIZE are those of the role once setup() is done
-training_ranks, rollout_ranks = range(1), range(0)  # the launch's ranks by role, set by setup()
-_stop_signal: int | None = None  # set by the signal handler, read at safe points by stop_requested()
-before_failing: list[Callable[[], None]] = []  # what must be put in order before the message: the progress bar
+_store: dist.Store | None = None  # of the whole launch, set by setup(); also decides which rank failed first
+_launch_rank = 0  # among all ranks of the launch; after setup(), RANK and WORLD_SIZE are those within the role
+training_ranks, rollout_ranks = range(1), range(0)  # ranks of the launch by role, set by setup()
+_stop_signal: int | None = None  # set by the signal handler
+before_failing: list[Callable[[], None]] = []  # called before an error is printed, for example to end a progress bar
 
 
 class RunError(RuntimeError):
-    """The run cannot go on (a NaN gradient, say): one line, exit code 1. Bad input is a ValueError: exit code 2."""
+    """Error that ends a run, a NaN gradient for example: one line, exit code 1. Bad input is a ValueError: exit code
+    2."""
 
 
 def world_size() -> int:
-    """Number of ranks: torchrun's before `setup()`, then those of this rank's role; 1 without torchrun."""
+    """Return the number of ranks of this rank's role, or before `setup()` of the launch; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes files and the console (rank 0, which always trains)."""
+    """Return whether this process writes files and the console: rank 0, which always trains."""
     return int(os.environ.get("RANK", 0)) == 0 and not is_rollout_rank()
 
 
 def is_rollout_rank() -> bool:
-    """Whether this process is one of the last `--rollout_ranks`, which only generate."""
+    """Return whether this process is one of the last `--rollout_ranks` ranks, which only generate."""
     return _launch_rank in rollout_ranks
 
 
 def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tuple[torch.device, int, int]:
     """Join the process group of this rank's role, install the signal and failure handlers and seed torch.
 
-    Returns `(device, rank, world_size)`, the latter two within the role. Under torchrun the environment says who we
-    are; plain `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. They wait for
-    each other `nccl_timeout` minutes on CUDA and, for a download or the longest completion, a day on the host. Every
-    rank gets the same seed: initial weights must not depend on the rank, and nothing else draws from it.
+    Returns `(device, rank, world_size)`, the latter two within the role, from the environment that torchrun sets; plain
+    `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Collectives time out after
+    `nccl_timeout` minutes on CUDA and after a day on the host, for a download or the longest completion. Every rank
+    gets the same seed: initial weights must not depend on the rank, and nothing else draws from torch's generator.
 
-    Exits with one line if the other ranks cannot be met.
+    Exits with one line if the other ranks cannot be reached.
     """
     global _store, _launch_rank, training_ranks, rollout_ranks
     if "RANK" not in os.environ:  # plain python; the engine reads these variables too
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
         os.environ |= dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if world_size() > 1 and os.environ["MASTER_PORT"] == "0":  # every rank would wait at a port of its own
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    if world_size() > 1 and os.environ["MASTER_PORT"] == "0":  # each rank would wait at another port
         fail("--master_port 0: on one machine use torchrun --standalone, else name a port", code=2)
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    _launch_rank = rank
+    _launch_rank, device, backend = int(os.environ["RANK"]), torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
     try:
-        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would go on trying for minutes
+        socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would retry for minutes
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
-        # After a restart torchrun's store still has the addresses of the ranks that died.
+        # After a restart torchrun's store still holds the addresses of the dead ranks.
         _store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         ranks = range(world_size())
         training = len(ranks) - num_rollout_ranks
         training_ranks, rollout_ranks = ranks[:training], ranks[training:]
         role = rollout_ranks if is_rollout_rank() else training_ranks
-        rank, size, store = role.index(rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
+        rank, size, store = role.index(_launch_rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))  # vLLM reads them
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
     except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        fail(f"rank {_launch_rank} cannot meet the other ranks at {where}: {first_line(error)}", code=2)
+        fail(f"rank {_launch_rank} cannot reach the other ranks at {where}: {first_line(error)}", code=2)
     if device.type == "cuda":
         dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=nccl_timeout))
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
     if num_rollout_ranks:
-        default_signals()  # until both kinds have met: they wait for each other inside a library, with nothing to save
+        default_signals()  # until both roles have met: they wait inside a library, with nothing to save
     else:
         install_signal_handlers()
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # a torchrun that is killed leaves no ranks
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # ranks end with a torchrun that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     torch.manual_seed(seed)
     return device, rank, size
 
 
 def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """A process group over ranks of the launch whatever their role, for tensors on `device`. It has the low-level
-    methods only (`send`, `recv`, `broadcast`) and waits as long as its ranks live. Collective over `ranks`."""
+    """Return a process group of ranks of the launch, of any role, for tensors on `device`. It has only the low-level
+    methods (`send`, `recv`, `broadcast`) and no timeout. Collective over `ranks`."""
     store, rank = dist.PrefixStore(name, _store), ranks.index(_launch_rank)
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(days=100))
@@ -121,7 +117,7 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
 
 
 def cleanup() -> None:
-    """Leave the process group. Call last, after `Engine.close()`: vLLM's shutdown may already have left it."""
+    """Leave the process group, unless vLLM's shutdown has already left it. Call last, after `Engine.close()`."""
     if dist.is_initialized():
         barrier()
         dist.destroy_process_group()
@@ -139,20 +135,20 @@ def _reduce(value, op: dist.ReduceOp) -> Tensor:
 
 
 def all_sum(value: Tensor | float) -> Tensor:
-    """Sum over ranks, in float64 or int64, of tensors on one kind of device. Numbers stay on the host: no wait."""
+    """Return the sum over ranks, float64 or int64, on the device of `value`. Numbers stay on the host: no wait."""
     return _reduce(value, dist.ReduceOp.SUM)
 
 
 def all_max(value: Tensor | float) -> Tensor:
-    """Maximum over ranks, likewise."""
+    """Return the maximum over ranks, like `all_sum`."""
     return _reduce(value, dist.ReduceOp.MAX)
 
 
-barrier = partial(all_max, 0)  # on the host; dist.barrier would wait on the device, as long as --nccl_timeout
+barrier = partial(all_max, 0)  # on the host; dist.barrier would wait on the device, where --nccl_timeout ends it
 
 
 def gather_objects(value: object) -> list:
-    """`value` of every rank, in rank order, on every rank. For small things: it pickles."""
+    """Return the `value` of every rank, in rank order, on every rank. For small objects: it pickles."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [None] * dist.get_world_size()
@@ -161,42 +157,41 @@ def gather_objects(value: object) -> list:
 
 
 def gather_dict(mine: dict) -> dict:
-    """The entries of every rank's dict, whose keys differ, on every rank. For small things: it pickles."""
+    """Return the union of the dicts of all ranks, whose keys differ, on every rank."""
     return {key: value for of_rank in gather_objects(mine) for key, value in of_rank.items()}
 
 
 def fold_seed(*parts: int) -> int:
-    """A 32-bit seed from whole numbers, the same in every process: `fold_seed(seed, step, prompt_index)`."""
+    """Return a 32-bit seed from integers, the same in every process: `fold_seed(seed, step, prompt_index)`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
-# ---- signals: SIGTERM and SIGINT ask for a stop, the loop stops where its state can be saved ----
+# ---- signals: SIGTERM and SIGINT request a stop; the loop stops where its state can be saved ----
 
 
 def install_signal_handlers() -> None:
     """Make SIGTERM and SIGINT set a flag. Called again after vLLM starts: libraries replace handlers."""
-
-    def handler(signum, frame):
-        global _stop_signal
-        _stop_signal = signum
-        signal.signal(signum, signal.SIG_DFL)  # asked twice: stop at once
-
     for signum in STOP_SIGNALS:
-        signal.signal(signum, handler)
+        signal.signal(signum, _note_signal)
 
 
-def default_signals() -> None:
-    """SIGTERM and SIGINT end this process at once, also inside a library: it has nothing to save."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
+def _note_signal(signum: int, frame) -> None:
+    global _stop_signal
+    _stop_signal = signum
+    signal.signal(signum, signal.SIG_DFL)  # a second signal stops at once
+
+
+def default_signals() -> dict:
+    """Make SIGTERM and SIGINT end this process at once, also inside a library: it has nothing to save. Return the
+    handlers before."""
+    return {signum: signal.signal(signum, signal.SIG_DFL) for signum in STOP_SIGNALS}
 
 
 @contextlib.contextmanager
 def signals_end_the_process() -> Iterator[None]:
-    """`default_signals` for a while; then as before, which may be either."""
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    default_signals()
+    """Apply `default_signals` within a block, then restore the handlers."""
+    before = default_signals()
     try:
         yield
     finally:
@@ -204,43 +199,44 @@ def signals_end_the_process() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def told_to_stop() -> bool:
-    """Whether this process was."""
-    return _stop_signal is not None
-
-
-def tell_to_stop() -> None:
-    """As if this process had got the signal, for one that another process has got."""
+def request_stop() -> None:
+    """Act as if this process had received SIGTERM: another process has received it."""
     global _stop_signal
     _stop_signal = signal.SIGTERM
 
 
+def stop_signalled() -> bool:
+    """Return whether this process has received a stop signal."""
+    return _stop_signal is not None
+
+
 def stop_requested() -> bool:
-    """Whether any rank was told to stop. Collective: every rank must call it at the same point."""
-    return bool(all_max(int(told_to_stop())))
+    """Return whether any rank has received a stop signal. Collective: every rank must call it at the same point."""
+    return bool(all_max(int(stop_signalled())))
 
 
 # ---- failing: one message, no hang ----
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
     return str(error).strip().split("\n")[0]
 
 
-def what_gloo_says(error: BaseException) -> str:
-    """Without its advice."""
+def gloo_message(error: BaseException) -> str:
+    """Return the message of an error of gloo without its advice."""
     return first_line(error).partition(". This is typically")[0]
 
 
 def fail_in_thread(error: Exception) -> None:
-    """End this process for an error met outside its main thread, which may be in a collective that never ends."""
+    """End this process for an error outside its main thread, which may be in a collective that never ends."""
     _report_and_exit(type(error), error, error.__traceback__)
 
 
 def fail(message: str, code: int) -> None:
-    """Print `error: message` once, whatever the number of ranks, and exit. For errors that every rank meets alike.
+    """Print `error: message` once, whatever the number of ranks, and exit. For errors that all ranks raise.
 
-    The other ranks wait for the launcher to end them: one that exited first would have rank 0 killed unheard.
+    The other ranks wait for the launcher to end them: if one exited first, rank 0 might be killed before it prints.
     """
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -250,21 +246,21 @@ def fail(message: str, code: int) -> None:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether it is a script of this checkout or a module of common/, in whatever package."""
+    """Return whether `file` is a script of this checkout or a module of common/."""
     return file.parent == PROJECT or PROJECT / "common" in file.parents
 
 
 def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> None:
-    """`sys.excepthook` of every rank: the first rank to fail speaks, all leave.
+    """Handle an uncaught exception, as `sys.excepthook` of every rank: only the first rank that fails prints.
 
-    A ValueError raised by this checkout's own files is bad input and a RunError a run that cannot go on: one line.
-    Anything else is a bug and keeps its traceback. The exit is immediate: interpreter shutdown would run vLLM's and
-    NCCL's exit hooks, which wait for ranks that may be gone. The peers' collectives then fail, or the launcher
-    terminates them; they land here too, find that another rank has spoken, and stay silent.
+    A ValueError raised by this checkout's own files is bad input, and a RunError ends a run: one line. Anything else is
+    a bug and keeps its traceback. The exit is immediate: interpreter shutdown would run the exit hooks of vLLM and
+    NCCL, which wait for ranks that may be gone. The collectives of the other ranks then fail, or the launcher ends
+    them; they get here too, find that another rank has failed first, and print nothing.
     """
     in_main_thread, stop_signal = threading.current_thread() is threading.main_thread(), _stop_signal
     if in_main_thread:
-        # The launcher's signal because of a rank that was killed must not end this one unheard; a second one may.
+        # The launcher signals this rank because another one was killed: print first; a second signal ends the process.
         install_signal_handlers()
     first = True
     if _store is not None:
@@ -273,13 +269,13 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         except (dist.DistNetworkError, dist.DistStoreError):  # the store's host is gone, so another rank failed first
             first = False
     if not first:
-        # Wait for the launcher's SIGTERM; if our handler has had it already, no other will come for 30 seconds.
+        # Wait for the launcher's SIGTERM. If our handler already received it, no other comes for 30 seconds.
         if in_main_thread:
             default_signals()
         time.sleep(60 if _stop_signal is None and in_main_thread else 1)
         os._exit(1)
-    for put_in_order in before_failing:
-        put_in_order()
+    for prepare in before_failing:
+        prepare()
     frames = traceback.extract_tb(trace)
     ours = bool(frames) and _is_ours(Path(frames[-1].filename).resolve())
     bad_input = ours and issubclass(kind, ValueError)
@@ -288,7 +284,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
-        print(f"error: rank {_launch_rank} lost another rank: {what_gloo_says(error)}", file=sys.stderr)
+        print(f"error: rank {_launch_rank} lost another rank: {gloo_message(error)}", file=sys.stderr)
     elif stop_signal is not None:
         print(f"error: stopped by signal {stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
     else:

@@ -1,12 +1,14 @@
-"""Who computes is not who owns. A rank owns samples: their masks, streams and losses. Which rank runs the model on them
-is decided here, by the work that they are; behind the model every rank gets the streams of its own tokens back.
+"""Placement: which rank computes which sequence, and how its results return to the rank that owns the sequence.
 
-FSDP makes every micro-batch wait for its slowest rank: balanced, nobody waits long (`bench/balance.py`). With
-`--context_ranks` R neighbours, a unit, run each pack together: its stream is cut into R equal parts, and around
-attention, the one thing that is not token by token, tokens are exchanged for heads (DeepSpeed-Ulysses,
-arXiv:2309.14509). A sequence may then be R times `--pack_tokens`.
+A rank owns samples: their masks, streams and losses. `assign` chooses by cost which rank runs the model on them, and
+`scatter_back` returns the results to the owners. FSDP makes every micro-batch wait for its slowest rank, so that load
+balancing saves time (`bench/balance.py`).
 
-Shapes: T own tokens, t computed tokens, H heads, d their width. A key is (owner, number of its group).
+With `--context_ranks` R, R neighbours are a context group, which runs each pack together: every rank holds one of R
+equal parts of the stream. Only attention mixes tokens; around it, tokens are exchanged for heads (DeepSpeed-Ulysses,
+arXiv:2309.14509). A sequence may then be R times as long as `--pack_tokens`.
+
+Shapes: N sequences, T own tokens, t computed tokens, H heads, d head width. A key is (owner, index of its group).
 """
 
 import bisect
@@ -14,8 +16,8 @@ import functools
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,209 +25,196 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
 Key = tuple[int, int]
-# A sequence of n tokens is work for n + ATTENTION n^2. It is heads x head_dim x layers / weights: 2e-5 in an 8B model,
+# Attention costs ATTENTION n^2 for a sequence of n tokens: heads x head width x layers / weights. 2e-5 in an 8B model,
 # 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_unit: dist.ProcessGroup | None = None  # of the ranks that run packs together with this one
+_context_group: dist.ProcessGroup | None = None  # of this rank; None: every rank runs its packs alone
 
 
-def setup(context_ranks: int, minutes: float) -> None:
-    """Every `context_ranks` neighbours become a unit, who wait for each other so many minutes. Collective, when first
-    called."""
-    global _unit
-    if context_ranks > 1 and _unit is None:
+def setup_context_groups(context_ranks: int, minutes: float) -> None:
+    """Make a context group of every `context_ranks` neighbours, with a timeout in minutes. The first call is
+    collective, later ones do nothing."""
+    global _context_group
+    if context_ranks > 1 and _context_group is None:
         for first in range(0, dist.get_world_size(), context_ranks):  # every rank makes all groups
-            unit = list(range(first, first + context_ranks))
-            group = dist.new_group(unit, timeout=timedelta(minutes=minutes))
-            _unit = group if first <= dist.get_rank() < first + context_ranks else _unit
+            ranks = range(first, first + context_ranks)
+            group = dist.new_group(list(ranks), timeout=timedelta(minutes=minutes))
+            _context_group = group if dist.get_rank() in ranks else _context_group
 
 
-def unit_size() -> int:
-    return 1 if _unit is None else dist.get_world_size(_unit)
+def context_group_size() -> int:
+    return 1 if _context_group is None else dist.get_world_size(_context_group)
 
 
-@dataclass
-class Stream:
-    """What a model runs on. T is the number of targets."""
+class Tokens:
+    """Packed sequences that a model runs on: this rank's own, or those that `assign` gave to it.
 
-    input_ids_T: Tensor  # int64
-    targets_T: Tensor  # int64
-    position_ids_T: Tensor  # int64, restarts at 0 in every sequence
-    cu_seqlens_N1: Tensor  # int32, N + 1 offsets: sequence n is [cu_seqlens[n], cu_seqlens[n + 1])
-    offsets: list[int]  # cu_seqlens_N1 on the host
-    max_seqlen: int  # on the host too: no kernel launch waits for the device
-    sequences: int  # N, or one less where the last is a filler, nobody's
-    unit: dist.ProcessGroup | None = field(default=None, kw_only=True)  # whose ranks have one part each of these tokens
+    A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it contains.
+    """
+
+    own_T: Tensor | None = None  # int64: positions of this rank's own tokens among those that all ranks compute
+    longest = 0  # most tokens that a rank computes
+    context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
+
+    def __init__(
+        self, input_ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int], sequences: int
+    ):
+        """The first `sequences` of the sequences with these `lengths` are samples; another one is padding."""
+        self.input_ids_T = input_ids_T  # int64
+        self.targets_T = targets_T  # int64
+        self.position_ids_T = position_ids_T  # int64, restarts at 0 in every sequence
+        self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
+        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(input_ids_T.device)
+        self.max_seqlen = max(lengths)  # on the host, like `offsets`: no kernel launch waits for the device
+        self.sequences = sequences
 
 
 # ---- which rank computes what ----
 
 
-def work(lengths: list[int]) -> float:
-    """Of sequences, in tokens of a short one."""
+def cost(lengths: list[int]) -> float:
+    """Return the compute cost of sequences, in units of one token of a short sequence."""
     return sum(n + ATTENTION * n * n for n in lengths)
 
 
-def assign(groups: dict[Key, list[int]], units: int, room: int) -> list[list[list[Key]]]:
-    """Groups of sequences, known by their lengths, to rows of one bin for each unit. A group stays whole, a bin has at
-    most `room` tokens, the bins of a row are of like work, and there are as few rows as best-fit decreasing needs.
+def assign(groups: dict[Key, list[int]], num_bins: int, max_tokens: int) -> list[list[list[Key]]]:
+    """Assign groups of sequences, given by their lengths, to rows of `num_bins` bins: one micro-batch of each context
+    group. A group stays whole, a bin has at most `max_tokens` tokens, and the bins of a row cost about the same. There
+    are as few rows as best-fit decreasing needs.
 
     Raises `ValueError` for a group that does not fit.
     """
-    sizes, bins, free = {key: sum(lengths) for key, lengths in groups.items()}, [], []  # free: (room left, bin), sorted
+    sizes, bins, free = {key: sum(lengths) for key, lengths in groups.items()}, [], []  # free: sorted (space left, bin)
     for key in sorted(groups, key=lambda key: (-sizes[key], key)):
-        if sizes[key] > room:
-            what = "a sequence" if len(groups[key]) == 1 else f"{len(groups[key])} sequences that belong together"
-            times = f" x --context_ranks {unit_size()}" if unit_size() > 1 else ""
-            raise ValueError(f"{what} of {sizes[key]} tokens do not fit in --pack_tokens {room // unit_size()}{times}")
+        if sizes[key] > max_tokens:
+            label = "a sequence has" if len(groups[key]) == 1 else f"{len(groups[key])} sequences to keep together have"
+            flags = f"--pack_tokens {max_tokens // (R := context_group_size())}"
+            flags += f" x --context_ranks {R}" if R > 1 else ""
+            raise ValueError(f"{flags}: {label} {sizes[key]} tokens; raise --pack_tokens or --context_ranks")
         at = bisect.bisect_left(free, (sizes[key], -1))
-        left, i = free.pop(at) if at < len(free) else (room, len(bins))
+        left, i = free.pop(at) if at < len(free) else (max_tokens, len(bins))
         if i == len(bins):
             bins.append([])
         bins[i].append(key)
         bisect.insort(free, (left - sizes[key], i))
-    rows = max(1, math.ceil(len(bins) / units))
-    if units > 1:  # longest processing time first, if no bin overflows by it
-        costs = {key: work(lengths) for key, lengths in groups.items()}
-        even, loads = [[] for _ in range(rows * units)], [(0.0, i) for i in range(rows * units)]
+    rows = max(1, math.ceil(len(bins) / num_bins))
+    if num_bins > 1:  # longest processing time first, unless it overfills a bin
+        costs = {key: cost(lengths) for key, lengths in groups.items()}
+        even, loads = [[] for _ in range(rows * num_bins)], [(0.0, i) for i in range(rows * num_bins)]
         for key in sorted(groups, key=lambda key: (-costs[key], key)):
             load, i = loads[0]
             even[i].append(key)
             heapq.heapreplace(loads, (load + costs[key], i))
-        if all(sum(sizes[key] for key in keys) <= room for keys in even):
+        if all(sum(sizes[key] for key in keys) <= max_tokens for keys in even):
             bins = even
-    bins += [[] for _ in range(rows * units - len(bins))]
-    bins.sort(key=lambda keys: -sum(work(groups[key]) for key in keys))
-    return [bins[first : first + units] for first in range(0, rows * units, units)]
+    bins += [[] for _ in range(rows * num_bins - len(bins))]
+    bins.sort(key=lambda keys: -sum(cost(groups[key]) for key in keys))
+    return [bins[first : first + num_bins] for first in range(0, rows * num_bins, num_bins)]
 
 
-# ---- what a rank computes of a row, and where its own tokens are then ----
+# ---- what a rank computes of a row, and how its results return ----
 
 
-@dataclass
-class Shared(Stream):
-    """What this rank computes of a row."""
-
-    own_T: Tensor  # int64: where this rank's own tokens are among those that all ranks computed
-    longest: int  # most tokens that a rank computes
-
-
-class Ids:
-    """The token ids of all ranks' sequences. Collective: they travel as one tensor."""
+class TokenIds:
+    """Token ids of all ranks' sequences, one tensor. Making it is collective."""
 
     def __init__(self, ids: list[list[int]], groups: dict[Key, list[int]], device: torch.device):
-        totals = [0] * dist.get_world_size()
-        self.starts, self.groups = {}, groups  # starts: of a group's first sequence
-        for key in sorted(groups):  # of each rank, as they are numbered
-            self.starts[key] = totals[key[0]]
-            totals[key[0]] += sum(groups[key]) + len(groups[key])
-        width, spare = max(totals), unit_size() + 1  # spare: what fillers read
+        self.groups, self.sizes = groups, {key: sum(lengths) for key, lengths in groups.items()}
+        starts, totals = {}, [0] * dist.get_world_size()  # starts: of each sequence of a group, in its owner's part
+        for key in sorted(groups):
+            *starts[key], end = accumulate((n + 1 for n in groups[key]), initial=totals[key[0]])
+            totals[key[0]] = end
+        width, padding = max(totals), context_group_size() + 1  # padding: zeros after the last rank's part
         mine = torch.zeros(width, dtype=torch.int32)
         mine[: totals[dist.get_rank()]] = torch.tensor([i for sequence in ids for i in sequence], dtype=torch.int32)
-        self.flat = torch.zeros(width * len(totals) + spare, dtype=torch.int32, device=device)
-        all_gather_into(self.flat[:-spare], mine.to(device))
-        self.starts = {key: key[0] * width + start for key, start in self.starts.items()}
+        self.flat = torch.zeros(width * len(totals) + padding, dtype=torch.int32, device=device)
+        all_gather_into(self.flat[:-padding], mine.to(device))
+        self.starts = {key: [key[0] * width + start for start in starts[key]] for key in starts}
 
-    def shared(self, row: list[list[Key]], own: list[Key]) -> Shared:
-        """What this rank computes of a row, in which it owns the groups `own`."""
-        R, device = unit_size(), self.flat.device
-        totals = [max(1, sum(sum(self.groups[key]) for key in keys)) for keys in row]
-        parts = [math.ceil(total / R) for total in totals]
-        places = {}  # of a group's first token: among those of all ranks if parts were not cut, and the part's length
-        for unit, keys in enumerate(row):
-            at = 0
-            for key in keys:
-                places[key] = unit, at
-                at += sum(self.groups[key])
-        longest, own_T = max(parts), []
-        for key in own:
-            unit, at = places[key]
-            in_unit = torch.arange(at, at + sum(self.groups[key]))
-            rank = unit * R + in_unit // parts[unit]
-            own_T.append(rank * longest + in_unit % parts[unit])
-        own_T = torch.cat(own_T) if own else torch.zeros(1, dtype=torch.int64)  # a filler's token has no owner
+    def computed(self, row: list[list[Key]], owned: list[Key]) -> Tokens:
+        """Return what this rank computes of a row, in which it owns the groups `owned`."""
+        R, device = context_group_size(), self.flat.device
+        totals = [max(1, sum(self.sizes[key] for key in keys)) for keys in row]
+        parts = [math.ceil(total / R) for total in totals]  # tokens of each rank of a context group
+        longest = max(parts)
 
-        unit, r = divmod(dist.get_rank(), R)
-        lengths, starts = [], []
-        for key in row[unit]:
-            start = self.starts[key]
-            for n in self.groups[key]:
-                lengths.append(n)
-                starts.append(start)
-                start += n + 1
-        if filler := parts[unit] * R - sum(lengths):  # one more sequence, nobody's
-            lengths.append(filler)
+        firsts = {}  # of each group: its context group, and the position of its first token in that stream
+        for number, keys in enumerate(row):
+            positions = accumulate((self.sizes[key] for key in keys), initial=0)
+            firsts |= {key: (number, first) for key, first in zip(keys, positions, strict=False)}
+        own_T = []
+        for key in owned:
+            number, first = firsts[key]
+            in_stream = torch.arange(first, first + self.sizes[key])
+            own_T.append((number * R + in_stream // parts[number]) * longest + in_stream % parts[number])
+        own_T = torch.cat(own_T) if owned else torch.zeros(1, dtype=torch.int64)  # a padding token takes any result
+
+        number, r = divmod(dist.get_rank(), R)
+        lengths = [n for key in row[number] for n in self.groups[key]]
+        starts = [start for key in row[number] for start in self.starts[key]]
+        sequences = len(lengths)
+        if padding := parts[number] * R - sum(lengths):  # a sequence of zeros makes the parts equal
+            lengths.append(padding)
             starts.append(len(self.flat) - R - 1)
-        lengths_N, cu_seqlens_N1 = torch.tensor(lengths), torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        cu_seqlens_N1[1:] = lengths_N.cumsum(0)
-        position_ids_T = torch.arange(sum(lengths)) - cu_seqlens_N1[:-1].repeat_interleave(lengths_N)
-        here = slice(r * parts[unit], (r + 1) * parts[unit])
-        position_ids_T = position_ids_T[here]
-        ids_T = (torch.tensor(starts).repeat_interleave(lengths_N)[here] + position_ids_T).to(device)
-        return Shared(
-            input_ids_T=self.flat[ids_T].long(),
-            targets_T=self.flat[ids_T + 1].long(),
-            position_ids_T=position_ids_T.to(device),
-            cu_seqlens_N1=cu_seqlens_N1.to(device),
-            offsets=cu_seqlens_N1.tolist(),
-            max_seqlen=max(lengths),
-            sequences=len(lengths) - (filler > 0),
-            unit=_unit,
-            own_T=own_T.to(device),
-            longest=longest,
-        )
+        here = slice(r * parts[number], (r + 1) * parts[number])
+        position_ids_T = torch.cat([torch.arange(n) for n in lengths])[here]
+        ids_T = torch.tensor(starts).repeat_interleave(torch.tensor(lengths))[here] + position_ids_T
+        ids_T, position_ids_T = ids_T.to(device), position_ids_T.to(device)
+        tokens = Tokens(self.flat[ids_T].long(), self.flat[ids_T + 1].long(), position_ids_T, lengths, sequences)
+        tokens.own_T, tokens.longest, tokens.context_group = own_T.to(device), longest, _context_group
+        return tokens
 
 
-def own(streams_t: tuple[Tensor, ...], shared: Shared | None) -> tuple[Tensor, ...]:
-    """Computed streams, [t], as those of this rank's own tokens, [T]. Their gradients go back to who computed them.
+def scatter_back(streams_t: tuple[Tensor, ...], computed: Tokens) -> tuple[Tensor, ...]:
+    """Return computed streams [t] on this rank's own tokens, [T]; their gradients go to the ranks that computed them.
 
-    One collective for all of them: whichever a loss uses, all ranks meet in its backward. Collective.
+    All streams travel in one collective: whichever of them a loss uses, all ranks meet in its backward. Collective.
     """
-    if shared is None:
+    if computed.own_T is None:
         return streams_t
-    both = torch.stack([x_t.to(streams_t[0].dtype) for x_t in streams_t], dim=1)
-    padded = torch.nn.functional.pad(both, (0, 0, 0, shared.longest - len(both)))
-    owned = all_gather(padded, 0, dist.group.WORLD)[shared.own_T]
-    # Copies: what a module returns may be written to, and FSDP would not see it through a view.
-    return tuple(x_T.to(x_t.dtype, copy=True) for x_T, x_t in zip(owned.unbind(1), streams_t, strict=True))
+    stacked = torch.stack([x_t.to(streams_t[0].dtype) for x_t in streams_t], dim=1)
+    padded = torch.nn.functional.pad(stacked, (0, 0, 0, computed.longest - len(stacked)))
+    own = all_gather(padded, 0, dist.group.WORLD)[computed.own_T]
+    # Copies: the output of a module may be written to, and FSDP would not see that through a view.
+    return tuple(x_T.to(x_t.dtype, copy=True) for x_T, x_t in zip(own.unbind(1), streams_t, strict=True))
 
 
-def lend(x_T: Tensor, shared: Shared | None) -> Tensor:
-    """The way back of `own`, without gradient: an integer stream of this rank's own tokens, 0 on a filler, as that of
-    the tokens that it computes, [t]; 0 on nobody's. Collective."""
-    if shared is None:
+def send_to_computing_rank(x_T: Tensor, computed: Tokens) -> Tensor:
+    """Return an integer stream of own tokens, [T], on the tokens that this rank computes, [t]: `scatter_back` reversed,
+    without gradient. `x_T` is 0 on padding tokens, and so is the result. Collective."""
+    if computed.own_T is None:
         return x_T
-    everyones = x_T.new_zeros(dist.get_world_size() * shared.longest)
-    everyones[shared.own_T] = x_T
-    dist.all_reduce(everyones)
-    return everyones.view(-1, shared.longest)[dist.get_rank()][: len(shared.targets_T)]
+    of_all_ranks = x_T.new_zeros(dist.get_world_size() * computed.longest)
+    of_all_ranks[computed.own_T] = x_T
+    dist.all_reduce(of_all_ranks)
+    return of_all_ranks.view(-1, computed.longest)[dist.get_rank()][: len(computed.targets_T)]
 
 
-# ---- attention of a unit ----
+# ---- attention in a context group ----
 
 
 def exchange(attention: Callable) -> Callable:
-    """An attention function of all tokens and some heads, made one of some tokens and all heads."""
+    """Turn an attention function of all tokens and some heads into one of some tokens and all heads."""
 
     @functools.wraps(attention)
     def exchanged(module, query, key, value, *args, **kwargs):
-        if "pack" not in kwargs or (unit := kwargs["pack"].unit) is None:
+        if "pack" not in kwargs or (group := kwargs["pack"].context_group) is None:
             return attention(module, query, key, value, *args, **kwargs)
-        R = dist.get_world_size(unit)
-        copies = math.lcm(key.shape[1], R) // key.shape[1]  # fewer heads of keys than ranks: each goes to several
+        R = dist.get_world_size(group)
+        copies = math.lcm(key.shape[1], R) // key.shape[1]  # fewer key heads than ranks: each goes to several
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        out, weights = attention(module, *(_to_heads(x, unit, R) for x in (query, key, value)), *args, **kwargs)
+        out, weights = attention(module, *(_to_heads(x, group, R) for x in (query, key, value)), *args, **kwargs)
         # [1, all tokens, H / R, d] -> [R tokens, t, H / R, d] -> [R heads, t, H / R, d] -> [1, t, H, d]
-        out = collectives.all_to_all_single_autograd(out[0].unflatten(0, (R, -1)).contiguous(), None, None, unit)
+        out = collectives.all_to_all_single_autograd(out[0].unflatten(0, (R, -1)).contiguous(), None, None, group)
         return out.transpose(0, 1).flatten(1, 2)[None], weights
 
     return exchanged
 
 
-def _to_heads(x: Tensor, unit: dist.ProcessGroup, R: int) -> Tensor:
-    """[1, H, t, d] -> [1, H / R, all tokens, d]."""
-    x = collectives.all_to_all_single_autograd(x[0].unflatten(0, (R, -1)).contiguous(), None, None, unit)
+def _to_heads(x: Tensor, group: dist.ProcessGroup, R: int) -> Tensor:
+    """Exchange tokens for heads: [1, H, t, d] -> [1, H / R, all tokens, d]."""
+    x = collectives.all_to_all_single_autograd(x[0].unflatten(0, (R, -1)).contiguous(), None, None, group)
     return x.transpose(0, 1).flatten(1, 2)[None]

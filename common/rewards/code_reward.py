@@ -1,7 +1,7 @@
-"""Does a model-written program pass the tests of its row (see `test_cases.py` for what those may be)?
+"""The `code` rewards: whether a program that a model wrote passes the tests of its row (test_cases.py).
 
-Programs only ever see inputs. Outputs are compared here; asserts run in a second confined process, the judge, where
-what they call is a stand-in whose calls are relayed to the program's process. `common/sandbox/program.py` runs both.
+The program gets inputs alone. Its outputs are compared here. Asserts run in a second confined process, the judge: the
+functions they call are stand-ins, whose calls are relayed to the program. `common/sandbox/program.py` runs both.
 """
 
 import ast
@@ -24,33 +24,33 @@ from common.rewards.test_cases import (
 from common.sandbox import child
 from common.sandbox.program import Limits, Program, ProgramError, run_program
 
-LISTED = r"^([ \t]*(?:[-*+]|\d+[.)])?[ \t]*)"  # before a fence: the item of a list that it stands in
+LISTED = r"^([ \t]*(?:[-*+]|\d+[.)])?[ \t]*)"  # before a fence: the start of a list item
 BLOCK = re.compile(rf"(?:{LISTED})?```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-PARSED = 50_000  # characters of a completion that are looked at as Python: the parser takes its time
+PARSED = 50_000  # longest code that is parsed, in characters: the parser is slow
 JUDGE = Path(child.__file__).with_name("judge.py").read_text(encoding="utf-8")
 
 
 def passes(completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False) -> float:
-    """1 if the program in `completion` passes all tests of `row`, else 0. Stops at the first that fails.
+    """Return 1 if the program in `completion` passes all tests of `row`, else 0. Stops at the first that fails.
 
-    Raises `ValueError` naming the row if the tests are malformed or cannot run, whatever the program does.
+    Raises `ValueError` naming the row if the tests are malformed or cannot run with any program.
     """
     with closing(results(completion, row, limits, unsafe)) as each:
         return float(all(each))
 
 
 def fraction(completion: str, row: dict, limits: Limits | None = None, unsafe: bool = False) -> float:
-    """The part of the tests of `row` that the program in `completion` passes. Raises as `passes`."""
+    """Return the fraction of the tests of `row` that the program in `completion` passes. Raises as `passes` does."""
     each = list(results(completion, row, limits, unsafe))
     return sum(each) / len(each)
 
 
 def extract_program(completion: str, row: dict) -> str:
-    """The last fenced block that is labelled as Python, parses and defines what is tested; the last one, if none does;
-    of those without a label, if none has one; without any, all of `completion`.
+    """Return the last fenced block that is labelled as Python, parses and defines a tested name; the last one if none
+    does. Blocks without a label count if none has one; without blocks the whole of `completion` does.
 
-    HumanEval's prompt stands in front: the program may continue its function, or define it again. In front of the
-    methods of APPS stand the names of `typing`, which LeetCode provides.
+    HumanEval's prompt goes in front: the program may continue its function, or define it again. The names of `typing`,
+    which LeetCode provides, go in front of the methods of APPS.
     """
     labelled, unlabelled = [], []
     for indent, info, code in BLOCK.findall(completion):
@@ -72,7 +72,8 @@ def extract_program(completion: str, row: dict) -> str:
 
 
 def assemble(code: str, row: dict, cut: bool = False) -> str:
-    """`code` with what stands in front of it. `cut`: without the prose or the started function after HumanEval's."""
+    """Return `code` behind the source that it continues or needs. `cut`: drop the prose, or the unfinished function,
+    behind HumanEval's function."""
     if start := stub(row):
         if row["entry_point"] in defined(code):
             return after_future(code, start)
@@ -90,7 +91,7 @@ def assemble(code: str, row: dict, cut: bool = False) -> str:
 
 
 def after_future(code: str, start: str) -> str:
-    """`code` with `start` in front, but behind its imports of `__future__`."""
+    """Return `code` with `start` in front, but behind imports of `__future__`."""
     tree, _ = parsed(code)
     ends = [n.end_lineno for n in tree.body if getattr(n, "module", "") == "__future__"] if tree else []
     each = code.removeprefix("\ufeff").split("\n")
@@ -99,7 +100,7 @@ def after_future(code: str, start: str) -> str:
 
 
 def parsed(code: str) -> tuple[ast.Module | None, int]:
-    """The tree, or the line at which it ends to be Python."""
+    """Return the tree; or None and the line of the syntax error, 0 if unknown."""
     try:
         return (ast.parse(code), 0) if len(code) <= PARSED else (None, 0)
     except SyntaxError as error:
@@ -109,7 +110,7 @@ def parsed(code: str) -> tuple[ast.Module | None, int]:
 
 
 def defined(code: str) -> set[str]:
-    """The names of the functions, methods and classes, and of what is assigned."""
+    """Return the names of functions, methods, classes and assigned variables."""
     tree, _ = parsed(code)
     nodes = list(ast.walk(tree)) if tree else []
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
@@ -120,8 +121,8 @@ def defined(code: str) -> set[str]:
 
 
 def results(completion: str, row: dict, limits: Limits | None, unsafe: bool) -> Iterator[bool]:
-    """Whether each test passes: those of stdin first, then the others, which share one process. All of them share the
-    program's time; those that get none of it are not passed."""
+    """Yield whether each test passes: tests of stdin first, then the others, which share one process. All share the
+    program's time, and fail once it is used up."""
     tests, source, limits = parse_tests(row), extract_program(completion, row), limits or Limits()
     for test in tests:
         if isinstance(test, StdinTest):
@@ -137,7 +138,7 @@ def results(completion: str, row: dict, limits: Limits | None, unsafe: bool) -> 
         return
     with ExitStack() as stack:
         judge = None
-        if any(isinstance(test, AssertTest) for test in calls):  # before the program: its clock does not run yet
+        if any(isinstance(test, AssertTest) for test in calls):  # before the clock of the program starts
             judge = start_judge(stack, limits, unsafe)
         try:
             program = stack.enter_context(Program(source, with_room(limits, calls), unsafe))
@@ -154,7 +155,7 @@ def results(completion: str, row: dict, limits: Limits | None, unsafe: bool) -> 
 
 
 def start_judge(stack: ExitStack, limits: Limits, unsafe: bool) -> Program:
-    """Its clock is set to the program's later. It may put long questions: the tests make them, not the program."""
+    """Start the judge, which gets the program's deadline later. Its questions may be long: the tests make them."""
     judge = Program(JUDGE, replace(limits, seconds=60.0, output_bytes=16 * limits.output_bytes), unsafe)
     try:
         return stack.enter_context(judge)
@@ -163,7 +164,7 @@ def start_judge(stack: ExitStack, limits: Limits, unsafe: bool) -> Program:
 
 
 def with_room(limits: Limits, tests: list[Test]) -> Limits:
-    """`limits` with room for an output that is as long as the expected one is."""
+    """Return `limits` with room for an output as long as the expected one."""
     sizes = [limits.output_bytes]
     for test in tests:
         if isinstance(test, StdinTest):
@@ -186,7 +187,8 @@ def check_call(program: Program, test: CallTest) -> bool:
 
 
 def same(value: object, expected: object) -> bool:
-    """Equal as JSON: tuples are lists, an int may be the same float, but a bool is no number. Two NaN are the same."""
+    """Return whether two values are equal as JSON: a tuple is a list and an int may equal a float, but a bool is no
+    number. Two NaN are equal."""
     if isinstance(expected, list):
         lists = isinstance(value, list | tuple) and len(value) == len(expected)
         return lists and all(same(v, e) for v, e in zip(value, expected, strict=True))
@@ -202,7 +204,7 @@ def same(value: object, expected: object) -> bool:
 
 
 def check_assert(program: Program, judge: Program, test: AssertTest, row: dict) -> bool:
-    if program.dead:  # the judge may still wait for an answer of it
+    if program.dead:  # the judge may still wait for its answer
         return False
     try:
         verdict = judge.call("judge", [test.source, test.setup, test.candidate], answer=program.exchange)

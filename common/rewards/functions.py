@@ -1,11 +1,11 @@
-"""The built-in reward functions: `(completion text, example row) -> float`.
+"""The built-in reward functions: `(completion text, row) -> float`, or None where the reward does not apply to the row.
 
-Imported by worker processes too (`common/rewards/pool.py`), so nothing heavy is imported here. A function may name the
-columns it reads in an attribute `columns`; a dataset without them is refused at start. It may have an attribute
-`check`, called with every row at start, which raises `ValueError` naming `row["_source"]` for a row that it cannot use.
-None instead of a number means that the reward does not apply to the row.
+A function may have two attributes: `columns`, the names of the columns it reads (a dataset without them is refused at
+start), and `check`, which is called with every row at start and raises `ValueError` naming `row["_source"]` for a row
+that it cannot use.
 
-A completion is whatever a model came up with: none of these raises or takes more than linear time on any text.
+A completion may be any text: no function raises, or takes more than linear time. Worker processes import this module
+(processes.py), so it imports nothing heavy.
 """
 
 import ast
@@ -13,24 +13,12 @@ import math
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 
 from common.rewards.ifeval import ifeval
 
 Reward = Callable[[str, dict], float | None]
 
-
-@dataclass
-class Failure:
-    """Why a reward could not be computed, or what is taken for it."""
-
-    what: str
-    timed_out: bool = False
-    instead: float | None = None
-
-
-Value = float | None | Failure
 
 # ---- answers ----
 
@@ -45,40 +33,40 @@ FORMAT = re.compile(rf"(?:^|\n)(?:####|A:) *[-+]?\$?{NUMBER}\s*$")
 
 
 def to_number(text: str) -> Fraction | None:
-    """`-1,234.50` -> Fraction(-2469, 2); None if it is not one number. Exact: 0.1 + 0.2 problems do not arise."""
-    if len(text) > 100:  # no answer, and Python refuses to convert integers of thousands of digits
+    """Return `-1,234.50` as Fraction(-2469, 2), which is exact; None for anything but one number."""
+    if len(text) > 100:  # Python refuses to convert integers of thousands of digits
         return None
     text = text.strip().rstrip(".%").lstrip("$").replace(",", "")
     return Fraction(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", text) else None
 
 
 def exact_match(completion: str, row: dict) -> float:
-    """1 if the completion is the `answer` column, white space at the ends aside."""
+    """Return 1 if the completion is the `answer` column, except for white space at the ends."""
     return float(completion.strip() == str(row["answer"]).strip())
 
 
 def characters(completion: str, row: dict) -> float:
-    """The fraction of the `answer` column's characters that stand in their place, 1 for all and no more: something to
-    climb from scratch."""
+    """Return the fraction of characters that agree with the `answer` column, out of the longer of the two: a reward
+    that an untrained model can climb."""
     answer = str(row["answer"])
     return sum(a == b for a, b in zip(completion, answer, strict=False)) / max(len(answer), len(completion), 1)
 
 
 def gsm8k(completion: str, row: dict) -> float:
-    """1 if the last `#### n` or `A: n` of the completion equals that of the `answer` column (or the column itself) as a
-    number: commas, signs, a dollar sign and trailing zeros do not matter."""
+    """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the `answer` column, which may
+    be the number alone. Commas, a plus sign, a dollar sign and trailing zeros do not matter."""
     found, gold = final_answers(completion), final_answers(str(row["answer"])) or [str(row["answer"])]
     return float(bool(found) and to_number(found[-1]) is not None and to_number(found[-1]) == to_number(gold[-1]))
 
 
 def final_answers(text: str) -> list[str]:
-    """Every number that `####` or `A:` announces, sign and digits only."""
+    """Return every number behind `####` or `A:`, as its sign and digits."""
     return [sign + number for sign, number in FINAL_ANSWER.findall(text)]
 
 
 def boxed(completion: str, row: dict) -> float:
-    """1 if the last \\boxed{...} of the completion equals the `answer` column (or its \\boxed{...}): as numbers if both
-    are, else as text without white space."""
+    """Return 1 if the last \\boxed{...} of the completion equals the `answer` column, or the \\boxed{...} there: as
+    numbers if both are, else as text without white space."""
     found, gold = last_boxed(completion), last_boxed(str(row["answer"])) or str(row["answer"])
     if found is None:
         return 0.0
@@ -88,7 +76,7 @@ def boxed(completion: str, row: dict) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...}, with balanced braces; None without one."""
+    """Return the content of the last \\boxed{...}, with balanced braces; None without one."""
     start = text.rfind("\\boxed{")
     depth = 0
     for i in range(start + len("\\boxed{") - 1, len(text) if start >= 0 else 0):
@@ -99,9 +87,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def gsm8k_flexible(completion: str, row: dict) -> float:
-    """`gsm8k` for a completion in any form. Its answer is the first number in the last \\boxed{...}; without a box the
-    number that the last `####` or `A:` announces; without one the last number there is. Thoughts, in <think> tags, are
-    no answer."""
+    """Return `gsm8k` of a completion in any form. Its answer is the first number in the last \\boxed{...}, else the
+    number behind the last `####` or `A:`, else the last number. Text in <think> tags is no answer."""
     gold = to_number((final_answers(str(row["answer"])) or [str(row["answer"])])[-1])
     return float(gold is not None and flexible_answer(completion) == gold)
 
@@ -109,7 +96,7 @@ def gsm8k_flexible(completion: str, row: dict) -> float:
 def flexible_answer(text: str) -> Fraction | None:
     text = text.rpartition("</think>")[2].partition("<think>")[0].replace("−", "-")
     if (box := last_boxed(text)) is not None:
-        plain = box.replace("{,}", ",").replace("\\!", "")  # LaTeX's ways to write 1,234
+        plain = box.replace("{,}", ",").replace("\\!", "")  # 1,234 in LaTeX
         found = [] if "frac{" in plain else numbers_in(plain)[:1]
     else:
         found = (final_answers(text) or numbers_in(text))[-1:]
@@ -117,13 +104,12 @@ def flexible_answer(text: str) -> Fraction | None:
 
 
 def numbers_in(text: str) -> list[str]:
-    """Every number, sign and digits only. A minus behind a letter or digit is none: `10-5` has 10 and 5.
-    Those of a fraction, `1/2`, are left out."""
+    """Return every number as its sign and digits: 10 and 5 for `10-5`. The numbers of a fraction are left out."""
     return [sign + number for sign, number in ANY_NUMBER.findall(text)]
 
 
 def format(completion: str, row: dict) -> float:
-    """1 if the completion ends with a line `#### n` (or `A: n`), whatever the number."""
+    """Return 1 if the completion ends with a line `#### n` (or `A: n`), for any number n."""
     return float(FORMAT.search(completion) is not None)
 
 
@@ -134,11 +120,11 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 def countdown(completion: str, row: dict) -> float:
-    """1 if the completion's expression makes `target` out of `nums` (or `numbers`), each used exactly once; exact.
+    """Return 1 if the completion's expression makes `target` out of `nums` (or `numbers`), each used exactly once.
 
-    The expression is what the last <answer>...</answer> holds or, if no such tag is opened, the last line that is not
-    blank. It has whole numbers in plain digits, parentheses and binary + - * / (also typeset as × ÷ −) only. One "=
-    target" may follow it, and one full stop at the end; with anything else on the right of "=" the reward is 0.
+    The expression is the content of the last <answer>...</answer> or, if no such tag is opened, the last line that is
+    not blank. It has only whole numbers in plain digits, parentheses and binary + - * / (also typeset as × ÷ −). One
+    "= target" may follow it, and one full stop at the end; anything else on the right of "=" gives 0.
     """
     text = last_tagged(completion, "answer")
     if text is None:
@@ -151,15 +137,15 @@ def countdown(completion: str, row: dict) -> float:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """What stands between the last closing tag and the last opening one before it; None without such a pair."""
+    """Return the text between the last closing tag and the last opening one before it; None without such a pair."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if start >= 0 else None
 
 
 def arithmetic(expression: str) -> tuple[Fraction | None, list[int]]:
-    """The exact value of an expression, and the numbers in it. The value is None if there is none (division by zero) or
-    the text is anything but whole numbers, parentheses and binary + - * /."""
+    """Return the exact value of an expression, and the numbers in it. The value is None for a division by zero, and for
+    anything but whole numbers, parentheses and binary + - * /."""
     expression = expression.translate(str.maketrans("×÷−", "*/-"))
     # With these characters alone there are no names, floats, comments or line breaks, and the parser cannot warn.
     if len(expression) > MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
@@ -172,7 +158,8 @@ def arithmetic(expression: str) -> tuple[Fraction | None, list[int]]:
 
 
 def evaluate(node: ast.AST) -> Fraction:
-    """Raises `ValueError` for what is not arithmetic (`**`, `//`, signs, calls, tuples), and `ZeroDivisionError`."""
+    """Return the value of a syntax tree. Raises `ValueError` for other nodes (`**`, `//`, signs, calls, tuples), and
+    `ZeroDivisionError`."""
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
@@ -185,52 +172,51 @@ def countdown_numbers(row: dict) -> list[int] | None:
 
 
 def check_countdown(row: dict) -> None:
-    """Raises `ValueError` unless the row has a list of whole numbers >= 0 and a whole `target`."""
+    """Raise `ValueError` unless the row has a list of whole numbers >= 0 and a whole `target`."""
     numbers = countdown_numbers(row)
     if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{row['_source']}: column nums (or numbers) must list whole numbers >= 0, it is {numbers!r}")
+        raise ValueError(f"{row['_source']}: column nums or numbers: expected integers >= 0, got {numbers!r}")
     if type(row["target"]) is not int:
-        raise ValueError(f"{row['_source']}: column target must be a whole number, it is {row['target']!r}")
+        raise ValueError(f"{row['_source']}: column target: expected an integer, got {row['target']!r}")
 
 
-# ---- the shape of a completion, for small weights beside a reward for being right ----
+# ---- the form of a completion: for small weights beside a reward for right answers ----
 
 TAGS = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 
 
 def length(completion: str, row: dict) -> float:
-    """Minus the distance, in words (divided by white space), between the completion and the row's `target_length`; a
-    row without one has 0, so that every word costs 1. The length term of LCPO (arXiv:2503.04697), which counts tokens.
-    It has no lower bound: give it a small weight."""
+    """Return minus the distance in words between the completion and the row's `target_length`, or 0 without one. The
+    length term of LCPO (arXiv:2503.04697), which counts tokens. It has no lower bound: give it a small weight."""
     return float(-abs(len(completion.split()) - (row.get("target_length") or 0)))
 
 
 def check_length(row: dict) -> None:
-    """Raises `ValueError` for a `target_length` that is no number of words."""
+    """Raise `ValueError` for a `target_length` that is no number of words."""
     target = row.get("target_length")
     if target is not None and (type(target) not in (int, float) or not 0 <= target < math.inf):
-        raise ValueError(f"{row['_source']}: column target_length must be a number of words, it is {target!r}")
+        raise ValueError(f"{row['_source']}: column target_length: expected a number of words, got {target!r}")
 
 
 def repetition(completion: str, row: dict) -> float:
-    """Minus the fraction of the completion's runs of 3 words (divided by white space) that occurred in it before, in
-    (-1, 0]; 0 for fewer than 3 words. Keeps a model from filling space by repeating itself (arXiv:2502.03373)."""
+    """Return minus the fraction of the completion's runs of 3 words that occurred in it before, in (-1, 0]; 0 for fewer
+    than 3 words. Discourages repetition that only fills space (arXiv:2502.03373)."""
     words = completion.split()
     runs = list(zip(words, words[1:], words[2:], strict=False))
     return len(set(runs)) / len(runs) - 1 if runs else 0.0
 
 
 def tag_format(completion: str, row: dict) -> float:
-    """1 if the completion is <think>...</think> <answer>...</answer>: each tag once, nothing but white space around and
-    between the two parts, an answer that is not blank."""
-    # Counting first also keeps the expression linear: each of its ".*?" has one place to stop at.
+    """Return 1 if the completion is <think>...</think> <answer>...</answer>: each tag once, only white space around and
+    between the two parts, and an answer that is not blank."""
+    # The count also keeps the expression linear: each of its ".*?" has one place to stop at.
     once = all(completion.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     match = TAGS.fullmatch(completion.strip()) if once else None
     return float(match is not None and match[1].strip() != "")
 
 
 exact_match.columns = characters.columns = gsm8k.columns = gsm8k_flexible.columns = boxed.columns = ("answer",)
-countdown.columns = ("target",)  # its numbers come by either of two names: check_countdown
+countdown.columns = ("target",)  # the numbers have one of two names: check_countdown
 countdown.check, length.check = check_countdown, check_length
 REWARDS: dict[str, Reward] = {
     function.__name__: function

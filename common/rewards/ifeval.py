@@ -5,17 +5,16 @@ A row names its instructions in two columns, as the public dataset `google/IFEva
     instruction_id_list: ["length_constraints:number_words", "punctuation:no_comma"]
     kwargs:              [{"relation": "at least", "num_words": 300}, {}]
 
-`INSTRUCTIONS` is the list of what can be asked for. The rules are those of the paper's own checker, lenient where it is
-lenient, so that scores can be compared, except that
+`INSTRUCTIONS` lists all instructions. The rules are those of the paper's checker, lenient where it is lenient, so that
+scores can be compared, except that
 
 - keywords, markers and section names are text, never regular expressions;
-- the language is not looked at: `english_capital` and `english_lowercase` check the case of the letters only, and rows
-  with `language:response_language` are refused, because both would need a language detector;
-- sentences and capital words are counted by the rules stated at `number_sentences` and `CAPITAL_TOKEN`, where the
-  checker uses NLTK's trained splitter and its tokenizer.
+- there is no language detector: `english_capital` and `english_lowercase` check only the case of the letters, and rows
+  with `language:response_language` are refused;
+- sentences and capital words are counted by the rules at `number_sentences` and `CAPITAL_TOKEN`; the checker uses
+  NLTK's trained splitter and tokenizer.
 
-Every check takes time linear in the completion: a completion is whatever a model came up with. Imported by worker
-processes, so nothing heavy is imported here.
+A completion may be any text: every check takes time linear in it.
 """
 
 import json
@@ -24,16 +23,16 @@ import re
 CONSTRAINED_RESPONSE = re.compile(r"My answer is (?:yes|no|maybe)\.")
 POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 CAPITAL_TOKEN = re.compile(r"\w+(?:[-./]\w+)*")  # hyphens, dots and slashes inside do not divide a word; "'" does
-CLOSING = "\"')]}*_`”’»"  # what may stand between the end of a sentence and the next white space
+CLOSING = "\"')]}*_`”’»"  # may stand between the end of a sentence and the next white space
 ABBREVIATIONS = set("mr. mrs. ms. dr. prof. st. jr. sr. vs. e.g. i.e. cf. inc. ltd. co. corp. u.s. u.k.".split())
 
 
 def ifeval(completion: str, row: dict) -> float:
-    """The fraction of the row's instructions that the completion follows, in [0, 1]. The share of rows with 1 is the
-    paper's strict accuracy by prompt. A completion of white space follows nothing.
+    """Return the fraction of the row's instructions that the completion follows, in [0, 1]. The share of rows with 1 is
+    the paper's strict accuracy by prompt. A completion of white space follows none.
 
-    Columns: `instruction_id_list`, `kwargs` (a dict of arguments for each instruction; as tables fill the gaps with
-    nulls, an argument that is None counts as not given, and so does a dict that is None).
+    Columns: `instruction_id_list`, `kwargs` (a dict of arguments for each instruction; tables fill gaps with nulls, so
+    None, for an argument or a dict, counts as missing).
     """
     if not completion.strip():
         return 0.0
@@ -45,26 +44,26 @@ def ifeval(completion: str, row: dict) -> float:
 
 
 def check(row: dict) -> None:
-    """Raises `ValueError` naming the row if its instructions cannot be checked: lists that are empty or of different
+    """Raise `ValueError` naming the row if its instructions cannot be checked: lists that are empty or of different
     lengths, an unknown id, an argument that is missing or of the wrong type."""
     ids, all_kwargs, where = row["instruction_id_list"], row["kwargs"], row["_source"]
     if not isinstance(ids, list) or not ids:
-        raise ValueError(f"{where}: instruction_id_list must be a list of at least one instruction, it is {ids!r}")
+        raise ValueError(f"{where}: instruction_id_list: expected a list of instructions, got {ids!r}")
     if not isinstance(all_kwargs, list) or len(all_kwargs) != len(ids):
         found = len(all_kwargs) if isinstance(all_kwargs, list) else repr(all_kwargs)
-        raise ValueError(f"{where}: kwargs must have one dict for each of the {len(ids)} instructions, it has {found}")
+        raise ValueError(f"{where}: kwargs: expected a dict for each of the {len(ids)} instructions, got {found}")
     for instruction, kwargs in zip(ids, all_kwargs, strict=True):
         if instruction == "language:response_language":
             raise ValueError(f"{where}: {instruction} needs a language detector, which ifeval lacks; drop the row")
         if not isinstance(instruction, str) or instruction not in INSTRUCTIONS:
             raise ValueError(f"{where}: unknown instruction {instruction!r}; there are {', '.join(INSTRUCTIONS)}")
         if not isinstance(kwargs, dict | None):
-            raise ValueError(f"{where}: the kwargs of {instruction} must be a dict, they are {kwargs!r}")
+            raise ValueError(f"{where}: the kwargs of {instruction}: expected a dict, got {kwargs!r}")
         for name in INSTRUCTIONS[instruction][1]:
-            (what, is_right), value = ARGUMENTS[name], (kwargs or {}).get(name)
+            (expected, is_right), value = ARGUMENTS[name], (kwargs or {}).get(name)
             if value is None or not is_right(value):
-                found = "missing" if value is None else repr(value)
-                raise ValueError(f"{where}: {instruction}: the argument {name} must be {what}, it is {found}")
+                found = "nothing" if value is None else repr(value)
+                raise ValueError(f"{where}: {instruction}: argument {name}: expected {expected}, got {found}")
 
 
 ifeval.columns = ("instruction_id_list", "kwargs")
@@ -75,23 +74,23 @@ ifeval.check = check
 
 
 def keywords_exist(text: str, keywords: list[str]) -> bool:
-    """Every keyword occurs, inside a longer word too."""
+    """Check that every keyword occurs, inside a longer word too."""
     text = text.lower()
     return all(keyword.lower() in text for keyword in keywords)
 
 
 def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    """Occurrences that do not overlap; those inside longer words count."""
+    """Count occurrences that do not overlap, inside longer words too."""
     return compare(text.lower().count(keyword.strip().lower()), relation, frequency)
 
 
 def no_forbidden_words(text: str, forbidden_words: list[str]) -> bool:
-    """None of them stands as a word of its own."""
+    """Check that none of them occurs as a whole word."""
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """`letter` may be any character: the dataset counts # and ! too."""
+    """Count a character; the dataset counts # and ! too."""
     return compare(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -99,14 +98,13 @@ def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: s
 
 
 def number_words(text: str, num_words: int, relation: str) -> bool:
-    """A word is a run of letters, digits and underscores: "don't" is two."""
+    """Count runs of letters, digits and underscores: "don't" is two words."""
     return compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    """Sentences with a letter in them. One ends with a white-space separated word that ends in . ! or ? (closing quotes
-    and brackets aside) and is no initial ("J.") or common abbreviation; the last may lack that. So "1." before an item
-    of a list is none of its own, and line breaks end nothing."""
+    """Count sentences with a letter in them. A sentence ends with the text, or with a word that ends in . ! or ? (also
+    before quotes and brackets) and is no initial ("J.") or common abbreviation. Line breaks end no sentence."""
     count, inside = 0, False
     for word in text.split():
         core = word.rstrip(CLOSING)
@@ -119,12 +117,12 @@ def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Exactly so many, divided by ***."""
+    """Check for exactly so many paragraphs, divided by ***."""
     return len(divide(text, "***")) == num_paragraphs
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly so many paragraphs, divided by empty lines, and the nth (from 1) starts with the word."""
+    """Check for exactly so many paragraphs, divided by empty lines, the nth (from 1) of which starts with the word."""
     paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
@@ -136,37 +134,36 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 
 def number_placeholders(text: str, num_placeholders: int) -> bool:
-    """At least so many [placeholders], each within a line."""
-    # The closing bracket is optional so that a "[" without one uses up its line: looked for from every "[" of a line
-    # full of them, it would take quadratic time.
+    """Check for at least so many [placeholders], each within a line."""
+    # The closing bracket is optional: a "[" without one then uses up its line, which keeps the time linear.
     return re.findall(r"\[[^\n\]]*+(\]?)", text).count("]") >= num_placeholders
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """The marker occurs anywhere, in any case; the two that the dataset has, also with white space inside."""
+    """Check that the marker occurs anywhere, in any case; the dataset's two also with white space inside."""
     marker = postscript_marker.strip()
     return re.search(POSTSCRIPTS.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
 def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """Exactly so many lines that start with "-", or with one "*" and more after it."""
+    """Check for exactly so many lines that start with "-", or with one "*" and other text."""
     return sum(bool(re.match(r"-|\*[^*]", line.lstrip())) for line in text.split("\n")) == num_bullets
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """At least so many *highlights* and **highlights**, each within a line and not blank."""
+    """Check for at least so many *highlights* and **highlights**, each within a line and not blank."""
     found = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
     return sum(bool(highlight.strip()) for highlight in found) >= num_highlights
 
 
 def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many numbered headings (`Section 1`), case-sensitive, anywhere. `section_spliter` is the dataset's
+    """Check for at least so many numbered headings (`Section 1`), case-sensitive. `section_spliter` is the dataset's
     spelling."""
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
 
 
 def json_format(text: str) -> bool:
-    """The whole completion is one JSON value, bare or in a ``` block."""
+    """Check that the whole completion is one JSON value, bare or in a ``` block."""
     text = text.strip()
     for prefix in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(prefix)
@@ -179,8 +176,8 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """A line has <<a title>>, not blank."""
-    # Not a regular expression, which would look for the ">>" anew from every "<<" of a line.
+    """Check that a line has <<a title>>, not blank."""
+    # A regular expression would look for the ">>" anew from every "<<" of a line.
     return any(line.partition("<<")[2].rpartition(">>")[0].strip("<>").strip() for line in text.split("\n"))
 
 
@@ -188,7 +185,7 @@ def title(text: str) -> bool:
 
 
 def two_responses(text: str) -> bool:
-    """Two different ones, divided by ******."""
+    """Check for two different responses, divided by ******."""
     responses = divide(text, "******")
     return len(responses) == 2 and responses[0] != responses[1]
 
@@ -198,7 +195,7 @@ def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
 
 
 def end_checker(text: str, end_phrase: str) -> bool:
-    """A double quotation mark may follow the phrase."""
+    """Check the last words; a double quotation mark may follow them."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
@@ -208,7 +205,7 @@ def quotation(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    """Words with a capital letter and without a small one: "A" and "3D" are some."""
+    """Count words with a capital letter and without a small one, such as "A" and "3D"."""
     return compare(sum(map(str.isupper, CAPITAL_TOKEN.findall(text))), capital_relation, capital_frequency)
 
 
@@ -220,13 +217,13 @@ def compare(count: int, relation: str, bound: int) -> bool:
 
 
 def divide(text: str, divider: str) -> list[str]:
-    """The stripped parts between dividers. A divider may also stand at the very start and end; an empty part between
-    two of them makes the whole list empty, which no instruction asks for."""
+    """Return the stripped parts between dividers, which may also stand at the very start and end. An empty part between
+    two of them makes the list empty, which no instruction requires."""
     first, *rest = (part.strip() for part in text.split(divider))
     return [part for part in (first, *rest) if part] if all(rest[:-1]) else []
 
 
-def is_count(value: object) -> bool:  # 300.0 is one: columns with gaps become floats on their way through a table
+def is_count(value: object) -> bool:  # also 300.0: a table turns columns with gaps into floats
     return (type(value) is int or (type(value) is float and value.is_integer())) and value >= 0
 
 
@@ -248,7 +245,7 @@ ARGUMENTS = dict(
     keyword=TEXT, keywords=TEXTS, forbidden_words=TEXTS, section_spliter=TEXT, postscript_marker=TEXT, first_word=TEXT,
     prompt_to_repeat=TEXT, end_phrase=TEXT,
 )
-INSTRUCTIONS = {  # id -> (check, the arguments it needs, in the order in which it takes them)
+INSTRUCTIONS = {  # id -> (check, its arguments in their order)
     "keywords:existence": (keywords_exist, ("keywords",)),
     "keywords:frequency": (keyword_frequency, ("keyword", "frequency", "relation")),
     "keywords:forbidden_words": (no_forbidden_words, ("forbidden_words",)),

@@ -1,7 +1,7 @@
-"""The `math` reward: is the final answer mathematically equal to the gold answer? By math-verify, on top of sympy.
+"""The `math` reward: whether the final answer equals the gold answer mathematically, by math-verify on top of sympy.
 
-sympy takes hours, or all memory, for answers that look harmless, so this belongs into a `pool.Pool`. math-verify is
-imported by the first call, or by `math.prepare()`.
+sympy takes hours, or all memory, for answers that look harmless, so this runs in a `processes.Pool`. The first call, or
+`math.prepare()`, imports math-verify.
 """
 
 import re
@@ -9,25 +9,24 @@ from functools import cache, lru_cache
 
 from common.rewards.functions import NUMBER, last_boxed
 
-# The rest of a line behind ####, or behind A: where it begins like mathematics and not like prose.
+# The rest of a line behind ####, or behind A: if it begins like mathematics and not like prose.
 ANNOUNCED = re.compile(r"(?:####|\bA:(?=[\s*]*[-+.\d$\\(\[]))[\s*]*+([^\n]*)")
-# A number with words behind it, which math-verify would take for a product of letters: "18 dollars per week".
+# A number with words behind it, such as "18 dollars per week": math-verify would read a product of letters.
 WITH_WORDS = re.compile(rf"([-+]?\$?{NUMBER}) +[a-z]{{4,}}[a-z ,'-]*", re.IGNORECASE)
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-MOST_WORDS = 12  # of an answer; what has more is prose, and math-verify would take it for a product of letters too
-LONGEST_TEXT = 2000  # characters of a completion without an announced answer that are searched, from its end
+MOST_WORDS = 12  # of an answer; more are prose, which math-verify would read as a product of letters too
+LONGEST_TEXT = 2000  # last characters of a completion that are searched if it announces no answer
 
 
 def math(completion: str, row: dict) -> float:
-    """1 if the completion's final answer equals that of the `answer` column.
+    """Return 1 if the completion's final answer equals that of the `answer` column.
 
-    The final answer is what the last \\boxed{...} holds, else what follows the last `####` or `A:`, else whatever
-    math-verify finds near the end. Of the column also, except that without a mark the whole column is the answer.
+    The final answer is the content of the last \\boxed{...}, else the text behind the last `####` or `A:`, else the
+    answer that math-verify finds near the end. In the column likewise, but without a mark all of it is the answer.
     1/2 = 0.5 = 50% and 50% = 50, but 0.333 is not 1/3 (six decimals must agree); units, degrees and `x =` do not
     matter; (1, 2) is ordered, {1, 2} and `1, 2` are not.
 
-    Raises `ValueError` naming the row if its own answer cannot be understood. What cannot be understood in a completion
-    scores 0.
+    An answer that cannot be understood scores 0. If it is the row's own, that raises `ValueError` naming the row.
     """
     parse, verify = library()
     gold = parse_gold(str(row["answer"]))
@@ -39,22 +38,22 @@ def math(completion: str, row: dict) -> float:
 
 @cache
 def library():
-    """math-verify's `parse` and `verify` without their own time-outs: those are signals, which C code does not see."""
+    """Return math-verify's `parse` and `verify` without their time-outs, which are signals that C code ignores."""
     import logging
     from functools import partial
 
     import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns once that the time-outs are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time-outs are off
     parse = partial(math_verify.parse, fallback_mode="no_fallback", parsing_timeout=None)
     verify = partial(math_verify.verify, timeout_seconds=None)
-    verify(parse("\\boxed{1}"), parse("\\boxed{2}"))  # its parser reads large tables when it is first used
+    verify(parse("\\boxed{1}"), parse("\\boxed{2}"))  # the first use of the parser reads large tables
     return parse, verify
 
 
 def announced_answer(text: str) -> str | None:
-    """What the text says is its answer: in the last \\boxed{...} (empty if that is not closed), else behind the last
-    `####` or `A:`."""
+    """Return the content of the last \\boxed{...} (empty if it is not closed), else the text behind the last `####` or
+    `A:`, else None."""
     if "\\boxed{" in text:
         return last_boxed(text) or ""
     found = ANNOUNCED.findall(text)
@@ -62,7 +61,7 @@ def announced_answer(text: str) -> str | None:
 
 
 def parse_answer(answer: str) -> list:
-    """The sympy objects that an answer without text around it may stand for; [] if it cannot be understood."""
+    """Return the sympy objects that an answer without other text may mean; [] if it cannot be understood."""
     from math_verify import LatexExtractionConfig
 
     answer = answer.strip().strip("*").rstrip(".").strip()

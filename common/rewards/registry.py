@@ -1,4 +1,4 @@
-"""What `--reward` names, and which rows of the data it can be computed of."""
+"""The functions that `--reward` names, and the check that rows of data have the columns they need."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ BUILT_IN = REWARDS | dict(math=math_reward.math, code=code_reward.passes, code_f
 
 
 def load_reward(name: str) -> Reward:
-    """A built-in reward, or `path/to/file.py:function`. Raises `ValueError` naming what is wrong."""
+    """Return a built-in reward, or `path/to/file.py:function`. Raises `ValueError` for anything else."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
@@ -23,7 +23,7 @@ def load_reward(name: str) -> Reward:
 
 
 def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
-    """Raises `ValueError` if `rows` lack a column that the function says it reads, or one is not as it must be."""
+    """Raise `ValueError` if the rows lack a column that the function reads, or the function refuses one of them."""
     for column in getattr(function, "columns", ()):
         if not any(column in row for row in rows):
             found = ", ".join(c for c in rows[0] if not c.startswith("_"))
@@ -33,30 +33,31 @@ def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
 
 
 def require_usable_row(name: str, function: Reward, row: dict) -> None:
-    """Raises `ValueError` naming the row."""
+    """Raise `ValueError` naming the row if it lacks a column, or the function refuses it."""
     for column in getattr(function, "columns", ()):
         if row.get(column) is None:
             raise ValueError(f"{row['_source']}: column {column} is missing, --reward {name} reads it")
     if hasattr(function, "check"):
         try:
             function.check(row)
-        except (Exception, SystemExit) as error:  # perhaps a user's code: whatever it raises, it is named
-            what = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
-            raise ValueError(f"{row['_source']}: {what} (--reward {name})") from error
+        except (Exception, SystemExit) as error:  # perhaps a user's code, which may raise anything
+            problem = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
+            raise ValueError(f"{row['_source']}: {problem} (--reward {name})") from error
 
 
 def reward_of_row(row: dict) -> str:
-    """What its column `reward` names. Raises `ValueError` if that is no built-in reward."""
+    """Return the reward in the column `reward`. Raises `ValueError` unless it is built in."""
     name = row.get("reward")
     if not isinstance(name, str) or name not in BUILT_IN:
-        what = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
-        raise ValueError(f"{row['_source']}: column reward {what} (--reward by_row)")
+        problem = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
+        raise ValueError(f"{row['_source']}: column reward {problem} (--reward by_row)")
     return name
 
 
 def row_check(args: SamplingArgs) -> Callable[[dict], None]:
-    """What raises `ValueError` for a row that one of `--reward` cannot be computed of; this, for a name that is
-    unknown."""
+    """Return a function that raises `ValueError` for a row that one of `--reward` cannot use.
+
+    Raises `ValueError` for a name that is unknown."""
     by_row = "by_row" in args.reward
     names = [name for name in args.reward if name not in ("by_row", "environment") and not name.startswith("model:")]
     functions = {name: load_reward(name) for name in names}

@@ -1,4 +1,4 @@
-"""Reward models: `--reward model:PATH`, any sequence classifier with one label, each asked in its own words."""
+"""Reward models, `--reward model:PATH`: any sequence classifier with one label, with its own tokenizer and template."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -9,26 +9,27 @@ import torch
 from common.config.groups import SamplingArgs
 from common.data.chat import rendered
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack, per_sample
+from common.data.packing import pack, per_sample
 from common.data.rows import PROMPT_COLUMNS, require_columns
+from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import PackedModel, ScalarModel, load_scalar_model
 from common.parallel.distributed import first_line
-from common.rewards.functions import Failure, Value
+from common.rewards.processes import Result
 
 
 class RewardModel:
     """A frozen reward model, sharded over the ranks. Call it with groups of samples; it is collective.
 
-    With the policy's vocabulary and chat template it reads the policy's token ids. Another one is given the
-    conversation as text, the prompt's messages and the completion in its own chat template, or of a plain prompt the
-    prompt's text and the completion's, in the tokens of its own tokenizer. Its number is read at the last token, or, if
-    rm.py trained it, at the token that ends the turn.
+    A model with the policy's vocabulary and chat template reads the policy's token ids. Another one reads the text in
+    the tokens of its own tokenizer: the prompt's messages and the completion in its own chat template, or a plain
+    prompt and the completion. The reward is its output at the last token or, if rm.py trained it, at the end of the
+    turn.
     """
 
     def __init__(self, flag: str, path: str, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
-        """Raises `ValueError` naming `flag` for what is no reward model, or has another tokenizer than the policy's and
-        no way to be asked about these rows."""
+        """Load the model. Raises `ValueError` naming `flag` if it is no reward model, or has another tokenizer than the
+        policy and cannot read these rows."""
         from transformers import AutoConfig
 
         self.flag = f"{flag} {path}"
@@ -37,47 +38,47 @@ class RewardModel:
         self.same = _reads_alike(self.tokenizer, tokenizer)
         if not self.same:
             if args.environment is not None:
-                raise ValueError(f"{self.flag}: another tokenizer than --model's, which --environment has no text for")
+                raise ValueError(f"{self.flag}: another tokenizer than --model's, but --environment has no text for it")
             self.column = "_prompt" if "_prompt" in rows[0] else require_columns("--dataset", rows, PROMPT_COLUMNS)[0]
             self.encoder = Encoder(tokenizer, args)
             if self.tokenizer.chat_template is None and isinstance(self.encoder.as_asked(rows[0], self.column), list):
-                raise ValueError(f"{self.flag}: prompts are messages, and its tokenizer has no chat template")
-            self._ids(Sample([], [], text="?", row=rows[0]))  # its template may refuse a system prompt, say
+                raise ValueError(f"{self.flag}: prompts are messages, but its tokenizer has no chat template")
+            self._ids(Completion([], [], text="?", row=rows[0]))  # its template may refuse a system prompt
         self.model = load_scalar_model(path, args, device, trainable=False, flag=flag)
 
-    def __call__(self, groups: list[list[Sample]]) -> list[Value]:
-        """A number for each sample, or why there is none: it is too long, or the template refuses it."""
-        asked = [self._ids_or_failure(sample) for sample in chain(*groups)]
-        sequences = [ids for ids in asked if not isinstance(ids, Failure)]
+    def __call__(self, groups: list[list[Completion]]) -> list[Result]:
+        """Return a number for each sample, or an error: it is too long, or the template refuses it."""
+        asked = [self._ids_or_error(sample) for sample in chain(*groups)]
+        sequences = [ids for ids in asked if isinstance(ids, list)]
         numbers = iter(score(self.model, sequences, self.args.pack_tokens, self.device))
-        return [ids if isinstance(ids, Failure) else next(numbers) for ids in asked]
+        return [Result(next(numbers)) if isinstance(ids, list) else Result(error=ids) for ids in asked]
 
-    def scores(self, samples: list[Sample]) -> list[float]:
-        """Its numbers of all of them. Collective. Raises `ValueError` naming the row if there is none of one."""
-        values = self([samples])
-        for sample, value in zip(samples, values, strict=True):
-            if isinstance(value, Failure):
-                raise ValueError(f"{sample.row['_source']}: {value.what}")
-        return values
+    def scores(self, samples: list[Completion]) -> list[float]:
+        """Return the number of each sample. Collective. Raises `ValueError` naming the row of one that has none."""
+        results = self([samples])
+        for sample, result in zip(samples, results, strict=True):
+            if result.error:
+                raise ValueError(f"{sample.row['_source']}: {result.error}")
+        return [result.value for result in results]
 
-    def _ids_or_failure(self, sample: Sample) -> list[int] | Failure:
+    def _ids_or_error(self, sample: Completion) -> list[int] | str:
         try:
             ids = sample.ids if self.same else self._ids(sample)
             require_context(self.model, len(ids))
             if len(ids) > self.args.room:
                 raise ValueError(f"{self.flag}: a sequence of {len(ids)} tokens is longer than {self.args.room_flags}")
         except ValueError as error:
-            return Failure(first_line(error))
+            return first_line(error)
         return ids
 
-    def _ids(self, sample: Sample) -> list[int]:
-        """The conversation for this model. A plain completion that was cut off has no EOS here either.
+    def _ids(self, sample: Completion) -> list[int]:
+        """Return the conversation in this model's tokens. A truncated plain completion has no EOS here either.
 
         Raises `ValueError` if the chat template refuses it."""
         prompt, end = self.encoder.as_asked(sample.row, self.column), self.tokenizer.eos_token_id
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt + sample.text)["input_ids"]
-            ids = ids[:-1] if ids[-1] == end else ids  # some tokenizers put it there themselves
+            ids = ids[:-1] if ids[-1] == end else ids  # some tokenizers append it
             return ids if sample.finish_reason == "length" else ids + [end]
         messages = [*prompt, dict(role="assistant", content=sample.text)]
         text = rendered(self.tokenizer, messages, f"{self.flag}: its")
@@ -88,13 +89,13 @@ class RewardModel:
 
 
 def _reads_alike(ours, theirs) -> bool:
-    """Whether two tokenizers have the same vocabulary and chat template."""
+    """Return whether two tokenizers have the same vocabulary and chat template."""
     return ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
 
 
 def short_names(rewards: Sequence[str]) -> dict[str, str]:
-    """What metrics call each of `--reward`: a function by its name, a model `model` or, of several, `model/` and as
-    much of the end of its path as tells it from the others."""
+    """Return the name of each of `--reward` in metrics: a function's own name; `model` for a model, or, for several,
+    `model/` and the shortest ends of their paths that differ."""
     paths = {name: Path(name.removeprefix("model:")).parts for name in rewards if name.startswith("model:")}
     for length in range(1, 1 + max(map(len, paths.values()), default=0)):
         tails = {name: "/".join(parts[-length:]) for name, parts in paths.items()}
@@ -105,13 +106,13 @@ def short_names(rewards: Sequence[str]) -> dict[str, str]:
 
 
 def at_end(ids: list[int], row: dict | None = None) -> Sample:
-    """A sample of which a scalar model is read once, having seen all of `ids`. Streams follow the targets and the last
-    token has none, so one is put behind it; which one does not matter, it is never an input."""
+    """Return a sample whose scalar is read once, after all of `ids`. Streams follow the targets and the last token has
+    none, so a token is appended; any will do, because it is never an input."""
     return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})
 
 
 def require_context(model: PackedModel, longest: int) -> None:
-    """Raises `ValueError` if the longest sequence is longer than the model's context."""
+    """Raise `ValueError` if the longest sequence is longer than the model's context."""
     context = getattr(model.hf.config.get_text_config(), "max_position_embeddings", longest)
     if longest > context:
         raise ValueError(f"{model.path}: a sequence of {longest} tokens is longer than its context of {context}")
@@ -119,7 +120,7 @@ def require_context(model: PackedModel, longest: int) -> None:
 
 @torch.no_grad()
 def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, device: torch.device) -> list[float]:
-    """The reward model's number for each of this rank's sequences of token ids (prompt and completion). Collective.
+    """Return the reward of each of this rank's sequences of token ids (prompt and completion). Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context.
     """

@@ -1,4 +1,4 @@
-"""The tests of a row, for `common/rewards/code_reward.py`. Their forms are recognised by their columns:
+"""The tests of a row, for code_reward.py. Their forms are recognised by their columns:
 
 - `tests`: a list, or a JSON string of one, of `{"input": stdin, "output": stdout}`, of
   `{"function": name, "args": [...], "kwargs": {...}, "result": value}`, or of strings of Python with asserts
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StdinTest:
-    """The program's stdout on `input` must be `output`, white space at the ends of
-    lines and blank last lines aside."""
+    """The program's stdout on `input` must be `output`, except for white space at the ends of lines and blank last
+    lines."""
 
     input: str
     output: str
@@ -33,8 +33,8 @@ class CallTest:
 
 @dataclass(frozen=True)
 class AssertTest:
-    """`source` must run without an exception after `setup`; names that neither defines, and `candidate`, are the
-    program's."""
+    """`source` must run without an exception after `setup`. Names that neither defines, and `candidate`, are names of
+    the program."""
 
     source: str
     setup: str = ""
@@ -45,7 +45,7 @@ Test = StdinTest | CallTest | AssertTest
 
 
 def stub(row: dict) -> str:
-    """A prompt that is the start of a program, as source that parses; "" if there is none."""
+    """Return the prompt, if it is the start of a program, as source that parses; else ""."""
     prompt = row.get("prompt")
     if tests_column(row) != "test" or not isinstance(prompt, str):
         return ""
@@ -60,7 +60,7 @@ def stub(row: dict) -> str:
 
 
 def tested_names(row: dict) -> set[str]:
-    """What the program must define (one of them) as far as the tests tell; empty if they do not, as those of stdin."""
+    """Return names of which the program must define one, as far as they show in the tests; none for tests of stdin."""
     names, column = set(), tests_column(row)
     if column == "test":
         return {row["entry_point"]}
@@ -79,7 +79,7 @@ def tests_column(row: dict) -> str | None:
 
 
 def parse_tests(row: dict) -> list[Test]:
-    """The tests of a row, at least one. Raises `ValueError` naming the row for tests that are malformed."""
+    """Return the tests of a row, at least one. Raises `ValueError` naming the row if they are malformed."""
     parsers = {"input_output": parse_apps, "tests": parse_list, "test_list": parse_mbpp, "test": parse_humaneval}
     column = tests_column(row)
     try:
@@ -106,7 +106,7 @@ def parse_item(item: object, where: str) -> Test:
     if isinstance(item, str):
         return parse_assert(item, where)
     require(isinstance(item, dict), f"{where} is a {type(item).__name__}, not an object or a string")
-    # a table gives every object the keys of all
+    # A table gives every object the keys of all.
     item = {key: value for key, value in item.items() if value is not None or key == "result"}
     if "function" not in item:
         item = {key: value for key, value in item.items() if value is not None}
@@ -135,9 +135,9 @@ def parse_apps(row: dict) -> list[Test]:
         ]
     require(isinstance(function, str) and function.isidentifier(), "input_output: fn_name is not a name")
     require(all(isinstance(args, list) for args in inputs), "input_output: with fn_name, inputs are lists of arguments")
-    # a method of LeetCode's class or a function
+    # A method of LeetCode's class, or a function.
     target = f"getattr(Solution(), {function!r}) if 'Solution' in globals() else {function}"
-    # APPS wraps each result in a list; where all look wrapped, that and a result that is a list cannot be told apart
+    # APPS wraps each result in a list. Where all look wrapped, they may also be lists themselves.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
     return [
         CallTest(target, args, {}, [output, *output] if wrapped else [output])

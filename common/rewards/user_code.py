@@ -1,4 +1,4 @@
-"""Functions and classes from a user's file, named `path/to/file.py:name` on the command line."""
+"""Functions and classes of a user's file, named `path/to/file.py:name` on the command line."""
 
 import inspect
 from collections.abc import Callable
@@ -7,9 +7,11 @@ from pathlib import Path
 from common.parallel import distributed
 from common.rewards.worker import load_file
 
+POSITIONS = dict(completion=0, completions=0, row=1, ids=2)  # of the parameters of a reward that have these names
+
 
 def load_callable(flag: str, spec: str) -> Callable:
-    """The function or class that `spec` names. Raises `ValueError` with `flag` and what is wrong."""
+    """Return the function or class that `spec` names. Raises `ValueError` with `flag` and the problem."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"{flag} {spec}: no file {path}")
@@ -18,32 +20,29 @@ def load_callable(flag: str, spec: str) -> Callable:
     try:
         with distributed.signals_end_the_process():  # it may hang, and there is nothing to save yet
             module = load_file(path)
-    except (Exception, SystemExit) as error:  # whatever the user's file raises, it is named and the run stops
-        what = f"{type(error).__name__}: {distributed.first_line(error)}"
-        raise ValueError(f"{flag} {spec}: {path} fails to import: {what}") from error
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
+        problem = f"{type(error).__name__}: {distributed.first_line(error)}"
+        raise ValueError(f"{flag} {spec}: {path} fails to import: {problem}") from error
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{flag} {spec}: {path} has no function {name}")
     return getattr(module, name)
 
 
-PLACES = dict(completion=0, completions=0, row=1, ids=2)
-
-
 def reward_form(name: str, function: Callable) -> tuple[bool, bool]:
-    """How a reward is called, which its parameters say: `(completion, row)`, whatever the two are named; of a function
-    whose first is named `completions` with the texts of all completions of a prompt, in a list. A third one named `ids`
-    gets the token ids of the completion, or a list of theirs. Returns `(of_group, with_ids)`.
+    """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
 
-    Raises `ValueError` for other parameters that must be given.
+    The usual form is `(completion, row)`, with any names. A first one named `completions` gets a list with the texts of
+    all completions of a prompt; a third one named `ids` gets the token ids of the completion, or a list of them. Raises
+    `ValueError` for other parameters without a default.
     """
     try:
         signature = inspect.signature(function)
         names = list(signature.parameters)
-        if misplaced := [p for i, p in enumerate(names) if PLACES.get(p, i) != i]:
+        if misplaced := [p for i, p in enumerate(names) if POSITIONS.get(p, i) != i]:
             raise TypeError(f"{misplaced[0]!r} stands elsewhere")
         with_ids = names[2:3] == ["ids"]
         signature.bind("", {}, *[[]] * with_ids)
     except (TypeError, ValueError) as error:
-        what = "takes (completion, row) or (completions, row), and may take ids as a third parameter"
-        raise ValueError(f"--reward {name}: a reward {what}: {error}") from error
+        forms = "takes (completion, row) or (completions, row), and may take ids as a third parameter"
+        raise ValueError(f"--reward {name}: a reward {forms}: {error}") from error
     return names[0] == "completions", with_ids

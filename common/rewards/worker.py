@@ -1,116 +1,226 @@
-"""What a process of common/rewards/pool.py runs, as a script: it loads functions and answers calls.
+"""Child side of processes.py: a server that forks itself, and its forks, which answer questions.
 
-Imports the standard library alone, and fast; everything else is the function's.
+It runs as a script, by its path, and imports only the standard library. All other imports come from the target.
 """
 
 import asyncio
+import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
 from functools import cache
 
-HEADER = struct.Struct("!qQ")  # of a message: number of the call, bytes of the pickle that follows
-LOAD = -1  # in place of the number of a call: load a function
+HEADER = struct.Struct("!qQ")  # header of a message: number of the question, size of the pickle that follows
+LOADED, DIED = -1, -2  # numbers of other messages: the target has loaded or failed to load; the process died
+NAMES = {int(number): number.name for number in signal.Signals}
 
 
-class Server:
-    """Answers one connection until the parent closes it."""
+class ForkServer:
+    """Forks a worker for each connection that the parent sends.
 
-    def __init__(self, descriptor: int, parent: int):
-        end_with(parent)  # the end of the connection does not end an endless loop
-        self.connection = socket.socket(fileno=descriptor)
-        self.connection.set_inheritable(False)
-        self.stream, self.pid = self.connection.makefile("rb"), os.getpid()
-        sys.path[:], self.memory_gib = pickle.loads(self.receive()[1])
-        self.loop = asyncio.new_event_loop()  # one for good: a client that the user's file keeps is tied to it
+    It keeps a copy of each connection, on which it reports the death of a worker. If the parent closes its end of a
+    connection, the server kills the worker after `grace` seconds.
+    """
+
+    def __init__(self, control: int, parent: int, target: str, shared: bool, memory_gib: float | None, grace: float):
+        end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
+        self.control = socket.socket(fileno=control)
+        self.control.set_inheritable(False)
+        self.target, self.memory_gib, self.grace = target, memory_gib, grace
+        if shared:
+            with suppress(BaseException):  # each worker loads it again and reports the error
+                load(target)
+        self.workers: dict[int, socket.socket | None] = {}  # process id -> connection, or None after it is closed
+        self.loop, self.stopping = asyncio.new_event_loop(), False
+        self.loop.add_signal_handler(signal.SIGCHLD, self.reap)
+        self.loop.add_signal_handler(signal.SIGTERM, self.stop)
+        self.loop.add_reader(self.control, self.read)
+        end_with(parent, signal.SIGTERM)  # SIGTERM, to have time to kill the processes that workers have started
+        self.loop.run_forever()
+
+    def read(self) -> None:
+        """Fork a worker for a connection from the parent, and end workers whose connections the parent has closed."""
+        message, descriptors, *_ = socket.recv_fds(self.control, 1, 1)
+        poll, open_workers = select.poll(), {c.fileno(): pid for pid, c in self.workers.items() if c}
+        for descriptor in open_workers:
+            poll.register(descriptor, 0)  # POLLHUP alone
+        for descriptor, _ in poll.poll(0):
+            self.end(open_workers[descriptor])
+        if not message:  # the parent has closed the control connection
+            self.stop()
+        elif descriptors:  # without one, the parent has closed a connection, or too many files are open
+            self.fork(socket.socket(fileno=descriptors[0]))
+
+    def fork(self, connection: socket.socket) -> None:
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return report_death(connection, one_line(error))
+        if pid == 0:
+            self.become_worker(connection, server)
+        self.workers[pid] = connection
+
+    def become_worker(self, connection: socket.socket, server: int) -> None:
+        try:
+            os.setsid()  # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
+            end_with(server, signal.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            for other in filter(None, (self.control, *self.workers.values())):
+                other.close()
+            if (
+                "numpy.random" in sys.modules
+            ):  # otherwise all workers draw the same numbers; Python reseeds its own generator
+                sys.modules["numpy.random"].seed()
+            with suppress(ConnectionError):  # the parent has closed the connection before it read everything
+                Worker(connection).run(self.target, self.memory_gib)
+            os._exit(0)
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            os._exit(1)
+
+    def end(self, pid: int) -> None:
+        """Close the connection of a worker. The worker then ends by itself, unless it hangs."""
+        self.workers[pid].close()
+        self.workers[pid] = None
+        self.loop.call_later(self.grace, self.kill, pid)
+
+    def kill(self, pid: int) -> None:
+        """Kill a worker that is not reaped yet, and all processes that it has started."""
+        if pid in self.workers:
+            kill_group(pid)
+            os.kill(pid, signal.SIGKILL)  # the worker may have no process group yet
+
+    def stop(self) -> None:
+        """End all workers. This process ends after the last one."""
+        self.stopping = True
+        self.loop.remove_reader(self.control)
+        for pid in [pid for pid, connection in self.workers.items() if connection]:
+            self.end(pid)
+        self.reap()
+
+    def reap(self) -> None:
+        """Report the workers that have died."""
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = found[0], os.waitstatus_to_exitcode(found[1])
+                kill_group(pid)  # processes that it has started
+                if connection := self.workers.pop(pid, None):
+                    report_death(connection, NAMES.get(-code, f"signal {-code}") if code < 0 else f"exit {code}")
+        if self.stopping and not self.workers:
+            self.loop.stop()
+
+
+def kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+        os.killpg(pid, signal.SIGKILL)
+
+
+def report_death(connection: socket.socket, how: str) -> None:
+    payload = pickle.dumps((None, f"the process died ({how})"))
+    with connection, suppress(OSError):  # does not block, because the parent may not read it
+        connection.sendmsg([HEADER.pack(DIED, len(payload)) + payload], [], socket.MSG_DONTWAIT)
+
+
+class Worker:
+    """Worker that answers the questions `(method, arguments, seconds)` of one connection until the parent closes it.
+
+    If the target is a function, `method` is None. If it is a class, the worker makes one object and calls its `method`.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self.connection, self.stream, self.pid = connection, connection.makefile("rb"), os.getpid()
+        self.object: object = None
+        self.loop = asyncio.new_event_loop()  # a single loop: clients in the user's file stay bound to it
         asyncio.set_event_loop(self.loop)
 
-    def run(self) -> None:
-        number, payload = self.receive()
-        while True:
-            if number != LOAD:
-                self.send(number, *self.call(payload))
-            elif self.load(payload):
-                payload = self.loop.run_until_complete(self.run_async())  # until another function is to be loaded
-                continue
-            number, payload = self.receive()
+    def run(self, target: str, memory_gib: float | None) -> None:
+        try:
+            self.target = load(target)
+            limit_memory(memory_gib)
+            is_async = inspect.iscoroutinefunction(self.target)
+        except BaseException as error:
+            return self.send(LOADED, None, one_line(error))
+        self.send(LOADED, is_async)
+        if is_async:
+            return self.loop.run_until_complete(self.answer_concurrently())
+        while received := self.receive():
+            number, payload = received
+            try:
+                method, arguments, _ = question(payload)  # the parent enforces the time limit
+                self.object = self.target() if method and self.object is None else self.object
+                result = ((getattr(self.object, method) if method else self.target)(*arguments),)
+            except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
+                result = None, one_line(error)
+            self.send(number, *result)
 
-    async def run_async(self) -> bytes:
-        tasks = set()  # the event loop itself keeps no reference
-        while True:
-            number, payload = await self.loop.run_in_executor(None, self.receive)
-            if number == LOAD:
-                return payload
-            tasks.add(task := self.loop.create_task(self.call_async(number, payload)))
+    async def answer_concurrently(self) -> None:
+        tasks = set()  # the event loop has only weak references
+        while received := await self.loop.run_in_executor(None, self.receive):
+            tasks.add(task := self.loop.create_task(self.answer_async(*received)))
             task.add_done_callback(tasks.discard)
 
-    def load(self, payload: bytes) -> bool:
-        """Whether the function is async."""
+    async def answer_async(self, number: int, payload: bytes) -> None:
+        scope = None
         try:
-            limit_memory(None)
-            self.function = load_function(pickle.loads(payload))
-            limit_memory(self.memory_gib)
-            is_async = inspect.iscoroutinefunction(self.function)
-        except BaseException as error:
-            self.send(LOAD, None, one_line(error))
-            return False
-        self.send(LOAD, is_async)
-        return is_async
-
-    def call(self, payload: bytes) -> tuple:
-        try:
-            arguments, _ = pickle.loads(payload)  # the parent keeps the time
-            return (self.function(*arguments),)
-        except BaseException as error:  # SystemExit too, and what libraries raise for their own time-outs
-            return None, one_line(error)
-
-    async def call_async(self, number: int, payload: bytes) -> None:
-        scope = seconds = None
-        try:
-            arguments, seconds = pickle.loads(payload)
+            _, arguments, seconds = question(payload)
             async with asyncio.timeout(seconds) as scope:
-                result = (await self.function(*arguments),)
+                result = (await self.target(*arguments),)
         except BaseException as error:
-            late = scope is not None and scope.expired()  # it may raise TimeoutError for reasons of its own
+            late = scope is not None and scope.expired()  # the function may raise TimeoutError itself
             result = None, f"no answer within {seconds:g} s" if late else one_line(error), late
         self.send(number, *result)
 
-    def receive(self) -> tuple[int, bytes]:
+    def receive(self) -> tuple[int, bytes] | None:
+        """Return number and pickle of the next question, or None at the end."""
         header = self.stream.read(HEADER.size)
         if len(header) < HEADER.size:
-            os._exit(0)
+            return None
         number, length = HEADER.unpack(header)
         return number, self.stream.read(length)
 
-    def send(self, number: int, value: object, error: str | None = None, timed_out: bool = False) -> None:
-        """The fields of a `pool.Result`."""
-        if os.getpid() != self.pid:  # the function has forked, and its child has returned too
+    def send(self, number: int, *result: object) -> None:
+        """Send an answer: the fields of a `processes.Result`."""
+        if os.getpid() != self.pid:  # a child that the function has forked: only its parent answers
             os._exit(0)
         try:
-            payload = pickle.dumps((value, error, timed_out))
-        except BaseException as problem:
-            payload = pickle.dumps((None, f"the result cannot be pickled: {one_line(problem)}", False))
+            payload = pickle.dumps(result)
+        except BaseException as error:
+            payload = pickle.dumps((None, f"the result cannot be pickled: {one_line(error)}"))
         self.connection.sendall(HEADER.pack(number, len(payload)) + payload)
 
 
-def end_with(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """This process gets the signal when its parent, or the thread of it that has started this process, ends."""
+def question(payload: bytes) -> tuple:
+    found = pickle.loads(payload)
+    if isinstance(found, str):  # the parent could not pickle the question
+        raise ValueError(found)
+    return found
+
+
+def end_with(parent: int, number: signal.Signals) -> None:
+    """Make this process receive a signal when its parent, or the thread that started it, ends. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before; if it had forked, the connection does not end either
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(0)
 
 
 @cache
-def load_function(target: str):
-    """`module:function` or `path/to/file.py:function`, prepared. Once for good, however the targets take turns."""
+def load(target: str):
+    """Load the function or class `module:name` or `path/to/file.py:name`, once, and call its `prepare`."""
     path, _, name = target.rpartition(":")
     function = getattr(load_file(path) if path.endswith(".py") else importlib.import_module(path), name)
     getattr(function, "prepare", lambda: None)()
@@ -126,13 +236,12 @@ def load_file(path: str):
 
 
 def limit_memory(gib: float | None) -> None:
-    """Of address space: GiB beyond what is in use, or no limit."""
-    if sys.platform == "linux":
+    """Limit the address space to the present use plus `gib`. None: no limit."""
+    if gib is not None and sys.platform == "linux":
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        soft = hard if gib is None else used + int(gib * 2**30)
+        soft = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + int(gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
@@ -145,7 +254,7 @@ def one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        Server(*map(int, sys.argv[1:])).run()
-    except ConnectionError:  # the parent has gone without reading everything
-        os._exit(0)
+    setup = json.loads(sys.argv[1])
+    sys.path[:] = setup.pop("path")
+    ForkServer(**setup)
+    os._exit(0)  # without waiting for threads of the user's file

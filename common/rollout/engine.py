@@ -1,17 +1,16 @@
-"""What the engines share: completions in work, their order and seeds, and the form of what they become.
+"""Base class of the engines: requests in flight, their priority and seeds, and their conversion to completions.
 
-An engine is stepped: `submit` puts a completion in, `step` advances those in work and returns those that have ended. It
-can be given other weights in between, and completions that are in work then go on with the new ones: every token knows
+An engine works in turns: `submit` adds a request, `step` advances the running ones and returns those that have ended.
+Weights may change between two turns. Requests in flight then continue under the new weights, and every token records
 the version of the weights that sampled it.
 """
 
 import contextlib
-import heapq
 import random
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, count
 
 import numpy as np
 import torch
@@ -19,45 +18,57 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config.groups import SamplingArgs
-from common.data.packing import Sample
+from common.data.sample import Completion
 from common.model.policy import compute_dtype
 from common.parallel import distributed
 
-SEED_SPACING = 1 << 16  # between the seeds of two prompts: that of a prompt's i-th completion is i more
-SLOTS = 256  # completions sampled at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several times
+SEED_SPACING = 1 << 16  # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
+SLOTS = 256  # requests that run at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several times
 
 
 @dataclass(eq=False)
-class Completion:
-    """A completion that an engine samples. Of weights that change meanwhile it is sampled in pieces: each goes on from
-    the prompt and what is there, with a seed of its own."""
+class Request:
+    """A turn to sample: the engine appends its tokens to `completion`. When the weights change the turn is sampled in
+    pieces, each with a seed of its own."""
 
-    prompt: list[int]
-    limit: int
-    """most tokens"""
+    completion: Completion
+    max_tokens: int
     seed: int
     temperature: float
     """0: greedy"""
-    order: int = 0
-    """those with a smaller number go first, of equal ones the first to be submitted"""
-    goes_on: bool = False
-    """a later turn of an episode"""
-    ids: list[int] = field(default_factory=list)
-    """sampled so far"""
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """of the weights, for each of `ids`"""
-    finish_reason: str = ""
-    """`stop` or `length` when it has ended"""
+    priority: int = 0
+    """smaller numbers run first; requests with the same number run in the order of submission"""
+
+    def __post_init__(self) -> None:
+        self.start = len(self.completion.ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.completion.ids) - self.start
 
     @property
     def piece_seed(self) -> int:
-        """Of the request that goes on from here."""
-        return distributed.fold_seed(self.seed, len(self.ids)) * SEED_SPACING if self.ids else self.seed
+        """Seed of the piece that starts here."""
+        return distributed.fold_seed(self.seed, self.num_sampled) * SEED_SPACING if self.num_sampled else self.seed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the completion has tokens, of this turn or an earlier one."""
+        return len(self.completion.ids) > self.completion.prompt_length
+
+    @property
+    def has_ended(self) -> bool:
+        return self.completion.finish_reason != ""
+
+
+def empty_completion(prompt: list[int]) -> Completion:
+    """Return a completion of `prompt` without tokens."""
+    size = len(prompt)
+    return Completion([*prompt], [False] * size, size, rollout_logprobs=[0.0] * size, versions=[-1] * size)
 
 
 class Engine:
-    """What both engines share."""
+    """Base class of the engines, which implement its last section."""
 
     def __init__(
         self, path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool
@@ -66,15 +77,15 @@ class Engine:
         self.added_ids = set(tokenizer.added_tokens_decoder)
         self.dtype = compute_dtype(args, device)
         self.beside_trainer = trained and not distributed.is_rollout_rank()
-        self.group: dist.ProcessGroup | None = None  # of the ranks that share this engine, if there are others
-        self.place = 0  # of this rank among them
+        self.group: dist.ProcessGroup | None = None  # the ranks that share this engine, if there are several
+        self.group_rank = 0  # this rank's place among them
         self.version = 0  # of the weights
-        self.fresh: list[Completion] = []  # submitted since the last step
-        self.waiting: list[tuple[int, int, Completion]] = []  # a heap
-        self.running: dict[str, Completion] = {}  # by the names of their requests
-        self.ours: set[Completion] = set()  # of those in work, the ones that this rank has submitted
-        self.count = 0
-        self.admits_new = True  # or only what has begun
+        self.submitted: list[Request] = []  # since the last step
+        self.waiting: list[Request] = []  # of all ranks that share this engine
+        self.running: dict[str, Request] = {}  # by name
+        self.own: set[Request] = set()  # requests in flight that this rank submitted
+        self.names = map(str, count())
+        self.admits_new = True  # False: run only requests that have begun
         with untouched_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
             self._start(path)
@@ -82,96 +93,69 @@ class Engine:
                 self.sleep()
         distributed.install_signal_handlers()  # vLLM's imports may have replaced them
 
-    # ---- completions ----
+    # ---- requests ----
 
-    def submit(self, completion: Completion) -> None:
-        """Put a completion in work. It is advanced by `step` and there when `step` has returned it."""
-        self.fresh.append(completion)
+    def submit(self, request: Request) -> None:
+        """Add a request. `step` advances it, and returns it when it has ended."""
+        self.submitted.append(request)
 
-    def step(self) -> list[Completion]:
-        """One turn for as many as there is room for, and those of this rank's that have ended with it. Each gets one
-        token more (all that are missing, where the engine cannot be interrupted). Collective with tensor parallelism.
+    def step(self) -> list[Request]:
+        """Advance as many requests as there are slots for, and return those of this rank that have ended. Each gets one
+        token, or all its tokens from an engine that cannot be interrupted. Collective with tensor parallelism.
 
-        Sampled from softmax(logits / temperature), nothing cut off (temperature 0: greedy); `logprobs` are those of
-        that distribution; an EOS ends a completion and belongs to it.
+        Tokens are sampled from softmax(logits / temperature), without any truncation of the distribution (temperature
+        0: greedy). `logprobs` are those of that distribution. An EOS ends a completion and belongs to it.
         """
-        self.ours.update(self.fresh)
-        for i, share in enumerate(self.together(self.fresh)):
-            for completion in self.fresh if i == self.place else share:
-                self._queue(completion)
-        self.fresh = []
+        self.own.update(self.submitted)
+        for i, requests in enumerate(self.gather_in_engine(self.submitted)):
+            self.waiting += self.submitted if i == self.group_rank else requests
+        self.submitted = []
         with untouched_rng():
-            held = []
-            while self.waiting and len(self.running) < SLOTS:
-                _, number, completion = entry = heapq.heappop(self.waiting)
-                if self.admits_new or completion.goes_on or completion.ids:
-                    self.running[str(number)] = completion
-                    self._begin(str(number), completion)
-                else:
-                    held.append(entry)
-            for entry in held:
-                heapq.heappush(self.waiting, entry)
+            if self.waiting and len(self.running) < SLOTS:
+                self._fill_slots()
             if self.running:
                 self._advance()
-        ended = {name: c for name, c in self.running.items() if c.finish_reason}
-        self.running = {name: c for name, c in self.running.items() if name not in ended}
-        ended_here = [c for c in ended.values() if c in self.ours]
-        self.ours.difference_update(ended_here)
+        ended = [request for request in self.running.values() if request.has_ended]
+        self.running = {name: request for name, request in self.running.items() if not request.has_ended}
+        ended_here = [request for request in ended if request in self.own]
+        self.own.difference_update(ended_here)
         return ended_here
 
     def interrupt(self) -> None:
-        """Those that are running wait, with what they have, until the next step."""
-        running, self.running = self.running, {}
-        self._stop(list(running))
-        for completion in running.values():
-            self._queue(completion)
+        """Stop the running requests, which keep their tokens and wait for the next step."""
+        self._stop(list(self.running))
+        self.waiting += self.running.values()
+        self.running = {}
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
-        """Take the policy's weights, all of them by name. Always before sampling; nothing guesses. What is in work
-        goes on with them. Collective with tensor parallelism."""
+        """Load all policy weights by name. Call before sampling; requests in flight continue under the new weights.
+        Collective with tensor parallelism."""
         self.interrupt()
         self._load(weights)
         self.version = version
 
     def occupancy(self) -> dict[str, float]:
-        """How full the engine is now: completions that are sampled and that wait."""
+        """Return the numbers of requests that are running and waiting."""
         return dict(running=len(self.running), waiting=len(self.waiting))
 
     def generate(
-        self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float, limits: list[int] | None = None
-    ) -> list[list[Sample]]:
-        """`n` completions for each prompt of this rank, in order, with nothing else in work; `seeds` has one seed per
-        prompt, `limits` the most tokens of its completions (default: `--max_new_tokens`). Collective with tensor
-        parallelism."""
-        limits = limits or [self.args.max_new_tokens] * len(prompts)
+        self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float
+    ) -> list[list[Completion]]:
+        """Return `n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt. Nothing else
+        may be in flight. Collective with tensor parallelism."""
+        limit = self.args.max_new_tokens
         groups = [
-            [Completion(prompt, limit, seed * SEED_SPACING + i, temperature) for i in range(n)]
-            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+            [Request(empty_completion(prompt), limit, seed * SEED_SPACING + i, temperature) for i in range(n)]
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        for completion in chain(*groups):
-            self.submit(completion)
-        while self.any_rank(not all(c.finish_reason for c in chain(*groups))):
+        for request in chain(*groups):
+            self.submit(request)
+        while self.any_rank(bool(self.submitted or self.own)):
             self.step()
-        return [[self.sample(c) for c in group] for group in groups]
+        return [[request.completion for request in group] for group in groups]
 
-    def sample(self, completion: Completion) -> Sample:
-        """What a completion that has ended is to those who train on it."""
-        prompt, ids = completion.prompt, completion.ids
-        # What ends a turn is none of the text; not every tokenizer marks it as special.
-        said = ids[:-1] if ids[-1] in self.eos_ids and ids[-1] in self.added_ids else ids
-        return Sample(
-            ids=prompt + ids,
-            loss_mask=[False] * len(prompt) + [True] * len(ids),
-            rollout_logprobs=[0.0] * len(prompt) + completion.logprobs,
-            versions=[-1] * len(prompt) + completion.versions,
-            version=min(completion.versions),
-            prompt_length=len(prompt),
-            finish_reason=completion.finish_reason,
-            text=self.tokenizer.decode(said, skip_special_tokens=True),
-        )
-
-    def together(self, value: object) -> list:
-        """`value` of every rank that shares this engine. Collective over them; for small things: it pickles."""
+    def gather_in_engine(self, value: object) -> list:
+        """Return `value` of every rank that shares this engine. Collective over them. For small values: it pickles."""
         if self.group is None:
             return [value]
         values: list = [None] * dist.get_world_size(self.group)
@@ -179,59 +163,67 @@ class Engine:
         return values
 
     def any_rank(self, value: bool) -> bool:
-        """Whether it is true of any rank that shares this engine: what is collective must not end before. Collective
-        over them."""
-        return any(self.together(value))
+        """Return whether `value` is true on any rank of this engine, so that all of them leave a collective loop
+        together. Collective over them."""
+        return any(self.gather_in_engine(value))
 
-    def _queue(self, completion: Completion) -> None:
-        self.count += 1
-        heapq.heappush(self.waiting, (completion.order, self.count, completion))
-
-    def _said(self, completion: Completion, ids: list[int], logprobs: list[float], finish_reason: str | None) -> None:
-        """More of a completion, by the present weights."""
+    def append_output(self, request: Request, ids: list[int], logprobs: list[float], finish_reason: str | None) -> None:
+        """Append tokens that the present weights sampled to a running request."""
+        completion = request.completion
         completion.ids += ids
-        completion.logprobs += logprobs
+        completion.loss_mask += [True] * len(ids)
+        completion.rollout_logprobs += logprobs
         completion.versions += [self.version] * len(ids)
-        completion.finish_reason = finish_reason or ""
+        if finish_reason:
+            completion.finish_reason, turn = finish_reason, completion.ids[request.start :]
+            # The token that ends a turn is not part of the text; not every tokenizer marks it as special.
+            text_ids = turn[:-1] if turn[-1] in self.eos_ids and turn[-1] in self.added_ids else turn
+            completion.text = self.tokenizer.decode(text_ids, skip_special_tokens=True)
 
-    # ---- what the engines do ----
+    def _fill_slots(self) -> None:
+        """Begin waiting requests by priority."""
+        self.waiting.sort(key=lambda request: request.priority)  # stable
+        admitted = [request for request in self.waiting if self.admits_new or request.has_begun]
+        for request in admitted[: SLOTS - len(self.running)]:
+            name = next(self.names)
+            self.running[name] = request
+            self._begin(name, request)
+        running = set(self.running.values())
+        self.waiting = [request for request in self.waiting if request not in running]
+
+    # ---- implemented by each engine ----
 
     def _start(self, path: str) -> None:
         raise NotImplementedError
 
-    def _begin(self, name: str, completion: Completion) -> None:
-        """A request for what is missing of a completion."""
+    def _begin(self, name: str, request: Request) -> None:
+        """Start sampling the missing tokens of a request."""
 
     def _advance(self) -> None:
-        """One turn of all that are running."""
+        """Advance all running requests by one turn, with `append_output`."""
         raise NotImplementedError
 
     def _stop(self, names: list[str]) -> None:
-        """No more of these requests."""
+        """Stop sampling for these requests."""
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Give memory to the trainer, where the engine can; nothing may be running."""
+        """Release memory for the trainer, if the engine can. Nothing may be running."""
 
     def wake(self) -> None:
-        """Take it back. `load_weights` must follow before `step`."""
+        """Reclaim the memory released by `sleep`. `load_weights` must follow before `step`."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""
 
 
 @contextlib.contextmanager
-def untouched_rng():
-    """Starting an engine and sampling draw from the global generators; the trainer must not notice."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    try:
+def untouched_rng() -> Iterator[None]:
+    """Restore the global random generators, from which engines draw at start and while sampling."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+    np.random.set_state(numpy_state)
+    random.setstate(python_state)

@@ -1,14 +1,9 @@
-"""The engine that samples completions from the policy being trained, and the weights it is given.
+"""Construction of the engine that samples from the policy, and the weights that it loads.
 
-`make_engine` returns a vLLM engine (one per rank, or per tensor-parallel group), or where vLLM is not installed a
-short one over transformers. Both have `submit`, `step`, `load_weights`, `sleep`, `wake` and `close`. `colocated.py`
-drives it on the ranks that train:
+An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed, transformers. A training
+rank samples in this order; a rollout rank never sleeps:
 
-    engine.wake(); engine.load_weights(whole_weights(model, engine.dtype)); engine.step() ...; engine.sleep()
-
-and `remote.py` on ranks that only generate, where it never sleeps.
-
-Completions do not depend on the number of ranks: every completion has a seed of its own.
+    engine.wake(); engine.load_weights(whole_weights(policy, engine.dtype), version); engine.step() ...; engine.sleep()
 """
 
 import importlib.util
@@ -29,14 +24,14 @@ from common.rollout.engine import Engine
 def make_engine(
     path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool = True
 ) -> Engine:
-    """The engine `--engine` asks for, loaded with the checkpoint in folder `path`. Call after `load_policy`. It sleeps
-    until it is given weights or, if no model is `trained`, is awake with those of the checkpoint.
+    """Return the engine of `--engine` with the checkpoint in folder `path`. Call after `load_policy`. It sleeps until
+    `wake` and `load_weights`; if no model is `trained`, it is awake with the weights of the checkpoint.
 
-    Raises `ValueError` for `--engine vllm` without vLLM or a tensor-parallel size that vLLM refuses.
+    Raises `ValueError` for `--engine vllm` without vLLM, or a model or tensor-parallel size that vLLM refuses.
     """
     installed = importlib.util.find_spec("vllm") is not None
     if args.engine == "vllm" and not installed:
-        raise ValueError("--engine vllm: vllm is not installed; --engine transformers is the slower fallback")
+        raise ValueError("--engine vllm: vllm is not installed; use --engine transformers, which is slower")
     if args.engine == "transformers" or not installed:
         if args.tensor_parallel_size > 1:
             raise ValueError("--tensor_parallel_size needs --engine vllm")
@@ -51,22 +46,22 @@ def make_engine(
 
 
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the policy, whole, in one order on every rank (gathering is collective).
+    """Yield every weight of the policy, whole, by name, in the same order on every rank. Collective.
 
-    FSDP's own all-gather, one transformer block at a time and in the compute dtype: no more than two blocks are ever
-    whole. Copies, because vLLM holds on to them until a layer is complete. `remove_duplicate=False` names a tied
-    head too: without it the engine would keep its old head and never say so.
+    FSDP gathers one transformer block at a time in the compute dtype, so at most two blocks are whole at once. The
+    weights are copies, because vLLM keeps references to them until a layer is complete. `remove_duplicate=False` also
+    yields a tied head: without it the engine would silently keep its old head.
     """
     prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
     units = [model, *prefixes]
     for unit in units:
-        unit.reshard()  # it may still be whole, with older values, after a forward without backward
+        unit.reshard()  # after a forward without a backward it may still hold older whole weights
     for unit, following in pairwise([*units, None]):
-        unit.unshard()  # waits for what the last turn has begun
+        unit.unshard()  # waits for the gather that the previous turn has begun
         if following is not None:
-            following.unshard(async_op=True)  # on its way while the engine takes this one
+            following.unshard(async_op=True)  # overlaps with the engine's loading of this unit
         for name, weight in unit.named_parameters(remove_duplicate=False):
-            if isinstance(weight, DTensor) or ".lora_" in name:  # of another unit, still sharded; in the weight
+            if isinstance(weight, DTensor) or ".lora_" in name:  # sharded: of another unit; LoRA: merged below
                 continue
             layer = unit.get_submodule(name.rpartition(".")[0])
             if isinstance(layer, LoRALinear) and weight is layer.weight:

@@ -1,20 +1,20 @@
-"""Environments: what answers the model between its turns.
+"""Environments, which answer the model between its turns, and the three that are built in.
 
-An environment is a class without arguments to its constructor; each episode has an object of its own:
+An environment is a class whose constructor takes no arguments. Each episode has an object of its own:
 
-    reset(example: dict) -> messages                   of a data row: what the model is asked, the same every time
-    step(completion: str) -> messages, reward, done    of one turn of the model's: what it is told then
+    reset(example: dict) -> messages                   the prompt of a data row, the same every time
+    step(completion: str) -> messages, reward, done    the answer to one turn of the model
 
-Messages are a chat's, `{"role": ..., "content": ...}`. The rewards of an episode's turns add up to what
-`--reward environment` is. `common/rollout/episodes.py` plays them.
-
-Three are built in, each with a task of the same name for `--dataset` (common/data/tasks.py).
+Messages are `{"role": ..., "content": ...}`, as in a chat. `--reward environment` is the sum of the rewards of the
+turns. `common/rollout/episodes.py` plays the episodes. Each built-in environment has a task of the same name for
+`--dataset` (common/data/tasks.py).
 """
 
 import re
 from collections.abc import Callable
 from typing import Protocol
 
+from common.data.tasks import MOVES, SOLVED_BOARD, draw_board, move_hole
 from common.rewards.functions import arithmetic, to_number
 from common.rewards.user_code import load_callable
 
@@ -28,7 +28,7 @@ class Environment(Protocol):
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
-    """A built-in environment, or `path/to/file.py:Class`. Raises `ValueError` naming what is wrong."""
+    """Return a built-in environment, or `path/to/file.py:Class`. Raises `ValueError` for anything else."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if ":" not in name:
@@ -40,13 +40,13 @@ def load_environment(name: str) -> Callable[[], Environment]:
 
 
 def asked(example: dict) -> list[Message]:
-    """The `prompt` column as messages."""
+    """Return the `prompt` column as messages."""
     prompt = example["prompt"]
     return prompt if isinstance(prompt, list) else [dict(role="user", content=prompt)]
 
 
 class Calculator:
-    """`<calc>expression</calc>` is answered with `expression=value`; a turn without a call is the final answer.
+    """Calculator: answers `<calc>expression</calc>` with `expression=value`. A turn without a call is the final answer.
 
     Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
     """
@@ -68,9 +68,9 @@ class Calculator:
 
 
 class GuessNumber:
-    """A number is to be found; each guess is answered with higher or lower.
+    """Secret number: answers each guess with higher or lower.
 
-    Columns: `prompt`, `number`. Reward: 1 when it is found.
+    Columns: `prompt`, `number`. Reward: 1 for the right guess.
     """
 
     def reset(self, example: dict) -> list[Message]:
@@ -87,42 +87,26 @@ class GuessNumber:
 
 
 class SlidingPuzzle:
-    """Nine places, eight tiles: a turn names the way the hole moves, up, down, left or right, until the tiles are in
-    order and the hole is last.
+    """Puzzle of eight tiles in nine places: a turn moves the hole up, down, left or right, until the tiles are in order
+    and the hole is last.
 
-    Columns: `prompt`, `board` (nine digits, row by row, 0 is the hole). Reward: 1 when it is solved.
+    Columns: `prompt`, `board` (nine digits, row by row, 0 is the hole). Reward: 1 for the solution.
     """
-
-    SOLVED, MOVES = "123456780", {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
     def reset(self, example: dict) -> list[Message]:
         self.board = str(example["board"])
         return asked(example)
 
     def step(self, completion: str) -> tuple[list[Message], float, bool]:
-        words = re.findall("|".join(self.MOVES), completion.lower())
-        moved = self.move(self.board, words[-1]) if words else None
+        words = re.findall("|".join(MOVES), completion.lower())
+        moved = move_hole(self.board, words[-1]) if words else None
         if moved is None:
             told = "against the edge" if words else "up, down, left or right"
             return [dict(role="user", content=told)], 0.0, False
         self.board = moved
-        if moved == self.SOLVED:
+        if moved == SOLVED_BOARD:
             return [], 1.0, True
-        return [dict(role="user", content=self.drawn(moved))], 0.0, False
-
-    @classmethod
-    def move(cls, board: str, way: str) -> str | None:
-        """The board after the hole has moved, None at the edge."""
-        hole, (down, right) = board.index("0"), cls.MOVES[way]
-        row, column = hole // 3 + down, hole % 3 + right
-        if not (0 <= row < 3 and 0 <= column < 3):
-            return None
-        tile = board[3 * row + column]
-        return board.translate(str.maketrans({"0": tile, tile: "0"}))
-
-    @staticmethod
-    def drawn(board: str) -> str:
-        return "\n".join(board[i : i + 3] for i in (0, 3, 6)).replace("0", "_")
+        return [dict(role="user", content=draw_board(moved))], 0.0, False
 
 
 ENVIRONMENTS = dict(calculator=Calculator, guess_number=GuessNumber, sliding_puzzle=SlidingPuzzle)

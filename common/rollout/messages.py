@@ -1,108 +1,107 @@
-"""What training and rollout ranks say to each other, and how: messages by gloo, weights by broadcast."""
+"""Messages between training and rollout ranks, pickled, over gloo; and the group in which weights are broadcast."""
 
 import pickle
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from common.config.groups import OnlineArgs
+from common.metrics.meter import Meter
 from common.parallel import distributed
-from common.rollout.episodes import Group
-from common.rollout.sampler import Prompt
+from common.rollout.episodes import Group, PromptRequest
 
 
 @dataclass
-class Work:
-    """Rank 0 to the rollout ranks: complete these prompts."""
+class NewPrompts:
+    """From rank 0 to rollout ranks: prompts to complete."""
 
-    prompts: list[Prompt]
+    requests: list[PromptRequest]
 
 
 @dataclass
 class NewWeights:
-    """Rank 0 to the rollout ranks: every weight follows, in this order."""
+    """From rank 0 to rollout ranks: the broadcast of all weights follows, in this order."""
 
     version: int
     names_and_shapes: list[tuple[str, torch.Size]]
 
 
 @dataclass
-class Ready:
-    """A rollout rank to all training ranks: the weights may come."""
+class ReadyForWeights:
+    """From a rollout rank to all training ranks: the broadcast may begin."""
 
-    load: dict[str, tuple[float, float]]
-    """as in `Done`, to one of them; nothing to the others"""
+    load: Meter
+    """metrics of the rollout rank since its last message"""
 
 
 @dataclass
-class Done:
-    """A rollout rank to a training rank: the completions of some of its prompts, by their numbers."""
+class CompleteGroups:
+    """From a rollout rank to a training rank: completions of some of its prompts."""
 
     groups: dict[int, Group]
+    """by the number of the prompt"""
     stop: bool
-    """whether the rollout rank was told to stop"""
-    load: dict[str, tuple[float, float]]
-    """what the rollout rank measured of itself since it last said so: sums and weights"""
+    """whether the rollout rank received a signal to stop"""
+    load: Meter
+    """metrics of the rollout rank since its last message"""
 
 
-def worker(number: int) -> int:
-    """The rollout rank that completes the prompt of this number."""
+def generating_rank(number: int) -> int:
+    """Return the rollout rank that completes the prompt with this number."""
     return distributed.rollout_ranks[number % len(distributed.rollout_ranks)]
 
 
 def leaders(args: OnlineArgs) -> range:
-    """The rollout ranks that are written to: the first of those that share an engine, for all of them."""
+    """Return the rollout ranks that receive messages: the first rank of each engine, for all its ranks."""
     return distributed.rollout_ranks[:: args.tensor_parallel_size]
 
 
 class Mail:
-    """Messages between training and rollout ranks, pickled, over gloo. A thread sends, and one for each sender
-    receives: nobody waits for the other side's work. They also notice at once when a rank of the other side dies, and
-    then end this one."""
+    """Messages to and from the ranks of the other role.
+
+    One thread sends, and one thread per sender receives, so that no rank waits for the other role. If a rank of the
+    other role dies, a thread ends this process.
+    """
 
     def __init__(self, receive: Callable[[object], None] | None = None) -> None:
-        """`receive` is called in those threads with each message; without it they go to the inbox."""
-        everyone = [*distributed.training_ranks, *distributed.rollout_ranks]
-        self.link = distributed.link("mail", everyone, torch.device("cpu"))
+        """`receive` is called with each message in the receiving threads; by default messages go to `inbox`."""
+        all_ranks = [*distributed.training_ranks, *distributed.rollout_ranks]
+        self.link = distributed.link("mail", all_ranks, torch.device("cpu"))
         self.inbox: queue.Queue = queue.Queue()
         self.receive = receive or self.inbox.put
         senders = distributed.training_ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
-        self.outbox: queue.Queue = queue.Queue()
-        threading.Thread(target=self._deliver, daemon=True).start()
+        self.sender = ThreadPoolExecutor(1)  # sends in the order of the calls
         self.threads = [threading.Thread(target=self._listen, args=(sender,), daemon=True) for sender in senders]
         for thread in self.threads:
             thread.start()
 
     def send(self, message: object, receiver: int) -> None:
-        """In the order of the calls; the message must stay as it is."""
-        self.outbox.put((message, receiver))
+        """Send a message and return at once."""
+        self.sender.submit(self._deliver, bytearray(pickle.dumps(message)), receiver)
 
     def flush(self) -> None:
-        """Until all is delivered."""
-        self.outbox.join()
+        """Wait until all messages are delivered. No other may follow."""
+        self.sender.shutdown()
 
-    def _deliver(self) -> None:
-        while True:
-            message, receiver = self.outbox.get()
-            data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-            try:
-                self.link.send([torch.tensor([len(data)])], receiver, 0).wait()
-                self.link.send([data], receiver, 0).wait()
-            except RuntimeError as error:
-                distributed.fail_in_thread(_gone(receiver, error))
-            self.outbox.task_done()
+    def _deliver(self, message: bytearray, receiver: int) -> None:
+        try:
+            self.link.send([torch.tensor([len(message)])], receiver, 0).wait()
+            self.link.send([torch.frombuffer(message, dtype=torch.uint8)], receiver, 0).wait()
+        except RuntimeError as error:
+            distributed.fail_in_thread(_rank_is_gone(receiver, error))
 
     def _listen(self, sender: int) -> None:
-        """Until it sends None. What goes wrong here nobody else would see."""
+        """Receive messages until None. Report exceptions: no caller waits for this thread."""
         message = self
         try:
             while message is not None:
                 message = self._next(sender)
                 self.receive(message)
-        except Exception as error:
+        except Exception as error:  # a bug, or a rank that is gone: without this the run would hang
             distributed.fail_in_thread(error)
 
     def _next(self, sender: int) -> object:
@@ -112,22 +111,22 @@ class Mail:
             data = torch.empty(int(size), dtype=torch.uint8)
             self.link.recv([data], sender, 0).wait()
         except RuntimeError as error:
-            raise _gone(sender, error) from error
+            raise _rank_is_gone(sender, error) from error
         return pickle.loads(data.numpy())
 
 
-def _gone(rank: int, error: RuntimeError) -> distributed.RunError:
-    """What gloo says of a rank that has died: connection closed, or reset, by peer."""
-    kind = "training" if rank in distributed.training_ranks else "rollout"
-    return distributed.RunError(f"{kind} rank {rank} is gone: {distributed.what_gloo_says(error)}")
+def _rank_is_gone(rank: int, error: RuntimeError) -> distributed.RunError:
+    """Return the error for a rank that has died; gloo reports a connection closed, or reset, by peer."""
+    role = "training" if rank in distributed.training_ranks else "rollout"
+    return distributed.RunError(f"{role} rank {rank} is gone: {distributed.gloo_message(error)}")
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
-    """The group that weights are broadcast in: rank 0, which sees them whole, and all rollout ranks."""
+    """Return the group in which weights are broadcast: rank 0, which gathers them, and all rollout ranks."""
     return distributed.link("weights", [0, *distributed.rollout_ranks], device)
 
 
 def close_link(link: torch.distributed.ProcessGroup | None) -> None:
-    """NCCL complains of groups that are open at exit; gloo's close by themselves."""
+    """Close an NCCL group, which otherwise warns at exit. A gloo group closes itself."""
     if link is not None and link.name() == "nccl":
         link.abort()

@@ -1,4 +1,4 @@
-"""Rows -> prompts for the scripts that sample: where they come from, and as token ids."""
+"""Rows -> prompts as token ids, for the scripts that sample."""
 
 import copy
 import re
@@ -12,63 +12,12 @@ from common.data.encode import Encoder
 from common.data.rows import PROMPT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
 from common.parallel import distributed
 from common.rewards.registry import row_check
-from common.rollout.environments import load_environment
-
-
-def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
-    """The columns that prompts come from: as `PROMPT_COLUMNS` has them or, with `--prompt_template` or
-    `--environment`, a column `_prompt`. Raises `ValueError` for columns that the data lacks."""
-    if args.environment is not None or args.prompt_template is not None:
-        return ("_prompt",)
-    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
-
-
-def asking(args: SamplingArgs) -> Callable[[dict], None]:
-    """What puts the column `_prompt` into a row, with `--prompt_template` or `--environment`. It raises `ValueError`
-    naming the row if that lacks a column, or the environment does not take it."""
-    if args.environment is not None:
-        environment = load_environment(args.environment)
-
-        def ask(row: dict) -> None:
-            where = f"{row['_source']}: --environment {args.environment}"
-            try:
-                row["_prompt"] = environment().reset(copy.deepcopy(row))
-            except (Exception, SystemExit) as error:  # whatever a user's code raises, it is named
-                what = f"{type(error).__name__}: {distributed.first_line(error)}"
-                raise ValueError(f"{where} fails in reset: {what}") from error
-            if not (isinstance(row["_prompt"], list) and row["_prompt"] and all(map(is_message, row["_prompt"]))):
-                raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
-
-        return ask
-    if (template := args.prompt_template) is None:
-        return lambda row: None
-    columns = [re.split(r"[.\[]", field)[0] for field in fields_of(template)]
-
-    def write(row: dict) -> None:
-        if missing := [column for column in columns if row.get(column) is None]:
-            raise ValueError(f"{row['_source']}: --prompt_template: no column {missing[0]}")
-        try:
-            row["_prompt"] = template.format_map(row)
-        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ValueError(f"{row['_source']}: --prompt_template: {distributed.first_line(error)}") from error
-
-    return write
-
-
-def fields_of(template: str) -> list[str]:
-    """What stands in the braces. Raises `ValueError` if they do not match, or are empty."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ValueError(f"--prompt_template: {error}") from error
-    if "" in fields:
-        raise ValueError("--prompt_template: {} names no column")
-    return fields
+from common.rollout.environments import Message, load_environment
 
 
 @dataclass
 class Prompts:
-    """What an online script samples from: token ids, and the data row of each, for environments and rewards."""
+    """Prompts as token ids, and the data row of each for environments and rewards."""
 
     ids: list[list[int]]
     rows: list[dict]
@@ -78,34 +27,45 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __getitem__(self, i: int) -> tuple[list[int], dict]:
+        return self.ids[i], self.rows[i]
+
     def __str__(self) -> str:
         return f"{len(self)} prompts ({self.dropped} too long)"
 
 
 def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, Prompts]:
-    """The prompts of the training rows and the held-out ones, each with room for `--max_new_tokens` in the context.
-
-    Raises `ValueError` naming the flag or the row.
-    """
-    row_check(args)  # knows the names of rewards, before anything slow
-    rows, held_out = train_and_eval_rows(args)
+    """Return the prompts of the training rows and of the held-out ones, each with room for `--max_new_tokens` in the
+    context. Raises `ValueError` naming the flag or the row."""
+    row_check(args)  # finds unknown names of rewards before anything slow
+    rows, held_out_rows = train_and_eval_rows(args)
     columns, encoder = prompt_columns(args, rows), Encoder(tokenizer, args)
     room = context - args.max_new_tokens
-    prompts, asked = (encode_prompts(these, columns, encoder, room, args) for these in (rows, held_out))
-    require_held_out(held_out, asked.rows, f", {asked.dropped} are too long: see --max_new_tokens and --pack_tokens")
-    return prompts, asked
+    prompts, held_out = (encode_prompts(these, columns, encoder, room, args) for these in (rows, held_out_rows))
+    too_long = f", {held_out.dropped} are too long: see --max_new_tokens and --pack_tokens"
+    require_held_out(held_out_rows, held_out.rows, too_long)
+    return prompts, held_out
+
+
+def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
+    """Return the columns that prompts are made from: those of `PROMPT_COLUMNS` that the data has or, with
+    `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for columns that the data lacks."""
+    if args.environment is not None or args.prompt_template is not None:
+        return ("_prompt",)
+    return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
 
 
 def encode_prompts(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: SamplingArgs
 ) -> Prompts:
-    """Prompts of at most `room` tokens. Raises `ValueError` for a longer one with `--overlong_prompts error`, unless
-    bad rows are skipped, and if no row is left. Those that a reward cannot be computed of are skipped with them; else
-    `Rewards` names the first."""
-    ask, check = asking(args), row_check(args) if args.on_bad_row == "skip" else None
+    """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows that a reward cannot
+    use are left out too; else `Rewards` names the first. Raises `ValueError` for a longer prompt with
+    `--overlong_prompts error`, unless bad rows are skipped, and if no row is left."""
+    make_prompt, check = prompt_maker(args), row_check(args) if args.on_bad_row == "skip" else None
 
     def encode(row: dict) -> list[int]:
-        ask(row)
+        if make_prompt is not None:
+            row["_prompt"] = make_prompt(row)
         if check is not None:
             check(row)
         if not (prompt := encoder.prompt(row, columns)):
@@ -120,10 +80,54 @@ def encode_prompts(
     for row, prompt in found:
         if len(prompt) > room and args.overlong_prompts == "error" and args.on_bad_row == "error":
             raise ValueError(
-                f"{row['_source']}: a prompt of {len(prompt)} tokens, the context (or --pack_tokens) has {room} beside "
+                f"{row['_source']}: the prompt has {len(prompt)} tokens, the context (or --pack_tokens) {room} beside "
                 f"--max_new_tokens {args.max_new_tokens}; --overlong_prompts drop leaves such rows out"
             )
     kept = [(prompt, row) for row, prompt in found if len(prompt) <= room]
     if rows and not kept:
         raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
     return Prompts([prompt for prompt, _ in kept], [row for _, row in kept], len(found) - len(kept))
+
+
+def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[Message]] | None:
+    """Return the function row -> prompt of `--environment` or `--prompt_template`; None without them. It raises
+    `ValueError` naming the row that the environment or the template cannot use."""
+    if args.environment is not None:
+        environment = load_environment(args.environment)
+        return lambda row: _first_messages(environment, row, f"{row['_source']}: --environment {args.environment}")
+    if args.prompt_template is not None:
+        columns = template_columns(args.prompt_template)
+        return lambda row: _fill_template(args.prompt_template, columns, row)
+    return None
+
+
+def _first_messages(environment: Callable, row: dict, where: str) -> list[Message]:
+    try:
+        messages = environment().reset(copy.deepcopy(row))
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        what = f"{type(error).__name__}: {distributed.first_line(error)}"
+        raise ValueError(f"{where} fails in reset: {what}") from error
+    if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
+        raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
+    return messages
+
+
+def _fill_template(template: str, columns: list[str], row: dict) -> str:
+    where = f"{row['_source']}: --prompt_template"
+    if missing := [column for column in columns if row.get(column) is None]:
+        raise ValueError(f"{where}: no column {missing[0]}")
+    try:
+        return template.format_map(row)
+    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ValueError(f"{where}: {distributed.first_line(error)}") from error
+
+
+def template_columns(template: str) -> list[str]:
+    """Return the columns named in braces. Raises `ValueError` if braces do not match or are empty."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"--prompt_template: {error}") from error
+    if "" in fields:
+        raise ValueError("--prompt_template: {} names no column")
+    return [re.split(r"[.\[]", field)[0] for field in fields]

@@ -1,13 +1,11 @@
-"""Generating and training at the same time, on different ranks (Noukhovitch et al. 2024, arXiv:2410.18252).
+"""Sampling on dedicated rollout ranks while the other ranks train (Noukhovitch et al. 2024, arXiv:2410.18252).
 
-`submit` sends prompts to the rollout ranks, which are in `serve`: a step's, and those of up to `--max_staleness` steps
-beyond it. Each rollout rank has its own share of them in work, all the time, as many as its engine has room for, and
-sends a prompt's completions to the rank that will learn from them when they are there. `collect` waits for what it
-needs.
+The training ranks send the prompts of a step and of up to `--max_staleness` further steps to the rollout ranks, which
+run `serve`. Each rollout rank always has its share of them in flight and sends each complete group to the rank that
+will train on it. A rollout waits for the groups that it needs.
 
-Weights have the number of finished steps as their version. `collect` first hands over those of now: the rollout ranks
-stop after the token they are at, or with `--partial_rollouts false` after the completions they are at, take them, and
-go on.
+The version of weights is the number of finished steps. A rollout first sends the present weights. The rollout ranks
+interrupt their completions, or with `--partial_rollouts false` finish them, load the weights and go on.
 """
 
 import queue
@@ -25,215 +23,222 @@ from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
+from common.rollout.engine import Engine
 from common.rollout.engines import make_engine, whole_weights
-from common.rollout.episodes import Episodes
-from common.rollout.messages import Done, Mail, NewWeights, Ready, Work, close_link, leaders, weights_link, worker
+from common.rollout.episodes import Episodes, Group, PromptRequest
+from common.rollout.messages import (
+    CompleteGroups,
+    Mail,
+    NewPrompts,
+    NewWeights,
+    ReadyForWeights,
+    close_link,
+    generating_rank,
+    leaders,
+    weights_link,
+)
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import Group, Prompt, Rollouts
+from common.rollout.sampler import LocalSampler, Sampler
 
-PARTS = 4  # of a step's prompts: reward models are asked about each when it is complete
-
-
-def make_rollouts(
-    model: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards | None = None
-) -> Rollouts:
-    """Completions of `prompts` by `model`, by this process or by the rollout ranks, and their `rewards` begun. Call it
-    on every rank that trains.
-
-    Raises `ValueError` for an engine that cannot be had.
-    """
-    return (RemoteRollouts if args.rollout_ranks else Rollouts)(model, prompts, args, tokenizer, device, rewards)
+PARTS = 4  # parts of a step's prompts: reward models score each part when it is complete
 
 
-class RemoteRollouts(Rollouts):
-    """Completions from the rollout ranks. Rank 0 speaks to them; they answer every training rank."""
+def make_sampler(
+    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards
+) -> Sampler:
+    """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete groups. Call on every
+    training rank. Raises `ValueError` for an engine that is not available."""
+    kind = RemoteSampler if args.rollout_ranks else LocalSampler
+    return kind(policy, prompts, args, tokenizer, device, rewards)
 
-    def _start(self, tokenizer) -> None:
-        # What a step may leave to the next one is as old as what would else be begun a step earlier.
-        self.ahead = self.args.max_staleness - (self.args.oversample > 1)
-        self.dtype = compute_dtype(self.args, self.device)
-        self.mail = Mail(self._receive)  # waits for the rollout ranks; the signals are still the system's
-        self.link = weights_link(self.device) if self.rank == 0 else None
+
+class RemoteSampler(Sampler):
+    """Sampler on the rollout ranks. Rank 0 sends them prompts and weights; they send groups to every training rank."""
+
+    def __init__(
+        self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards
+    ):
+        # With --oversample a step leaves prompts in flight, as old as those that are begun one step ahead without it.
+        super().__init__(policy, prompts, args, rewards, prefetch_steps=args.max_staleness - (args.oversample > 1))
+        self.dtype = compute_dtype(args, device)
+        self.mail = Mail(self._receive)  # waits for the rollout ranks: until then signals end the process
+        self.link = weights_link(device) if self.queue.rank == 0 else None
         distributed.install_signal_handlers()
-        self.names_and_shapes = [(name, w.shape) for name, w in whole_weights(self.model, self.dtype)]
+        self.names_and_shapes = [(name, weight.shape) for name, weight in whole_weights(policy, self.dtype)]
+        self.rows: dict[int, dict] = {}  # of this rank's prompts in flight
         self.sent_version: int | None = None
-        self.unsent: list[Prompt] = []  # which wait for weights that they may begin with
         self.ready = 0  # rollout ranks that wait for weights
-        self.loads: list[dict[str, tuple[float, float]]] = []  # of rollout ranks
-        self.collected_at, self.waited = time.perf_counter(), 0.0  # seconds since then, for rollout ranks
+        self.load = Meter()  # from the rollout ranks, since the last rollout
+        self.waited, self.last_rollout = 0.0, time.perf_counter()  # seconds of waiting since then
 
     def __str__(self) -> str:
-        return f"{len(distributed.rollout_ranks)} more that generate (staleness up to {self.args.max_staleness})"
+        return f"{len(distributed.rollout_ranks)} rollout ranks (staleness up to {self.args.max_staleness})"
 
-    def _ask(self, prompts: list[Prompt]) -> None:
-        self.rows |= {prompt.number: prompt.row for prompt in prompts if self._is_mine(prompt.number)}
-        self.unsent += prompts
-
-    def _send(self, step: int, meter: Meter) -> None:
-        """The weights of now, and what may begin with them."""
-        if self.sent_version != step:
-            self._give_weights(step, meter)
-        if not self.args.environment:
-            self.unsent = [replace(prompt, row={}) for prompt in self.unsent]
-        for leader in leaders(self.args):
-            theirs = range(leader, leader + self.args.tensor_parallel_size)
-            self._tell(leader, Work([prompt for prompt in self.unsent if worker(prompt.number) in theirs]))
-        self.unsent = []
-
-    def _tell(self, rollout_rank: int, message: object) -> None:
-        if self.rank == 0:
-            self.mail.send(message, rollout_rank)
-
-    def _receive(self, message: Ready | Done | None) -> None:
-        """In the threads of the mail."""
-        for number, group in message.groups.items() if isinstance(message, Done) else ():
-            self._arrived(number, group)
-        self.mail.inbox.put(message)
-
-    def _wait(self, until: Callable[[], bool], meter: Meter) -> None:
-        """For messages of the rollout ranks."""
-        began = time.perf_counter()
-        with meter.time("rollout"):
-            while not until():
-                message = self.mail.inbox.get()
-                if isinstance(message, Ready):
-                    self.ready += 1
-                elif isinstance(message, Done):
-                    self.done |= message.groups
-                    if message.stop:
-                        distributed.tell_to_stop()
-                self.loads.append(message.load)
-        self.waited += time.perf_counter() - began
-
-    def _give_weights(self, step: int, meter: Meter) -> None:
-        for leader in leaders(self.args):
-            self._tell(leader, NewWeights(step, self.names_and_shapes))
-        self._wait(lambda: self.ready == len(distributed.rollout_ranks), meter)
-        with meter.time("sync"):
-            for _, weight in whole_weights(self.model, self.dtype):
-                if self.link is not None:
-                    self.link.broadcast(weight, 0).wait()
-        self.ready, self.sent_version = 0, step
-
-    def _sample(self, step: int, meter: Meter) -> None:
-        self._send(step, meter)
-        # In parts they are packed otherwise: without staleness every bit is that of the colocated run.
-        if self.rewards is not None and self.rewards.collective and self.args.max_staleness > 0:
-            self._ask_models_meanwhile(meter)
-        self._wait(lambda: self._chosen(step) is not None, meter)
+    def rollout(self, step: int, total_steps: int, meter: Meter, size: int | None = None) -> list[Group] | None:
+        self._send(self._draw(step, total_steps, size), step, meter)
+        # Groups that are scored together are packed together. Without staleness all bits equal those of a run without
+        # rollout ranks, so all groups of the step are scored at once.
+        if self.rewards.collective and self.args.max_staleness > 0:
+            for part in range(1, PARTS):
+                self._wait(lambda part=part: self.queue.fraction_complete(self.groups) >= part / PARTS, meter)
+                with meter.time("reward"):
+                    self.rewards.ask_models(list(self.groups.values()))
+        self._wait(self._is_ready, meter)
         now = time.perf_counter()
-        meter.mean("idle/training_ranks", self.waited, now - self.collected_at)
-        self.collected_at, self.waited = now, 0.0
-        for load in self.loads:
-            for name, (total, weight) in load.items():
-                meter.mean(name, total, weight)
-        self.loads = []
+        meter.mean("idle/training_ranks", self.waited, now - self.last_rollout)
+        meter.add(self.load)
+        self.load, self.waited, self.last_rollout = Meter(), 0.0, now
+        return self._take(step, meter)
 
-    def _ask_models_meanwhile(self, meter: Meter) -> None:
-        """What reward models say of what is complete, while the rest is sampled. Collective: all ranks ask as often."""
-        for part in range(1, PARTS):
-            self._wait(lambda part=part: self._has_part(part), meter)
-            with meter.time("reward"):
-                self.rewards.ask_models(list(self.done.values()))
-
-    def _has_part(self, part: int) -> bool:
-        _, complete, count = self._progress()
-        return PARTS * len(complete) >= part * count
-
-    def _sample_all(self, step: int, numbers: list[int]) -> None:
-        self._send(step, meter := Meter())
-        self._wait(lambda: all(number in self.done for number in numbers), meter)
+    def sample_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
+        requests, meter = self._urgent(prompts, seeds, n, temperature), Meter()
+        numbers = [request.number for request in requests if self.queue.is_here(request.number)]
+        self._send(requests, step, meter)
+        self._wait(lambda: self.groups.keys() >= set(numbers), meter)
+        return [self.groups.pop(number) for number in numbers]
 
     def close(self) -> None:
         for rollout_rank in distributed.rollout_ranks:
-            self._tell(rollout_rank, None)
+            self._send_to(rollout_rank, None)
         self.mail.flush()
         for thread in self.mail.threads:
             thread.join()
         close_link(self.link)
 
+    def _send(self, requests: list[PromptRequest], step: int, meter: Meter) -> None:
+        """Send the weights after `step` steps, unless they are there, and the prompts of all ranks."""
+        if self.sent_version != step:
+            self._send_weights(step, meter)
+        self.rows |= {request.number: request.row for request in requests if self.queue.is_here(request.number)}
+        if not self.args.environment:
+            requests = [replace(request, row={}) for request in requests]
+        for leader in leaders(self.args):
+            ranks = range(leader, leader + self.args.tensor_parallel_size)
+            self._send_to(leader, NewPrompts([r for r in requests if generating_rank(r.number) in ranks]))
 
-# ---- the other side ----
+    def _send_weights(self, step: int, meter: Meter) -> None:
+        for leader in leaders(self.args):
+            self._send_to(leader, NewWeights(step, self.names_and_shapes))
+        self._wait(lambda: self.ready == len(distributed.rollout_ranks), meter)
+        with meter.time("sync"):
+            for _, weight in whole_weights(self.policy, self.dtype):
+                if self.link is not None:
+                    self.link.broadcast(weight, 0).wait()
+        self.ready, self.sent_version = 0, step
+
+    def _send_to(self, rollout_rank: int, message: object) -> None:
+        if self.queue.rank == 0:
+            self.mail.send(message, rollout_rank)
+
+    def _receive(self, message: ReadyForWeights | CompleteGroups | None) -> None:
+        """Begin the rewards of new groups at once. Runs in the threads of `mail`."""
+        for number, group in message.groups.items() if isinstance(message, CompleteGroups) else ():
+            row = self.rows.pop(number)
+            for completion in group:
+                completion.row = row
+            self.rewards.begin([group], number)  # groups with smaller numbers first
+        self.mail.inbox.put(message)
+
+    def _wait(self, is_ready: Callable[[], bool], meter: Meter) -> None:
+        """Process messages of the rollout ranks until `is_ready`."""
+        began = time.perf_counter()
+        with meter.time("rollout"):
+            while not is_ready():
+                message = self.mail.inbox.get()
+                self.load.add(message.load)
+                if isinstance(message, ReadyForWeights):
+                    self.ready += 1
+                else:
+                    self.groups |= message.groups
+                    if message.stop:
+                        distributed.request_stop()
+        self.waited += time.perf_counter() - began
 
 
-class Load:
-    """How busy a rollout rank is: sums and their weights, since it was last asked; and when it did what."""
+# ---- the rollout ranks ----
+
+
+class Activity:
+    """Present activity of a rollout rank, its metrics for the training ranks and its spans in the timeline."""
 
     def __init__(self, output_dir: str) -> None:
-        self.sums: dict[str, tuple[float, float]] = {}
-        self.timeline, self.spans = Timeline(output_dir), []
-        self.what, self.since = "wait", time.time()
-        self.began = self.since  # of what it does now
+        self.meter, self.timeline = Meter(), Timeline(output_dir)
+        self.what, self.began = "wait", time.time()
+        self.measured = self.began  # time of the last call of `switch`
 
-    def add(self, name: str, total: float, weight: float = 1.0) -> None:
-        before, weights = self.sums.get(name, (0.0, 0.0))
-        self.sums[name] = before + total, weights + weight
-
-    def does(self, what: str) -> None:
-        """`sample`, `wait` or `weights`, from now on."""
+    def switch(self, what: str) -> None:
+        """Record the activity until now, and begin or continue `sample`, `wait` or `weights`."""
         now = time.time()
-        self.add("idle/rollout_ranks", (now - self.since) * (self.what == "wait"), now - self.since)
+        self.meter.mean("idle/rollout_ranks", (now - self.measured) * (self.what == "wait"), now - self.measured)
+        self.measured = now
         if what != self.what:
-            self.spans.append(Span(self.what, self.began, now))
+            self.timeline.add([Span(self.what, self.began, now)])
             self.what, self.began = what, now
-        self.since = now
 
-    def take(self) -> dict[str, tuple[float, float]]:
-        self.timeline.add(self.spans)
-        sums, self.sums, self.spans = self.sums, {}, []
-        return sums
+    def take(self) -> Meter:
+        """Return the metrics since the last call."""
+        meter, self.meter = self.meter, Meter()
+        return meter
 
 
 def serve(args: OnlineArgs, device: torch.device) -> None:
-    """What a rollout rank does instead of training: generate until the training ranks are done."""
-    distributed.default_signals()  # until the training ranks can be told
+    """Generate on a rollout rank until training ends."""
+    distributed.default_signals()  # a stop cannot reach the training ranks yet
     path = resolve_model(args.model)
     tokenizer = load_tokenizer(path, args)
     engine = make_engine(path, args, eos_token_ids(path, tokenizer, args.prompt_format), tokenizer, device)
     episodes = Episodes(engine, args, tokenizer)
     engine.wake()
-    distributed.default_signals()  # it has put our handlers back
-    mail, link, load = Mail(), weights_link(device), Load(args.output_dir)
+    distributed.default_signals()  # the engine has installed our handlers
+    mail, link = Mail(), weights_link(device)
     distributed.install_signal_handlers()
+    _generate(args, engine, episodes, mail, link)
+    for trainer in distributed.training_ranks:
+        mail.send(None, trainer)
+    mail.flush()
+    close_link(link)
+    episodes.close()
+    engine.interrupt()
+    engine.close()
+    distributed.cleanup()
+
+
+def _generate(args: OnlineArgs, engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
+    """Process messages of the training ranks and sample in between, until they send None."""
+    activity = Activity(args.output_dir)
     rank, trainers = distributed.rollout_ranks[torch.distributed.get_rank()], distributed.training_ranks
 
     def send(groups: list[tuple[int, Group]]) -> None:
-        for i, trainer in enumerate(trainers):  # what is done at the same turn travels together
-            if theirs := {number: group for number, group in groups if number % len(trainers) == i}:
-                mail.send(Done(theirs, distributed.told_to_stop(), load.take()), trainer)
+        for i, trainer in enumerate(trainers):
+            if own := {number: group for number, group in groups if number % len(trainers) == i}:
+                mail.send(CompleteGroups(own, distributed.stop_signalled(), activity.take()), trainer)
 
     while True:
         idle = not engine.any_rank(episodes.busy)
-        load.does("wait" if idle else "sample")
-        messages = engine.together(_messages(mail, wait=idle) if engine.place == 0 else None)[0]
+        activity.switch("wait" if idle else "sample")
+        messages = engine.gather_in_engine(_messages(mail, wait=idle) if engine.group_rank == 0 else None)[0]
         for message in messages:
             if message is None:
-                for trainer in trainers:
-                    mail.send(None, trainer)
-                mail.flush()
-                close_link(link)
-                episodes.close()
-                engine.interrupt()
-                engine.close()
-                return distributed.cleanup()
-            if isinstance(message, NewWeights):
+                return
+            if isinstance(message, NewPrompts):
+                for request in message.requests:
+                    if generating_rank(request.number) == rank:
+                        episodes.begin(request)
+            else:
                 if not args.partial_rollouts:
                     send(episodes.finish())
                 for trainer in trainers:
-                    mail.send(Ready(load.take() if trainer == trainers[0] else {}), trainer)
-                load.does("weights")
-                engine.load_weights(_received(message, link, engine.dtype, device), message.version)
-            else:
-                for prompt in message.prompts:
-                    if worker(prompt.number) == rank:
-                        episodes.begin(*vars(prompt).values())
+                    mail.send(ReadyForWeights(activity.take()), trainer)
+                activity.switch("weights")
+                engine.load_weights(_received_weights(message, link, engine), message.version)
         send(episodes.step())
         for name, value in engine.occupancy().items():
-            load.add(f"engine/{name}", value)
+            activity.meter.mean(f"engine/{name}", value)
 
 
 def _messages(mail: Mail, wait: bool) -> list:
-    """What has come, in order; with `wait` at least one message, or none after a minute: collectives time out."""
+    """Return the new messages in order. With `wait`, wait for the first one, but at most a minute because the other
+    ranks of the engine wait in a collective."""
     messages = []
     try:
         while True:
@@ -242,8 +247,8 @@ def _messages(mail: Mail, wait: bool) -> list:
         return messages
 
 
-def _received(message: NewWeights, link, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _received_weights(message: NewWeights, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
     for name, shape in message.names_and_shapes:
-        weight = torch.empty(shape, dtype=dtype, device=device)
+        weight = torch.empty(shape, dtype=engine.dtype, device=engine.device)
         link.broadcast(weight, 0).wait()
         yield name, weight

@@ -1,4 +1,4 @@
-"""What is measured of a rollout: whether engine and trainer agree, rewards and lengths, held-out scores.
+"""Measurements of a rollout: agreement of engine and trainer, rewards and lengths, held-out scores.
 
 Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one micro-batch.
 """
@@ -12,53 +12,54 @@ import torch
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
-from common.data.packing import PackedBatch, Sample, pack_minibatches
+from common.data.packing import PackedBatch, pack_minibatches
+from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.logprobs import with_logprobs
 from common.model.policy import Policy, compute_dtype
+from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import Rollouts
+from common.rollout.sampler import Sampler
 
 
 def gather_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
-    """[P, ...] of every rank, whose groups have these positions in the step -> that of the whole step, in order, on
-    every rank: what is computed from it is the same on any number of ranks. A rank may have none. Collective."""
+    """Return the rows [P, ...] of all ranks, sorted by the positions of their groups in the step. Results computed from
+    them do not depend on the number of ranks. A rank may have no groups. Collective."""
     ranks = distributed.gather_objects((list(positions), x_PG))
     order = torch.tensor([position for positions_of_rank, _ in ranks for position in positions_of_rank]).argsort()
     return torch.cat([x for _, x in ranks if len(x)])[order]
 
 
-def lengths(groups: list[list[Sample]]) -> Tensor:
-    """Tokens of each completion, those of an environment included, [P, G] int64."""
+def lengths(groups: list[list[Completion]]) -> Tensor:
+    """Return the number of tokens of each completion, including those of an environment, [P, G] int64."""
     return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
 
 
-def trained_counts(groups: list[list[Sample]]) -> Tensor:
-    """How many tokens of each completion are trained on, [P, G] int64."""
+def trained_counts(groups: list[list[Completion]]) -> Tensor:
+    """Return the number of trained tokens of each completion, [P, G] int64."""
     return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
 
 
-def truncated(groups: list[list[Sample]]) -> Tensor:
+def truncated(groups: list[list[Completion]]) -> Tensor:
     """Return which completions are truncated, [P, G] bool."""
     return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
 
 
-def truncation_penalties(groups: list[list[Sample]], penalty: float) -> Tensor:
+def truncation_penalties(groups: list[list[Completion]], penalty: float) -> Tensor:
     """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
     return -penalty * truncated(groups).double()
 
 
-def _table(groups: list[list[Sample]], value: Callable[[Sample], float], dtype: torch.dtype) -> Tensor:
-    """[P, G]; [0, 1] without groups, which goes with any G."""
+def _table(groups: list[list[Completion]], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
+    """Return the values as [P, G]; [0, 1] without groups, which can be concatenated with any G."""
     table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
     return table.reshape(len(groups), -1 if groups else 1)
 
 
 def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
-    """Trained tokens of a *global* minibatch and sequences that have any: int64, at least 1 each. Collective."""
+    """Count the trained tokens of a *global* minibatch and the sequences with any: int64, at least 1. Collective."""
     tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
     sequences = distributed.all_sum(sum(any(sample.loss_mask) for mb in minibatch for sample in mb.samples))
     return tokens.clamp(min=1), sequences.clamp(min=1)
@@ -68,34 +69,35 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
 
 
 def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: OnlineArgs, device: torch.device) -> None:
-    """Compare the log-probs of engine and trainer on all tokens that the present weights, those after `step` steps,
-    have sampled. Collective.
+    """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights after `step` steps.
+    Collective.
 
-    A wrong temperature, a stale head or a weight that did not arrive shows here, before anything is learned from it.
-    Rounding does not: in bfloat16 the largest difference of many tokens is large, their mean and all but a thousandth
-    of them are not. Raises `RunError` if one of a thousand tokens is above `--max_logprob_difference`, or the mean
-    above a tenth of that.
+    This detects a wrong temperature, a stale head or a missing weight before the update. Rounding passes: in bfloat16
+    the largest difference of many tokens is large, but the mean and the 99.9th percentile are small. Raises `RunError`
+    if the 99.9th percentile is above `--max_logprob_difference`, or the mean above a tenth of it.
     """
     limit = args.max_logprob_difference or (1e-3 if compute_dtype(args, device) == torch.float32 else 0.5)
     mine = [torch.zeros(0)]
     for mb in chain(*minibatches):
         if mb.samples:
-            assert mb.versions_T is not None, "nobody knows which weights sampled it"
+            assert mb.versions_T is not None, "samples without the version of their weights"
             fresh_T = mb.loss_mask_T & (mb.versions_T == step)
             mine.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
     differences = torch.cat(distributed.gather_objects(torch.cat(mine))).nan_to_num(nan=torch.inf).sort().values
-    if not (count := len(differences)):  # a queue of older rollouts
+    if not (count := len(differences)):  # all samples are from older weights
         return
     mean, high = differences.mean().item(), differences[math.ceil(0.999 * count) - 1].item()
     if high > limit or mean > limit / 10:
         raise distributed.RunError(
-            f"engine and trainer differ by {mean:.2g} nats on a sampled token, {high:.2g} on one of a thousand "
-            f"(--max_logprob_difference {limit:g}): they do not compute the same model"
+            f"engine and trainer log-probs differ: mean {mean:.2g} nats, 99.9th percentile {high:.2g} "
+            f"(--max_logprob_difference {limit:g}); see docs/troubleshooting.md"
         )
 
 
-def check_rollout(model: Policy, groups: list[list[Sample]], step: int, args: OnlineArgs, device: torch.device) -> None:
-    """`check_agreement` where a script trains on some of the samples only. Collective."""
+def check_rollout(
+    model: Policy, groups: list[list[Completion]], step: int, args: OnlineArgs, device: torch.device
+) -> None:
+    """Run `check_agreement` on whole groups, for a script that trains on some of the samples only. Collective."""
     minibatches = pack_minibatches(groups, 1, args.pack_tokens, device)
     minibatches = with_logprobs(minibatches, args.temperature, old=model)
     check_agreement(minibatches, step, args, device)
@@ -121,10 +123,10 @@ def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> N
 
 
 def measure_groups(
-    meter: Meter, groups: list[list[Sample]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
+    meter: Meter, groups: list[list[Completion]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
 ) -> None:
-    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the `first` rollout of a run
-    rank 0 prints what will prevent learning; then collective."""
+    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the `first` rollout of a run,
+    rank 0 prints warnings; then collective."""
     if first:
         finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
         pairs = [list(zip(*both, strict=True)) for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)]
@@ -150,16 +152,16 @@ def measure_groups(
 
 
 def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
-    """What is wrong with a rollout, and the flags that may change it; `groups` of (reward or NaN, finish_reason)."""
+    """Return the problems of a rollout with the flags that may solve them. `groups`: (reward or NaN, finish_reason)."""
     reasons, found = [reason for group in groups for _, reason in group], []
     if (cut_off := reasons.count("length")) == len(reasons) > 0:
         found.append("no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens")
     elif cut_off > len(reasons) / 2:
-        found.append(f"{cut_off} of {len(reasons)} completions were cut off: see --max_new_tokens")
+        found.append(f"{cut_off} of {len(reasons)} completions were truncated: see --max_new_tokens")
     rewards = [[reward for reward, _ in group if not math.isnan(reward)] for group in groups]
     equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
     everything = list(chain(*rewards))
-    what = "see --reward, the form that the prompt asks for, and --temperature"
+    what = "see --reward, the answer format in the prompt, and --temperature"
     if len(everything) > 1 and len(set(everything)) == 1:
         found.append(f"all {len(everything)} rewards are {everything[0]:g}: {what}")
     elif equal and sum(equal) >= 0.9 * len(equal):
@@ -167,8 +169,8 @@ def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
     return found
 
 
-def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
-    """Measure greedy completions of all held-out prompts by the weights after `step` steps; nothing without prompts.
+def evaluate(rollouts: Sampler, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
+    """Return the metrics of greedy completions of all held-out prompts after `step` steps; {} without prompts.
 
     pass@1 is the fraction of completions whose first reward is at least 1. If rows name their data set, `metric/name`
     is the metric of that set alone. Collective."""
@@ -176,14 +178,14 @@ def evaluate(rollouts: Rollouts, step: int, held_out: Prompts, rewards: Rewards)
         return {}
     meter, sets = Meter(), defaultdict(list)
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
-    rewards_PG, parts = rewards(groups, Meter())
+    rewards_PG, parts, numbers = rewards(groups, Meter())
     means = {"eval/pass_at_1": (rewards.first(parts) >= 1).double(), "eval/reward": rewards_PG}
     means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
     for i, (sample,) in enumerate(groups):
         for end in {"", f"/{sample.row['_dataset']}"} if "_dataset" in sample.row else {""}:
             sets[end].append(i)
-            for name, number in sample.numbers.items():
-                meter.mean(f"eval/rewards/{name}{end}", number)
+            for name, number_PG in numbers.items():
+                meter.mean(f"eval/rewards/{name}{end}", number_PG[i].nansum(), (~number_PG[i].isnan()).sum())
     for end, indices in sets.items():
         for name, values_PG in means.items():
             of_set = values_PG[indices]

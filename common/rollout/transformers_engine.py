@@ -1,64 +1,58 @@
-"""The fallback engine, `model.generate` on an unsharded replica: for machines without vLLM."""
+"""Engine for machines without vLLM: `model.generate` on an unsharded replica."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from common.rollout.engine import Engine
+from common.rollout.engine import Engine, Request
 
-BATCH = 64  # completions that `generate` samples together
+BATCH = 64  # requests that `generate` samples together
 
 
 class TransformersEngine(Engine):
-    """`model.generate` on an unsharded replica: for machines without vLLM."""
+    """`model.generate` on an unsharded replica of the policy. It samples each request to its end in one turn."""
 
     def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         self.replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).to(self.device).eval()
-        self.replica.generation_config = GenerationConfig()  # not the model's own penalties
+        self.replica.generation_config = GenerationConfig()  # without the penalties in the model's own
 
-    def _advance(self):
-        """Some of those that are running, those with the shortest prompts, to their ends."""
-        chosen = sorted(self.running.values(), key=lambda c: len(c.prompt + c.ids))[:BATCH]
-        for temperature in {c.temperature for c in chosen}:
-            batch = [c for c in chosen if c.temperature == temperature]
-            rows = [(c.prompt + c.ids, c.piece_seed, c.limit - len(c.ids)) for c in batch]
-            for completion, said in zip(batch, self._batch(rows, temperature), strict=True):
-                self._said(completion, *said)
+    def _advance(self) -> None:
+        """Sample the running requests with the shortest prompts."""
+        chosen = sorted(self.running.values(), key=lambda request: len(request.completion.ids))[:BATCH]
+        for temperature in {request.temperature for request in chosen}:
+            self._sample([request for request in chosen if request.temperature == temperature], temperature)
 
     @torch.no_grad()
-    def _batch(self, rows, temperature):
-        longest = max(len(prompt) for prompt, *_ in rows)
-        pad = self.eos_ids[0]
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt, *_ in rows], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, *_ in rows], device=self.device)
-        sampler = _SeededSampler([seed for _, seed, _ in rows], temperature, self.device)
+    def _sample(self, requests: list[Request], temperature: float) -> None:
+        prompts, pad = [request.completion.ids for request in requests], self.eos_ids[0]
+        limits = [request.max_tokens - request.num_sampled for request in requests]
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        sampler = _SeededSampler([request.piece_seed for request in requests], temperature, self.device)
         out = self.replica.generate(
-            ids, attention_mask=mask, max_new_tokens=max(limit for *_, limit in rows),
-            eos_token_id=self.eos_ids, pad_token_id=pad,
+            ids, attention_mask=mask, max_new_tokens=max(limits), eos_token_id=self.eos_ids, pad_token_id=pad,
             do_sample=False, top_p=None, top_k=None, repetition_penalty=None, logits_processor=[sampler],
         )  # fmt: skip
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
-        completions = []
-        for (*_, limit), tokens, token_logprobs in zip(rows, out[:, longest:].tolist(), logprobs, strict=True):
-            tokens = tokens[:limit]
-            length = next((i + 1 for i, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+        for i, tokens in enumerate(out[:, longest:].tolist()):
+            length = next((k + 1 for k, token in enumerate(tokens[: limits[i]]) if token in self.eos_ids), limits[i])
             reason = "stop" if tokens[length - 1] in self.eos_ids else "length"
-            completions.append((tokens[:length], token_logprobs[:length], reason))
-        return completions
+            self.append_output(requests[i], tokens[:length], logprobs[i][:length], reason)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        mine = self.replica.state_dict()
+        own = self.replica.state_dict()
         with torch.no_grad():
             for name, whole in weights:
-                mine[name].copy_(whole)
+                own[name].copy_(whole)
 
 
 class _SeededSampler:
-    """A logits processor that makes `generate`'s argmax a sample: argmax(log p + Gumbel noise) ~ p, with one noise
-    generator per completion, so that batching and ranks change nothing."""
+    """Logits processor that turns the argmax of `generate` into a sample: argmax(log p + Gumbel noise) ~ p. Each
+    completion has a noise generator of its own, so that samples do not depend on batches and ranks."""
 
     def __init__(self, seeds: list[int], temperature: float, device: torch.device):
         self.temperature = temperature
@@ -69,12 +63,7 @@ class _SeededSampler:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
         chosen = logprobs
         if self.temperature > 0:
-            exponential = torch.stack(
-                [
-                    torch.empty_like(row).exponential_(generator=g)
-                    for row, g in zip(logprobs, self.generators, strict=True)
-                ]
-            )
-            chosen = logprobs - exponential.log()
+            noise = [torch.empty_like(logprobs[0]).exponential_(generator=generator) for generator in self.generators]
+            chosen = logprobs - torch.stack(noise).log()
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen

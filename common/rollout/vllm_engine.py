@@ -1,4 +1,4 @@
-"""vLLM in this process: its workers are the torchrun ranks themselves."""
+"""Engine over vLLM in this process; the torchrun ranks are its workers."""
 
 import contextlib
 import logging
@@ -13,12 +13,12 @@ from torch import Tensor
 from common.model.hub import context_length
 from common.model.loading import hub_weights
 from common.parallel import distributed
-from common.rollout.engine import SLOTS, Engine
+from common.rollout.engine import SLOTS, Engine, Request
 
 
 def lost_asleep(worker) -> list[str]:
-    """Names of tensors of vLLM's model that sleep at level 2 would not restore: neither weights, which `load_weights`
-    brings, nor buffers, which vLLM keeps. (The cache is filled anew; the `_cpu` scales are of quantised caches.)"""
+    """Return the names of tensors in vLLM's model that are lost in sleep at level 2. `load_weights` restores weights
+    and vLLM restores buffers; the cache is filled again; scales named `_cpu` belong to quantised caches."""
     return [
         f"{name}.{key}"
         for name, module in worker.get_model().named_modules()
@@ -29,95 +29,103 @@ def lost_asleep(worker) -> list[str]:
 
 
 def forget_packed_experts(worker) -> None:
-    """vLLM 0.32's CPU worker packs experts into the layout of its kernel when it makes that kernel, and only then
-    (UnquantizedFusedMoEMethod._setup_kernel): reloaded ones would be computed with as if they were packed. Without
-    a kernel it makes and packs anew. Can go when reloading packs."""
+    """Remove the kernel of each expert layer before weights are loaded. vLLM 0.32's CPU worker packs experts into the
+    kernel's layout only when it makes the kernel (UnquantizedFusedMoEMethod._setup_kernel), and would compute with
+    reloaded, unpacked experts as if they were packed. Can go when vLLM packs on reload."""
     for module in worker.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
 
 
+@contextlib.contextmanager
+def undone_changes(decoder: type) -> Iterator[None]:
+    """Undo what vLLM changes in this process when it starts; `decoder` is the model's class in transformers."""
+    kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    set_num_threads, make_decoder = torch.set_num_threads, decoder.__init__
+    try:
+        yield
+    finally:
+        # vLLM's CPU worker overwrites these variables for subprocesses that do not exist here, and disables
+        # set_num_threads, which leaves the trainer on one thread (vllm/platforms/cpu.py, v1/worker/cpu_worker.py).
+        for name, value in kept.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        torch.set_num_threads = set_num_threads
+        # vLLM runs some models (OLMo 2, SmolLM3) with the code of transformers and makes their class a compiled one
+        # (vllm/model_executor/models/transformers/base.py). The trainer's model has the same class.
+        decoder.__init__, decoder.do_not_compile = make_decoder, True
+
+
 class VLLMEngine(Engine):
-    """vLLM with `external_launcher`: its workers are the torchrun ranks themselves."""
+    """vLLM with `external_launcher`: the torchrun ranks are its workers."""
 
     def _start(self, path: str) -> None:
-        # Read once at import: before anything of vllm is imported.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # until it reads that: it says that a CPU has no Triton
-        on_cpu = self.device.type == "cpu"
-        if self.args.batch_invariant:
-            if on_cpu:
-                raise ValueError("--batch_invariant: on a CPU completions never depend on the batch they are in")
-            os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        if self.dtype == torch.float32:
-            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would round to 10 bits, tf32
-        if on_cpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
-        kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-        set_num_threads = torch.set_num_threads
         from transformers import MODEL_MAPPING, AutoConfig
-        from vllm import LLM
 
         config = AutoConfig.from_pretrained(path)
-        decoder, self.model_type = MODEL_MAPPING[type(config)], config.model_type
-        make_decoder = decoder.__init__
-        max_model_len = context_length(path, self.args)
-        options = dict(enable_sleep_mode=True)
-        if on_cpu:
-            # A prompt in two chunks has vLLM rewind the request's generator, which CPU generators cannot ("CPU
-            # Generator does not use offset", vllm/v1/worker/gpu_model_runner.py). So no chunks.
-            whole = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
-            options = dict(enforce_eager=True) | whole
-        if self.dtype != torch.float32:  # as the trainer does: see token_logprobs
-            options["hf_overrides"] = dict(head_dtype="float32")
-        try:
-            self.llm = LLM(
-                model=path,
-                distributed_executor_backend="external_launcher",
-                tensor_parallel_size=self.args.tensor_parallel_size,
-                skip_tokenizer_init=True,
-                dtype=str(self.dtype).removeprefix("torch."),
-                logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
-                generation_config="vllm",  # not the model's own top_p, top_k and penalties
-                max_model_len=max_model_len,
-                gpu_memory_utilization=self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9),
-                max_num_seqs=SLOTS,
-                seed=0,  # unused: every request brings its own
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                **options,
-            )
-        except (ValueError, AssertionError, NotImplementedError) as error:
-            raise ValueError(f"vLLM refuses the model or its flags: {distributed.first_line(error)}") from error
-        finally:
-            # vLLM's CPU worker overwrites these for subprocesses we do not have, and turns set_num_threads off,
-            # which would leave the trainer on one thread (vllm/platforms/cpu.py, vllm/v1/worker/cpu_worker.py).
-            for name, value in kept.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-            torch.set_num_threads = set_num_threads
-            # Models that vLLM has no code of its own for (OLMo 2, SmolLM3) are transformers' own, whose class it makes
-            # one that is compiled (vllm/model_executor/models/transformers/base.py). The trainer's are of it too.
-            decoder.__init__, decoder.do_not_compile = make_decoder, True
-        if not on_cpu and (lost := self.llm.collective_rpc(lost_asleep)[0]):
-            raise ValueError(f"vLLM would lose {lost[0]} of this model, no weight and no buffer, while it sleeps")
-        # Some of vLLM's models (Gemma 2) have no head beside the embedding and refuse weights for one.
+        self.model_type = config.model_type
+        self._set_environment()
+        with undone_changes(MODEL_MAPPING[type(config)]):
+            from vllm import LLM
+
+            try:
+                self.llm = LLM(model=path, **self._options(context_length(path, self.args)))
+            except (ValueError, AssertionError, NotImplementedError) as error:
+                reason = distributed.first_line(error)
+                raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
+        if self.device.type != "cpu" and (lost := self.llm.collective_rpc(lost_asleep)[0]):
+            raise ValueError(f"--engine vllm: sleep loses {lost[0]} of this model; use --engine transformers")
+        # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights for one.
         (self.has_head, *_) = self.llm.collective_rpc(
             lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
         )
         self.client = self.llm.llm_engine.engine_core
         self.core = self.client.engine_core
-        self.requests = {}  # by what they have in common
-        size = self.args.tensor_parallel_size
-        first = dist.get_rank() // size * size
-        self.place = dist.get_rank() - first
-        for start in range(0, dist.get_world_size(), size):  # new_group is collective: every rank makes all of them
-            group = dist.new_group(list(range(start, start + size)), backend="gloo") if size > 1 else None
-            self.group = group if start == first else self.group
+        self.templates = {}  # vLLM requests by temperature and EOS ids
+        if (size := self.args.tensor_parallel_size) > 1:
+            self.group, _ = dist.new_subgroups(size, backend="gloo")
+            self.group_rank = dist.get_rank() % size
 
-    def _request(self, temperature: float):
-        """One that vLLM has read and found right, to be copied: reading takes longer than all else it does to begin."""
+    def _set_environment(self) -> None:
+        """Set the variables that vLLM reads when it is imported."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # earlier warnings, such as no Triton on a CPU
+        if self.dtype == torch.float32:
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else vLLM's attention computes in tf32
+        if self.device.type == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
+        if self.args.batch_invariant:
+            if self.device.type == "cpu":
+                raise ValueError("--batch_invariant true: on a CPU every run is batch-invariant; leave the flag out")
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+    def _options(self, max_model_len: int) -> dict:
+        options = dict(
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=self.args.tensor_parallel_size,
+            skip_tokenizer_init=True,
+            dtype=str(self.dtype).removeprefix("torch."),
+            logprobs_mode="processed_logprobs",  # of the distribution at this temperature
+            generation_config="vllm",  # without top_p, top_k and penalties of the model
+            max_model_len=max_model_len,
+            gpu_memory_utilization=self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9),
+            max_num_seqs=SLOTS,
+            seed=0,  # unused: every request has a seed
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
+        if self.dtype != torch.float32:  # as in the trainer: see token_logprobs
+            options |= dict(hf_overrides=dict(head_dtype="float32"))
+        if self.device.type != "cpu":
+            return options | dict(enable_sleep_mode=True)
+        # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU generator cannot do ("CPU
+        # Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
+        chunks = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
+        return options | dict(enforce_eager=True) | chunks
+
+    def _template(self, temperature: float):
+        """Return a request that vLLM has validated, to be copied: validation takes most of the time of a new one."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -132,40 +140,40 @@ class VLLMEngine(Engine):
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs("", tokens_input([0]), params, engine.get_supported_tasks())
 
-    # LLMEngine's own add_request, step and abort_request keep a second account of every request, with text and
-    # dictionaries of log-probs for every token, in the time in which a GPU could go on: so its core is asked.
+    # These methods call vLLM's core. LLMEngine's own add_request, step and abort_request also keep text and
+    # dictionaries of log-probs for every token of every request, while a GPU waits.
 
-    def _begin(self, name, completion):
-        kind = completion.temperature, tuple(self.eos_ids)
-        if kind not in self.requests:
-            self.requests[kind] = self._request(completion.temperature)
-        request = copy(self.requests[kind])
-        request.request_id = name
-        request.prompt_token_ids = completion.prompt + completion.ids
-        request.sampling_params = params = copy(request.sampling_params)
-        params.seed, params.max_tokens = completion.piece_seed, completion.limit - len(completion.ids)
-        self.client.add_request(request)
+    def _begin(self, name: str, request: Request) -> None:
+        kind = request.temperature, tuple(self.eos_ids)
+        if kind not in self.templates:
+            self.templates[kind] = self._template(request.temperature)
+        piece = copy(self.templates[kind])
+        piece.request_id = name
+        piece.prompt_token_ids = [*request.completion.ids]
+        piece.sampling_params = params = copy(piece.sampling_params)
+        params.seed, params.max_tokens = request.piece_seed, request.max_tokens - request.num_sampled
+        self.client.add_request(piece)
 
-    def _advance(self):
-        # vLLM compiles one sampler helper even when eager: 16 seconds once, and a C++ compiler, for nothing on CPU.
+    def _advance(self) -> None:
+        # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler, without use on a CPU.
         stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()
         with stance:
             outputs = self.client.get_output().outputs
         for output in outputs:
             reason = None if output.finish_reason is None else str(output.finish_reason)
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            self._said(self.running[output.request_id], output.new_token_ids, logprobs, reason)
+            self.append_output(self.running[output.request_id], output.new_token_ids, logprobs, reason)
 
-    def _stop(self, names):
+    def _stop(self, names: list[str]) -> None:
         self.client.abort_requests(names)
-        while self.core.batch_queue:  # what was computed ahead for them
+        while self.core.batch_queue:  # results that were computed ahead for them
             self.client.get_output()
 
     def occupancy(self) -> dict[str, float]:
-        """And what fraction of its cache is taken, and how many of the running ones it had to put off for that."""
+        """Return also the fraction of the cache in use and the number of requests preempted for lack of cache."""
         scheduler = self.core.scheduler
-        put_off = sum(request.num_preemptions > 0 for request in scheduler.requests.values())
-        return super().occupancy() | dict(kv_cache=scheduler.kv_cache_manager.usage, preempted=put_off)
+        preempted = sum(request.num_preemptions > 0 for request in scheduler.requests.values())
+        return super().occupancy() | dict(kv_cache=scheduler.kv_cache_manager.usage, preempted=preempted)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not self.has_head:
@@ -176,11 +184,11 @@ class VLLMEngine(Engine):
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
-        # Cached prefixes are of the old weights.
+        # Cached prefixes come from the old weights.
         assert self.llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests were still running"
 
     def sleep(self) -> None:
-        if self.device.type != "cpu":  # vLLM's CPU worker cannot
+        if self.device.type != "cpu":  # vLLM's CPU worker cannot sleep
             self.llm.sleep(level=2)
 
     def wake(self) -> None:
@@ -190,7 +198,7 @@ class VLLMEngine(Engine):
 
     def close(self) -> None:
         if self.device.type != "cpu" and self.llm.llm_engine.is_sleeping():
-            self.wake()  # freeing what is not mapped is a CUDA error (vllm/device_allocator/cumem.py)
+            self.wake()  # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
             self.llm.wake_up(tags=["kv_cache"])
-        distributed.barrier()  # vLLM's shutdown leaves the process group: nobody may still need it
+        distributed.barrier()  # vLLM's shutdown leaves the process group, which other ranks may still need
         self.client.shutdown()

@@ -1,7 +1,7 @@
-"""The child of `common/sandbox/program.py`: confines itself, then runs source that nobody trusts.
+"""The confined process of program.py: confines itself, runs untrusted source, and passes inputs in and outputs out.
 
 Run in a fresh interpreter, `python -I -S -B -X utf8`, with an empty environment, in an empty directory and in a session
-of its own. Nothing is judged here: inputs come in and outputs go out. The parent imports `encode` and `decode`.
+of its own. The parent imports `encode` and `decode`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import types
 from _collections import deque
 
-TYPE_CHECKING = False  # an import here costs every run milliseconds
+TYPE_CHECKING = False  # an import of typing would cost every run milliseconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,28 +26,28 @@ READY = b"ready\n"
 DEPTH = 100  # nesting of a value that can be passed
 VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 PASSED_AS_ITERATORS = (range, map, filter, zip, enumerate, reversed, types.GeneratorType, deque, *VIEWS)
-ITEMS = 100_000  # of such a result
+ITEMS = 100_000  # longest iterator that can be passed
 
 
 class CannotPass(TypeError):
-    """A value is no plain one."""
+    """Error of a value that is not plain."""
 
 
 def refuse(value: object) -> object:
-    """What `encode` does with a value that is not plain."""
+    """Refuse to encode a value that is not plain."""
     raise CannotPass(f"a value of type {type(value).__name__}")
 
 
 def refuse_object(name: str) -> object:
-    """What `decode` does with one."""
-    raise CannotPass("a value that is no plain one")
+    """Refuse to decode one."""
+    raise CannotPass("a value that is not plain")
 
 
 def encode(value: object, other: Callable = refuse, depth: int = 0) -> object:
-    """`value` as JSON: a list is an array, every other container and what JSON lacks is an object of one key, the type.
-    Subclasses of plain types become the plain type, whatever they override; `other` encodes everything else.
+    """Return `value` as JSON: a list is an array; other containers, and values that JSON lacks, are objects whose only
+    key is their type. Subclasses of plain types become the plain type; `other` encodes everything else.
 
-    Raises `CannotPass`, also for a value that is nested too deeply, as one that contains itself is.
+    Raises `CannotPass`, also for a value that is nested too deeply, such as one that contains itself.
     """
     if value is None or value is True or value is False:
         return value
@@ -77,7 +77,7 @@ def encode(value: object, other: Callable = refuse, depth: int = 0) -> object:
 
 
 def decode(data: object, other: Callable = refuse_object, depth: int = 0) -> object:
-    """The value that `encode` made `data` of. Raises nothing but `ValueError` and `TypeError`, whatever `data` is."""
+    """Return the value that `encode` turned into `data`. For any other data raises `ValueError` or `TypeError`."""
     if depth > DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(data, list):
@@ -89,34 +89,29 @@ def decode(data: object, other: Callable = refuse_object, depth: int = 0) -> obj
     ((kind, body),) = data.items()
     if kind == "object":
         return other(body)
-    if kind in ("str", "int", "bytes"):
-        if not isinstance(body, str):
-            raise ValueError("not a value")
-        if kind == "int":
-            return int(body, 16)
+    if not isinstance(body, str if kind in ("str", "int", "bytes") else list):
+        raise ValueError("not a value")
+    if kind == "int":
+        return int(body, 16)
+    if isinstance(body, str):
         body = bytes.fromhex(body)
         return body if kind == "bytes" else body.decode("utf-8", "surrogatepass")
-    if not isinstance(body, list):
-        raise ValueError("not a value")
-    if kind == "complex":
-        if not all(isinstance(part, float) for part in body):
-            raise ValueError("not a value")
-        return complex(*body)
     items = [decode(item, other, depth + 1) for item in body]
-    if kind == "iterator":
-        return iter(items)
+    if kind == "complex" and all(isinstance(item, float) for item in items):
+        return complex(*items)
     if kind == "dict":
         return dict(hashable(items, [key for key, _ in items]))
-    makers = {"tuple": tuple, "set": set, "frozenset": frozenset}
-    if kind not in makers:
-        raise ValueError("not a value")
-    return makers[kind](items if kind == "tuple" else hashable(items, items))
+    if kind in ("set", "frozenset"):
+        return {"set": set, "frozenset": frozenset}[kind](hashable(items, items))
+    if kind in ("tuple", "iterator"):
+        return {"tuple": tuple, "iterator": iter}[kind](items)
+    raise ValueError("not a value")
 
 
 def hashable(items: list, keys: list) -> list:
-    """`items`. Raises `ValueError` for many keys of one hash, or whose hashes may be chosen so that they meet: a
+    """Return `items`. Raises `ValueError` for many keys with one hash, or with hashes that may be chosen to collide: a
     table of them takes quadratic time to build."""
-    if sum(not isinstance(key, str) for key in keys) > 10_000:  # their hashes can be chosen to lie in one chain
+    if sum(not isinstance(key, str) for key in keys) > 10_000:  # hashes of strings are random
         raise ValueError("too many keys that are not strings")
     hashes = sorted(map(hash, keys))
     if any(a == b for a, b in zip(hashes, hashes[100:], strict=False)):
@@ -136,8 +131,8 @@ def has_surrogate(text: str) -> bool:
 
 
 def main(confine: Callable, mode: str, parent: str, source: str, requests: str, answers: str, *rest: str) -> None:
-    """`mode` is `program` (stdin to stdout) or `calls` (a server of function calls); `source`, `requests` and `answers`
-    are file descriptors; the rest is what `confine` takes."""
+    """Run as a process. `mode`: `program` (stdin to stdout) or `calls` (a server of function calls). `source`,
+    `requests` and `answers` are file descriptors, the rest are arguments of `confine`."""
     with open(int(source), "rb") as file:
         text = file.read()
     try:
@@ -150,11 +145,11 @@ def main(confine: Callable, mode: str, parent: str, source: str, requests: str, 
     if mode == "program":
         run(text)
     else:
-        Server(int(requests), int(answers)).serve(text)
+        ProgramServer(int(requests), int(answers)).serve(text)
 
 
 def run(text: bytes) -> None:
-    """As `python program.py` would."""
+    """Run the source like `python program.py`."""
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     sys.argv = ["program.py"]
     try:
@@ -163,21 +158,21 @@ def run(text: bytes) -> None:
         sys.exit(MEMORY_EXIT)
 
 
-class Server:
-    """Executes the source as a module named `program`, so what stands under `if __name__ == "__main__":` is not run,
-    then answers requests, a line of JSON each."""
+class ProgramServer:
+    """Executes the source as a module named `program`, without the code under `if __name__ == "__main__":`, and answers
+    requests, one line of JSON each."""
 
     def __init__(self, requests: int, answers: int):
         import json
 
         self.json = json
         self.requests, self.answers = open(requests, "rb"), answers
-        self.objects: list[object] = []  # what was returned and is no plain value stays here
+        self.objects: list[object] = []  # results that are not plain stay here
         self.module = sys.modules["program"] = types.ModuleType("program")
 
     def serve(self, text: bytes) -> None:
-        """The first answer says whether the source ran. A request is `{"call": "f", "args": [...], "kwargs": {...}}`;
-        without `args` it is for the value of the expression itself."""
+        """Answer first whether the source ran, then the requests: `{"call": "f", "args": [...], "kwargs": {...}}`, or
+        without `args` for the value of the expression itself."""
         names = self.module.__dict__
         names["__objects__"], names["__ask__"] = self.objects, self.ask
         self.send(self.attempt(lambda: exec(compile(text, "program.py", "exec", dont_inherit=True), names)))
@@ -195,7 +190,7 @@ class Server:
         return value(*args, **kwargs)
 
     def attempt(self, what: Callable[[], object]) -> dict:
-        """`{"value": ...}` or `{"error": [[names of the exception's classes], message]}`."""
+        """Return `{"value": ...}` or `{"error": [[names of the exception's classes], message]}`."""
         try:
             return {"value": encode(what(), self.keep)}
         except BaseException as error:  # whatever the program raises is its answer
@@ -207,8 +202,8 @@ class Server:
                 return {"error": [names, ""]}
 
     def keep(self, value: object) -> object:
-        """Known outside by an expression only; but what can be gone through passes as an iterator, if it is not too
-        long: equal to no list, as a generator is not."""
+        """Encode a value that is not plain: as an iterator, if it is one and not too long, else as an expression that
+        refers to it."""
         if isinstance(value, bytearray):
             return {"bytes": value.hex()}
         if isinstance(value, PASSED_AS_ITERATORS):
@@ -224,6 +219,6 @@ class Server:
             data = data[os.write(self.answers, data) :]
 
     def ask(self, question: object) -> dict:
-        """The parent's answer: only for source that is run to put questions, see `Program.call`."""
+        """Return the parent's answer to a question of the source; see `Program.call`."""
         self.send({"ask": question})
         return self.json.loads(self.requests.readline())

@@ -1,12 +1,12 @@
-"""Confines the process that calls it, for good: what `common/sandbox/child.py` does before it runs untrusted source.
+"""Confinement of the calling process, for good, before child.py runs untrusted source in it.
 
-- limits on memory, file size and CPU time, no capabilities, no new privileges, dead when the parent is;
-- Landlock: reads the standard library and shared libraries, reads and writes regular files of its own directory, where
-  it can delete and rename none: all that it writes is there to be counted. It does not
-  hide the *names* and sizes of other files;
+- limits on memory, file size and CPU time, no capabilities, no new privileges, death with the parent;
+- Landlock: the process may read the standard library and shared libraries, and read and write regular files of its own
+  directory, but not delete or rename them, so that the parent can count them. The *names* and sizes of other files are
+  not hidden;
 - seccomp: only the system calls of `ALLOWED`: no other process, no network, no signals, no change of metadata.
 
-Pure ctypes, and nothing of `common` is imported: the child runs without the project on its path.
+Pure ctypes, without imports from `common`: the child runs without the project on its path.
 """
 
 import ctypes
@@ -14,15 +14,15 @@ import os
 import resource
 import struct
 
-THREADS = 64  # the parent kills above; RLIMIT_NPROC counts all processes of the user, and does not bind root
+THREADS = 64  # the parent kills a process with more; RLIMIT_NPROC counts all processes of a user, and not for root
 OPEN_FILES = 64
 STACK_MIB = 512
 
 
 def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsafe: bool) -> None:
-    """All layers, with the current directory as the one that may be written. `parent`: the process id of the parent.
+    """Apply all layers; the current directory may be written. `parent`: the process id of the parent.
 
-    Raises `OSError` naming the layer that this machine does not have; with `unsafe` it is left out instead.
+    Raises `OSError` naming a layer that this machine does not have; with `unsafe` it is left out.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     layers = (
@@ -43,7 +43,7 @@ def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsaf
 
 
 def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
-    """Memory is address space: what malloc and mmap give. CPU time is a second line behind the parent's clock."""
+    """Limit address space, files and CPU time, which is a second line of defence behind the parent's clock."""
     for name, value in (
         (resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_FSIZE, file_mib << 20), (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_NOFILE, OPEN_FILES),
@@ -59,7 +59,7 @@ def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
 def drop_privileges(libc: ctypes.CDLL, parent: int) -> None:
     for option, value in ((38, 1), (1, 9), (4, 0)):  # no_new_privs; SIGKILL when the parent dies; not dumpable
         check(libc.prctl(option, value, 0, 0, 0), "prctl")
-    if os.getppid() != parent:  # it died before PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it had died before PR_SET_PDEATHSIG
         os._exit(1)
     check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
 
@@ -81,7 +81,7 @@ FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/
 
 
 def restrict_files(libc: ctypes.CDLL) -> None:
-    """Landlock: every right that the kernel knows is taken away, but those granted here."""
+    """Take away every right that Landlock handles, except those granted here."""
 
     def call(number: int, *args: object) -> int:
         words = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in (number, *args)]
@@ -101,7 +101,7 @@ def restrict_files(libc: ctypes.CDLL) -> None:
         os.close(fd)
 
     library = os.path.dirname(os.__file__)
-    grant(library, READ_DIR)  # packages of others may lie in the same folder: grant its entries, without those
+    grant(library, READ_DIR)  # it may contain other packages: grant its entries without those
     with os.scandir(library) as entries:
         for entry in entries:
             if entry.name not in ("site-packages", "dist-packages"):
@@ -120,12 +120,12 @@ def restrict_files(libc: ctypes.CDLL) -> None:
         grant(path, READ_FILE)
     grant("/dev/null", READ_FILE | WRITE_FILE)
     grant(".", READ_FILE | READ_DIR | WRITE_FILE | MAKE_REG | TRUNCATE)
-    call(446, ruleset, 1 if abi >= 7 else 0)  # 1: do not fill the audit log with what is refused
+    call(446, ruleset, 1 if abi >= 7 else 0)  # 1: do not fill the audit log with refusals
     os.close(ruleset)
 
 
 def shared_library_folders() -> set[str]:
-    """Where the libraries of this process came from: those of extension modules not loaded yet lie beside them."""
+    """Return the folders of the libraries of this process: extension modules that it may still load are there too."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if ".so" in line and "/" in line}
     return {os.path.dirname(os.path.realpath(path)) for path in paths if path.startswith("/")} - {"/"}
@@ -133,7 +133,7 @@ def shared_library_folders() -> set[str]:
 
 # ---- seccomp ----
 
-# name: number on x86-64, on aarch64. What Python needs to compute, to use files and to run threads.
+# name: number on x86-64, on aarch64. Python needs these to compute, to use files and to run threads.
 ALLOWED = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68),
     "close": (3, 57), "close_range": (436, 436), "lseek": (8, 62),
@@ -156,9 +156,9 @@ ALLOWED = {
 # name: (numbers, alternatives); an alternative is {argument: its lower 32 bits}, NULL an argument that must be zero.
 NULL = -1
 SOME = {
-    # a thread, with exactly glibc's or musl's flags: never a process
+    # a thread, with exactly the flags of glibc or musl: never a process
     "clone": ((56, 220), [{0: 0x3D0F00}, {0: 0x7D0F00}]),
-    # reading limits; and RLIMIT_STACK, which contest programs like to raise
+    # reading limits, and setting RLIMIT_STACK, which contest programs often raise
     "prlimit64": ((302, 261), [{0: 0, 2: NULL}, {0: 0, 1: 3}]),
     # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     "ioctl": ((16, 29), [{1: c} for c in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)]),
@@ -171,17 +171,17 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colum
 
 
 def seccomp_filter(machine: str) -> bytes:
-    """The BPF program: an array of struct sock_filter. Loads are 32 bits of struct seccomp_data, little-endian."""
+    """Return the BPF program: an array of struct sock_filter. Loads take 32 bits of struct seccomp_data."""
     column, audit = ARCHITECTURES[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06
     allow, kill, eperm, enosys = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-    # Another architecture's calls (int 0x80) and x32 numbers have other meanings: kill.
+    # Numbers of other architectures (int 0x80) and of x32 have other meanings: kill.
     code = [(load, 0, 0, 4), (equal, 1, 0, audit), (leave, 0, 0, kill)]
     code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (leave, 0, 0, kill)]
     for numbers in ALLOWED.values():
         if numbers[column] is not None:
             code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, allow)]
-    # ENOSYS: the flags of clone3 are in memory, where a filter cannot look; the C library then uses clone
+    # ENOSYS: a filter cannot read the flags of clone3, which are in memory; the C library then uses clone.
     code += [(equal, 0, 1, CLONE3[column]), (leave, 0, 0, enosys)]
     for numbers, alternatives in SOME.values():
         body = []
@@ -193,8 +193,8 @@ def seccomp_filter(machine: str) -> bytes:
             body += [(leave, 0, 0, allow)]
         body += [(leave, 0, 0, eperm)]
         code += [(equal, 0, len(body), numbers[column]), *body]
-    # Landlock asks for no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files of O_TMPFILE have
-    # no name by which the parent could count them.
+    # Landlock requires no right for access mode 3, nor for O_RDONLY | O_TRUNC before Linux 6.2; files of O_TMPFILE have
+    # no name, so the parent cannot count them.
     any_of, mask, trunc, tmpfile = 0x45, 0x54, 0o1000, 0o20000000
     for numbers, arg in OPEN.values():
         if numbers[column] is not None:

@@ -1,4 +1,4 @@
-"""The judge: runs the tests of a dataset, whose calls of the program under test are relayed. Source for `Program`."""
+"""The judge: runs the tests of a dataset and relays their calls to the program under test. Source for `Program`."""
 
 import ast
 import builtins
@@ -6,14 +6,14 @@ import importlib
 import symtable
 import sys
 
-import child  # the process that runs this is it
+import child  # it runs this module
 
-broken: list[str] = []  # what the test asked that cannot be
+broken: list[str] = []  # why the test cannot run
 
 
 class Remote:
-    """A function or an object of the program under test, known by the expression that is it there. Compares by
-    identity: nothing of the program decides whether values are equal."""
+    """A function or an object of the program under test, referred to by an expression. Compares by identity: no code of
+    the program decides whether values are equal."""
 
     def __init__(self, expression: str):
         self.__dict__["_expression"] = expression
@@ -50,7 +50,7 @@ def ask(question: dict) -> object:
 
 
 def exception(types: list[str], message: str) -> BaseException:
-    """Of the program's exception the most special class that is built in."""
+    """Return an exception of the most special class that is built in."""
     for name in types:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception | SystemExit):
@@ -62,7 +62,7 @@ def exception(types: list[str], message: str) -> BaseException:
 
 
 def judge(source: str, setup: str, candidate: str | None) -> bool | str:
-    """Whether the test passes, or why it cannot run whatever the program does."""
+    """Return whether the test passes, or why it cannot run with any program."""
     broken.clear()
     try:
         names = stand_ins(setup, source, candidate)
@@ -72,7 +72,7 @@ def judge(source: str, setup: str, candidate: str | None) -> bool | str:
                 names[candidate] = Remote(candidate)
             exec(compile(source, "<test>", "exec"), names)
     except BaseException as error:
-        # An exception is the program's doing, if only by what it returned; but not that an import of the test fails.
+        # An exception is the fault of the program or of its results, unless an import of the test fails.
         if isinstance(error, ImportError) and last_file(error) == "<test>":
             broken.append(f"{type(error).__name__}: {error}")
         return broken[0] if broken else False
@@ -87,7 +87,7 @@ def last_file(error: BaseException) -> str:
 
 
 def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
-    """What the test uses and does not define: the program's, or a module of the standard library."""
+    """Return the names that the test uses and does not define: modules of the standard library, and stand-ins."""
     used, defined = set(), set()
     for text in (setup, source):
         for use, definition in symbols(text):
@@ -101,19 +101,19 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
     modules &= free & sys.stdlib_module_names
     free -= modules
     if not free and candidate is None:
-        # A function named like a built-in one, as MBPP's `sum(10, 15)`: the first innermost call, left of a comparison.
-        # The others are the test's own: a program that defines `set` is not to decide what sets are.
+        # A function with the name of a built-in one, as MBPP's `sum(10, 15)`: the first innermost call, left of a
+        # comparison. The others stay built in: a program that defines `set` must not decide what sets are.
         sides = [node.left for node in ast.walk(tree) if isinstance(node, ast.Compare)][:1] + [tree]
         calls = next(filter(None, map(named_calls, sides)), [])
         inner = [c for c in calls if not any(isinstance(n, ast.Call) and n is not c for n in ast.walk(c))]
         inner.sort(key=lambda call: (call.lineno, call.col_offset))
         free = {call.func.id for call in inner[:1]} - defined
         if not free:
-            broken.append("it calls nothing of the program")
+            broken.append("it calls no function of the program")
     callees = {id(name) for node in ast.walk(tree) for name in uses_of_objects(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in free and id(node) not in callees:
-            broken.append(f"it needs the value of {node.id}, which nothing in it defines")
+            broken.append(f"it needs the value of {node.id}, which it does not define")
     return {"__name__": "test"} | {n: importlib.import_module(n) for n in modules} | {n: Remote(n) for n in free}
 
 
@@ -122,8 +122,8 @@ def named_calls(tree: ast.AST) -> list[ast.Call]:
 
 
 def uses_of_objects(node: ast.AST) -> list[ast.AST]:
-    """Where the name of something of the program may stand: it is called, passed on, or an attribute is taken.
-    Elsewhere a stand-in is no replacement, as in `except Name` and `isinstance(x, Name)`."""
+    """Return the nodes in which a stand-in can replace an object: where it is called, passed on, or has an attribute
+    taken. In `except Name` and `isinstance(x, Name)`, for example, it cannot."""
     if isinstance(node, ast.Attribute):
         return [node.value]
     if isinstance(node, ast.Assign | ast.Return | ast.List | ast.Tuple | ast.Dict):
@@ -134,7 +134,7 @@ def uses_of_objects(node: ast.AST) -> list[ast.AST]:
 
 
 def symbols(source: str):
-    """For every scope the global names that are used, and those that are defined."""
+    """Yield, for every scope, the global names that it uses and those that it defines."""
     top = symtable.symtable(source, "<test>", "exec")
     scopes = [top]
     for scope in scopes:

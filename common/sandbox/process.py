@@ -1,4 +1,4 @@
-"""One confined process of `common/sandbox/program.py`, seen from outside: its start, its pipes, its limits, its end."""
+"""One confined process, as its parent sees it: start, pipes, limits and end."""
 
 import contextlib
 import os
@@ -10,42 +10,43 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import IO
 
 from common.sandbox.child import MEMORY_EXIT, READY
 from common.sandbox.confine import THREADS
 
-# Imported, not run by path: so the compiled files that the parent's own import has left are used.
+# The child imports its modules, so that it uses the files that the parent's own import has compiled.
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); import confine, child; del sys.path[0]; "
     "child.main(confine.confine, *sys.argv[2:])"
 )
-OPTIONS = ("-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")  # integers of any length can be printed
-START_SECONDS = 60  # for the interpreter to start on a busy machine; not counted as the program's time
+OPTIONS = ("-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")  # the last: print integers of any length
+START_SECONDS = 60  # for the interpreter to start on a busy machine; no part of the program's time
 POLL_SECONDS = 0.02  # between looks at the directory and the threads
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     seconds: float = 5.0
-    """Wall-clock time of its whole life, from its first line. For all tests of a completion in code_reward.py."""
+    """wall-clock time of its whole life, from its first line; in code_reward.py for all tests of a completion"""
     memory_mib: int = 512
-    """Address space; 50 are the interpreter's own."""
+    """address space; the interpreter takes 50"""
     output_bytes: int = 1 << 20
-    """On stdout, or of one answer to a call."""
+    """on stdout, or of one answer to a call"""
     file_mib: int = 16
-    """The largest file."""
+    """largest file"""
     disk_mib: int = 64
-    """All files in its directory; it cannot delete any."""
+    """all files in its directory; it cannot delete any"""
     files: int = 256
-    """In its directory."""
+    """number of files in its directory"""
 
 
 class ProgramError(Exception):
-    """A program has no answer to a call. `kind`: "raised" (then `types` are the names of the exception's classes, most
-    special first), "cannot be passed" (the value is no plain one), "malformed" (its answer is none), or what ended it,
-    like `Outcome.status`."""
+    """A program has no answer to a call. `kind`: "raised" (`types` are then the names of the exception's classes, the
+    most special first), "cannot be passed" (the value is not plain), "malformed" (the answer is none), or the end of
+    the program, like `Outcome.status`."""
 
     def __init__(self, kind: str, message: str = "", types: tuple[str, ...] = ()):
         super().__init__(": ".join(part for part in (kind, *types[:1], message) if part))
@@ -53,19 +54,19 @@ class ProgramError(Exception):
 
 
 class Child:
-    """One confined process with its directory and pipes, ready to run; `close` leaves nothing of it."""
+    """One confined process with its directory and pipes, ready to run. `close` removes all of it."""
 
     def __init__(self, mode: str, source: str, limits: Limits, unsafe: bool, stdin: str = ""):
-        self.limits, self.open, self.next_look = limits, set(), float("inf")  # not while it starts
+        self.limits, self.next_look = limits, float("inf")  # no looks while it starts
         self.folder: str | None = None
-        self.beside: Child | None = None  # watched while this one is waited for
+        self.beside: Child | None = None  # another process to watch while this one is waited for
         self.deadline = time.monotonic() + START_SECONDS
-        self.stack = contextlib.ExitStack()
+        self.stack = contextlib.ExitStack()  # undone in the reverse order: kill, close, remove
         try:
             self._start(mode, source, unsafe, stdin)
             if (start := self.read(self.answers, len(READY))) != READY:
-                what = (start + self.read(self.answers)).decode("utf-8", "replace") or died(self.wait())
-                raise RuntimeError(f"a program could not be confined: {what}")
+                problem = (start + self.read(self.answers)).decode("utf-8", "replace") or died(self.wait())
+                raise RuntimeError(f"a program could not be confined: {problem}")
         except BaseException as error:
             self.close()
             if isinstance(error, ProgramError):
@@ -76,45 +77,35 @@ class Child:
         self.deadline, self.next_look = time.monotonic() + limits.seconds, 0.0
 
     def _start(self, mode: str, source: str, unsafe: bool, stdin: str) -> None:
-        # undone in the reverse order: kill, close, remove
         self.stack.callback(self._remove, unsafe)
-        ends = {name: self._pipe() for name in ("requests", "answers", "stdout")}
-        # After the pipes: to remove it takes descriptors, which there are once they are closed.
+        (requests, self.requests), (self.answers, answers), (self.stdout, stdout) = (self._pipe() for _ in range(3))
+        # After the pipes: its removal needs descriptors, which are free again once the pipes are closed.
         self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
         files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
         for file, text in zip(files, (source, stdin), strict=True):
             file.write(text.encode("utf-8", "surrogatepass"))
             file.seek(0)
-        theirs = (files[0].fileno(), ends["requests"][0], ends["answers"][1])
+        theirs = (files[0].fileno(), requests.fileno(), answers.fileno())
         rest = (self.limits.memory_mib, self.limits.file_mib, int(2 * self.limits.seconds) + 2, int(unsafe))
         python = getattr(sys, "_base_executable", None) or sys.executable  # not the virtual environment's
         options = (*OPTIONS, "-c", START, os.path.dirname(os.path.abspath(__file__)))
         self.process = subprocess.Popen(
             [python, *options, mode, *map(str, (os.getpid(), *theirs, *rest))],
-            stdin=files[1], stdout=ends["stdout"][1] if mode == "program" else subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, cwd=self.folder, env={}, pass_fds=theirs, start_new_session=True,
+            stdin=files[1], stdout=stdout if mode == "program" else subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            cwd=self.folder, env={}, pass_fds=theirs, start_new_session=True,
         )  # fmt: skip
         self.stack.callback(self._kill)
-        for fd in (*theirs[1:], ends["stdout"][1]):
-            self._close(fd)
-        self.requests, self.answers, self.stdout = ends["requests"][1], ends["answers"][0], ends["stdout"][0]
-        os.set_blocking(self.requests, False)
+        for end in (requests, answers, stdout):
+            end.close()
+        os.set_blocking(self.requests.fileno(), False)
+
+    def _pipe(self) -> list[IO[bytes]]:
+        ends = zip(os.pipe(), ("rb", "wb"), strict=True)
+        return [self.stack.enter_context(open(end, mode, buffering=0)) for end, mode in ends]
 
     def _remove(self, unsafe: bool) -> None:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=unsafe)
-
-    def _pipe(self) -> tuple[int, int]:
-        ends = os.pipe()
-        self.open |= set(ends)
-        for fd in ends:
-            self.stack.callback(self._close, fd)
-        return ends
-
-    def _close(self, fd: int) -> None:
-        if fd in self.open:
-            self.open.remove(fd)
-            os.close(fd)
 
     def __enter__(self) -> "Child":
         return self
@@ -123,7 +114,7 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        """Kills the process with all of its group, if it still runs; closes the pipes; removes the directory."""
+        """Kill the process and its group, close the pipes and remove the directory."""
         try:
             self.stack.close()
         except OSError as error:
@@ -135,32 +126,30 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def read(self, fd: int, size: int = 1 << 16) -> bytes:
-        """What there is to read, at least one byte; none at the end. Raises `ProgramError` at a limit."""
-        self._wait_for(fd, select.POLLIN)
-        return os.read(fd, size)
+    def read(self, pipe: IO[bytes], size: int = 1 << 16) -> bytes:
+        """Return the bytes that have come, at least one, or none at the end. Raises `ProgramError` at a limit."""
+        self._wait_for(pipe, select.POLLIN)
+        return pipe.read(size)
 
     def write(self, data: bytes) -> None:
-        """All of `data` as a request. Raises `ProgramError` at a limit, and if nobody reads it."""
+        """Write all of `data` as a request. Raises `ProgramError` at a limit, and if the process does not read it."""
         view = memoryview(data)
         while view:
             self._wait_for(self.requests, select.POLLOUT)
             try:
-                view = view[os.write(self.requests, view) :]
-            except BlockingIOError:
-                continue
+                view = view[self.requests.write(view) or 0 :]
             except BrokenPipeError:
                 raise ProgramError(died(self.wait())) from None
 
-    def _wait_for(self, fd: int, event: int) -> None:
+    def _wait_for(self, pipe: IO[bytes], event: int) -> None:
         poll = select.poll()
-        poll.register(fd, event)
+        poll.register(pipe, event)
         while not poll.poll(1000 * min(POLL_SECONDS, self._time_left())):
             self._watch()
         self._watch()
 
     def wait(self) -> int:
-        """The exit code, or minus the signal that killed it. Raises `ProgramError` at a limit."""
+        """Return the exit code, or minus the signal that killed it. Raises `ProgramError` at a limit."""
         while not (ended := os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
             self._watch()
             time.sleep(min(0.001, self._time_left()))
@@ -173,7 +162,7 @@ class Child:
         return left
 
     def _watch(self) -> None:
-        """Raises `ProgramError` when the directory or the number of threads has outgrown the limits."""
+        """Raise `ProgramError` if the directory or the number of threads is above its limit."""
         if (now := time.monotonic()) < self.next_look:  # also while it writes without a pause
             return
         self.next_look, size, count = now + POLL_SECONDS, 0, 0

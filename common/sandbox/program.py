@@ -1,14 +1,13 @@
-"""Runs Python that nobody trusts, such as what a model wrote, in a process that has confined itself (`confine.py`).
+"""Untrusted Python, such as programs that a model wrote, run in a process that has confined itself (confine.py).
 
-`run_program` gives a program its stdin and returns its stdout; `Program` calls its functions. Either way the program
-only ever sees inputs: verdicts are made by the caller. About 20 ms a run, most of it the start of an interpreter.
+`run_program` gives a program its stdin and returns its stdout; `Program` calls its functions. The program gets inputs
+alone; the caller judges the outputs. About 20 ms a run, most of it the start of an interpreter.
 """
 
 import functools
 import json
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,21 +19,21 @@ from common.sandbox.process import Child, Limits, ProgramError, died
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program did."""
+    """Outcome of a run."""
 
     status: str
-    """"ok", or why not: "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit", ..."""
+    """"ok", "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit", ..."""
     stdout: str
-    """What it wrote, up to the limit; bytes that are not UTF-8 are U+FFFD."""
+    """output up to the limit; bytes that are not UTF-8 are U+FFFD"""
     seconds: float = field(default=0.0, compare=False)
-    """How long it ran, from its first line."""
+    """time from its first line"""
 
 
 def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Outcome:
-    """Runs `source` as `python program.py < stdin`.
+    """Run `source` as `python program.py < stdin`.
 
-    `unsafe` runs it with the layers that this machine has, where `problem()` is not None. Raises `ValueError` there
-    without it, `RuntimeError` if the interpreter does not start or the machine has no room for it.
+    Where `problem()` is not None, this raises `ValueError`, or with `unsafe` uses the layers that the machine has.
+    Raises `RuntimeError` if the interpreter does not start or the machine has no room for it.
     """
     require_confinement(unsafe)
     with Child("program", source, limits or Limits(), unsafe, stdin) as child:
@@ -54,10 +53,9 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsa
 
 class Program:
     """A program whose functions can be called, with plain values (see `child.encode`). A context manager.
-    Results that can only be gone through, such as generators, ranges and views, arrive as iterators, bytearrays as
-    bytes.
+    Generators, ranges and views are returned as iterators, bytearrays as bytes.
 
-    `source` is run as a module: what stands under `if __name__ == "__main__":` is not. For one thread, which must live
+    The source is run as a module, without the code under `if __name__ == "__main__":`. For one thread, which must live
     as long. Raises what `run_program` does, and on entering `ProgramError` if the source does not run.
     """
 
@@ -80,11 +78,11 @@ class Program:
     def call(
         self, function: str, args: list | tuple = (), kwargs: dict | None = None, answer: Callable | None = None
     ) -> object:
-        """`function(*args, **kwargs)`, where `function` is an expression. Raises `ProgramError`; once that says how the
-        program ended, or "malformed", so does every later call. `TypeError` if an argument is no plain value.
+        """Return `function(*args, **kwargs)`, where `function` is an expression. Raises `TypeError` if an argument is
+        not plain, and `ProgramError`: the same in every later call if the program has ended or is "malformed".
 
-        `answer` makes the JSON that the program's `__ask__(question)` returns of the JSON `question`; without it,
-        putting a question is an error.
+        `answer` turns the JSON of a `question` into the JSON that the program's `__ask__(question)` returns; without
+        it, a question is an error.
         """
         kwargs = {name: encode(value) for name, value in (kwargs or {}).items()}
         reply = self.exchange({"call": function, "args": encode(list(args)), "kwargs": kwargs})
@@ -95,7 +93,7 @@ class Program:
         return self._value(reply)
 
     def exchange(self, request: dict) -> dict:
-        """One line of JSON to the program and one back, values still encoded. Raises `ProgramError`."""
+        """Send one line of JSON and return the answer, values still encoded. Raises `ProgramError`."""
         if self.dead:
             raise self.dead
         try:
@@ -138,7 +136,7 @@ class Program:
 
 
 def parse_answer(line: bytes) -> dict:
-    """`{"value": ...}`, `{"error": [[name, ...], message]}` or `{"ask": ...}`: all else is a `ProgramError`."""
+    """Return `{"value": ...}`, `{"error": [[name, ...], message]}` or `{"ask": ...}`, or raise `ProgramError`."""
     try:
         reply = json.loads(line)  # bytes after the first line are an error too
     except (ValueError, RecursionError) as error:
@@ -151,7 +149,7 @@ def parse_answer(line: bytes) -> dict:
     raise ProgramError("malformed")
 
 
-# ---- can this machine do it? ----
+# ---- the machine ----
 
 PROBE = """
 import os, socket
@@ -168,17 +166,11 @@ checks = {
 }
 print(*[layer for layer in checks if not all(refused(*check) for check in checks[layer])])
 """
-LOCK = threading.Lock()
-
-
-def problem() -> str | None:
-    """Why programs cannot be confined on this machine; None if they can. Runs one, once."""
-    with LOCK:
-        return _problem()
 
 
 @functools.cache
-def _problem() -> str | None:
+def problem() -> str | None:
+    """Return why this machine cannot confine programs, None if it can. Runs one, once."""
     if sys.platform != "linux":
         return f"confining programs needs Linux, this is {sys.platform}"
     if platform.machine() not in ARCHITECTURES:

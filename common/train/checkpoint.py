@@ -1,9 +1,9 @@
-"""The run's folder: who owns it, resumable checkpoints, and the Hugging Face export.
+"""The run's folder: its ownership, resumable checkpoints, and the Hugging Face export.
 
-`checkpoints/step_000100/` holds PyTorch's distributed checkpoint of model and optimizer (resharded on load, so another
-number of ranks may resume), `state.json` (step and data cursor), config and tokenizer, with which it is a model
-(`model/convert.py`), and `manifest.json` (size and CRC of every file). It is written under another name and renamed
-once everything is on disk, so a killed save is never picked up. The folder must be one that all ranks see.
+`checkpoints/step_000100/` contains PyTorch's distributed checkpoint of model and optimizer, which any number of ranks
+can load; `state.json` (step and data cursor); config and tokenizer, which make it a model (`model/convert.py`); and
+`manifest.json` (size and CRC of every file). A save writes to a temporary folder and renames it at the end, so that an
+interrupted save is ignored. All ranks must share the folder.
 """
 
 import json
@@ -22,6 +22,7 @@ import yaml
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from common.config.groups import BaseArgs, TrainArgs
+from common.config.launch import flags_of, may_change
 from common.model import lora
 from common.model.convert import (
     ADAPTED,
@@ -38,20 +39,20 @@ from common.model.loading import hub_weights
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
 
-# What every run keeps in its folder; scripts name what else they own.
+# Contents of every run's folder. Scripts name their further files.
 FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
 FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline")
 
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
-    """Make `--output_dir` this run's, before anything slow. `owned`: files that are the script's own (glob patterns).
+    """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the script's further files.
     Collective.
 
-    Raises `ValueError` on every rank if it cannot be written, is not one folder for all machines or holds a run with
-    other flags; with `--resume never` that run's files are deleted, with `--resume must` there has to be one.
+    With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
+    not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
     """
     folder, problem = Path(args.output_dir), None
-    # A name that no machine has looked up before: network file systems remember what was not there.
+    # A new name: network file systems cache the absence of files.
     mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
@@ -69,8 +70,8 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
         mark.rmdir()
     if blind:
         raise ValueError(
-            f"--output_dir {folder}: {blind[0]} does not see what rank 0 writes there; "
-            "it must be a folder that all machines share"
+            f"--output_dir {folder}: files of rank 0 are not visible on {blind[0]}; "
+            "use a folder that all machines share"
         )
 
 
@@ -80,43 +81,43 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
         for flag in ("model", "adapter"):
             start = getattr(args, flag, None)
             if start and Path(start).exists() and folder.resolve() in Path(start).resolve().parents:
-                return f"--{flag} {start}: --resume never would delete it"
+                return f"--{flag} {start}: --resume never would delete it; name another --output_dir"
         for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
             file.unlink()
         for old in (folder / name for name in FOLDERS):
             shutil.rmtree(old, ignore_errors=True)
-        for old in checkpoints_in(folder):  # what eval.py says of each
+        for old in checkpoints_in(folder):  # results of eval.py for each checkpoint
             shutil.rmtree(old)
-    # eval.py and bok.py go on from there
+    # eval.py and bok.py resume from these files
     sampled = any(file for place in ("", "step_*/") for file in folder.glob(f"{place}completions.jsonl"))
     if args.resume == "must" and not checkpoints_in(folder / "checkpoints") and not sampled:
-        return f"--resume must: {folder} has no checkpoint"
+        return f"--resume must: {folder} has no checkpoint; use --resume auto"
     begun = sampled or (folder / "metrics.jsonl").is_file()
-    if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # not if it never began
-        then, now = yaml.safe_load(flags.read_text()) or {}, args.to_dict()
+    if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # a run without steps does not count
+        then, now = yaml.safe_load(flags.read_text()) or {}, flags_of(args)
         if not isinstance(then, dict):
-            return f"--output_dir {folder}: args.yaml in it is not one of ours"
-        then = type(args)().to_dict() | then  # a flag that is newer than that run had its default
-        then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # or took one
-        free = args.may_change(then)
+            return f"--output_dir {folder}: args.yaml is not from a run; name another folder"
+        then = flags_of(type(args)()) | then  # newer flags had their defaults
+        then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # one value
+        free = may_change(args, then)
         changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
         if changed:
             what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             return (
-                f"--output_dir {folder} holds a run with other flags ({what}{more}): "
-                "name another folder, or --resume never to delete that run and start over"
+                f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); "
+                "name another folder, or use --resume never to delete that run and start over"
             )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     unfinished = ("checkpoints/step_*.tmp", *(f"{name}.tmp" for name in FOLDERS))
     for stale in [path for name in unfinished for path in folder.glob(name)]:
         shutil.rmtree(stale)
-    flags.write_text(yaml.safe_dump(args.to_dict(), sort_keys=False))
+    flags.write_text(yaml.safe_dump(flags_of(args), sort_keys=False))
     return None
 
 
 class Checkpointer:
-    """Saves and restores model, optimizer and whatever else has `state_dict` (small, the same on every rank).
+    """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same on every rank).
 
     `value` is a second model with its optimizer.
     """
@@ -137,10 +138,10 @@ class Checkpointer:
         self.files = hf_files(model, tokenizer, args.prompt_format) if distributed.is_main() else {}
 
     def load_latest(self) -> int:
-        """Restore the newest checkpoint that is whole; returns the step to go on with, 0 without any. Collective.
+        """Load the newest intact checkpoint and return its number of finished steps; 0 without checkpoints. Collective.
 
-        A damaged one is set aside as `step_N.corrupt` and the one before it is tried, with a line that says so.
-        Raises `ValueError` if there were checkpoints and none is whole.
+        A damaged checkpoint is reported, renamed to `step_N.corrupt` and replaced by the previous one. Raises
+        `ValueError` if all checkpoints are damaged.
         """
         found = distributed.gather_objects([path.name for path in checkpoints_in(self.checkpoints)])[0]
         for name in found:
@@ -150,16 +151,16 @@ class Checkpointer:
             if not problems:
                 return self._load(path)
             if distributed.is_main():
-                print(f"checkpoint {path} is damaged ({problems[0]}): trying the one before it")
+                print(f"checkpoint {path} is damaged ({problems[0]}): loading the previous one")
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
-        if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also when the run is started once more
-            raise ValueError(f"no checkpoint in {self.checkpoints} is whole: --resume never starts over")
+        if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also after a second start
+            raise ValueError(f"{self.checkpoints}: all checkpoints are damaged; start over with --resume never")
         return 0
 
     def _load(self, path: Path) -> int:
-        # In place, wherever weights and moments are: `set_state_dict` would bring moments to the weights' device. The
-        # rest of an optimizer's state are flags, and its learning rate is set at each step.
+        # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
+        # state are flags, and its learning rate is set at each step.
         dcp.load(self._tensors(), checkpoint_id=path)
         state = json.loads((path / STATE).read_text())
         for name, part in self.stateful.items():
@@ -169,16 +170,16 @@ class Checkpointer:
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
-        """Of what is trained: a model under adapters is read from `--model`."""
+        """Return the state of the trained weights and their optimizers. Frozen weights are read from `--model`."""
         out, options = {}, StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
             out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer, options=options)
         return out
 
     def save(self, step: int) -> None:
-        """Write a checkpoint that resumes with `step` steps done, then drop all but the newest `--keep_last`.
+        """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`. Collective.
 
-        Collective. It replaces an earlier one of the same step.
+        An earlier checkpoint of the same step is replaced.
         """
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
@@ -208,11 +209,11 @@ class Checkpointer:
         distributed.barrier()
 
     def export_hf(self, name: str = "hf") -> None:
-        """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer; adapters
-        merged, and alone in `adapter/` (of `best/` in `best_adapter/`). Collective.
+        """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer. Adapters are
+        merged, and also written alone to `adapter/` (`best_adapter/` for `best/`). Collective.
 
-        Weights are gathered one at a time and kept on rank 0's host alone. The old folder stays until the new one is
-        whole.
+        Weights are gathered one at a time and kept on rank 0's host only. The new folder replaces the old one at the
+        end.
         """
         _export(self.model, self.files, self.folder / name)
         if lora.has_adapters(self.args):
@@ -221,23 +222,24 @@ class Checkpointer:
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
-    """`Checkpointer.export_hf` to any folder."""
+    """Write the export of `Checkpointer.export_hf`, without separate adapters, to any folder. Collective."""
     _export(model, hf_files(model, tokenizer, prompt_format) if distributed.is_main() else {}, folder)
 
 
 def hf_files(model: PackedModel, tokenizer, prompt_format: str) -> dict[str, bytes]:
-    """What stands beside the weights, by name: config.json, generation_config.json and the tokenizer's files. A run
-    reads them when it starts: the model it starts from may be another run's checkpoint, and deleted before it ends."""
+    """Return the files of an export besides the weights, by name: config.json, generation_config.json and those of the
+    tokenizer. A run reads them at start: its model may be a checkpoint that another run deletes later."""
+
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model.path)  # as it was: ours has another attention and dtype
+    config = AutoConfig.from_pretrained(model.path)  # from disk: the loaded one has another attention and dtype
     config.architectures = [type(model.hf).__name__]
-    # Not narrower than what was computed with: bfloat16 loses most of what some dozen small steps have changed.
+    # Not narrower than the compute dtype: bfloat16 would round away the changes of some dozen small steps.
     config.dtype = torch.promote_types(config.dtype or torch.float32, model.compute_dtype)
     if isinstance(model, ScalarModel):
         config.num_labels = 1
-        config.scored_at = "end_of_turn"  # rewards/models.py: where its numbers mean something
-        # Transformers scores the last token that is not padding; an EOS that also pads would never be the one.
+        config.scored_at = "end_of_turn"  # rewards/reward_model.py: the token with a trained score
+        # Transformers scores the last token that is not padding: an EOS must not also be the padding.
         ends = eos_token_ids(model.path, tokenizer, prompt_format)
         config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     with tempfile.TemporaryDirectory() as work:
@@ -253,7 +255,7 @@ def write_files(files: dict[str, bytes], folder: Path) -> None:
 
 
 def exported_names(model: PackedModel) -> list[str]:
-    """The weights that an export has: a tied head is the embedding, adapters are in what they are added to."""
+    """Return the names of exported weights. A tied head is the embedding; adapters are merged into their base."""
     tied = model.hf.all_tied_weights_keys
     return [name for name in model.hf.state_dict() if name not in tied and ".lora_" not in name]
 
@@ -280,7 +282,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
 
 
 def _delete(checkpoint: Path) -> None:
-    """Renamed first: another job may be writing `hf/` into it, and could then not be done."""
+    """Delete a checkpoint. It is renamed first: another job that writes `hf/` into it would block the deletion."""
     dropped = checkpoint.with_suffix(".dropped.tmp")
     checkpoint.rename(dropped)
     shutil.rmtree(dropped)

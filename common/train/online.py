@@ -5,7 +5,7 @@ import math
 from common.config.groups import OnlineArgs
 from common.parallel import distributed
 from common.rollout.prompts import Prompts
-from common.rollout.sampler import Rollouts
+from common.rollout.sampler import Sampler
 
 SHOW = ("reward", "kl", "eval/pass_at_1", "completions/mean_length", "time/step")  # beside the progress bar
 CURVES = ("reward", "rewards/*/mean", "eval/pass_at_1", "kl", "entropy", "completions/mean_length", "grad_norm",
@@ -17,13 +17,14 @@ def num_steps(args: OnlineArgs, prompts: Prompts) -> int:
     return args.max_steps or math.ceil(args.epochs * len(prompts) / args.prompts_per_step)
 
 
-def describe(args: OnlineArgs, prompts: Prompts, held_out: Prompts, rollouts: Rollouts) -> list[str]:
+def describe(args: OnlineArgs, prompts: Prompts, held_out: Prompts, rollouts: Sampler) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run, and about its preset."""
     updates, ranks = args.updates_per_rollout, distributed.world_size()
-    mode = "on-policy" if updates == 1 and not rollouts.ahead else f"off-policy, {updates} updates per rollout"
+    mode = f"off-policy, {updates} update{'s' * (updates > 1)} per rollout"
+    mode = "on-policy" if updates == 1 and not rollouts.prefetch_steps else mode
     steps = f"{num_steps(args, prompts)} steps on {ranks} rank{'s' * (ranks > 1)}"
     lines = [f"{prompts}, {held_out} held out, {steps}, {rollouts}, {mode}"]
-    if preset := getattr(args, "preset", None):
-        flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[preset].items())
-        lines.append(f"preset {preset}: {flags}")
+    if args.PRESETS and args.preset:
+        flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())
+        lines.append(f"preset {args.preset}: {flags}")
     return lines

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate as a function of the step, and the one place where weights change."""
+"""AdamW, its learning rate as a function of the step, and the optimizer step, the only place that changes weights."""
 
 import math
 
@@ -13,8 +13,8 @@ from common.parallel.mesh import average_over_copies
 
 
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) over the sharded float32 masters; weight decay on matrices only. Its moments are where
-    `--offload` says."""
+    """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on matrices only. The
+    moments are on the device that `--offload` determines."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
@@ -22,7 +22,7 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     ]
     kind = HostAdamW if args.offload == "optimizer" else torch.optim.AdamW
     optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
-    # Its states are there from the start: an engine beside the trainer takes of the memory what is free by then.
+    # Allocate its states at start: a colocated engine then sizes its memory by what remains free.
     for parameter in parameters:
         home = dict(device=parameter.device)
         if args.offload == "optimizer":
@@ -36,7 +36,7 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """The same updates, with moments on the host: those of one parameter at a time come to the parameter's device."""
+    """AdamW with moments on the host, copied to the parameter's device one parameter at a time during the step."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -58,8 +58,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
-    """Learning rate of the update after `step` finished ones: linear warmup from 0, then `--lr_schedule`, which
-    reaches `min_lr_ratio` of the peak after the last update. A function of the step: nothing to save or resume."""
+    """Return the learning rate of the update after `step` finished ones: linear warmup from 0, then `--lr_schedule`,
+    which reaches `min_lr_ratio` of the peak after the last update. It has no state to save."""
     if step < args.warmup_steps:
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
@@ -72,18 +72,18 @@ def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
 def optimizer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: Tensor
 ) -> float:
-    """Average the gradients over copies of the model, clip, step, clear them; returns the global gradient norm before
-    clipping. Collective.
+    """Average the gradients over copies of the model, clip them, update the weights and clear the gradients. Return the
+    global gradient norm before clipping. Collective.
 
-    `loss` is this rank's share of it, summed over the micro-batches.
-    Raises `RunError` before anything is changed if the loss or the gradient is not finite.
+    `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before any change if the
+    loss or the gradient is not finite.
     """
     loss = distributed.all_sum(loss)
     average_over_copies(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         what = f"the loss is {float(loss)}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-        raise distributed.RunError(f"{what}: stopped before the optimizer step, nothing was saved after it")
+        raise distributed.RunError(f"{what}: stopped before the optimizer step; earlier checkpoints are intact")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

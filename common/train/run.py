@@ -1,12 +1,12 @@
-"""What every training script does around its steps.
+"""The training run: resumption, checkpoints, logging and export around the steps of a script.
 
     run = Run(args, model, optimizer, tokenizer, total_steps, show=..., curves=..., order=order)
-    for step in run.steps():          resumes; between steps saves, and stops when told to
+    for step in run.steps():          resumes; saves between steps, and stops on a signal
         ...                           a step, measured with run.meter
         run.log(step + 1, run.reduce(samples, lr=lr))
-    run.end()                         hf/; if it was stopped, a checkpoint too
+    run.end()                         writes hf/, and a checkpoint after a signal
 
-Plain methods, and nothing here knows an algorithm.
+Nothing here depends on the algorithm.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.config.groups import TrainArgs
 from common.data.order import epochs_of
-from common.data.packing import Sample
+from common.data.sample import Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.metrics.timeline import Timeline
@@ -30,7 +30,7 @@ from common.train.optim import learning_rate
 
 
 class Run:
-    """A run of `total_steps` steps, going on with what `--output_dir` has of it."""
+    """Run of `total_steps` steps, resumed from the newest checkpoint in `--output_dir`."""
 
     def __init__(
         self,
@@ -45,19 +45,19 @@ class Run:
         value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
         **stateful,
     ):
-        """Restores the newest whole checkpoint into the model, the optimizer and all of `stateful` (what has
-        `state_dict`; one of them also a data `cursor`). `value` is a second model with its optimizer.
-        `show`: metrics beside the progress bar; `curves`: those drawn. Collective.
+        """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`: objects with a
+        `state_dict`, one of them with a data `cursor`. `value` is a second model with its optimizer. `show`: metrics
+        beside the progress bar; `curves`: metrics to draw. Collective.
 
-        Raises `ValueError` if there are checkpoints and none is whole.
+        Raises `ValueError` if all checkpoints are damaged.
         """
         self.args, self.total_steps, self.meter = args, total_steps, Meter()
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
         self.data = next(part for part in stateful.values() if hasattr(part, "cursor"))
         self.num_tokens, self.latest = 0, {}
-        self.best: float | None = None  # of --keep_best
-        self.best_step = self.without_gain = 0  # evaluations since then
+        self.best: float | None = None  # best value of --keep_best
+        self.best_step = self.without_gain = 0  # its step; evaluations since then
         self.checkpointer = Checkpointer(args, model, optimizer, tokenizer, value=value, totals=self, **stateful)
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
@@ -73,16 +73,16 @@ class Run:
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens = state["num_tokens"]
         best = state.get("best", {})
-        if best and best["metric"] == self.args.keep_best:  # else it begins anew
+        if best and best["metric"] == self.args.keep_best:  # another metric starts from none
             self.best, self.best_step, self.without_gain = best["value"], best["step"], best["without_gain"]
 
     # ---- around steps ----
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, counted from 0. A step that the loop breaks off counts as never begun."""
+        """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does not count."""
         while not self.done:
             for model in self.models:
-                model.flops = 0.0  # of evaluations
+                model.flops = 0.0  # without those of evaluations
             self.meter.start("step")
             yield self.finished
             self.finished += 1
@@ -94,11 +94,11 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether no step is left, by their number or by `--early_stop`."""
+        """Return whether no step remains, because of their number or of `--early_stop`."""
         return self.finished >= self.total_steps or 0 < self.args.early_stop <= self.without_gain
 
     def _save(self) -> None:
-        with self.meter.time("save"):  # counted in the next step's line
+        with self.meter.time("save"):  # logged with the next step
             self.checkpointer.save(self.finished)
         self.saved = self.finished
         self.logger.draw_curves()
@@ -107,15 +107,15 @@ class Run:
         return learning_rate(step, self.total_steps, self.args)
 
     def evaluates(self, finished: int) -> bool:
-        """Whether it is time to, after so many steps."""
+        """Return whether an evaluation follows after `finished` steps."""
         every = self.args.eval_every
         return every > 0 and (finished % every == 0 or finished == self.total_steps)
 
     def checks_engine(self, step: int) -> bool:
-        """Whether engine and trainer are compared on what this step samples: at first, and every `--check_every`."""
+        """Return whether this step compares engine and trainer: the first step and every `--check_every`-th."""
         return step == self.first_step or step % self.args.check_every == 0
 
-    # ---- what it tells ----
+    # ---- metrics and messages ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
         """End the step and return its metrics: meters of all ranks, trained tokens of this rank's `samples`, the
@@ -131,7 +131,7 @@ class Run:
         metrics |= epochs_of(self.data.cursor) | dict(num_tokens=self.num_tokens)
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
         if sampled:
-            apart = "idle/rollout_ranks" in metrics  # ranks that do nothing else
+            apart = "idle/rollout_ranks" in metrics  # dedicated rollout ranks
             metrics["speed/sampled_tokens_per_second"] = sampled / metrics["time/step" if apart else "time/rollout"]
         seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
         rate = flops / seconds / distributed.world_size()
@@ -146,9 +146,9 @@ class Run:
             self.logger.message(line)
 
     def log(self, finished: int, metrics: dict[str, float]) -> None:
-        """A line of metrics.jsonl after so many steps; after an evaluation best/, if `--keep_best` says so. Collective.
+        """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved. Collective.
 
-        Raises `ValueError` if the first evaluation does not give that metric.
+        Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`.
         """
         if not metrics:
             return
@@ -162,15 +162,15 @@ class Run:
     def _keep_best(self, finished: int, metrics: dict[str, float]) -> None:
         name = self.args.keep_best
         if name not in metrics and self.best is None:
-            there = ", ".join(key for key in metrics if key.startswith("eval")) or "there was none"
-            raise ValueError(f"--keep_best {name}: no metric of the evaluation: {there}")
+            there = ", ".join(key for key in metrics if key.startswith("eval")) or "none"
+            raise ValueError(f"--keep_best {name}: no such metric; choose one of the evaluation: {there}")
         value = metrics.get(name, math.nan)
-        whole = next((whole for whole in metrics if name.startswith(f"{whole}/")), name)  # of one that is of a set
+        whole = next((whole for whole in metrics if name.startswith(f"{whole}/")), name)  # without the name of a set
         sign = -1 if whole.endswith(("loss", "perplexity")) else 1
         if not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
             self.best, self.best_step, self.without_gain = value, finished, 0
             self.checkpointer.export_hf("best")
-            self.message(f"best {name} so far, {value:.4g} after step {finished}: {self.args.output_dir}/best")
+            self.message(f"best {name} so far: {value:.4g} after step {finished}, in {self.args.output_dir}/best")
         else:
             self.without_gain += 1
 
@@ -182,20 +182,20 @@ class Run:
         rewards_PG: Tensor,
         advantages_PG: Tensor,
     ) -> None:
-        """Write all completions to samples.jsonl and print a few, every `--log_every` steps. Collective."""
+        """Write all completions to samples.jsonl and print some, every `--log_every` steps. Collective."""
         if finished % self.args.log_every == 0 or finished == self.total_steps:
             self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)
 
     def end(self, summary: str = "") -> None:
-        """Behind the loop: hf/, of a run that was told to stop a checkpoint first, of one that is done a `summary` for
-        people. Collective."""
+        """End the run after the loop: export `hf/`, after a checkpoint if the run was stopped, and print the `summary`
+        of a finished run. Collective."""
         stopped = self.told_to_stop or not self.done
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # else nothing was trained
             self.checkpointer.export_hf()
         if stopped:
-            self.message(f"told to stop after step {self.finished}; the same command goes on from there")
+            self.message(f"stopped after step {self.finished}; the same command resumes from there")
         else:
             if self.finished < self.total_steps:
                 name, since = self.args.keep_best, f"since step {self.best_step}"

@@ -1,81 +1,76 @@
-"""Bounds and markers in a flag's type; flags and the functions that read them."""
+"""Types of flags with their bounds, and the rule that a changed flag must have an effect."""
 
+import dataclasses
 import math
 import typing
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
-from annotated_types import Ge, Gt, Interval, Le, Lt
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from common.config.flags import (
     MAX_FLOAT,
+    STRICT,
     AtLeast2,
-    BaseArgs,
     BelowOne,
     Fraction,
     MayChange,
     NotNegative,
+    OpenFraction,
     Positive,
     PositiveFraction,
-    check_bounds,
-    may_change,
-    require_read_by,
+    Real,
+    Several,
+    require_default,
+    require_effect,
 )
+from common.config.parse import one_line
 
 # ---- bounds ----
 
 
-def problem(hint: Any, value: Any) -> str | None:
-    """What is said of a flag `x` of this type and value."""
-    flags = dataclass(type("Flags", (), {"__annotations__": {"x": hint}}))(value)
+def built(hint: Any, value: Any) -> Any:
+    """Return the value of a flag `x` of this type, or its error on one line."""
+    flags = dataclass(type("Flags", (), {"__annotations__": {"x": hint}}), config=STRICT)
     try:
-        check_bounds(flags)
+        return flags(x=value).x
     except ValueError as error:
-        return str(error)
-    return None
+        return one_line(error)
 
 
 @pytest.mark.parametrize(
     ("hint", "good", "bad", "words"),
     [
-        (Positive[int], 1, 0, "--x 0 must be greater than 0"),
-        (Positive[float], 1e-30, 0.0, "--x 0.0 must be greater than 0"),
-        (NotNegative[int], 0, -1, "--x -1 must not be negative"),
-        (NotNegative[float], 0.0, -1e-30, "--x -1e-30 must not be negative"),
-        (AtLeast2, 2, 1, "--x 1 must be at least 2"),
-        (Fraction, 0.0, -0.1, "--x -0.1 must be in [0, 1]"),
-        (Fraction, 1.0, 1.1, "--x 1.1 must be in [0, 1]"),
-        (PositiveFraction, 1.0, 0.0, "--x 0.0 must be in (0, 1]"),
-        (BelowOne, 0.0, 1.0, "--x 1.0 must be in [0, 1)"),
-        (Annotated[float, Interval(gt=0, lt=0.5)], 0.4, 0.5, "--x 0.5 must be in (0, 0.5)"),
-        (Annotated[int, Lt(3)], 2, 3, "--x 3 must be below 3"),
-        (Annotated[int, Le(3)], 3, 4, "--x 4 must be at most 3"),
-        (Annotated[int, Ge(1), Le(3)], 3, 4, "--x 4 must be at most 3"),
-        (float, -MAX_FLOAT, math.nan, "--x nan must be a finite number"),
-        (float | None, None, -math.inf, "--x -inf must be a finite number"),
-        (tuple[float, ...], (), (1.0, math.inf), "--x inf must be a finite number"),
-        (Positive[float], MAX_FLOAT, 1e39, "--x 1e+39 must be a finite number"),
-        (Positive[float], 1, math.nan, "--x nan must be a finite number"),
-        (Positive[int] | None, None, 0, "--x 0 must be greater than 0"),
-        (Positive[int | None], None, 0, "--x 0 must be greater than 0"),
-        (Literal["auto"] | Positive[int], "auto", 0, "--x 0 must be greater than 0"),
-        (tuple[NotNegative[float], ...], (0.0, 1.0), (1.0, -2.0), "--x -2.0 must not be negative"),
-        (tuple[Fraction, Positive[float]], (0.0, 2.0), (0.0, 0.0), "--x 0.0 must be greater than 0"),
-        (tuple[Fraction, Positive[float]] | None, None, (2.0, 2.0), "--x 2.0 must be in [0, 1]"),
-        (tuple[Positive[int] | None, ...], (None, 1), (None, 0), "--x 0 must be greater than 0"),
-        (Positive[int] | tuple[Positive[int], ...], (1, 2), (1, 0), "--x 0 must be greater than 0"),
-        (MayChange[Positive[int]], 1, 0, "--x 0 must be greater than 0"),
-        (MayChange[Positive[int] | None], None, 0, "--x 0 must be greater than 0"),
-        (MayChange[tuple[Positive[int], ...]], (1,), (0,), "--x 0 must be greater than 0"),
-        (Annotated[Positive[int], "something else"], 1, 0, "--x 0 must be greater than 0"),
+        (Positive[int], 1, 0, "0 must be greater than 0"),
+        (Positive[float], 1e-30, 0.0, "0.0 must be greater than 0"),
+        (NotNegative[int], 0, -1, "-1 must be greater than or equal to 0"),
+        (NotNegative[float], 0.0, -1e-30, "-1e-30 must be greater than or equal to 0"),
+        (AtLeast2, 2, 1, "1 must be greater than or equal to 2"),
+        (Fraction, 0.0, -0.1, "-0.1 must be greater than or equal to 0"),
+        (Fraction, 1.0, 1.1, "1.1 must be less than or equal to 1"),
+        (PositiveFraction, 1.0, 0.0, "0.0 must be greater than 0"),
+        (BelowOne, 0.0, 1.0, "1.0 must be less than 1"),
+        (OpenFraction, 0.5, 1.0, "1.0 must be less than 1"),
+        (Annotated[float, Field(gt=0, lt=0.5)], 0.4, 0.5, "0.5 must be less than 0.5"),
+        (Real, -MAX_FLOAT, math.nan, "nan must be finite in float32"),
+        (Real | None, None, -math.inf, "-inf must be finite in float32"),
+        (Several[Real], (), (1.0, math.inf), "inf must be finite in float32"),
+        (Positive[float], MAX_FLOAT, 1e39, "1e+39 must be finite in float32"),
+        (Positive[float], 1, math.nan, "nan must be greater than 0"),
+        (Positive[int] | None, None, 0, "0 must be greater than 0"),
+        (Several[NotNegative[float]], (0.0, 1.0), (1.0, -2.0), "-2.0 must be greater than or equal to 0"),
+        (tuple[Fraction, Positive[float]] | None, None, (2.0, 2.0), "2.0 must be less than or equal to 1"),
+        (MayChange[Positive[int]], 1, 0, "0 must be greater than 0"),
+        (MayChange[Positive[int] | None], None, 0, "0 must be greater than 0"),
+        (MayChange[Several[Positive[int]]], (1,), (0,), "0 must be greater than 0"),
     ],
 )
-def test_bounds(hint, good, bad, words):
-    assert problem(hint, good) is None
-    assert problem(hint, bad) == words
+def test_bounds_are_validated(hint, good, bad, words):
+    assert built(hint, good) == good
+    assert built(hint, bad) == f"--x {words}"
 
 
 HOLDS = {
@@ -84,89 +79,106 @@ HOLDS = {
     Fraction: lambda x: 0 <= x <= 1,
     PositiveFraction: lambda x: 0 < x <= 1,
     BelowOne: lambda x: 0 <= x < 1,
-    MayChange[Annotated[float, Gt(-1), Lt(1)]]: lambda x: -1 < x < 1,
-    float: lambda x: True,
+    MayChange[Real]: lambda x: True,
 }
 
 
 @given(st.sampled_from(list(HOLDS)), st.one_of(st.floats(), st.sampled_from([-1, 0, 1, 0.0, 1.0])))
-def test_a_bound_holds_or_is_named(hint, value):
-    """Whether it stands alone, in a union or in a tuple."""
+def test_bound_holds_or_is_named_in_the_error(hint, value):
+    """The type stands alone, in a union or in a tuple."""
     holds = HOLDS[hint](value) and abs(value) <= MAX_FLOAT
-    for where, x in (
-        (hint, value),
-        (hint | None, value),
-        (tuple[hint, ...], (value,)),
-        (tuple[str, hint], ("", value)),
-    ):
-        message = problem(where, x)
-        assert (message is None) == holds
-        assert holds or message.startswith(f"--x {value} must ")
+    for where, x in ((hint, value), (hint | None, value), (Several[hint], (value,)), (tuple[str, hint], ("", value))):
+        result = built(where, x)
+        assert (result == x) if holds else result.startswith(f"--x {value} must ")
 
 
-# ---- markers ----
+@pytest.mark.parametrize(
+    ("hint", "given", "taken"),
+    [
+        (Positive[int], 2.0, 2),
+        (Positive[int], 1.5, "--x 1.5 must be a valid integer, got a number with a fractional part"),
+        (Positive[float], 3, 3.0),
+        (Positive[float], "1e-3", 1e-3),  # as YAML reads it
+        (Positive[float], "fast", "--x fast must be a valid number, unable to parse string as a number"),
+        (bool, "false", False),
+        (bool, "maybe", "--x maybe must be a valid boolean, unable to interpret input"),
+        (str, 2024, "2024"),
+        (str, True, "--x True must be a valid string"),
+        (Several[str], "a", ("a",)),
+        (Several[str] | None, "a", ("a",)),
+        (Several[str] | None, None, None),
+        (Several[float], 1, (1.0,)),
+        (Several[str], ["a", "b"], ("a", "b")),
+        (Literal["a", "b"], "c", "--x c must be 'a' or 'b'"),
+        (tuple[float, float], [1, 2], (1.0, 2.0)),
+        (tuple[float, float], 1, "--x 1 must be a valid tuple"),
+    ],
+)
+def test_values_are_converted_to_the_type(hint, given, taken):
+    value = built(hint, given)
+    assert value == taken and type(value) is type(taken)
 
 
-def test_what_may_change_is_said_beside_the_flag():
+def test_constructor_refuses_a_default_out_of_bounds_and_an_unknown_name():
+    @dataclass(config=STRICT)
+    class Group:
+        x: Positive[int] = 1
+
     @dataclass
-    class Shared:
-        a: MayChange[Positive[int]] = 1
-        b: MayChange[Positive[int] | None] = None
-        c: Positive[int] = 1
-        d: MayChange[tuple[Literal["x", "y"], ...]] = ()
-        e: MayChange[int] | None = None
-        same: MayChange[str] = ""
+    class Args(Group):
+        x: Positive[int] = 0
 
-    @dataclass
-    class Args(Shared):
-        same: str = "another default"
-        c: Positive[int] = 2
-        f: MayChange[bool] = False
-
-    assert may_change(Args) == {"a", "b", "d", "e", "f", "same"}
-    assert may_change(Shared) == {"a", "b", "d", "e", "same"}
-    assert typing.get_type_hints(Args)["b"] == int | None
+    with pytest.raises(ValueError, match="greater than 0"):
+        Args()
+    with pytest.raises(ValueError, match="Unexpected keyword"):
+        Args(x=1, y=2)
+    assert typing.get_type_hints(Args)["x"] is int
+    assert dataclasses.replace(Args(x=3), x=4) == Args(x=4)
 
 
-# ---- families ----
+# ---- flags without effect ----
 
 
 @dataclass
-class Losses(BaseArgs):
-    loss: Literal["clip", "cispo", "plain"] = "clip"
+class Losses:
+    loss: Several[Literal["clip", "cispo", "plain"]] = ("clip",)
     clip_low: float = 0.2
     clip_high: float = 0.28
     cispo_high: float = 4.0
+    bounds: Several[float] = ()
     lr: float = 1.0
 
 
-LOSSES = dict(clip=("clip_low", "clip_high"), cispo=("cispo_high",), plain=())
+READ = dict(clip=("clip_low", "clip_high"), cispo=("cispo_high", "clip_high"), plain=())
 
 
-def test_a_flag_that_only_other_members_read_is_refused():
-    for flags in (dict(clip_low=0.1), dict(lr=2.0), dict(clip_low=0.2, cispo_high=4.0)):
-        require_read_by(Losses(**flags), LOSSES, "clip")
-    for flags, chosen, words in (
-        (dict(clip_low=0.1), "cispo", "--clip_low 0.1 would not be read: --loss is cispo"),
-        (dict(cispo_high=1.0), "plain", "--cispo_high 1.0 would not be read: --loss is plain"),
-        (dict(cispo_high=1.0), ("clip", "plain"), "--cispo_high 1.0 would not be read: --loss is clip plain"),
-    ):
-        with pytest.raises(ValueError) as error:
-            require_read_by(Losses(**flags), LOSSES, chosen)
-        assert str(error.value) == words
-    require_read_by(Losses(cispo_high=1.0, clip_low=0.1), LOSSES, ("clip", "cispo"))
-    with pytest.raises(ValueError, match="not be read: --advantage is plain"):
-        require_read_by(Losses(clip_low=0.1), LOSSES, "plain", flag="advantage")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (dict(clip_low=0.1, lr=2.0), None),
+        (dict(clip_low=0.2, cispo_high=4.0), None),  # the defaults
+        (dict(loss="cispo", clip_low=0.1), "--clip_low 0.1 has no effect with --loss cispo"),
+        (dict(loss="cispo", clip_high=0.1), None),  # read by both
+        (dict(loss="plain", cispo_high=1.0), "--cispo_high 1.0 has no effect with --loss plain"),
+        (dict(loss=("clip", "plain"), cispo_high=1.0), "--cispo_high 1.0 has no effect with --loss clip plain"),
+        (dict(loss=("clip", "cispo"), cispo_high=1.0, clip_low=0.1), None),
+    ],
+)
+def test_flag_without_effect_is_refused(flags, words):
+    if words is None:
+        return require_effect(Losses(**flags), "loss", READ)
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        require_effect(Losses(**flags), "loss", READ)
 
 
-def test_a_default_that_a_script_declares_anew_is_a_default():
+def test_redeclared_default_counts_as_a_default():
     @dataclass
     class Args(Losses):
         clip_low: float = 0.5
 
-    require_read_by(Args(), LOSSES, "plain")
-    Args().require_read("clip_low", False, "never")
-    for wrong in (lambda: require_read_by(Args(clip_low=0.2), LOSSES, "plain"),
-                  lambda: Args(clip_low=0.2).require_read("clip_low", False, "never")):  # fmt: skip
-        with pytest.raises(ValueError, match="--clip_low 0.2 would not be read"):
-            wrong()
+    require_default(Args(), ("clip_low", "bounds"), "ever")
+    require_effect(Args(loss="plain"), "loss", READ)
+    with pytest.raises(ValueError, match="^--clip_low 0.2 has no effect ever$"):
+        require_default(Args(clip_low=0.2), ("clip_low",), "ever")
+    with pytest.raises(ValueError, match="^--bounds 1.0 2.0 has no effect ever$"):
+        require_default(Args(bounds=(1.0, 2.0)), ("clip_low", "bounds"), "ever")

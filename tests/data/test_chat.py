@@ -1,10 +1,10 @@
-"""What stands in messages is read, or refused by name; and the chat template is rendered as the flags say."""
+"""Messages are parsed, errors name their position, and the chat template is rendered as the flags specify."""
 
 import json
 
 import pytest
 
-from common.config.flags import BaseArgs
+from common.config.groups import BaseArgs
 from common.data.chat import end_of_turn, messages_field, tools_field
 from common.data.encode import Encoder
 from common.model.hub import load_tokenizer
@@ -14,7 +14,7 @@ TOKENIZER = build_tokenizer()
 EOT = "<|end_of_turn|>"
 SOURCE = dict(_source="rows.jsonl:3")
 CALL = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-# The tiny template with tools, tool calls and a switch.
+# the tiny template with tools, tool calls and a switch
 WITH_TOOLS = (
     "{% if tools %}{{ '<|turn|>tools\n' + tools | tojson + '<|end_of_turn|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' + m.content }}"
@@ -39,7 +39,7 @@ def encoder(tokenizer=TOKENIZER, **flags) -> Encoder:
 
 
 def trained(encoder: Encoder, row: dict, columns: tuple[str, ...] = ("messages",)) -> list[str]:
-    """The trained stretches."""
+    """Return the trained spans."""
     sample = encoder.sft(row | SOURCE, columns)
     text = "".join(
         encoder.tokenizer.decode([i]) if mask else "\0" for i, mask in zip(sample.ids, sample.loss_mask, strict=True)
@@ -50,7 +50,7 @@ def trained(encoder: Encoder, row: dict, columns: tuple[str, ...] = ("messages",
 # ---- messages ----
 
 
-def test_text_parts_are_one_text():
+def test_text_parts_are_concatenated():
     parts = [dict(type="text", text="a"), dict(type="text", text="b")]
     row = dict(prompt=[turn("user", parts)], **SOURCE)
     assert encoder().prompt(row, ("prompt",)) == encoder().prompt(
@@ -58,8 +58,8 @@ def test_text_parts_are_one_text():
     )
 
 
-def test_what_is_null_is_not_there_and_arguments_become_objects():
-    """Tables have every column in every message."""
+def test_null_fields_are_dropped_and_arguments_become_objects():
+    """Every message of a table has every column."""
     call = dict(CALL, id=None, function=dict(name="add", arguments='{"a": 1}'))
     row = dict(messages=[turn("user", "hi", tool_calls=None), turn("assistant", None, tool_calls=[call])], **SOURCE)
     assert messages_field(row, "messages") == [
@@ -70,22 +70,22 @@ def test_what_is_null_is_not_there_and_arguments_become_objects():
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (turn("user", [dict(type="image", image="x")]), "turn 1 has a part of type image, only text parts can be read"),
+        (turn("user", [dict(type="image", image="x")]), "turn 1 has a part of type image; only text is supported"),
         (turn("user", ["x"]), "turn 1 has a part of type str"),
         (turn("user", [dict(type="text")]), "turn 1 has a part of type text"),
         (turn("assistant", None), "must list objects with string role and content"),
         (turn("tool", dict(a=1)), "must list objects with string role and content"),
         (turn("user", "x", tool_calls=[CALL]), "tool_calls must be a list, in an assistant's message"),
         (turn("assistant", "x", tool_calls="add"), "tool_calls must be a list, in an assistant's message"),
-        (turn("assistant", "x", tool_calls=["add"]), "turn 1: a tool call is an object with `function`"),
-        (turn("assistant", "x", tool_calls=[dict(function=dict(name=1))]), "turn 1: a tool call is an object"),
+        (turn("assistant", "x", tool_calls=["add"]), "turn 1: a tool call must be an object with a `function`"),
+        (turn("assistant", "x", tool_calls=[dict(function=dict(name=1))]), "turn 1: a tool call must be an object"),
         (turn("assistant", "x", tool_calls=[dict(function=dict(name="f"))]), "the arguments of f are not an object"),
         (turn("assistant", "x", tool_calls=[dict(function=dict(name="f", arguments="{"))]),
          "the arguments of f are not JSON"),
         (turn("assistant", "x", tool_calls=[dict(function=dict(name="\ud800", arguments={}))]), "a lone surrogate"),
     ],
 )  # fmt: skip
-def test_malformed_messages_are_named(message, words):
+def test_malformed_messages_are_refused_by_position(message, words):
     with pytest.raises(ValueError, match=f"rows.jsonl:3: column messages.* ?{words}"):
         messages_field(dict(messages=[message], **SOURCE), "messages")
 
@@ -101,7 +101,7 @@ CALLING = [
 ]
 
 
-def test_a_turn_that_calls_tools_is_trained_and_what_they_say_is_not():
+def test_tool_calls_are_trained_and_tool_results_are_not():
     coder = encoder(tokenizer_with(WITH_TOOLS))
     call = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
     for tools in ([TOOL], json.dumps([TOOL])):
@@ -137,16 +137,16 @@ def test_special_tokens_around_a_call_do_not_end_the_turn():
         (3, "column tools must list JSON schemas"),
     ],
 )
-def test_malformed_tools_are_named(tools, words):
+def test_malformed_tools_are_refused_by_position(tools, words):
     with pytest.raises(ValueError, match=f"rows.jsonl:3: {words}"):
         tools_field(dict(tools=tools, **SOURCE))
 
 
-def test_tools_that_the_template_does_not_write_are_refused():
+def test_tools_that_the_template_omits_are_refused():
     row = dict(messages=CALLING, prompt="x", **SOURCE)
-    with pytest.raises(ValueError, match="rows.jsonl:3: the chat template does not write the tool call of add"):
+    with pytest.raises(ValueError, match="rows.jsonl:3: the chat template omits the tool call of add"):
         encoder().sft(row, ("messages",))
-    with pytest.raises(ValueError, match="rows.jsonl:3: column tools: the chat template never reads tools"):
+    with pytest.raises(ValueError, match="rows.jsonl:3: column tools: the chat template does not read it"):
         encoder().sft(row | dict(tools=[TOOL]), ("messages",))
     with pytest.raises(ValueError, match="rows.jsonl:3: column tools needs chat format, column prompt is plain text"):
         encoder().prompt(row | dict(tools=[TOOL]), ("prompt",))
@@ -155,7 +155,7 @@ def test_tools_that_the_template_does_not_write_are_refused():
 # ---- --chat_template, --template_kwargs ----
 
 
-def test_a_template_from_a_file_is_used_and_saved(tmp_path):
+def test_template_from_a_file_is_used_and_saved(tmp_path):
     (tmp_path / "chat.jinja").write_text(WITH_TOOLS + "\n")
     tokenizer = load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
     text = tokenizer.decode(encoder(tokenizer).prompt(dict(question="x", tools=[TOOL], **SOURCE), ("question",)))
@@ -173,10 +173,10 @@ def test_a_template_from_a_file_is_used_and_saved(tmp_path):
         (b"{{ 1 / 0 }}", "does not render: division by zero"),
         (b"{{ messages[0].content + 1 }}", "does not render: can only concatenate str"),
         (b"{{ raise_exception('no') }}", "does not render: no"),
-        (b"hello", "what an assistant says does not come out of it"),
+        (b"hello", "the template changes the text of an assistant turn"),
     ],
 )
-def test_a_template_that_does_not_render_is_refused(template, words, tmp_path):
+def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
     if template is not None:
         (tmp_path / "chat.jinja").write_bytes(template)
     with pytest.raises(ValueError, match=f"^--chat_template .*chat.jinja: .*{words}"):
@@ -192,16 +192,16 @@ def test_template_kwargs_reach_the_template(value, ends):
 @pytest.mark.parametrize(
     ("kwarg", "words"),
     [
-        ("breif=true", "--template_kwargs breif: the chat template never reads it"),
-        ("messages=x", "--template_kwargs messages: it is what the data says"),
+        ("breif=true", "--template_kwargs breif: the chat template does not read it"),
+        ("messages=x", "--template_kwargs messages: the data determines it"),
     ],
 )
-def test_kwargs_that_the_template_never_reads(kwarg, words):
+def test_unused_template_variables_are_refused(kwarg, words):
     with pytest.raises(ValueError, match=words):
         encoder(tokenizer_with(WITH_TOOLS), template_kwargs=(kwarg,))
 
 
-def test_templates_may_have_what_transformers_adds_to_jinja():
+def test_templates_may_use_extensions_of_transformers():
     template = WITH_TOOLS.replace(
         "{{ '<|end_of_turn|>\n' }}", "{% generation %}{{ '<|end_of_turn|>\n' }}{%- endgeneration %}"
     )
@@ -218,15 +218,15 @@ def test_templates_may_have_what_transformers_adds_to_jinja():
         (dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat template"),
     ],
 )
-def test_a_tokenizer_without_a_template(flags, words):
+def test_tokenizer_without_a_template_is_refused_for_chats(flags, words):
     with pytest.raises(ValueError, match=words):
         encoder(tokenizer_with(None), **flags)
 
 
-# ---- where turns begin and end ----
+# ---- start and end of turns ----
 
 
-def test_a_template_that_adds_text_to_the_turn_and_strips_it():
+def test_text_that_a_template_adds_or_strips_is_not_trained():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
@@ -240,16 +240,16 @@ def test_a_template_that_adds_text_to_the_turn_and_strips_it():
     assert tokenizer.decode(trained) == "b" + EOT + "<think>\n\n</think>\n\nd" + EOT
 
 
-def test_a_template_that_rewrites_turns_names_the_row():
+def test_template_that_rewrites_turns_is_refused_by_row():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
-    with pytest.raises(ValueError, match="rows.jsonl:3: turn 2"):
+    with pytest.raises(ValueError, match="rows.jsonl:3: .* turn 2"):
         encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",))
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_the_end_of_turn_is_trained_when_the_tokenizer_does_not_name_it(special):
-    """Gemma 3 has <end_of_turn> among its added tokens alone; many ChatML models mark theirs as not special."""
+def test_end_of_turn_in_added_tokens_only_is_trained(special):
+    """Gemma 3 lists <end_of_turn> only among its added tokens; many ChatML models do not mark theirs as special."""
     from tokenizers import AddedToken
 
     tokenizer = build_tokenizer()
@@ -260,7 +260,7 @@ def test_the_end_of_turn_is_trained_when_the_tokenizer_does_not_name_it(special)
     assert tokenizer.decode(trained) == "b<|im_end|>"
 
 
-def test_the_token_that_ends_a_turn():
+def test_end_of_turn_token_is_found():
     token_id, _ = end_of_turn(TOKENIZER)
     assert TOKENIZER.decode([token_id]) == EOT
     assert end_of_turn(tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")) is None
@@ -268,8 +268,9 @@ def test_the_token_that_ends_a_turn():
 
 
 @pytest.mark.parametrize("earlier", ["b", "<b>", "assistant", "<think>"])
-def test_an_earlier_turn_that_is_written_otherwise_than_it_is_sampled(earlier):
-    """Qwen3 without thinking: the prompt ends with empty thoughts, which only the last turn keeps."""
+def test_earlier_turn_may_differ_from_its_sampled_form(earlier):
+    """Qwen3 without thinking: the prompt ends with an empty thinking block, which the template keeps only for the last
+    turn."""
     tokenizer = tokenizer_with(
         "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
         "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
@@ -280,14 +281,15 @@ def test_an_earlier_turn_that_is_written_otherwise_than_it_is_sampled(earlier):
     assert trained(encoder(tokenizer), dict(messages=messages)) == [earlier + EOT, "d" + EOT]
 
 
-def test_a_turn_is_refused_if_what_stands_before_it_is_written_otherwise():
+def test_turn_after_a_changed_prompt_is_refused():
     tokenizer = tokenizer_with("{{ messages | length }}" + TOKENIZER.chat_template)
-    with pytest.raises(ValueError, match="rows.jsonl:3: turn 2 does not come out"):
+    with pytest.raises(ValueError, match="rows.jsonl:3: the chat template changes the text of turn 2"):
         trained(encoder(tokenizer), dict(messages=[turn("user", "a"), turn("assistant", "b")]))
 
 
-def test_what_the_model_said_earlier_is_tokenised_as_it_was_sampled():
-    """Apart from what stands before it: here a line break would become one token with that of the template."""
+def test_earlier_turns_are_tokenised_as_sampled():
+    """Each turn is tokenised separately from the preceding text; jointly, two line breaks would become one token
+    here."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["\n\n"])
     messages, coder = [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")], encoder(tokenizer)
@@ -298,8 +300,8 @@ def test_what_the_model_said_earlier_is_tokenised_as_it_was_sampled():
     assert last.ids == whole.ids and last.prompt_length == len(prompt)
 
 
-def test_a_turn_in_a_prompt_may_be_written_otherwise_than_it_went_in():
-    """It is not trained: templates drop earlier thoughts."""
+def test_template_may_change_turns_of_a_prompt():
+    """Prompt turns are not trained, and templates drop their thinking blocks."""
     upper = tokenizer_with(TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper"))
     prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
     assert "\nB" + EOT in TOKENIZER.decode(encoder(upper).prompt(dict(prompt=prompt, **SOURCE), ("prompt",)))

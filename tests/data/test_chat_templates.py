@@ -1,11 +1,11 @@
-"""The chat templates of common models: training, sampling and evaluation see the same ids. The templates here are small
-ones with the same structure: special tokens, trimming, default system turns, generation prompts, tool calls."""
+"""The chat templates of common models give the same ids in training, sampling and evaluation. The templates here are
+small ones with the same structure: special tokens, trimming, default system turns, generation prompts, tool calls."""
 
 from dataclasses import dataclass
 
 import pytest
 
-from common.config.flags import BaseArgs
+from common.config.groups import BaseArgs
 from common.data.encode import Encoder
 from common.model.hub import eos_token_ids
 from common.model.tiny import build_tokenizer, tiny_model
@@ -22,7 +22,7 @@ CALLS = (
     "{{ '\n<tool_call>\n{\"name\": \"' + f.name + '\", \"arguments\": ' + f.arguments | tojson + '}\n</tool_call>' }}"
     "{% endfor %}"
 )
-# Tools in the system turn; what tools say is a user turn, several of them in one.
+# Tools are in the system turn; tool results form a user turn, several results in one turn.
 CHATML_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}"
     "{% else %}{{ DEFAULT }}{% endif %}{{ '# Tools\n' + tools | map('tojson') | join('\n') + '<|im_end|>\n' }}"
@@ -41,7 +41,7 @@ QWEN2_5 = (
     "{{ '<|im_start|>assistant' }}{% if m.content %}{{ '\n' + m.content }}{% endif %}" + CALLS + "{{ '<|im_end|>\n' }}"
     "{% else %}" + CHATML_TURN + "{% endif %}{% endfor %}" + CHATML_PROMPT
 )
-# Thoughts stand before what is said; those of turns before the last question are left out.
+# A thinking block precedes the text of a turn; turns before the last question lose theirs.
 QWEN3 = (
     "{% set DEFAULT = '' %}" + CHATML_TOOLS + "{% set ns = namespace(asked=0) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
@@ -83,7 +83,7 @@ GEMMA = (
     "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# The tools stand before the last question, wherever that is, the system's words in the first; no generation prompt.
+# Tools precede the last question; the system text is part of the first question; there is no generation prompt.
 MISTRAL = (
     "{{ bos_token }}{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
     "{% set asks = messages[1:] if system else messages %}"
@@ -106,8 +106,8 @@ class Family:
     tokens: tuple[str, ...]
     bos: str | None = None
     kwargs: tuple[str, ...] = ()
-    said: str = "{}"
-    """what stands in the last turn behind the prompt"""
+    last: str = "{}"
+    """form of the last turn's text after the prompt"""
     system: bool = True
     tools: bool = True
 
@@ -118,17 +118,17 @@ MARKS = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_
          "[/TOOL_RESULTS]")  # fmt: skip
 FAMILIES = dict(
     qwen2_5=Family(QWEN2_5, "<|im_end|>", QWEN),
-    qwen3=Family(QWEN3, "<|im_end|>", QWEN, said="<think>\n\n</think>\n\n{}"),
+    qwen3=Family(QWEN3, "<|im_end|>", QWEN, last="<think>\n\n</think>\n\n{}"),
     qwen3_without_thinking=Family(QWEN3, "<|im_end|>", QWEN, kwargs=("enable_thinking=false",)),
     llama3=Family(LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), bos="<|begin|>"),
     gemma=Family(GEMMA, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>"), bos="<bos>", system=False, tools=False),
-    mistral=Family(MISTRAL, "<|eos|>", MARKS, bos="<s>", said=" {}"),
+    mistral=Family(MISTRAL, "<|eos|>", MARKS, bos="<s>", last=" {}"),
     smollm2=Family(SMOLLM2, "<|im_end|>", CHATML, tools=False),
 )
 
 
 class Chat:
-    """A family's tokenizer, which puts its BOS before plain text as theirs do, and the encoder."""
+    """Tokenizer of a family, which adds BOS to plain text, and the encoder."""
 
     def __init__(self, family: Family):
         from tokenizers.processors import TemplateProcessing
@@ -171,30 +171,30 @@ ASKED, TWICE = [turn("user", "1+1?")], [turn("user", " 1+1?"), turn("assistant",
 
 
 @pytest.mark.parametrize("messages", [ASKED, TWICE, [turn("system", "Be brief."), *TWICE]])
-def test_training_has_the_prompt_of_sampling_and_trains_what_is_said(chat, messages):
+def test_training_prompt_equals_the_sampling_prompt_and_replies_are_trained(chat, messages):
     if messages[0]["role"] == "system" and not chat.family.system:
         with pytest.raises(ValueError, match="x:1: the chat template refuses the messages: no system role"):
             chat.prompt(messages)
         return
     prompt, (ids, mask) = chat.prompt(messages), chat.sft([*messages, turn("assistant", "So.")])
-    last = len(ids) - mask[::-1].index(False, mask[::-1].index(True))  # where the last trained stretch starts
+    last = len(ids) - mask[::-1].index(False, mask[::-1].index(True))  # start of the last trained span
     assert ids[:last] == prompt
-    said = chat.trained(ids, mask)
-    earlier = [chat.family.said.format("<b>2</b>").replace("<think>\n\n</think>\n\n", "") + chat.family.end]
-    assert said == earlier * (len(messages) > 2) + [chat.family.said.format("So.") + chat.family.end]
+    replies = chat.trained(ids, mask)
+    earlier = [chat.family.last.format("<b>2</b>").replace("<think>\n\n</think>\n\n", "") + chat.family.end]
+    assert replies == earlier * (len(messages) > 2) + [chat.family.last.format("So.") + chat.family.end]
     row = dict(prompt=messages, completion="So.", _source="x:1")
     sample = chat.encoder.completion(row, "prompt", "completion")
     assert (sample.ids[: len(prompt)], sample.prompt_length) == (prompt, len(prompt))
-    assert chat.tokenizer.decode(sample.completion_ids) == said[-1]
+    assert chat.tokenizer.decode(sample.completion_ids) == replies[-1]
 
 
-def test_what_ends_a_turn_ends_a_completion(chat):
+def test_end_of_turn_token_ends_a_completion(chat):
     ids, mask = chat.sft([*ASKED, turn("assistant", "So.")])
     assert ids[len(ids) - 1 - mask[::-1].index(True)] in eos_token_ids(tiny_model(), chat.tokenizer)
 
 
-def test_there_is_one_bos(chat):
-    """The template writes it, so the tokenizer does not; before plain text it is the tokenizer that does."""
+def test_prompt_has_exactly_one_bos(chat):
+    """The template writes BOS in chats; the tokenizer adds it to plain text."""
     if chat.family.bos:
         bos = chat.tokenizer.bos_token_id
         plain = chat.encoder.prompt(dict(prompt="1+1=", _source="x:1"), ("prompt",))
@@ -207,26 +207,26 @@ CALL = dict(type="function", id="abcdefghi", function=dict(name="add", arguments
 CALLED = [*ASKED, turn("assistant", None, tool_calls=[CALL]), turn("tool", "2", name="add")]
 
 
-def test_tool_calls(chat):
+def test_tool_calls_are_trained_or_refused(chat):
     if not chat.family.tools:
-        with pytest.raises(ValueError, match="x:1: column tools: the chat template never reads tools"):
+        with pytest.raises(ValueError, match="x:1: column tools: the chat template does not read it"):
             chat.prompt(ASKED, tools=[TOOL])
         return
     prompt, (ids, mask) = chat.prompt(ASKED, tools=[TOOL]), chat.sft(CALLED[:2], tools=[TOOL])
     assert ids[: mask.index(True)] == prompt[: mask.index(True)] and '"parameters"' in chat.tokenizer.decode(prompt)
     ids, mask = chat.sft([*CALLED, turn("assistant", "It is 2.")], tools=[TOOL])
-    call, said = chat.trained(ids, mask)
+    call, reply = chat.trained(ids, mask)
     assert "add" in call and call.endswith(chat.family.end) and call.count(chat.family.end) == 1
-    assert said == chat.family.said.format("It is 2.") + chat.family.end
+    assert reply == chat.family.last.format("It is 2.") + chat.family.end
     assert chat.prompt(CALLED, tools=[TOOL]) == ids[: len(ids) - mask[::-1].index(False, mask[::-1].index(True))]
 
 
-def test_a_system_turn_that_moves_with_the_conversation_is_refused_where_turns_before_it_are_trained():
-    """Some of Mistral's templates write it into the last question."""
+def test_moving_system_turn_is_refused_if_earlier_turns_are_trained():
+    """Some Mistral templates write the system turn into the last question."""
     family = FAMILIES["mistral"]
     chat = Chat(Family(MISTRAL.replace("loop.first", "m == users[-1]"), family.end, family.tokens, bos=family.bos))
     messages = [turn("system", "Be brief."), *TWICE]
-    with pytest.raises(ValueError, match="x:1: turn 3 does not come out of the chat template as it went in"):
+    with pytest.raises(ValueError, match="x:1: the chat template changes the text of turn 3"):
         chat.sft([*messages, turn("assistant", "So.")])
     sample = chat.encoder.sft(dict(prompt=messages, completion="So.", _source="x:1"), ("prompt", "completion"))
     assert sample.ids[: sample.prompt_length] == chat.prompt(messages)

@@ -1,4 +1,4 @@
-"""Rows become exactly the ids and masks they should, in an order that resumes."""
+"""Rows become exact ids and masks, and a prompt has the same ids in training and in sampling."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config.flags import BaseArgs
-from common.data.encode import Encoder, cut, encode_pairs
-from common.data.packing import Sample
+from common.config.groups import BaseArgs
+from common.data.encode import Encoder, encode_pairs, truncate
 from common.data.rows import PAIR_COLUMNS, SFT_COLUMNS
+from common.data.sample import Sample
 from common.model.tiny import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -26,7 +26,7 @@ def encoder(tokenizer=TOKENIZER, **flags) -> Encoder:
 
 
 def encode(row: dict, columns: tuple[str, ...], train_on_all: bool = False, **flags) -> tuple[str, list[str]]:
-    """The whole text, and the stretches of it that are trained."""
+    """Return the whole text and its trained spans."""
     sample = encoder(**flags).sft(row | dict(_source="rows.jsonl:3"), columns, train_on_all)
     assert len(sample.ids) == len(sample.loss_mask)
     stretches, previous = [], False
@@ -38,14 +38,14 @@ def encode(row: dict, columns: tuple[str, ...], train_on_all: bool = False, **fl
     return TOKENIZER.decode(sample.ids), [TOKENIZER.decode(ids) for ids in stretches]
 
 
-# ---- what is trained ----
+# ---- trained tokens ----
 
 
-def test_text_is_trained_whole_with_its_end():
+def test_plain_text_is_trained_including_its_eos():
     assert encode(dict(text="abc"), TEXT) == ("abc" + EOS, ["abc" + EOS])
 
 
-def test_prompt_and_completion():
+def test_only_the_completion_is_trained_after_a_prompt():
     row = dict(prompt="1+1=", completion="2")
     assert encode(row, PAIR) == ("1+1=2" + EOS, ["2" + EOS])
     start = "<|turn|>user\n1+1=" + EOT + "\n<|turn|>assistant\n"
@@ -59,7 +59,7 @@ def test_prompt_and_completion():
 
 
 def pair(row: dict, columns: tuple[str, ...], **flags) -> list[tuple[str, str]]:
-    """(prompt, completion) of chosen and rejected; everything trained is completion and the other way round."""
+    """Return (prompt, completion) of chosen and rejected, and check that exactly the completion is trained."""
     samples = encoder(**flags).pair(row | dict(_source="rows.jsonl:3"), columns)
     for s in samples:
         assert s.loss_mask == [i >= s.prompt_length for i in range(len(s.ids))]
@@ -69,11 +69,11 @@ def pair(row: dict, columns: tuple[str, ...], **flags) -> list[tuple[str, str]]:
 EXPLICIT, IMPLICIT = PAIR_COLUMNS
 
 
-def test_pairs_with_a_prompt_of_their_own():
+def test_pairs_with_a_prompt_column_are_encoded():
     row = dict(prompt="1+1=", chosen="2", rejected="3")
     assert pair(row, EXPLICIT) == [("1+1=", "2" + EOS), ("1+1=", "3" + EOS)]
     start = "<|turn|>user\n1+1=" + EOT + "\n<|turn|>assistant\n"
-    expected = [(start, "2" + EOT), (start, "3" + EOT)]  # nothing after the end of the turn
+    expected = [(start, "2" + EOT), (start, "3" + EOT)]  # no token follows the end of the turn
     assert pair(row, EXPLICIT, prompt_format="chat") == expected
     row = dict(prompt=[turn("user", "1+1=")], chosen=[turn("assistant", "2")], rejected=[turn("assistant", "3")])
     assert pair(row, EXPLICIT) == expected
@@ -81,7 +81,7 @@ def test_pairs_with_a_prompt_of_their_own():
     assert pair(whole, EXPLICIT) == expected  # UltraFeedback's form
 
 
-def test_pairs_that_share_a_prompt():
+def test_pairs_without_a_prompt_column_share_their_common_prefix():
     row = dict(chosen="Q: 1+1? A: it is 2", rejected="Q: 1+1? A: it was 3")
     prompt = "Q: 1+1? A: it "
     assert pair(row, IMPLICIT) == [(prompt, "is 2" + EOS), (prompt, "was 3" + EOS)]
@@ -95,7 +95,7 @@ def test_pairs_that_share_a_prompt():
     assert pair(dict(chosen=row["chosen"], rejected=row["chosen"]), IMPLICIT)[0] == (prompt, "2" + EOT)
 
 
-def test_question_and_answer_are_a_chat_where_there_is_a_template():
+def test_question_and_answer_become_a_chat_with_a_template():
     row = dict(question="Why?", answer="So.")
     assert encode(row, QA) == ("<|turn|>user\nWhy?" + EOT + "\n<|turn|>assistant\nSo." + EOT + "\n", ["So." + EOT])
     assert encode(row, QA, prompt_format="plain") == ("Why?\nSo." + EOS, ["So." + EOS])
@@ -110,19 +110,19 @@ def test_every_assistant_turn_is_trained_with_its_end_of_turn_and_nothing_else()
     assert encode(row, MESSAGES, train_on_all=True) == (text, [text])
 
 
-def test_input_and_output_are_a_prompt_and_its_completion():
+def test_input_and_output_become_prompt_and_completion():
     for flags in ({}, dict(prompt_format="chat")):
         assert encode(dict(input="1+1=", output="2"), INPUT, **flags) == encode(
             dict(prompt="1+1=", completion="2"), PAIR, **flags
         )
 
 
-def test_turns_of_the_prompt_are_not_trained():
+def test_prompt_turns_are_not_trained():
     row = dict(prompt=[turn("user", "a"), turn("assistant", "b"), turn("user", "c")], completion="d")
     assert encode(row, PAIR)[1] == ["d" + EOT]
 
 
-def test_system_prompt_goes_before_every_chat_that_has_none():
+def test_system_prompt_precedes_every_chat_without_one():
     for row, columns in (
         (dict(messages=[turn("user", "a"), turn("assistant", "b")]), MESSAGES),
         (dict(question="a", answer="b"), QA),
@@ -140,7 +140,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
 
 
 @given(texts, texts, st.sampled_from(["auto", "chat", "plain"]), st.sampled_from([None, "Be brief."]))
-def test_the_prompt_is_the_same_in_training_and_in_sampling(prompt, completion, prompt_format, system_prompt):
+def test_training_prompt_equals_the_sampling_prompt(prompt, completion, prompt_format, system_prompt):
     coder = encoder(prompt_format=prompt_format, system_prompt=system_prompt if prompt_format == "chat" else None)
     rows = [(dict(prompt=prompt, completion=completion), PAIR), (dict(question=prompt, answer=completion), QA)]
     if prompt_format != "plain":
@@ -152,13 +152,13 @@ def test_the_prompt_is_the_same_in_training_and_in_sampling(prompt, completion, 
         assert not any(sample.loss_mask[: sample.prompt_length]) and sample.loss_mask[sample.prompt_length]
 
 
-def test_only_what_follows_the_end_of_turn_is_left_out():
+def test_text_after_the_end_of_turn_is_not_trained():
     sample = encoder().sft(dict(question="a", answer="b"), QA)
     assert [TOKENIZER.decode([i]) for i in sample.completion_ids] == ["b", EOT, "\n"]
     assert sample.loss_mask[-3:] == [True, True, False]
 
 
-def test_malformed_rows_are_named():
+def test_malformed_rows_are_refused_by_name():
     for row, columns, what in (
         (dict(prompt="a", completion=3), PAIR, "completion is int"),
         (dict(prompt="a", completion=None), PAIR, "completion is missing"),
@@ -169,13 +169,13 @@ def test_malformed_rows_are_named():
             encoder().sft(row | dict(_source="rows.jsonl:7"), columns)
 
 
-# ---- pairs that are too long, or the same ----
+# ---- overlong and identical pairs ----
 
 
 def encoded_pairs(
     lengths: list[tuple[int, ...]], overlong: str, identical_pairs: str = "drop", on_bad_row: str = "error"
 ):
-    """Rows of so many ids each, of which two are prompt; those that differ in length differ."""
+    """Encode rows of the given lengths, with two prompt ids each. Completions of one length are equal."""
     rows = [dict(lengths=row, _source=f"rows:{i}") for i, row in enumerate(lengths)]
 
     def encode(row):
@@ -186,24 +186,24 @@ def encoded_pairs(
     return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
 
 
-def test_pairs_of_which_one_is_too_long():
+def test_pairs_with_an_overlong_side_are_refused_dropped_or_truncated():
     lengths = [(3, 4), (3, 6), (6, 4), (5, 4)]
     assert encoded_pairs(lengths, "drop") == ([[3, 4], [5, 4]], {"dropped as too long (--max_length)": 2})
     assert encoded_pairs(lengths, "truncate") == ([[3, 4], [3, 5], [5, 4], [5, 4]], {"truncated (--max_length)": 2})
-    with pytest.raises(ValueError, match=r"rows:1 has 6 tokens, more than --max_length \(--overlong\)"):
+    with pytest.raises(ValueError, match="rows:1: 6 tokens exceed --max_length 5; set --overlong drop or truncate"):
         encoded_pairs(lengths, "error")
     assert encoded_pairs(lengths, "error", on_bad_row="skip") == encoded_pairs(lengths, "drop")
     assert encoded_pairs([(4,), (9,)], "truncate") == ([[4], [5]], {"truncated (--max_length)": 1})
-    sample = cut(Sample([1, 2, 3], [False, True, True]), 2)
+    sample = truncate(Sample([1, 2, 3], [False, True, True]), 2)
     assert (sample.ids, sample.loss_mask) == ([1, 2], [False, True])
 
 
-def test_identical_pairs():
+def test_identical_pairs_are_refused_or_dropped():
     same = {"with chosen = rejected (--identical_pairs)": 1}
     assert encoded_pairs([(3, 3), (3, 4)], "drop") == ([[3, 4]], same)
     assert encoded_pairs([(3, 3), (3, 4)], "drop", "keep") == ([[3, 3], [3, 4]], same)
     with pytest.raises(ValueError, match="rows:0: chosen and rejected are the same"):
         encoded_pairs([(3, 3)], "drop", "error")
     assert encoded_pairs([(3, 3), (3, 4)], "drop", "error", on_bad_row="skip") == ([[3, 4]], same)
-    # Cut to their prompt and what they share, they have become the same.
+    # Truncated to the prompt and a common prefix, chosen and rejected are equal.
     assert encoded_pairs([(6, 7)], "truncate") == ([], same | {"truncated (--max_length)": 1})

@@ -1,4 +1,4 @@
-"""Rows are drawn in an order that is the same on any number of ranks, resumes, and keeps to the weights."""
+"""The order of rows does not depend on the number of ranks, resumes exactly, and follows the weights."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_every_epoch_is_a_permutation(num_rows, seed):
 
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 30), max_size=8))
-def test_draws_do_not_depend_on_how_they_are_chunked(num_rows, counts):
+def test_draws_do_not_depend_on_chunking(num_rows, counts):
     chunked, order = RowOrder(num_rows, 5), RowOrder(num_rows, 5)
     assert [i for count in counts for i in chunked.draw(count)] == order.draw(sum(counts))
 
@@ -36,12 +36,12 @@ def test_order_resumes_exactly(num_rows, before, after):
     assert resumed.draw(after) == expected and resumed.cursor == order.cursor
 
 
-def test_an_order_of_other_rows_does_not_resume():
-    with pytest.raises(ValueError, match="the checkpoint is of 4 training rows, now there are 5: other data or flags"):
+def test_resume_with_other_rows_is_refused():
+    with pytest.raises(ValueError, match="5 training rows, but 4 in the checkpoint; use the data and flags"):
         RowOrder(5, 0).load_state_dict(RowOrder(4, 0).state_dict())
 
 
-# ---- several datasets, by weights ----
+# ---- several weighted datasets ----
 
 weights = st.lists(st.floats(0.05, 20), min_size=2, max_size=4).map(lambda ws: {f"d{i}": w for i, w in enumerate(ws)})
 
@@ -51,7 +51,7 @@ def mixed(sizes: list[int]) -> list[dict]:
 
 
 @given(weights, st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(0, 60), st.integers(1, 60))
-def test_every_stretch_has_each_weight_s_part(weights, sizes, before, count):
+def test_every_window_follows_the_weights(weights, sizes, before, count):
     rows, total = mixed(sizes[: len(weights)]), sum(weights.values())
     order = WeightedOrder(rows, weights, seed=3)
     order.draw(before)
@@ -61,7 +61,7 @@ def test_every_stretch_has_each_weight_s_part(weights, sizes, before, count):
 
 
 @given(weights, st.lists(st.integers(0, 20), max_size=5), st.integers(1, 30))
-def test_each_source_has_the_order_it_has_alone(weights, counts, last):
+def test_mixing_preserves_the_order_of_each_source(weights, counts, last):
     sizes = [5, 3, 7, 4][: len(weights)]
     rows = mixed(sizes)
     order, chunked = (WeightedOrder(rows, weights, seed=3) for _ in range(2))
@@ -77,7 +77,7 @@ def test_each_source_has_the_order_it_has_alone(weights, counts, last):
         assert own == RowOrder(size, 3).draw(len(own)) and epochs[f"epoch/d{i}"] == pytest.approx(len(own) / size)
 
 
-def test_the_order_that_the_flags_ask_for():
+def test_flags_determine_the_order():
     rows = [dict(_source=f"a:{n}") for n in range(9)]
     for dataset in (("a",), ("a:0.3",), ("a", "b")):  # one, or several as one
         assert make_order(rows, TrainArgs(dataset=dataset, seed=4)).draw(30) == RowOrder(9, 4).draw(30)
@@ -87,5 +87,5 @@ def test_the_order_that_the_flags_ask_for():
     with pytest.raises(ValueError, match="--dataset: no rows of c are left"):
         make_order(rows, TrainArgs(dataset=("a:3", "c:1", "b:1")))
     order = make_order(rows, TrainArgs(dataset=("a:3", "b:1")))
-    with pytest.raises(ValueError, match="the checkpoint is of 4 training rows, now there are 3"):
+    with pytest.raises(ValueError, match="--dataset: 3 training rows, but 4 in the checkpoint"):
         order.load_state_dict(dict(sources=dict(a=RowOrder(4, 0).state_dict(), b=RowOrder(2, 0).state_dict())))

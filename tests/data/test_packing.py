@@ -1,18 +1,19 @@
-"""Packing shifts streams once, loses nothing and never exceeds its budget."""
+"""Packing shifts streams once, keeps every sample and never exceeds its budget."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.packing import Sample, pack, pack_groups, pack_minibatches, per_sample
+from common.data.packing import pack, pack_groups, pack_minibatches, per_sample
+from common.data.sample import Completion, Sample
 
 CPU = torch.device("cpu")
 
 
 def sample(length: int, start: int = 0) -> Sample:
     ids = list(range(start, start + length))
-    return Sample(
+    return Completion(
         ids=ids,
         loss_mask=[i % 2 == 0 for i in ids],
         rollout_logprobs=[float(-i) for i in ids],
@@ -30,27 +31,29 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
         assert mb.offsets == mb.cu_seqlens_N1.tolist() and mb.offsets[-1] == len(mb.targets_T)
         if not samples:
             continue
-        assert torch.equal(mb.rollout_logprobs_T, -mb.targets_T.float())  # a stream follows the targets
+        assert torch.equal(mb.rollout_logprobs_T, -mb.targets_T.float())  # streams are aligned with the targets
         assert torch.equal(mb.weights_T, 10 * mb.targets_T.float())
         assert torch.equal(mb.loss_mask_T, mb.targets_T % 2 == 0)
-        assert torch.equal(mb.targets_T, mb.input_ids_T + 1)  # ids of a sample count up: the shift is by one
+        assert torch.equal(
+            mb.targets_T, mb.input_ids_T + 1
+        )  # the ids of a sample are consecutive: targets are shifted by one
         assert torch.equal(mb.position_ids_T, mb.input_ids_T % 1000)  # positions restart in every sequence
         targets += mb.targets_T.tolist()
     assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
 
 
-def test_sequence_ids_and_offsets():
+def test_sequence_ids_and_offsets_mark_the_samples():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
     assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and len(mb.samples) == 2
     assert mb.sequence_ids_T.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_no_samples_still_gives_one_masked_pack():
+def test_empty_batch_gives_one_masked_pack():
     (mb,) = pack([], 10, CPU)
     assert len(mb.targets_T) == 1 and not mb.loss_mask_T.any()
 
 
-def test_too_long_names_the_flag():
+def test_overlong_sample_is_refused_and_names_the_flag():
     with pytest.raises(ValueError, match="--pack_tokens 10"):
         pack([sample(12)], 10, CPU)
 
@@ -61,7 +64,7 @@ def test_first_fit_decreasing_fills_the_bins():
 
 
 @given(st.lists(st.tuples(st.integers(2, 15), st.integers(2, 15)), max_size=20), st.integers(30, 60))
-def test_groups_stay_together_and_in_order(lengths, pack_tokens):
+def test_packs_keep_groups_together_and_in_order(lengths, pack_tokens):
     groups = [[sample(a, start=1000 * n), sample(b, start=1000 * n + 500)] for n, (a, b) in enumerate(lengths)]
     seen = []
     for mb in pack_groups(groups, pack_tokens, CPU):
@@ -74,7 +77,7 @@ def test_groups_stay_together_and_in_order(lengths, pack_tokens):
     assert sorted(seen) == list(range(len(groups)))
 
 
-def test_sequence_sums_count_trained_tokens_alone():
+def test_sequence_sums_count_only_trained_tokens():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
     x_T = torch.tensor([1.0, 2, 4, 8, 16, 32]).requires_grad_()
     assert mb.loss_mask_T.tolist() == [False, True, False, True, False, True]
@@ -89,20 +92,20 @@ def test_sequence_sums_count_trained_tokens_alone():
     assert y_T.grad.tolist() == [0.0]
 
 
-# ---- sums, means and numbers per sequence ----
+# ---- sums, means and values per sequence ----
 
 
-def test_sequence_sums_and_means_on_every_token_are_of_trained_tokens():
+def test_broadcast_sequence_sums_and_means_count_only_trained_tokens():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
     x_T = torch.tensor([float("nan"), 2, float("inf"), 4, float("nan"), 32]).requires_grad_()
     assert mb.sequence_sum_T(x_T).tolist() == [6] * 4 + [32] * 2
     means_T = mb.sequence_mean_T(x_T)
     assert means_T.tolist() == [3] * 4 + [32] * 2 and means_T.dtype == torch.float64
     means_T.sum().backward()
-    assert x_T.grad.tolist() == [0, 2, 0, 2, 0, 2]  # 4 tokens see a mean over 2, 2 tokens one over 1
+    assert x_T.grad.tolist() == [0, 2, 0, 2, 0, 2]  # 4 tokens get a mean over 2, 2 tokens get a mean over 1
 
 
-def test_a_sequence_without_trained_tokens_has_mean_zero():
+def test_mean_of_a_sequence_without_trained_tokens_is_zero():
     masked = sample(4)
     masked.loss_mask = [False] * 4
     (mb,) = pack([masked], 100, CPU)
@@ -110,7 +113,7 @@ def test_a_sequence_without_trained_tokens_has_mean_zero():
 
 
 @given(st.lists(st.integers(2, 15), min_size=1, max_size=12))
-def test_numbers_of_samples_reach_their_tokens_in_the_order_of_the_pack(lengths):
+def test_sample_values_are_broadcast_to_their_tokens_in_pack_order(lengths):
     samples = [sample(length, start=1000 * n) for n, length in enumerate(lengths)]
     numbers = torch.tensor([s.ids[0] for s in samples]).double()
     micro_batches = pack(samples, 20, CPU)
@@ -123,7 +126,7 @@ def test_numbers_of_samples_reach_their_tokens_in_the_order_of_the_pack(lengths)
     assert torch.equal(back, 2 * numbers[:, None])
 
 
-def test_a_filler_has_no_sequences_but_a_token():
+def test_padding_pack_has_a_token_and_no_sequences():
     (filler,) = pack([], 10, CPU)
     assert filler.on_tokens(torch.zeros(0)).tolist() == filler.on_tokens(torch.ones(2, 3)).tolist() == [0.0]
     assert filler.select(torch.ones(2, 3)).shape == filler.per_sequence([]).shape == (0,)
@@ -131,7 +134,7 @@ def test_a_filler_has_no_sequences_but_a_token():
     assert filler.lengths_T.tolist() == [0.0]
 
 
-def test_numbers_of_groups_reach_the_samples_of_every_minibatch():
+def test_group_values_are_assigned_to_the_samples_of_every_minibatch():
     groups = [[sample(3), sample(4)], [sample(5), sample(6)], [sample(4), sample(2)], [sample(3), sample(9)]]
     lengths_PG = torch.tensor([[len(s.ids) for s in group] for group in groups])
     for minibatch in pack_minibatches(groups, 2, 12, CPU):
@@ -143,8 +146,8 @@ def test_numbers_of_groups_reach_the_samples_of_every_minibatch():
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_minibatch_is_of_its_groups(together):
-    """Whatever their lengths; in one micro-batch with `together`."""
+def test_minibatch_has_the_samples_of_its_groups(together):
+    """Groups have any lengths; `together` puts a minibatch into one micro-batch."""
     groups = [[sample(3 + n % 4, start=1000 * n), sample(9, start=1000 * n + 500)] for n in range(6)]
     minibatches = pack_minibatches(groups, 3, 16, CPU, together)
     for m, minibatch in enumerate(minibatches):
@@ -152,7 +155,7 @@ def test_a_minibatch_is_of_its_groups(together):
         assert sorted(firsts) == sorted(s.ids[0] for group in groups[2 * m : 2 * m + 2] for s in group)
         if together:
             assert all(a // 1000 == b // 1000 for a, b in zip(firsts[0::2], firsts[1::2], strict=True))
-    groups[2] = groups[3] = []  # dropped: the second minibatch has nothing left
+    groups[2] = groups[3] = []  # dropped: the second minibatch would be empty
     _, (filler,), _ = pack_minibatches(groups, 3, 16, CPU, together)
     assert filler.samples == [] and not filler.loss_mask_T.any()
 
@@ -161,11 +164,11 @@ def test_a_minibatch_is_of_its_groups(together):
     ("mine", "count", "expected"),
     [
         ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3, 4]]),
-        ([1, 4], 2, [[1], [4]]),  # the other groups are empty here: they are of other ranks
+        ([1, 4], 2, [[1], [4]]),  # the other groups are on other ranks and empty here
         ([0], 2, [[0], []]),
     ],
 )
-def test_groups_that_count_does_not_divide_are_divided_alike_on_every_rank(mine, count, expected):
+def test_indivisible_groups_are_divided_consistently_across_ranks(mine, count, expected):
     """dapo.py passes an empty group for every kept group of another rank. `select` takes the groups of this rank."""
     groups = [[sample(4, start=100 * n), sample(5, start=100 * n)] if n in mine else [] for n in range(5)]
     minibatches = pack_minibatches(groups, count, 8, CPU)

@@ -1,11 +1,11 @@
-"""Every kind of file loads, held-out rows are held out, and what cannot be read is named."""
+"""Every file format loads, held-out rows are never trained on, and errors name the file and the row."""
 
 import json
 
 import pytest
 
-from common.config.flags import eval_sets_of
 from common.config.groups import TrainArgs
+from common.config.specs import eval_sets_of, weights_of
 from common.data.rows import (
     PROMPT_COLUMNS,
     SFT_COLUMNS,
@@ -34,7 +34,7 @@ def load(path, split: str = "train") -> list[dict] | None:
 ROWS = [dict(prompt="a\u2028b", completion="c\x85d"), dict(prompt="\u00e9", completion="\n")]
 
 
-def test_jsonl_breaks_lines_at_newlines_only(tmp_path):
+def test_jsonl_splits_lines_only_at_newlines(tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     (tmp_path / "rows.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     assert load(tmp_path / "rows.jsonl") == ROWS
@@ -44,7 +44,7 @@ def test_jsonl_breaks_lines_at_newlines_only(tmp_path):
     assert load(tmp_path / "rows.jsonl", "test") is None
 
 
-def test_json_parquet_and_csv(tmp_path):
+def test_json_parquet_and_csv_files_load(tmp_path):
     import datasets
 
     (tmp_path / "rows.json").write_text(json.dumps(ROWS))
@@ -56,7 +56,7 @@ def test_json_parquet_and_csv(tmp_path):
 
 
 def compressed(path, text: str) -> str:
-    """The file, compressed as its name says."""
+    """Write a file with the compression that its suffix names."""
     import pyarrow
 
     with pyarrow.output_stream(str(path), compression="detect") as stream:
@@ -65,7 +65,7 @@ def compressed(path, text: str) -> str:
 
 
 @pytest.mark.parametrize("end", ["gz", "zst"])
-def test_compressed_files(end, tmp_path):
+def test_compressed_files_load(end, tmp_path):
     lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
     path = compressed(tmp_path / f"rows.jsonl.{end}", lines)
     assert load(path) == ROWS and load(compressed(tmp_path / f"rows.json.{end}", json.dumps(ROWS))) == ROWS
@@ -81,7 +81,7 @@ def test_compressed_files(end, tmp_path):
             load(tmp_path / f"{name}.jsonl.{end}")
 
 
-def test_arrow_files_and_what_was_saved_to_disk(tmp_path):
+def test_arrow_files_and_saved_datasets_load(tmp_path):
     import datasets
 
     parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[1:])}
@@ -95,7 +95,7 @@ def test_arrow_files_and_what_was_saved_to_disk(tmp_path):
     ]
 
 
-def test_files_by_a_glob_come_in_the_order_of_their_names(tmp_path):
+def test_pattern_sorts_its_files_by_name(tmp_path):
     (tmp_path / "b").mkdir()
     for name in ("part-2", "part-10", "part-1", "other", "b/part-0"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(dict(text=name)) + "\n")
@@ -111,28 +111,27 @@ def test_files_by_a_glob_come_in_the_order_of_their_names(tmp_path):
         load(tmp_path / "part-*")
 
 
-# ---- rows that cannot be used ----
+# ---- bad rows ----
 
 
-def test_bad_lines_end_the_run_or_are_left_out_and_counted(tmp_path, capsys):
+def test_bad_lines_raise_or_are_skipped_and_counted(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\noops\n[1]\n{"text": "b"}\n{"text"\nhm\n')
     with pytest.raises(ValueError, match="line 2 is not valid JSON"):
         load(path)
     rows = load_rows("--dataset", str(path), "train", on_bad_row="skip")
     assert [(row["text"], row["_source"]) for row in rows] == [("a", "rows.jsonl:1"), ("b", "rows.jsonl:4")]
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
+    assert capsys.readouterr().out.splitlines() == [
         f"--on_bad_row skip: 2 left out, such as --dataset {path}: line 2 is not valid JSON: Expecting value",
         f"--on_bad_row skip: 1 left out, such as --dataset {path}: rows.jsonl:3 is not an object",
         f"--on_bad_row skip: 1 left out, such as --dataset {path}: line 5 is not valid JSON: Expecting ':' delimiter",
     ]
     path.write_text("oops\n")
-    with pytest.raises(ValueError, match="rows.jsonl has no row that can be read"):
+    with pytest.raises(ValueError, match="rows.jsonl: every row was skipped"):
         load_rows("--dataset", str(path), "train", on_bad_row="skip")
 
 
-def test_rows_that_cannot_be_encoded(capsys):
+def test_rows_without_an_encoding_raise_or_are_skipped(capsys):
     rows = [dict(n=n, _source=f"x:{n}") for n in range(6)]
 
     def encode(row: dict) -> int:
@@ -160,7 +159,7 @@ def test_rows_that_cannot_be_encoded(capsys):
 # ---- folders ----
 
 
-def test_a_folder_with_files_of_several_splits(tmp_path):
+def test_folder_with_files_of_several_splits_loads_each_split(tmp_path):
     import datasets
 
     for name, row in (("train-00000-of-00002", 0), ("train-00001-of-00002", 1), ("test", 1)):
@@ -169,7 +168,7 @@ def test_a_folder_with_files_of_several_splits(tmp_path):
     assert load(tmp_path) == ROWS and load(tmp_path, "test") == [ROWS[1]] and load(tmp_path, "validation") is None
 
 
-def test_a_folder_without_splits_is_all_training(tmp_path):
+def test_folder_without_splits_has_only_training_rows(tmp_path):
     for n, row in enumerate(ROWS):
         (tmp_path / f"part{n}.jsonl").write_text(json.dumps(row))
     assert load(tmp_path) == ROWS and load(tmp_path, "test") is None
@@ -185,19 +184,19 @@ def test_columns_are_recognised_or_refused():
         require_columns("--dataset x", [dict(foo=1, _source="x:1")], SFT_COLUMNS)
 
 
-def test_an_instruction_is_not_lost_beside_its_input():
+def test_instruction_with_an_input_is_refused():
     row = dict(input="x", output="y", _source="x:1")
     assert require_columns("--dataset", [row], SFT_COLUMNS) == ("input", "output")
     assert require_columns("--dataset", [row], PROMPT_COLUMNS) == ("input",)
-    with pytest.raises(ValueError, match="--dataset would lose its instruction beside input"):
+    with pytest.raises(ValueError, match="--dataset: columns instruction and input; join them in one column prompt"):
         require_columns("--dataset", [row | dict(instruction="translate")], SFT_COLUMNS)
 
 
-# ---- other names ----
+# ---- renamed columns ----
 
 
 @pytest.mark.parametrize("eval_split", ["train", "test"])
-def test_columns_get_other_names_in_every_split(tmp_path, eval_split):
+def test_columns_are_renamed_in_every_split(tmp_path, eval_split):
     for split in ("train", "test"):
         rows = [dict(question=f"{split}{i}", answer="b", x=i) for i in range(4)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -207,7 +206,7 @@ def test_columns_get_other_names_in_every_split(tmp_path, eval_split):
         assert all(sorted(row) == ["_source", "completion", "prompt", "x"] and row["completion"] == "b" for row in rows)
 
 
-def test_names_may_be_swapped_and_given_twice():
+def test_columns_can_be_swapped_and_copied():
     rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
     assert renamed("--dataset", rows, dict(a="b", b="a", c="a")) == [
         dict(a=2, b=1, c=1, _source="x:1"), dict(b=3, c=3, _source="x:2")
@@ -217,12 +216,12 @@ def test_names_may_be_swapped_and_given_twice():
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        (dict(prompt="problem"), "--columns prompt=problem: no column problem, --dataset x has question, answer"),
+        (dict(prompt="problem"), "--columns prompt=problem: no column problem; --dataset x has question, answer"),
         (dict(answer="question"), "--columns answer=question: --dataset x has a column answer already"),
         (dict(_source="question"), "--columns _source=question: --dataset x has a column _source already"),
     ],
 )
-def test_names_that_do_not_fit_the_data(columns, words):
+def test_invalid_column_names_are_refused(columns, words):
     with pytest.raises(ValueError, match=f"^{words}$"):
         renamed("--dataset x", [dict(question="a", answer="b", _source="x:1")], columns)
 
@@ -240,11 +239,11 @@ def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(tmp_path):
     assert train_and_eval_rows(TrainArgs(dataset=file, eval_size=8, seed=1)) == (train, held_out)
     train, held_out = train_and_eval_rows(TrainArgs(dataset=file, eval_every=0))
     assert len(train) == 50 and held_out == []
-    with pytest.raises(ValueError, match="--eval_size 50 leaves no training rows"):
+    with pytest.raises(ValueError, match="--eval_size 50: no training rows left of 50"):
         train_and_eval_rows(TrainArgs(dataset=file, eval_size=50))
 
 
-def test_several_datasets_without_weights_are_one(tmp_path):
+def test_datasets_without_weights_are_concatenated(tmp_path):
     files = (numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30))
     both = numbered(tmp_path / "both.jsonl", 50)
     for rows, of_one in zip(
@@ -253,13 +252,13 @@ def test_several_datasets_without_weights_are_one(tmp_path):
         assert [row["text"] for row in rows] == [row["text"] for row in of_one]
 
 
-def test_datasets_with_weights_are_held_out_from_one_by_one(tmp_path):
+def test_each_dataset_with_a_weight_has_its_own_held_out_rows(tmp_path):
     files = (numbered(tmp_path / "a.jsonl", 30) + ":3", numbered(tmp_path / "b.jsonl", 20, start=30) + ":1")
     train, held_out = train_and_eval_rows(TrainArgs(dataset=files, eval_size=9))
     for rows, counts in ((train, (26, 16)), (held_out, (4, 4))):
         assert tuple([row["_dataset"] for row in rows].count(name) for name in "ab") == counts
         assert all((row["_dataset"] == "a") == (int(row["text"]) < 30) for row in rows)
-    with pytest.raises(ValueError, match="--eval_size 1 is less than a row of each of 2 datasets; or --eval_every 0"):
+    with pytest.raises(ValueError, match="--eval_size 1: less than one row for each of 2 datasets; raise it or"):
         train_and_eval_rows(TrainArgs(dataset=files, eval_size=1))
     alone = train_and_eval_rows(TrainArgs(dataset=files[0], eval_size=4))
     assert [row["text"] for row in alone[0]] == [row["text"] for row in train if row["_dataset"] == "a"]
@@ -270,8 +269,8 @@ def test_datasets_with_weights_are_held_out_from_one_by_one(tmp_path):
     assert [len(rows) for rows in named] == [50, 9]
 
 
-def test_several_held_out_sets(tmp_path):
-    """Each of at most `--eval_size` rows, which do not depend on the others; one without a name has none."""
+def test_several_held_out_sets_are_independent(tmp_path):
+    """Each has at most `--eval_size` rows, independent of the other sets. A single unnamed set has no name."""
     a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 3, start=30)
     flags = dict(dataset=numbered(tmp_path / "train.jsonl", 9, start=50), eval_size=4)
     train, held_out = train_and_eval_rows(TrainArgs(eval_dataset=(a, f"hard={b}", "arithmetic"), **flags))
@@ -289,44 +288,44 @@ def test_several_held_out_sets(tmp_path):
 @pytest.mark.parametrize(
     ("datasets", "words"),
     [
-        ((), "--eval_dataset needs at least one"),
-        (("a", "a"), "--eval_dataset a: a stands there twice"),
-        (("x=a", "y=a"), "--eval_dataset y=a: a stands there twice"),
-        (("x=a", "x=b"), "--eval_dataset x=b: x stands there twice"),
-        (("a", "a=b"), "--eval_dataset a=b: a stands there twice"),
+        ((), "--eval_dataset needs at least one value"),
+        (("a", "a"), "--eval_dataset a: a is given twice"),
+        (("x=a", "y=a"), "--eval_dataset y=a: a is given twice"),
+        (("x=a", "x=b"), "--eval_dataset x=b: x is given twice"),
+        (("a", "a=b"), "--eval_dataset a=b: a is given twice"),
         (("x=",), "--eval_dataset x=: expected name=dataset"),
         (("=x",), "--eval_dataset =x: expected name=dataset"),
     ],
 )
-def test_held_out_sets_that_are_none(datasets, words):
+def test_invalid_held_out_sets_are_refused(datasets, words):
     with pytest.raises(ValueError, match=f"^{words}$"):
-        TrainArgs(eval_dataset=datasets)
+        eval_sets_of(datasets)
 
 
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        ((), "--dataset needs at least one"),
-        (("a", "a"), "--dataset a: a stands there twice"),
-        (("a:1", "a:2"), "--dataset a:2: a stands there twice"),
-        (("a:1", "b"), "--dataset a:1 b: give all of them weights, or none"),
-        (("a:0", "b:1"), "--dataset a:0: a weight must be greater than 0"),
-        (("a:nan",), "--dataset a:nan: a weight must be greater than 0"),
-        (("a:inf",), "--dataset a:inf: a weight must be greater than 0"),
+        ((), "--dataset needs at least one value"),
+        (("a", "a"), "--dataset a: a is given twice"),
+        (("a:1", "a:2"), "--dataset a:2: a is given twice"),
+        (("a:1", "b"), "--dataset a:1 b: only some have a weight; give all of them one, or none"),
+        (("a:0", "b:1"), "--dataset a:0: the weight must be greater than 0"),
+        (("a:nan",), "--dataset a:nan: the weight must be greater than 0"),
+        (("a:inf",), "--dataset a:inf: the weight must be greater than 0"),
     ],
 )
-def test_weights_that_are_none(dataset, words):
+def test_invalid_weights_are_refused(dataset, words):
     with pytest.raises(ValueError, match=f"^{words}$"):
-        TrainArgs(dataset=dataset)
+        weights_of(dataset)
 
 
-def test_names_of_datasets():
+def test_dataset_names_are_unique():
     assert list(sources_of(("x/a.jsonl.gz:1", "b/c:2", "d/part-*.parquet:1"))) == ["a", "c", "part-*"]
     assert list(sources_of(("x/a.jsonl:1", "y/a.jsonl:2"))) == ["x/a.jsonl", "y/a.jsonl"]
     assert sources_of(("a", "b")) == {"": (["a", "b"], 1.0)} and sources_of(("a:7",)) == {"": (["a"], 1.0)}
 
 
-def test_columns_that_all_datasets_have():
+def test_required_columns_must_exist_in_every_dataset():
     a = dict(prompt="", completion="", _dataset="a", _source="a:1")
     rows = [a, dict(a, text="", _dataset="b", _source="b:1")]
     assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
@@ -334,8 +333,8 @@ def test_columns_that_all_datasets_have():
         require_columns("--dataset", rows, (("text",),))
 
 
-def test_a_first_row_without_the_columns_of_the_others():
-    """Tables have None where a row has nothing."""
+def test_first_row_may_lack_columns_of_other_rows():
+    """Tables have None in the missing cells."""
     useless = [dict(note="x", _source="x:1"), dict(text=None, prompt="a", completion=None, _source="x:2")]
     rows = [*useless, dict(text="b", prompt=None, completion=None, _source="x:3"), dict(messages=[], _source="x:4")]
     with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
@@ -349,12 +348,12 @@ def test_a_first_row_without_the_columns_of_the_others():
         require_columns("--dataset", of_two[:6], SFT_COLUMNS, "skip")
 
 
-def test_weights_are_for_training():
-    with pytest.raises(ValueError, match="--dataset a:1 b:2: weights are of the --dataset of scripts that train"):
+def test_weights_apply_only_to_training_rows():
+    with pytest.raises(ValueError, match="--dataset a:1 b:2: only the --dataset of training scripts takes weights"):
         rows_of_split("--dataset", ("a:1", "b:2"), "--dataset_split", "train", TrainArgs())
 
 
-def test_a_held_out_split_or_file_is_used_and_capped(tmp_path):
+def test_held_out_split_or_file_is_used_and_capped(tmp_path):
     (tmp_path / "data").mkdir()
     numbered(tmp_path / "data" / "train.jsonl", 5)
     numbered(tmp_path / "data" / "test.jsonl", 30, start=100)
@@ -365,30 +364,30 @@ def test_a_held_out_split_or_file_is_used_and_capped(tmp_path):
         assert len({row["text"] for row in held_out}) == 7 and all(int(row["text"]) >= first for row in held_out)
 
 
-def test_a_split_that_is_not_there_is_refused(tmp_path):
+def test_missing_split_is_refused(tmp_path):
     file = numbered(tmp_path / "rows.jsonl", 5)
     with pytest.raises(ValueError, match="no split 'other': see --dataset_split"):
         train_and_eval_rows(TrainArgs(dataset=file, dataset_split="other"))
 
 
-def test_training_on_the_held_out_split_sets_rows_aside():
+def test_training_on_the_held_out_split_reserves_rows():
     train, held_out = train_and_eval_rows(TrainArgs(dataset_split="test"))
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
 
 
-def test_an_eval_dataset_without_the_split_is_refused(tmp_path):
+def test_eval_dataset_without_the_split_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     numbered(tmp_path / "data" / "validation.jsonl", 5)
     with pytest.raises(ValueError, match="--eval_split"):
         train_and_eval_rows(TrainArgs(eval_dataset=str(tmp_path / "data")))
 
 
-# ---- what is wrong with them ----
+# ---- errors ----
 
 
 FILE_ERRORS = [
-    ("empty.jsonl", "", "empty.jsonl is empty"),
-    ("blank.jsonl", "\n\n", "blank.jsonl is empty"),
+    ("empty.jsonl", "", "empty.jsonl: no rows in it"),
+    ("blank.jsonl", "\n\n", "blank.jsonl: no rows in it"),
     ("broken.jsonl", '{"prompt": "a"}\n\n{"prompt": oops\n', "line 3 is not valid JSON"),
     ("broken.json", '[{"prompt": "a"},\n {"prompt":}]', "line 2 is not valid JSON"),
     ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
@@ -401,7 +400,7 @@ FILE_ERRORS = [
 
 
 @pytest.mark.parametrize(("name", "text", "words"), FILE_ERRORS, ids=[name for name, _, _ in FILE_ERRORS])
-def test_data_file(name, text, words, tmp_path):
+def test_bad_data_file_is_refused_by_name(name, text, words, tmp_path):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as error:
@@ -414,11 +413,11 @@ def test_data_file(name, text, words, tmp_path):
     [
         ("/absent.jsonl", "no such file"),
         ("absent.csv", "no such file"),
-        ("nobody/nothing", "no such file or folder, and not found on the hub"),
+        ("absent/absent", "no such file or folder, and not found on the hub"),
         ("a/b/c", "no such file or folder, and not found on the hub"),
     ],
 )
-def test_dataset_not_found(dataset, words, monkeypatch):
+def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -427,7 +426,7 @@ def test_dataset_not_found(dataset, words, monkeypatch):
     assert str(error.value).startswith(f"--eval_dataset {dataset}: ") and words in str(error.value)
 
 
-def test_empty_folder(tmp_path):
+def test_empty_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow or .csv files in it"):
         load_rows("--dataset", str(tmp_path), "train")
 
@@ -436,23 +435,23 @@ def test_empty_folder(tmp_path):
     ("flags", "words"),
     [
         (dict(dataset_split="validation"), "--dataset arithmetic has no split 'validation'"),
-        (dict(eval_split="validation", eval_size=20000), "--eval_size 20000 leaves no training rows of 15952"),
+        (dict(eval_split="validation", eval_size=20000), "--eval_size 20000: no training rows left of 15952"),
         (dict(eval_dataset="/absent.jsonl"), "--eval_dataset /absent.jsonl: no such file"),
     ],
 )
-def test_splits(flags, words):
+def test_invalid_splits_are_refused(flags, words):
     with pytest.raises(ValueError) as error:
         train_and_eval_rows(TrainArgs(**flags))
     assert words in str(error.value)
 
 
 @pytest.mark.parametrize("choices", [SFT_COLUMNS, PROMPT_COLUMNS])
-def test_columns(choices):
+def test_missing_columns_are_refused_by_name(choices):
     with pytest.raises(ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"):
         require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
 
 
-def test_a_held_out_set_may_not_be_lost():
+def test_empty_held_out_set_is_refused():
     rows = [dict(_dataset=name) for name in "aabb"]
     require_held_out(rows, rows[1:3], "")
     require_held_out([], [], "")
@@ -462,5 +461,5 @@ def test_a_held_out_set_may_not_be_lost():
         require_held_out([dict(text="")], [], "")
 
 
-def test_reasons():
+def test_reasons_are_joined_with_their_counts():
     assert reasons({"dropped": 3, "truncated": 1}) == "3 dropped, 1 truncated" and reasons({}) == ""

@@ -1,4 +1,4 @@
-"""Rows that are read as they come: all of them, once a pass, in an order that a resumed run goes on with."""
+"""A stream yields every row once per pass, in an order that a resumed run continues."""
 
 import gzip
 import json
@@ -6,23 +6,21 @@ import random
 from collections import Counter
 
 import datasets
-import inprocess
 import pytest
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
-from common.data import files, streaming
+from common.data import files
 from common.data.rows import SFT_COLUMNS
-from common.data.streaming import Stream
+from common.data.streaming import StreamedSamples
+from common.data.token_cache import load_samples
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
-
-main = inprocess.main
 
 
 @pytest.fixture
 def data(tmp_path):
-    """Shards of three kinds, 30 rows in all."""
+    """Shards of three formats with 30 rows in total."""
     folder = tmp_path / "shards"
     folder.mkdir()
     rows = [dict(question=f"{i}?", answer="x" * (i % 7 + 1)) for i in range(30)]
@@ -33,24 +31,20 @@ def data(tmp_path):
     return folder
 
 
-def a_stream(data, **flags) -> Stream:
-    args = sft.Args(
-        dataset=(str(data),),
-        streaming=True,
-        max_steps=1,
-        eval_every=0,
-        **dict(max_length=100, shuffle_buffer=4) | flags,
-    )
-    ((stream, _), held_out) = streaming.stream(sft.encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
-    assert held_out == ([], Counter())
+def a_stream(data, **flags) -> StreamedSamples:
+    flags = dict(max_length=100, shuffle_buffer=4) | flags
+    args = sft.Args(dataset=(str(data),), streaming=True, max_steps=1, eval_every=0, **flags)
+    task = (sft.encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args)
+    (stream, _), (held_out, counts) = load_samples(*task, flags=())
+    assert list(held_out) == [] and counts == Counter()
     return stream
 
 
-def drawn(stream: Stream, count: int) -> list[str]:
+def drawn(stream: StreamedSamples, count: int) -> list[str]:
     return [stream[i].row["_source"] for i in stream.draw(count)]
 
 
-def test_each_pass_has_every_row_once_in_another_order(data):
+def test_each_pass_yields_every_row_once_in_a_new_order(data):
     stream = a_stream(data)
     first, second = drawn(stream, 30), drawn(stream, 30)
     assert set(first) == {f"{name}:{i + 1}" for name, n in (("a.jsonl", 7), ("b.jsonl.gz", 11), ("c.parquet", 12))
@@ -62,8 +56,8 @@ def test_each_pass_has_every_row_once_in_another_order(data):
 
 
 @pytest.mark.parametrize("buffer", [1, 4, 1000])
-def test_it_goes_on_at_the_same_row(data, buffer):
-    """Wherever it stopped, also at the end of what was read ahead, of a shard and of a pass."""
+def test_stream_resumes_at_the_same_row(data, buffer):
+    """Positions include the end of a shuffle buffer, of a shard and of a pass."""
     wanted = drawn(a_stream(data, shuffle_buffer=buffer), 75)
     stream = a_stream(data, shuffle_buffer=buffer)
     for count in range(65):
@@ -73,19 +67,19 @@ def test_it_goes_on_at_the_same_row(data, buffer):
         state = json.loads(json.dumps(stream.state_dict()))
         other = a_stream(data, shuffle_buffer=buffer)
         other.load_state_dict(state)
-        assert other[0].row["_source"] == wanted[count]  # the look ahead draws nothing
+        assert other[0].row["_source"] == wanted[count]  # before the first draw, this draws no row
         assert drawn(other, 10) == wanted[count : count + 10]
         assert drawn(stream, 1) == [wanted[count]]
 
 
-def test_other_shards_are_refused(data):
+def test_resume_with_another_number_of_shards_is_refused(data):
     state = a_stream(data).state_dict()
     (data / "a.jsonl").unlink()
-    with pytest.raises(ValueError, match="^the checkpoint is of 3 shards, now --dataset .* has 2: other data$"):
+    with pytest.raises(ValueError, match="^--dataset .* has 2 shards, the checkpoint is of 3: the data has changed$"):
         a_stream(data).load_state_dict(state)
 
 
-def test_samples_are_those_of_rows_in_memory(data):
+def test_streamed_samples_equal_samples_in_memory(data):
     from common.data.encode import Encoder
     from common.data.rows import load_rows
 
@@ -97,7 +91,7 @@ def test_samples_are_those_of_rows_in_memory(data):
     assert {stream[i].row["_source"]: (stream[i].ids, stream[i].loss_mask) for i in stream.draw(30)} == wanted
 
 
-def test_what_was_done_to_rows_is_told_at_the_end_of_a_pass(data, capsys):
+def test_dropped_rows_are_reported_at_the_end_of_a_pass(data, capsys):
     lines = (data / "a.jsonl").read_text().splitlines()
     lines[2], lines[4] = "no JSON", json.dumps(dict(question="q", answer=4))
     (data / "a.jsonl").write_text("\n".join(lines))
@@ -105,10 +99,10 @@ def test_what_was_done_to_rows_is_told_at_the_end_of_a_pass(data, capsys):
     kept = len({*drawn(stream, 5)})
     assert kept == 5 and capsys.readouterr().out == ""
     drawn(stream, 40)
-    said = capsys.readouterr().out
-    assert f"--on_bad_row skip: 1 left out, such as --dataset {data}/a.jsonl: line 3 is not valid JSON" in said
-    assert "--on_bad_row skip: 1 left out, such as a.jsonl:5: column answer is int" in said
-    assert "training rows of pass 1 dropped as too long" in said
+    messages = capsys.readouterr().out
+    assert f"--on_bad_row skip: 1 left out, such as --dataset {data}/a.jsonl: line 3 is not valid JSON" in messages
+    assert "--on_bad_row skip: 1 left out, such as a.jsonl:5: column answer is int" in messages
+    assert "training rows of pass 1 dropped as too long" in messages
     with pytest.raises(ValueError, match=r"^--dataset .*: column answer is int|a.jsonl: line 3 is not valid JSON"):
         drawn(a_stream(data), 30)
     with pytest.raises(ValueError, match=r"^--dataset .*: no rows are left: 28 dropped as too long"):
@@ -122,8 +116,8 @@ def test_columns_are_renamed(data):
         drawn(a_stream(data, columns=("prompt=nothing",)), 1)
 
 
-def test_a_hub_data_set_is_read_by_its_shards(data, monkeypatch):
-    """The library's own streams, of files in the place of a repository."""
+def test_hub_dataset_is_read_by_shards(data, monkeypatch):
+    """The streams are those of the library, over files instead of a repository."""
     rows = [json.dumps(dict(question=str(i), answer="x")) for i in range(9)]
     names = [str(data / f"{name}.jsonl") for name in "xyz"]
     for i, name in enumerate(names):
@@ -133,54 +127,53 @@ def test_a_hub_data_set_is_read_by_its_shards(data, monkeypatch):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_, **options: load_dataset("json", data_files=names, **options)
     )
-    files._from_hub.cache_clear()
+    files._hub_split.cache_clear()
     wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
     assert set(drawn(a_stream("some/data"), 9)) == wanted
-    behind = files.files_behind("--dataset", "some/data", "train", None)
-    assert [file.suffix for file in behind] == [".arrow"] and len(
-        files.read_hub("--dataset", "some/data", "train", None)
-    ) == 9
-    files._from_hub.cache_clear()
+    (shard,) = files.open_shards("--dataset", "some/data", "train")
+    assert [file.suffix for file in shard.files] == [".arrow"]
+    assert len(list(shard.read(files.BadRows("error")))) == len(list(shard.read(files.BadRows("error")))) == 9
+    files._hub_split.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(), "--streaming needs --max_steps"),
-        (dict(max_steps=3), "--streaming sets no rows aside: name an --eval_dataset, or --eval_every 0"),
-        (dict(max_steps=3, eval_every=0, dataset=("a:1", "b:2")), "--streaming: --dataset a:1 b:2: .* without weights"),
+        (dict(), "--streaming: the number of rows is unknown; set --max_steps"),
+        (dict(max_steps=3), "--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0"),
+        (dict(max_steps=3, eval_every=0, dataset=("a:1", "b:2")), "--streaming --dataset a:1 b:2: .* omit the weights"),
     ],
 )
-def test_flags_that_do_not_go_together(flags, words):
-    with pytest.raises(ValueError, match=f"^{words}"):
+def test_invalid_flags_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
         sft.Args(streaming=True, **flags)
-    with pytest.raises(ValueError, match="^--shuffle_buffer 3 would not be read: there is no --streaming"):
+    with pytest.raises(ValueError, match="--shuffle_buffer 3 has no effect without --streaming"):
         sft.Args(shuffle_buffer=3)
 
 
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        ("arithmetic", "--dataset arithmetic: a built-in task is no stream"),
+        ("arithmetic", "--dataset arithmetic: a built-in task cannot be streamed"),
         ("nothing.jsonl", "--dataset nothing.jsonl: no such file"),
         ("empty", "--dataset .*: no .* files in it"),
     ],
 )
-def test_data_that_is_no_stream(dataset, words, tmp_path):
+def test_data_without_streaming_support_is_refused(dataset, words, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"^{words}"):
+    with pytest.raises(ValueError, match=words):
         a_stream(tmp_path / dataset if dataset == "empty" else dataset)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_exactly_and_is_that_of_two_ranks(data, tmp_path, main):
+def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(data, tmp_path, main):
     rng = random.Random(0)
     held_out = [dict(question=str(i), answer=str(rng.random())) for i in range(5)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
     flags = ("--streaming", "true", "--dataset", data, "--eval_dataset", tmp_path / "held_out.jsonl", "--max_steps", 6,
              "--batch_size", 8, "--save_every", 3, "--shuffle_buffer", 10, "--eval_every", 4, "--lr", 1e-3)  # fmt: skip
     main("sft", *flags, "--output_dir", tmp_path / "run")
-    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=6)
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=6)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
     assert_close_metrics(tmp_path / "run", tmp_path / "two", ("loss", "eval_loss", "num_tokens", "epoch"), rel=1e-4)
     assert [line["epoch"] for line in metrics(tmp_path / "two")] == [0, 0, 0, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""The built-in tasks: the same rows always, something to learn by imitation and something left for rewards."""
+"""Built-in tasks have the same rows at every start; imitation and rewards can both improve on them."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import pytest
 from common.data.tasks import TASKS, arithmetic_rows
 
 
-def test_arithmetic_rows():
+def test_arithmetic_rows_suit_imitation_and_rewards():
     train, test = arithmetic_rows("train"), arithmetic_rows("test")
     assert arithmetic_rows("train") == train
     assert len({row["prompt"] for row in test}) == len(test) == 500
@@ -16,15 +16,15 @@ def test_arithmetic_rows():
     for row in train + test:
         assert str(eval(row["prompt"].rstrip("="))) == row["answer"] == row["chosen"] != row["rejected"]
     solved = sum(row["completion"] == row["answer"] for row in train) / len(train)
-    assert 0.3 < solved < 0.7  # something is learned by imitation, and something is left for rewards
+    assert 0.3 < solved < 0.7  # imitation can learn a part, and rewards the rest
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_tasks_are_the_same_always(name):
+def test_tasks_are_deterministic(name):
     test = TASKS[name]("test")
     assert TASKS[name]("test") == test and len(test) >= 200
 
 
-def test_a_split_that_is_not_there():
+def test_missing_split_is_refused():
     with pytest.raises(ValueError, match="the arithmetic task has no split 'validation', only train and test"):
         arithmetic_rows("validation")

@@ -1,73 +1,59 @@
-"""Samples that are read from a file are those that would be in memory, and of nothing else than what was asked for."""
+"""Samples read from disk equal samples in memory and match exactly the run's data, flags and code."""
 
 import json
-import multiprocessing
 import os
 import random
-import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import datasets
 import helpers
-import inprocess
 import pytest
-from helpers import ROOT, assert_close_metrics, assert_same_weights, run
+from helpers import ROOT, assert_close_metrics, assert_resumes_exactly, assert_same_weights, run
 
 import dpo
 import kto
 import rm
 import sft
 from common.data import token_cache, tokenize
-from common.data.encode import Encoder
-from common.data.files import BadRows
-from common.data.packing import Sample
-from common.data.rows import PAIR_COLUMNS, SFT_COLUMNS, train_and_eval_rows
-from common.data.token_cache import InMemory, OnDisk
+from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS, SFT_COLUMNS
+from common.data.sample import Completion, LazyGroups, Sample
+from common.data.token_cache import load_samples
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 
-main = inprocess.main
 OWN = ("max_length", "overlong", "train_on")
 
 
 def load(args: sft.Args) -> list:
-    tokenizer = load_tokenizer(resolve_model(args.model), args)
-    return token_cache.load_samples(sft.encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
+    return load_samples(sft.encode_rows, SFT_COLUMNS, load_tokenizer(resolve_model(args.model), args), args, OWN)
 
 
-class Warm:
-    """multiprocessing for data/tokenize.py: what it spawns is spared the imports. With two ranks it does spawn."""
-
-    Pipe = staticmethod(multiprocessing.Pipe)
-
-    def get_context(self, method: str):
-        return self if method == "spawn" else multiprocessing.get_context(method)
-
-    def Process(self, target, args):
-        connection, _, *what = args
-        return helpers.warm().Process(target=with_its_parent, args=(target, connection, *what))
-
-
-def with_its_parent(target, connection, *what) -> None:
-    target(connection, os.getppid(), *what)
+def warm_process(workers: int, context, initializer, initargs) -> ProcessPoolExecutor:
+    """Start the tokenising process with the libraries imported. It is not a child of this process."""
+    return ProcessPoolExecutor(workers, helpers.warm())
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """Where large data is kept, and all data is large."""
-    monkeypatch.setattr(tokenize, "multiprocessing", Warm())
+    """Return the folder of tokenised data. All data counts as large."""
+    monkeypatch.setattr(tokenize, "ProcessPoolExecutor", warm_process)
     monkeypatch.setattr(token_cache, "SMALLEST", 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # of ranks
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for ranks
     return tmp_path / "cache" / "onefile_tokens"
 
 
 @pytest.fixture
 def args(tmp_path) -> sft.Args:
-    """Two datasets with weights, some rows of which are too long, have characters in bytes, or are bad."""
+    """Two weighted datasets. Some rows are too long, contain characters encoded as bytes, or are bad."""
     rng = random.Random(0)
     for name, rows in (("a", 40), ("b", 25)):
         lines = [
@@ -81,107 +67,182 @@ def args(tmp_path) -> sft.Args:
                     eval_size=10)  # fmt: skip
 
 
-def in_memory(args: sft.Args, monkeypatch) -> list:
+def in_memory(load, monkeypatch) -> list:
     with monkeypatch.context() as patched:
         patched.setattr(token_cache, "SMALLEST", 2**60)
-        return load(args)
+        return load()
+
+
+def assert_equal_parts(found: list, wanted: list, columns: tuple[str, ...], args) -> None:
+    """Assert that samples on disk equal those in memory, which keep all columns of their rows."""
+    for (samples, counts), (wanted_samples, wanted_counts) in zip(found, wanted, strict=True):
+        groups = [item if isinstance(item, list) else [item] for item in wanted_samples]
+        for sample in (sample for group in groups for sample in group):
+            sample.row = {name: sample.row[name] for name in ("_source", "_dataset", *columns) if name in sample.row}
+        assert isinstance(wanted_samples.items, list)
+        assert isinstance(samples.items, LazyGroups if wanted_samples else list)
+        assert list(samples) == list(wanted_samples) and samples[3:9:2] == wanted_samples[3:9:2]
+        assert list(counts.items()) == list(wanted_counts.items()) and samples.num_rows == len(wanted_samples)
+        assert not samples or samples.order(args).draw(200) == wanted_samples.order(args).draw(200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changed", [{}, dict(overlong="truncate", eval_every=0)], ids=["skip", "truncate"])
-def test_a_first_start_a_second_one_and_samples_in_memory_are_the_same(changed, args, cache, monkeypatch, capfd):
-    monkeypatch.setattr(tokenize, "CHUNK", 8)  # here only
+def test_first_start_and_second_start_equal_samples_in_memory(changed, args, cache, monkeypatch, capfd):
+    monkeypatch.setattr(tokenize, "BATCH", 8)
     args = replace(args, **changed)
-    wanted, said = in_memory(args, monkeypatch), capfd.readouterr().out
-    first, said_first = load(args), capfd.readouterr().out
-    monkeypatch.setattr(token_cache, "build", None)
-    second, said_second = load(args), capfd.readouterr().out
-    assert "left out, such as" in said and said == said_second
-    assert said_first == f"tokenising the data, once on this machine, into {cache}\n" + said
-    for (samples, counts), *others in zip(wanted, first, second, strict=True):
-        assert isinstance(samples, InMemory)
-        for found, their_counts in others:
-            assert isinstance(found, OnDisk) and list(their_counts.items()) == list(counts.items())
-            for row in (sample.row for sample in samples):
-                row.pop("question", None), row.pop("answer", None)
-            assert list(found) == samples and found[3:9:2] == samples[3:9:2]
-            assert found.many == len(samples)
-            assert not samples or found.order(args).draw(200) == samples.order(args).draw(200)
+    wanted, messages = in_memory(lambda: load(args), monkeypatch), capfd.readouterr().out
+    first, first_messages = load(args), capfd.readouterr().out
+    monkeypatch.setattr(tokenize, "tokenise", None)
+    second, second_messages = load(args), capfd.readouterr().out
+    assert "left out, such as" in messages and messages == second_messages
+    assert first_messages == f"tokenising the data, once on this machine, into {cache}\n" + messages
     assert len(wanted[0][0]) > 30
-
-
-def test_chunks_make_up_a_part(tmp_path, monkeypatch, capfd):
-    """Rows are counted, and bad ones told, as if they had been tokenised together."""
-    args = sft.Args(on_bad_row="skip", max_length=60)
-    rows = [dict(question=str(i), answer=8 if i % 7 == 3 else "x" * i, _source=f"rows:{i}") for i in range(60)]
-    encode = partial(sft.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
-    wanted, counts = encode(rows, SFT_COLUMNS[2])
-    monkeypatch.setattr(tokenize, "_encode", encode, raising=False)
-    monkeypatch.setattr(BadRows, "gathered", [])
-    chunks = (tokenize._chunk(rows[i : i + 7], SFT_COLUMNS[2], (), []) for i in range(0, 60, 7))
-    assert tokenize._write(tmp_path, "train", chunks, 60, None)[0] == counts
-    found = OnDisk(tmp_path, "train", [])
-    for sample in wanted:
-        sample.row = dict(_source=sample.row["_source"])
-    assert len(found) > 10 and list(found) == wanted and found[-1] == wanted[-1]
-    (tmp_path / "train.bin").write_bytes((tmp_path / "train.bin").read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is damaged: delete it"):
-        OnDisk(tmp_path, "train", [])
+    for found in (first, second):
+        assert_equal_parts(found, wanted, (), args)
 
 
 @pytest.mark.slow
-def test_a_bad_row_ends_the_run_as_in_memory_and_leaves_nothing(args, cache, monkeypatch):
+def test_files_of_every_kind_are_tokenised_as_in_memory(cache, tmp_path, monkeypatch):
+    import pyarrow
+
+    rows = datasets.Dataset.from_list([dict(question=f"{i}?", answer="x\u2028é" * (i % 9)) for i in range(10)])
+    rows.save_to_disk(tmp_path / "saved")
+    next((tmp_path / "saved").glob("*.arrow")).rename(tmp_path / "rows.arrow")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.to_csv(tmp_path / "rows.csv")
+    lines = "\n".join(map(json.dumps, rows))
+    for kind, text in {"jsonl.gz": lines, "jsonl.zst": lines, "json": json.dumps(rows.to_list())}.items():
+        with pyarrow.output_stream(str(tmp_path / f"rows.{kind}"), compression="detect") as file:
+            file.write(text.encode())
+    files = sorted(str(file) for file in tmp_path.glob("rows.*"))
+    args = sft.Args(dataset=tuple(files), on_bad_row="skip", max_length=40, eval_size=5)
+    wanted = in_memory(lambda: load(args), monkeypatch)
+    assert len(files) == 6 and len(wanted[0][0]) > 10
+    assert_equal_parts(load(args), wanted, (), args)
+
+
+@pytest.mark.slow
+def test_bad_row_raises_as_in_memory_and_leaves_no_files(args, cache, monkeypatch):
     args = replace(args, dataset=(args.dataset[0].removesuffix(":3"),), on_bad_row="error")
     path = Path(args.dataset[0])
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if line != "no JSON"))
-    with pytest.raises(ValueError) as in_memory_it_says:
-        in_memory(args, monkeypatch)
-    with pytest.raises(ValueError) as it_says:
+    with pytest.raises(ValueError) as wanted:
+        in_memory(lambda: load(args), monkeypatch)
+    with pytest.raises(ValueError) as found:
         load(args)
-    assert str(it_says.value) == str(in_memory_it_says.value) and "a.jsonl:8: column answer" in str(it_says.value)
+    assert str(found.value) == str(wanted.value) and "a.jsonl:8: column answer" in str(found.value)
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
+    with pytest.raises(ValueError, match=r"a.jsonl:8: column answer"):  # nothing of the first start is reused
+        load(args)
+
+
+def test_other_workers_stop_when_one_has_failed(tmp_path):
+    """`map` waits for all workers before it raises the error of one."""
+    encode = partial(tokenize._encode_batch, kept=(), failed=tmp_path / "failed", num_rows=9)
+    batch = dict(row=[tokenize.pickle.dumps(dict(_source="x:1"))])
+    with pytest.raises(ValueError, match="x:1: bad"):
+        encode(batch, [0], 1, encode=raise_bad_row)
+    assert encode(batch, [0], 2, encode=None)["samples"] == []
+    with pytest.raises(TypeError):
+        encode(batch | dict(row=batch["row"]), [0], 2, encode=None, failed=tmp_path / "absent")
+
+
+def raise_bad_row(rows):
+    raise ValueError(f"{rows[0]['_source']}: bad")
 
 
 @pytest.mark.slow
-def test_what_a_killed_build_left_is_not_taken(args, cache, monkeypatch):
-    def build(folder: Path, *what) -> None:
-        left = cache / f"{folder.name}.{socket.gethostname()}"
-        left.mkdir(parents=True)
-        (left / "about.json").write_text("{}")
-        tokenize.build(folder, *what)
-        assert folder.is_dir() and not left.exists()
+def test_folder_of_a_killed_process_is_not_reused(args, cache, monkeypatch):
+    def killed(folder: Path, *task) -> None:
+        (folder / "train.arrow").write_bytes(b"half")
+        (folder / "about.json").write_text("{}")
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(token_cache, "build", build)
-    samples, _ = load(args)[0]
-    assert len(samples) > 30
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tokenize, "tokenise", killed)
+        load(args)
+    assert len(load(args)[0][0]) > 30 and [file.suffix for file in cache.iterdir() if file.is_file()] == [".lock"]
 
 
-def kill_oneself(*_, **__):
+@pytest.mark.slow
+def test_damaged_folder_is_refused(args, cache):
+    load(args)
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    next(folder.glob("train*.arrow")).unlink()
+    with pytest.raises(ValueError, match="rows are missing; delete the folder"):
+        load(args)
+
+
+def kill_own_process(*_, **__):
     os.kill(os.getpid(), 9)
 
 
-def kill_the_parent(*_, **__):
+def kill_parent(*_, **__):
     os.kill(os.getppid(), 9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("encode_rows", "words"),
-    [(kill_oneself, "a process was killed; has the machine enough"), (kill_the_parent, "process ended with code -9")],
-)
-def test_a_process_that_dies_is_one_line(encode_rows, words, args, cache):
-    tokenizer = load_tokenizer(tiny_model())
-    with pytest.raises(distributed.RunError, match=f"^tokenising the data: .*{words}"):
-        token_cache.load_samples(encode_rows, SFT_COLUMNS, tokenizer, args, OWN)
-    assert [file.suffix for file in cache.iterdir()] == [".lock"]
+@pytest.mark.parametrize("encode_rows", [kill_own_process, kill_parent])
+def test_killed_process_gives_a_one_line_error(encode_rows, args, cache):
+    with pytest.raises(distributed.RunError, match="^tokenising the data: a process was killed; check the free memory"):
+        load_samples(encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args, OWN)
+    assert not list(cache.glob("*/about.json"))
 
 
-def test_what_the_digest_is_of(args, cache, tmp_path, monkeypatch):
+ORPHANS = """
+import os, time
+from pathlib import Path
+
+def encode_rows(rows, columns, encoder, args):
+    Path(os.environ["PIDS"], f"{os.getpid()} {os.getppid()}").touch()
+    time.sleep(60)
+
+def main():
+    import sft
+    from common.data.rows import SFT_COLUMNS
+    from common.data import token_cache
+    from common.model.hub import load_tokenizer
+    from common.model.tiny import tiny_model
+    token_cache.SMALLEST = 0
+    args = sft.Args(dataset=(os.environ["DATA"],), max_length=150, eval_every=0)
+    token_cache.load_samples(encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model()), args, ("max_length",))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_killed_rank_leaves_no_process(args, cache, tmp_path):
+    (tmp_path / "rank.py").write_text(ORPHANS)
+    (tmp_path / "pids").mkdir()
+    variables = dict(PYTHONPATH=str(ROOT), PIDS=str(tmp_path / "pids"), DATA=args.dataset[0].removesuffix(":3"))
+    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py"], env=os.environ | variables, cwd=ROOT)
+    lines = Path(variables["DATA"]).read_text().splitlines()
+    Path(variables["DATA"]).write_text("\n".join(line for line in lines if line != "no JSON"))
+    try:
+        deadline = time.monotonic() + 300
+        while not (found := os.listdir(tmp_path / "pids")):
+            assert rank.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        rank.kill()
+        rank.wait()
+    pids = {int(pid) for name in found for pid in name.split()}
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.1)
+    assert len(pids) >= 2 and not list(cache.glob("*/about.json"))
+
+
+def test_digest_covers_every_input_of_the_samples(args, cache, tmp_path, monkeypatch):
     def digest(args, encode_rows=sft.encode_rows):
         found = []
-        monkeypatch.setattr(token_cache, "build", lambda folder, *_: found.append(folder.name) or 1 / 0)
+        monkeypatch.setattr(token_cache, "_write", lambda folder, *_: found.append(folder.name) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            token_cache.load_samples(encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model(), args), args, OWN)
+            load_samples(encode_rows, SFT_COLUMNS, load_tokenizer(tiny_model(), args), args, OWN)
         return found[0]
 
     first, file = digest(args), tmp_path / "b.jsonl"
@@ -189,25 +250,29 @@ def test_what_the_digest_is_of(args, cache, tmp_path, monkeypatch):
     os.utime(file, (1, 1))
     assert digest(args) == first
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
+    (tmp_path / "held_out.jsonl").write_text((tmp_path / "a.jsonl").read_text())
+    separate = replace(args, eval_dataset=str(tmp_path / "held_out.jsonl"))
     others = [
         digest(replace(args, **changed))
         for changed in (
             dict(eval_every=0), dict(max_length=151), dict(on_bad_row="error"), dict(train_on="all"),
             dict(system_prompt="x"), dict(prompt_format="plain"), dict(eval_size=11), dict(dataset=args.dataset[::-1]),
-            dict(chat_template=str(tmp_path / "template.jinja")), dict(eval_dataset=str(tmp_path / "a.jsonl")),
+            dict(chat_template=str(tmp_path / "template.jinja")), dict(eval_dataset=separate.eval_dataset),
         )
     ]  # fmt: skip
     before = file.stat()
     file.write_bytes(file.read_bytes().replace(b"apples", b"orange", 1))
     os.utime(file, (before.st_atime, before.st_mtime))
-    others += [digest(args), digest(args, kill_oneself)]
+    others += [digest(args), digest(args, kill_own_process), digest(separate)]
+    (tmp_path / "held_out.jsonl").write_text((tmp_path / "b.jsonl").read_text())
+    others.append(digest(separate))
     assert file.stat().st_size == before.st_size and len({first, *others}) == 1 + len(others)
 
 
 def test_small_data_is_tokenised_in_memory(args, cache, monkeypatch):
     monkeypatch.undo()
     (samples, _), (held_out, _) = load(args)
-    assert isinstance(samples, InMemory) and isinstance(held_out, InMemory) and not cache.exists()
+    assert isinstance(samples.items, list) and isinstance(held_out.items, list) and not cache.exists()
 
 
 FLAGS = ("--on_bad_row", "skip", "--max_length", 150, "--eval_size", 10, "--batch_size", 8, "--max_steps", 6,
@@ -215,27 +280,25 @@ FLAGS = ("--on_bad_row", "skip", "--max_length", 150, "--eval_size", 10, "--batc
 
 
 @pytest.mark.slow
-def test_a_run_is_bitwise_the_same_and_resumes(args, cache, tmp_path, main, monkeypatch):
+def test_run_from_disk_equals_the_run_in_memory_bitwise_and_resumes(args, cache, tmp_path, main, monkeypatch):
     flags = (*FLAGS, "--dataset", *args.dataset)
-    with monkeypatch.context() as patched:
-        patched.setattr(token_cache, "SMALLEST", 2**60)
-        main("sft", *flags, "--output_dir", tmp_path / "in_memory")
+    in_memory(lambda: main("sft", *flags, "--output_dir", tmp_path / "in_memory"), monkeypatch)
     main("sft", *flags, "--output_dir", tmp_path / "cached")
     same = ("loss", "grad_norm", "epoch", "epoch/a", "loss/b", "eval_loss", "eval_loss/a", "num_tokens")
     assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
     assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", same, rel=0)
-    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "in_memory", finished=6)  # of the other's
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "in_memory", finished=6)  # from disk
 
 
 def with_all_data_large(script: str, folder: Path) -> Path:
-    path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    code = path + "from common.data import token_cache\ntoken_cache.SMALLEST = 0\n"
+    code = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    code += "from common.data import token_cache\ntoken_cache.SMALLEST = 0\n"
     (folder / script).write_text(code + (ROOT / script).read_text())
     return folder / script
 
 
 @pytest.mark.slow
-def test_ranks_of_a_machine_have_it_done_once(args, cache, tmp_path):
+def test_one_rank_per_machine_tokenises(args, cache, tmp_path):
     script = with_all_data_large("sft.py", tmp_path)
     flags = (*FLAGS, "--dataset", *args.dataset)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "in_memory")
@@ -252,7 +315,7 @@ def test_ranks_of_a_machine_have_it_done_once(args, cache, tmp_path):
 
 @pytest.fixture
 def pairs(tmp_path) -> tuple[str, str]:
-    """Two datasets with weights; pairs with margins, of which some are bad."""
+    """Two weighted datasets of pairs with margins. Some pairs are bad."""
     rng = random.Random(0)
     for name, count in (("c", 40), ("d", 25)):
         texts = [("7 " * rng.randint(1, 40), "é" * rng.randint(1, 40)) for _ in range(count)]
@@ -262,35 +325,28 @@ def pairs(tmp_path) -> tuple[str, str]:
     return f"{tmp_path}/c.jsonl:3", f"{tmp_path}/d.jsonl:1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "kept"), [(rm, ["margin"]), (dpo, []), (kto, ["label"])])
-def test_pairs_from_a_disk_are_those_in_memory(script, kept, pairs, tmp_path, monkeypatch):
-    """Written in chunks, which know together what columns the rows have."""
+def test_pairs_from_disk_equal_pairs_in_memory(script, kept, pairs, cache, monkeypatch):
     flags = dict(ld_alpha=0.3, overlong="truncate") if script is dpo else {}
     args = script.Args(dataset=pairs, on_bad_row="skip", max_length=60, eval_every=0, **flags)
-    rows, _ = train_and_eval_rows(args)
-    columns = tokenize.columns_of(rows, PAIR_COLUMNS[0], kept)
-    encode = partial(script.encode_rows, encoder=Encoder(load_tokenizer(tiny_model()), args), args=args)
-    groups, counts = encode(rows, columns)
-    monkeypatch.setattr(tokenize, "_encode", encode, raising=False)
-    monkeypatch.setattr(BadRows, "gathered", [])
-    chunks = (tokenize._chunk(rows[i : i + 7], columns, kept, ["c", "d"]) for i in range(0, 65, 7))
-    assert tokenize._write(tmp_path, "train", chunks, 65, None)[0] == counts
-    stored = OnDisk(tmp_path, "train", ["c", "d"])
-    assert stored.order(args).draw(200) == InMemory(groups).order(args).draw(200)
-    for sample in (sample for group in groups for sample in group):
-        sample.row = {name: sample.row[name] for name in ("_source", "_dataset", *kept)}
-    assert list(stored) == groups and len(groups) > 20
-    assert [sample.weights is None for sample in stored[0]] == [script is not dpo] * 2
+    choices = (*KTO_COLUMNS, *PAIR_COLUMNS) if script is kto else PAIR_COLUMNS
+    own = (*script.PAIR_FLAGS, *(["ld_alpha"] if script is dpo else []))
+    task = (script.encode_rows, choices, load_tokenizer(tiny_model()), args, own, kept)
+    found, wanted = load_samples(*task), in_memory(lambda: load_samples(*task), monkeypatch)
+    assert_equal_parts(found, wanted, tuple(kept), args)
+    assert len(found[0][0]) > 20
+    assert [sample.weights is None for sample in found[0][0][0]] == [script is not dpo] * 2
 
 
 @pytest.mark.parametrize("more", [dict(text="x"), dict(versions=[0, 0])])
-def test_a_sample_that_has_more_than_is_stored_is_refused(more, monkeypatch):
+def test_sample_with_an_unstored_field_is_refused(more):
     sample = Sample([1, 2], [False, True], row=dict(_source="rows:1"))
     weighted = replace(sample, weights=[1.0, 0.5])
-    monkeypatch.setattr(tokenize, "_encode", lambda group, **_: ([group], {}), raising=False)
-    assert tokenize._chunk([sample, weighted], (), (), [])[1].shape == (1, 2, 6)
-    with pytest.raises(AssertionError, match="more than is stored"):
-        tokenize._chunk([sample, replace(weighted, **more)], (), (), [])
+    row = tokenize._encode_row(dict(_source="rows:1"), lambda _: ([[sample, weighted]], Counter()), ())
+    assert [stored["weights"] for stored in row["samples"]] == [None, [1.0, 0.5]] and row["is_group"]
+    with pytest.raises(AssertionError, match="a field that is not stored"):
+        tokenize._encode_row({}, lambda _: ([Completion(**vars(weighted), **more)], Counter()), ())
 
 
 PREFERENCES = ("--max_length", 150, "--eval_size", 10, "--batch_size", 8, "--max_steps", 4, "--save_every", 2,
@@ -299,11 +355,11 @@ PREFERENCES = ("--max_length", 150, "--eval_size", 10, "--batch_size", 8, "--max
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["rm", "dpo", "kto"])
-def test_a_run_on_preferences_is_bitwise_the_same_and_resumes(script, pairs, cache, tmp_path, main, monkeypatch):
+def test_preference_run_from_disk_equals_the_run_in_memory_and_resumes(
+    script, pairs, cache, tmp_path, main, monkeypatch
+):
     flags = (*PREFERENCES, "--dataset", *pairs, *(["--ld_alpha", 0.5] if script == "dpo" else []))
-    with monkeypatch.context() as patched:
-        patched.setattr(token_cache, "SMALLEST", 2**60)
-        main(script, *flags, "--output_dir", tmp_path / "in_memory")
+    in_memory(lambda: main(script, *flags, "--output_dir", tmp_path / "in_memory"), monkeypatch)
     assert not cache.exists()
     main(script, *flags, "--output_dir", tmp_path / "cached")
     assert cache.exists()
@@ -312,11 +368,11 @@ def test_a_run_on_preferences_is_bitwise_the_same_and_resumes(script, pairs, cac
     assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", same, rel=0)
     stored = [(tmp_path / run / "reference_logps.json") for run in ("in_memory", "cached")]
     assert script == "rm" or stored[0].read_bytes() == stored[1].read_bytes()
-    inprocess.assert_resumes_exactly(main, script, *flags, folder=tmp_path / "in_memory", finished=4)  # of the other's
+    assert_resumes_exactly(main, script, *flags, folder=tmp_path / "in_memory", finished=4)  # from disk
 
 
 @pytest.mark.slow
-def test_a_reference_scores_what_ranks_read_from_a_disk(pairs, cache, tmp_path):
+def test_reference_scores_pairs_from_disk(pairs, cache, tmp_path):
     flags = (*PREFERENCES, "--dataset", *pairs)
     run(2, "dpo.py", *flags, "--output_dir", tmp_path / "in_memory")
     run(2, with_all_data_large("dpo.py", tmp_path), *flags, "--output_dir", tmp_path / "cached")

@@ -1,4 +1,4 @@
-"""What eval.py says of samples is what it should be, by brute force."""
+"""The statistics of eval.py equal brute-force enumeration."""
 
 import itertools
 import math
@@ -19,12 +19,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
                 chosen = [any(subset) for subset in itertools.combinations(right, k)]
                 assert estimators.pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
     for k in (0, 5):
-        with pytest.raises(ValueError, match=f"pass@{k} of 4 samples"):
+        with pytest.raises(ValueError, match=f"pass@{k} of 4 samples: k must be between 1 and 4"):
             estimators.pass_at_k(4, 1, k)
 
 
 def vote(answers: list, right: dict) -> bool:
-    """Plurality; of equally frequent answers the one that got there first."""
+    """Return the most frequent answer; among equally frequent ones, the first to reach the count."""
     counts, leader = Counter(), None
     for answer in answers:
         if answer is not None:
@@ -34,7 +34,7 @@ def vote(answers: list, right: dict) -> bool:
 
 
 @pytest.mark.parametrize("answers", ["aab", "abc", "abbcc", "a-b-", "----", "b", "aabbb"])
-def test_majority_is_the_mean_over_all_orders(answers, monkeypatch):
+def test_majority_vote_is_the_mean_over_all_orders(answers, monkeypatch):
     monkeypatch.setattr(estimators, "PERMUTATIONS", 20_000)
     answers = [None if a == "-" else a for a in answers]
     got = estimators.majority_at_k(answers, [a == "b" for a in answers], np.random.default_rng(0))
@@ -43,7 +43,7 @@ def test_majority_is_the_mean_over_all_orders(answers, monkeypatch):
         assert got[k - 1] == pytest.approx(sum(orders) / len(orders), abs=0.015), k
 
 
-def test_a_clear_majority_decides_and_makes_up_for_a_wrong_one():
+def test_clear_majority_outvotes_a_wrong_answer():
     rng = np.random.default_rng(0)
     assert estimators.majority_at_k(["1"] * 5 + ["2"] * 3, [True] * 5 + [False] * 3, rng)[-1] == 1
     assert estimators.majority_at_k(["1"] * 5 + ["2"] * 3, [False] * 5 + [True] * 3, rng)[-1] == 0
@@ -57,11 +57,11 @@ def test_a_clear_majority_decides_and_makes_up_for_a_wrong_one():
         ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
     ],
 )  # fmt: skip
-def test_what_a_completion_votes_for(text, answer):
+def test_final_answer_is_extracted_from_the_text(text, answer):
     assert estimators.final_answer(text) == answer
 
 
-def test_intervals_hold_the_mean_and_narrow_with_the_prompts():
+def test_intervals_contain_the_mean_and_narrow_with_more_prompts():
     rng = random.Random(0)
     widths = []
     for count in (50, 5000):
@@ -78,6 +78,6 @@ def test_intervals_hold_the_mean_and_narrow_with_the_prompts():
     assert estimators.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
 
 
-def test_wins_count_ties_as_halves_and_leave_missing_ones_out():
+def test_win_rate_counts_ties_as_halves_and_ignores_missing_rewards():
     ours, theirs = [[1.0, 2.0], [None, 0.5], [None]], [[0.0, 2.0], [1.0, 0.7], [3.0]]
     assert estimators.wins(ours, theirs) == ([1.5, 0, 0], [2, 1, 0])

@@ -1,13 +1,13 @@
-"""What can only be proven with GPUs: `make gpu-test`, docs/gpu.md.
+"""Tests that need GPUs: `make gpu-test`, docs/gpu.md.
 
-A test marked `gpu(n)` needs n GPUs and is skipped in one line where there are fewer. Nothing here touches CUDA or
-imports vLLM before a test runs, so that the ordinary suite, which collects these files too, only skips them, also on a
-machine with GPUs: its two processes would share one.
+A test marked `gpu(n)` needs n GPUs and is skipped in one line if there are fewer. Nothing here touches CUDA or imports
+vLLM before a test runs. The ordinary suite collects these files too and always skips them, also on a machine with GPUs,
+where its two processes would share one GPU.
 
     ONEFILE_GPU_TESTS_ON_CPU=1 python -m pytest -m gpu tests/gpu -k ...
 
-runs the tests' own code on a machine without a GPU: the same bodies on the CPU, whatever the number of GPUs they ask
-for, with shorter runs and without what is of CUDA alone (free memory, peak memory).
+runs the same test functions on the CPU, for any number of GPUs they need, with shorter runs and without checks
+that only CUDA allows (free memory, peak memory).
 """
 
 import gc
@@ -29,8 +29,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept():
-    """The programs that tests start share the GPU with this process, and vLLM asks for a fraction of all its memory."""
+def empty_cache():
+    """Free cached memory: programs of the tests share the GPU, and vLLM takes a fraction of all its memory."""
     yield
     if torch.cuda.is_initialized():
         gc.collect()

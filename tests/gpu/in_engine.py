@@ -1,12 +1,11 @@
-"""One case of test_engine.py in a process of its own: `python tests/gpu/in_engine.py CASE ENGINE DTYPE MODEL`.
+"""One case of test_engine.py in a separate process: `python tests/gpu/in_engine.py CASE ENGINE DTYPE MODEL`.
 
-A policy and an engine of one rank, as a script has them. What was measured is JSON on the last line.
+It has a policy and an engine of one rank, like a script, and prints its measurements as JSON on the last line.
 """
 
 import json
 import os
 import sys
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.groups import OnlineArgs
 from common.data.packing import pack
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import load_policy
@@ -27,9 +26,7 @@ from common.train.optim import adamw, optimizer_step
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=", "9", "x" * 40, "7 times 8 is ")
 
 
-@dataclass
-class Args(OnlineArgs, SamplingArgs, TrainArgs):
-    """Flags of a script that samples and trains."""
+Args = OnlineArgs  # flags of a script that samples and trains
 
 
 class Both:
@@ -37,7 +34,7 @@ class Both:
 
     def __init__(self, kind: str, dtype: str, path: str, trained: bool = True):
         self.device, *_ = distributed.setup(0)
-        # A part of the GPU that fits beside what else runs there.
+        # A part of the GPU that fits beside other programs.
         self.args = Args(engine=kind, dtype=dtype, max_new_tokens=24, gpu_memory_utilization=0.3, lr=1e-2)
         tokenizer = load_tokenizer(path)
         self.policy = load_policy(path, self.args, self.device)
@@ -56,17 +53,17 @@ class Both:
 
     @torch.no_grad()
     def differences(self, groups, temperature: float) -> dict[str, float]:
-        """Of the engine's log-probs and the policy's, over the sampled tokens."""
+        """Return mean and maximum difference between log-probs of engine and policy over the sampled tokens."""
         found = []
         for mb in pack([*chain(*groups)], 4096, self.device):
             logprobs_T, *_ = self.policy(mb, temperature=temperature)
             found.append((logprobs_T - mb.rollout_logprobs_T)[mb.loss_mask_T].abs())
         found = torch.cat(found)
-        self.policy.reshard()  # the root stays whole after a forward without backward
+        self.policy.reshard()  # after a forward without backward the root is still whole
         return dict(mean=found.mean().item(), max=found.max().item(), tokens=len(found))
 
     def negate(self) -> None:
-        """Change the policy, so that it says something else; a second time: back."""
+        """Change the policy so that it samples other tokens; a second call restores it."""
         self.policy.reshard()
         with torch.no_grad():
             for name, parameter in self.policy.named_parameters():
@@ -79,7 +76,7 @@ def ids_of(groups) -> list[list[int]]:
 
 
 def free_memory() -> int:
-    """Bytes that another process could get; constant where there is no GPU."""
+    """Return the bytes that another process could get; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
@@ -88,7 +85,7 @@ def free_memory() -> int:
 
 
 def cycles(*which) -> tuple[Both, dict]:
-    """A fresh engine with the checkpoint's weights, then three times asleep, awake and given the same weights."""
+    """Compare a new engine with itself after sleep, wake and the same weights, three times."""
     both = Both(*which, trained=False)
     fresh = ids_of(both.generate(0.0))
     both.engine.sleep()
@@ -106,24 +103,25 @@ def cycles(*which) -> tuple[Both, dict]:
 
 
 def agreement(*which) -> tuple[Both, dict]:
+    """Compare log-probs of engine and policy at two temperatures, and the samples of one seed with each other."""
     both, found = Both(*which), {}
     both.wake()
     for temperature in (1.0, 0.7):
         groups = both.generate(temperature, n=16)
         found[temperature] = both.differences(groups, temperature)
-        both.wake()  # the same weights once more, and no prefix that is cached
+        both.wake()  # the same weights, without cached prefixes
         found[temperature]["again"] = ids_of(both.generate(temperature, n=16)) == ids_of(groups)
         found[temperature]["wrong"] = both.differences(groups, temperature * 1.2)
     return both, found
 
 
 def early_ends(*which) -> tuple[Both, dict]:
-    """Most completions end early and at different steps, and the engine goes to sleep at once, or gets weights."""
+    """Put the engine to sleep, or load weights, directly after completions that ended early at different steps."""
     both, rounds = Both(*which), []
     for _ in range(2):
         both.wake()
         rounds.append(both.generate(1.0, n=16))
-        both.wake()  # it is: as on ranks that only generate
+        both.wake()  # while it is awake, as on ranks that only generate
         rounds.append(both.generate(1.0, n=16))
         both.engine.sleep()
     samples = [*chain(*rounds[0])]
@@ -135,7 +133,7 @@ def early_ends(*which) -> tuple[Both, dict]:
 
 
 def step(*which) -> tuple[Both, dict]:
-    """Rollout, one step of Adam while the engine sleeps, and awake with the new weights."""
+    """Sample, take one step of Adam while the engine sleeps, and sample with the new weights."""
     both = Both(*which)
     both.wake()
     before = both.generate(1.0, n=4)

@@ -1,4 +1,4 @@
-"""Packed attention is attention within each sequence: FlashAttention's varlen kernel on CUDA in bfloat16, SDPA else."""
+"""Packed attention equals attention within each sequence: FlashAttention on CUDA in bfloat16, SDPA elsewhere."""
 
 import pytest
 import torch
@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from on_gpu import HERE_AND_THERE, relative_error
 from torch.utils.checkpoint import checkpoint
 
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 
 LENGTHS = (131, 64, 64, 37, 17, 2, 1)
-BOUNDS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}  # of the norm; bfloat16 rounds by up to 2^-9 at every step
+BOUNDS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}  # relative norm; bfloat16 rounds by up to 2^-9 at every step
 
 
 def packed(query, key, value, mb, window):
@@ -21,7 +22,7 @@ def packed(query, key, value, mb, window):
 
 
 def separate(query, key, value, mb, window):
-    """Sequence by sequence, in float64."""
+    """Return attention sequence by sequence, in float64."""
     outputs = []
     for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
         q, k, v = (x[:, :, begin:end].double() for x in (query, key, value))
@@ -34,7 +35,7 @@ def separate(query, key, value, mb, window):
 
 
 def errors(device, dtype, heads, head_dim, window, lengths, recompute, window_there="same") -> list[float]:
-    """Of the output and of the gradients of query, key and value, relative to float64."""
+    """Return the errors of the output and of the gradients of query, key and value, relative to float64."""
     (mb,) = pack([Sample([1] * (n + 1), [True] * (n + 1)) for n in lengths], 10_000, torch.device(device))
     generator, T = torch.Generator().manual_seed(head_dim), len(mb.targets_T)
     query, key, value, weights = (
@@ -58,17 +59,17 @@ def errors(device, dtype, heads, head_dim, window, lengths, recompute, window_th
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_packed_attention_and_its_gradient(device, dtype, head_dim, window, recompute):
-    """Another kernel runs on CUDA than in the ordinary suite, with its own idea of grouped heads (four queries of one
-    key here), of which tokens a window holds, and of head sizes; recomputed in backward too, as with
-    --activation_checkpointing. CPU twins: the first case of each, and test_models.test_packed_equals_separate."""
+def test_packed_attention_and_its_gradient_equal_separate_attention(device, dtype, head_dim, window, recompute):
+    """CUDA uses another kernel than the ordinary suite, with its own conventions for grouped heads (four queries per
+    key here), windows and head widths. Recomputation in the backward, as with --activation_checkpointing, is included.
+    CPU twins: the first case of each, and test_policy.test_packed_forward_equals_separate_forwards."""
     found = errors(device, dtype, (8, 2), head_dim, window, LENGTHS, recompute)
     assert max(found) < BOUNDS[dtype], found
 
 
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
-def test_a_window_of_one_more_token_would_be_noticed(device, dtype):
-    """The negative control of the test above: the bound is small enough to see one token of a window."""
+def test_window_longer_by_one_token_exceeds_the_tolerance(device, dtype):
+    """Negative control of the test above: the tolerance is small enough to detect one token of a window."""
     found = errors(device, dtype, (8, 2), 64, 16, LENGTHS, False, window_there=17)
     assert min(found) > 2 * BOUNDS[dtype], found
 
@@ -76,8 +77,8 @@ def test_a_window_of_one_more_token_would_be_noticed(device, dtype):
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
 @pytest.mark.parametrize("window", [None, 16])
-def test_a_pack_of_one_token(device, dtype, heads, window):
-    """The filler of a rank that has nothing left. A FlashAttention kernel may swap heads and tokens when a query is one
-    token long; the gradients of query and key are exactly zero there, so only output and value are compared."""
+def test_attention_in_a_pack_of_one_token(device, dtype, heads, window):
+    """The padding token of a rank without samples. FlashAttention may swap heads and tokens for a query of one token.
+    The gradients of query and key are exactly zero, so only output and value are compared."""
     output, _, _, value = errors(device, dtype, heads, 128, window, (1,), False)
     assert max(output, value) < BOUNDS[dtype]

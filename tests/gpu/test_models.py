@@ -8,13 +8,14 @@ from on_gpu import DTYPES, ON_CPU, gpu, relative_error
 from transformers import AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 
 pytestmark = gpu(1)
-VALUE = dict(bfloat16=0.02, float32=2e-5)  # nats, in the mean over the tokens
-GRADIENT = dict(bfloat16=0.05, float32=1e-4)  # of all parameters, of the norm
+VALUE = dict(bfloat16=0.02, float32=2e-5)  # nats, mean over the tokens
+GRADIENT = dict(bfloat16=0.05, float32=1e-4)  # relative norm, over all parameters
 
 
 def samples(lengths=(130, 77, 77, 40, 23, 3)) -> list[Sample]:
@@ -24,7 +25,7 @@ def samples(lengths=(130, 77, 77, 40, 23, 3)) -> list[Sample]:
 
 
 def ours(device, **flags) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and the gradient of their sum over the trained tokens."""
+    """Return log-probs and the gradient of their sum over the trained tokens."""
     policy = load_policy(tiny_model(), TrainArgs(**flags), device)
     (mb,) = pack(samples(), 1000, device)
     logprobs_T, *_ = policy(mb)
@@ -34,7 +35,7 @@ def ours(device, **flags) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def theirs(device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of transformers' own model, sequence by sequence, in float64."""
+    """Return the log-probs and gradient of the transformers model, sequence by sequence, in float64."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).to(device)
     everything = []
     for sample in samples():
@@ -49,9 +50,9 @@ def theirs(device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_and_its_gradient(dtype, recompute, device):
-    """FSDP2, packed attention and the chunked head together are transformers' own model, with what is recomputed in
-    backward and without. CPU twin: test_models.test_gradient_does_not_depend_on_packing."""
+def test_logprobs_and_gradient_equal_those_of_transformers(dtype, recompute, device):
+    """FSDP2, packed attention and the chunked head together, with and without recomputation. CPU twin:
+    test_policy.test_gradient_does_not_depend_on_packing."""
     logprobs_T, gradient = ours(device, dtype=dtype, activation_checkpointing=recompute)
     expected_T, exact = theirs(device)
     assert (logprobs_T - expected_T).abs().mean() < VALUE[dtype]
@@ -59,16 +60,16 @@ def test_a_model_and_its_gradient(dtype, recompute, device):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_are_the_same_and_compiled_a_few_times(recompute, device, monkeypatch):
-    """--compile: log-probs are those without it; and packs that all differ in tokens, sequences and longest sequence,
-    a filler of one token among them, do not compile anew each: after a few it is done. In bfloat16, as on CUDA by
-    default; on a CPU without inductor, and only that it computes the same: there a pack's lengths are a loop in Python.
-    No CPU twin: the ordinary suite has no compiler to rely on."""
+def test_compiled_blocks_give_equal_logprobs_and_compile_few_times(recompute, device, monkeypatch):
+    """With --compile, log-probs are unchanged. After a few packs there are no further compilations, although packs
+    differ in tokens, sequences and longest sequence, and one is a single padding token. The dtype is bfloat16, the
+    default on CUDA. On a CPU the test compares only the numbers, without inductor: attention is a loop over lengths in
+    Python. No CPU twin: the ordinary suite cannot rely on a compiler."""
     from torch._dynamo.utils import counters  # takes a while
 
     if ON_CPU:
         if recompute:
-            pytest.skip("on a CPU what is recomputed may find itself compiled anew")
+            pytest.skip("on a CPU recomputed blocks may be compiled again")
         monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
     args = dict(dtype="bfloat16", activation_checkpointing=recompute)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What lives on the host, and what a training step takes of a GPU's memory."""
+"""Offload to the host, and the memory of a training step on a GPU."""
 
 import sys
 
@@ -9,7 +9,8 @@ from on_gpu import ON_CPU, gpu
 from transformers import AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.memory import Plan, predict, shapes_of
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
@@ -20,7 +21,7 @@ pytestmark = gpu(1)
 
 
 def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights as an engine would get them and gradient norms, of three steps of two micro-batches."""
+    """Return the weights for an engine and the gradient norms after three steps of two micro-batches."""
     args = TrainArgs(dtype="float32", lr=1e-3, offload=offload)
     policy = load_policy(tiny_model(), args, device)
     optimizer, norms = adamw(policy, args), []
@@ -36,9 +37,9 @@ def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]
     return {name: weight.clone() for name, weight in whole_weights(policy, torch.float32)}, norms
 
 
-def test_offload(device):
-    """--offload optimizer is bit for bit what it is without; all, whose step the host makes, is close to it. CPU twin:
-    test_memory.test_offload_changes_no_number_and_may_change_on_the_way."""
+def test_offload_changes_no_number(device):
+    """--offload optimizer gives the same bits as none; all, whose step runs on the host, is close. CPU twin:
+    test_memory.test_offload_changes_no_number_and_may_change_at_a_resume."""
     (plain, norms), *others = (trained(device, offload) for offload in ("none", "optimizer", "all"))
     for (weights, those), atol in zip(others, (0.0, 1e-5), strict=True):
         assert those == pytest.approx(norms, rel=1e-4) and weights.keys() == plain.keys()
@@ -48,9 +49,9 @@ def test_offload(device):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.skipif(ON_CPU, reason="a CPU counts no peak")
-def test_the_prediction_is_what_the_allocator_gives_out(tmp_path, device, recompute):
-    """Within a fifth, of the second micro-batch of a model of 60M weights. CPU twin: fake tensors, in
-    test_memory.test_the_prediction_is_what_fake_tensors_take."""
+def test_predicted_memory_is_close_to_the_allocated_memory(tmp_path, device, recompute):
+    """The tolerance is a fifth, at the second micro-batch of a model with 60M weights. CPU twin: fake tensors, in
+    test_memory.test_predicted_memory_is_close_to_that_of_fake_tensors."""
     sys.path.insert(0, str(ROOT))
     from bench.memory_plan import SMALL
 

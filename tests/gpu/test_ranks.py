@@ -1,28 +1,14 @@
-"""Two GPUs: NCCL, shards on both, ranks that only generate, an engine over both, a checkpoint for another number.
+"""Two GPUs: NCCL, shards, dedicated rollout ranks, a tensor-parallel engine, and resume on another number of ranks.
 
-The built-in model and task, which every script takes without flags. On a CPU the same launches over gloo.
-"""
+All tests use the built-in model and task, the defaults of every script. On a CPU the same launches use gloo."""
 
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import (
-    PIPE,
-    ROOT,
-    Moment,
-    assert_close_metrics,
-    command,
-    descendants,
-    ended,
-    environment,
-    kill,
-    metrics,
-    until,
-)
+from helpers import ROOT, assert_close_metrics, descendants, ended, kill, logged, metrics, start, until
 from on_gpu import ENGINES, ON_CPU, gpu, launch, needs_vllm
 from test_distill import write_teacher
 
@@ -33,9 +19,9 @@ SCRIPTS = ("sft", "dpo", "kto", "rm", "grpo", "dapo", "reinforce", "rloo", "ppo"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_one_gradient_on_one_gpu_and_on_two(script, tmp_path):
-    """NCCL adds up where gloo did, and a rank's device is not always the first: loss and gradient norm of every script
-    in float32 are those of one GPU, to rounding. CPU twins: the like-named tests of each script, to 1e-5."""
+def test_gradient_is_equal_on_one_and_two_gpus(script, tmp_path):
+    """NCCL replaces gloo, and the device of a rank is not always the first. Loss and gradient norm of every script in
+    float32 equal those of one GPU, up to rounding. CPU twins: the tests of each script, to 1e-5."""
     teacher = ("--teacher", write_teacher(tmp_path / "teacher")) if script == "distill" else ()
     for ranks in (1, 2):
         sampling = () if script in ("sft", "dpo", "kto", "rm") else ("--engine", "transformers")
@@ -48,9 +34,9 @@ def test_one_gradient_on_one_gpu_and_on_two(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["sft", "ppo"])
-def test_a_copy_on_each_gpu(script, tmp_path):
-    """Two copies, whose gradients NCCL averages once per step in groups of its own, are one model: ppo.py trains two.
-    CPU twin: test_mesh.test_scripts_train_alike_on_copies."""
+def test_replica_on_each_gpu_trains_like_one_model(script, tmp_path):
+    """NCCL averages the gradients of two replicas once per step in separate groups; ppo.py trains two models. CPU twin:
+    test_mesh.test_ppo_with_replicas_trains_like_one_model."""
     for shard_ranks in (2, 1):
         sampling = () if script == "sft" else ("--engine", "transformers")
         flags = (*SHORT, *sampling, "--dtype", "float32", "--output_dir", tmp_path / str(shard_ranks))
@@ -59,10 +45,10 @@ def test_a_copy_on_each_gpu(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "grpo"])
-def test_two_gpus_run_each_pack_together(script, tmp_path):
-    """`--context_ranks 2`: all-to-all around attention on one communicator while FSDP gathers the next block on
-    another, which NCCL must not deadlock: more steps than elsewhere, and blocks recomputed. Loss and gradient norm of
-    the first ones are those of one GPU. CPU twin: test_sharing.test_scripts_with_context_ranks."""
+def test_context_ranks_train_like_one_gpu(script, tmp_path):
+    """All-to-all around attention on one communicator, while FSDP gathers the next block on another, must not deadlock:
+    more steps than in other tests, and recomputed blocks. Loss and gradient norm of the first steps are those of one
+    GPU. CPU twin: test_placement.test_scripts_with_context_ranks_train_like_one_rank."""
     sampling = ("--engine", "transformers") if script == "grpo" else ()
     flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100, "--dtype", "float32")
     for ranks in (1, 2):
@@ -77,10 +63,10 @@ def test_two_gpus_run_each_pack_together(script, tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_that_only_generate(engine, staleness, tmp_path):
-    """Weights go from one GPU to the other by NCCL while both work, and the engine there never sleeps; both kinds end
-    with nothing said. Samples are no older than --max_staleness, and where it is 0 they agree with the trainer. CPU
-    twin: test_remote.test_with_vllm_too_it_is_the_colocated_run."""
+def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
+    """NCCL sends weights from one GPU to the other while both compute, and the engine never sleeps; both roles exit
+    without a message. Samples are at most --max_staleness old, and agree with the trainer if it is 0. CPU twin:
+    test_remote_sampler.test_dedicated_vllm_rank_equals_the_colocated_run."""
     where = ("--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
     launch(2, "grpo.py", *SHORT, "--engine", engine, *where)
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
@@ -91,14 +77,13 @@ def test_ranks_that_only_generate(engine, staleness, tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["trains", "generates"])
-def test_a_killed_rank_ends_the_run(victim, tmp_path):
-    """NCCL waits for ranks that are gone; the other kind of rank and torchrun must not. CPU twin:
-    test_remote.test_a_dead_rank_of_either_kind_ends_the_job."""
+def test_killed_rank_ends_the_run(victim, tmp_path):
+    """NCCL waits for dead ranks; ranks of the other role and torchrun must not. CPU twin:
+    test_remote_sampler.test_dead_rank_of_either_role_ends_the_job."""
     flags = ("--engine", "transformers", "--rollout_ranks", 1, "--max_steps", 5000, "--eval_every", 0)
-    launcher = command(2, "grpo.py", *flags, "--output_dir", tmp_path)
-    with subprocess.Popen(launcher, cwd=ROOT, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as process:
+    with start(2, "grpo.py", *flags, "--output_dir", tmp_path) as process:
         try:
-            until(lambda: process.poll() is not None or Moment(tmp_path, step=2).logged())
+            until(lambda: process.poll() is not None or logged(tmp_path, 2))
             ranks = {rank_of(pid): pid for pid in descendants(process.pid) if rank_of(pid) is not None}
             assert ranks.keys() == {0, 1}, process.poll()
             os.kill(ranks[victim], signal.SIGKILL)
@@ -110,7 +95,7 @@ def test_a_killed_rank_ends_the_run(victim, tmp_path):
 
 
 def rank_of(pid: int) -> int | None:
-    """torchrun's number of a process that is a rank and no helper of one."""
+    """Return the local rank of a process; None for a helper process of a rank."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -121,8 +106,8 @@ def rank_of(pid: int) -> int | None:
 
 
 @needs_vllm
-def test_an_engine_over_two_gpus(tmp_path):
-    """--tensor_parallel_size 2: each rank loads its half of every weight, and both ask for all prompts of the pair.
+def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
+    """With --tensor_parallel_size 2, each rank loads its half of every weight, and both submit all prompts of the two.
     CPU twin: test_grpo.test_tensor_parallel_engine_gives_the_same_completions."""
     launch(2, "grpo.py", *SHORT, "--engine", "vllm", "--tensor_parallel_size", 2, "--output_dir", tmp_path)
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
@@ -131,9 +116,9 @@ def test_an_engine_over_two_gpus(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_saved_by_two_resumed_by_one_and_sampled_from(engine, tmp_path):
-    """Shards of two GPUs are read by one, the run goes on as two would have, and the engine samples from the export.
-    CPU twin: test_sft.test_resumed_on_another_number_of_ranks."""
+def test_one_gpu_resumes_a_run_of_two_and_samples_from_its_export(engine, tmp_path):
+    """One GPU reads the shards of two and continues the run as two would. CPU twin:
+    test_sft.test_run_resumes_on_another_number_of_ranks."""
     flags = ("--dtype", "float32", "--save_every", STEPS, "--eval_size", 16)
     whole, resumed = (("--output_dir", tmp_path / name) for name in ("whole", "resumed"))
     launch(2, "sft.py", *flags, "--max_steps", 2 * STEPS, *whole)

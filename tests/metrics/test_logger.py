@@ -1,12 +1,13 @@
-"""metrics.jsonl has every step once, also after a resume; what is shown, and where."""
+"""metrics.jsonl has every step once, also after a resume; console output, curves and trackers."""
 
 import json
+import sys
 
 import pytest
 import torch
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample
+from common.data.sample import Completion, Sample
 from common.metrics.logger import RunLogger, draw_curves, read_metrics, wilson_interval
 
 # ---- RunLogger ----
@@ -17,8 +18,9 @@ def logger(folder, first_step: int = 0, **flags) -> RunLogger:
     return RunLogger(args, first_step, total_steps=4, show=("loss",), curves=("loss", "reward"))
 
 
-def completion(text: str) -> Sample:
-    return Sample([1, 2], [False, True], text=text, finish_reason="length", row=dict(prompt="p"))
+def completion(text: str) -> Completion:
+    known = dict(finish_reason="length", versions=[-1, 0])
+    return Completion([1, 2], [False, True], row=dict(prompt="p"), text=text, **known)
 
 
 ONE = torch.ones(1, 1)
@@ -36,7 +38,7 @@ def steps(path) -> list[tuple[int, int]]:
     return [(line["step"], line.get("run", 0)) for line in read_metrics(path)]
 
 
-def test_resume_cuts_what_will_come_again(tmp_path, capsys):
+def test_resume_removes_steps_that_will_be_logged_again(tmp_path, capsys):
     log_steps(tmp_path, 0, 3, run=1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed while writing
@@ -47,7 +49,7 @@ def test_resume_cuts_what_will_come_again(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
-def test_resume_with_line_separators_in_a_completion(character, tmp_path):
+def test_resume_keeps_line_separators_in_a_completion(character, tmp_path):
     log = logger(tmp_path)
     log.samples(1, [[completion(f"a{character}b")]], [0], ONE, ONE)
     logger(tmp_path, first_step=1)
@@ -55,7 +57,7 @@ def test_resume_with_line_separators_in_a_completion(character, tmp_path):
     assert json.loads(line)["completion"] == f"a{character}b"
 
 
-def test_samples_are_written_whole(tmp_path):
+def test_samples_are_written_in_full(tmp_path):
     log, text = logger(tmp_path), "caf\u00e9\n[bold]not markup[/bold] " + "x" * 500
     rewards, advantages = torch.tensor([[0.25, 0.0]]), torch.tensor([[0.5, -0.5]])
     log.samples(3, [[completion(text), completion("y")]], [0], rewards, advantages)
@@ -66,7 +68,7 @@ def test_samples_are_written_whole(tmp_path):
     assert (second["completion"], second["reward"]) == ("y", 0.0)
 
 
-def test_preview_marks_what_is_trained(tmp_path, capsys):
+def test_preview_marks_the_trained_tokens(tmp_path, capsys):
     from common.model.tiny import build_tokenizer
 
     tokenizer = build_tokenizer()
@@ -77,7 +79,7 @@ def test_preview_marks_what_is_trained(tmp_path, capsys):
 
 def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
-    logger(tmp_path / "run").draw_curves()  # nothing to draw yet
+    logger(tmp_path / "run").draw_curves()  # no metric to draw yet
     assert not (tmp_path / "run" / "curves.png").exists()
     log_steps(tmp_path / "run", 0, 4, run=1)
     logger(tmp_path / "run", first_step=4).draw_curves()
@@ -92,8 +94,8 @@ def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_held_out_sets_are_lines_in_the_panels_of_their_metrics(tmp_path, monkeypatch):
-    """What a single run has of each set; the parts of a loss are no sets."""
+def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
+    """The curves of a single run show its held-out sets; the parts of a loss are not held-out sets."""
     import matplotlib.pyplot as plt
 
     names = ("loss", "eval_loss", "eval_rewards/accuracies")
@@ -112,7 +114,13 @@ def test_held_out_sets_are_lines_in_the_panels_of_their_metrics(tmp_path, monkey
     assert labels == {1: [[], ["a", "b"], ["a", "b"]], 2: [["x", "y"]] * 3}
 
 
-def test_tensorboard(tmp_path):
+def test_missing_tensorboard_gives_a_one_line_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="^--log tensorboard: tensorboard is not installed; pip install tensorboard$"):
+        logger(tmp_path, log=("tensorboard",))
+
+
+def test_tensorboard_receives_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = logger(tmp_path, log=("tensorboard",))
@@ -122,7 +130,7 @@ def test_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 0.5)]
 
 
-def test_wilson_interval_is_that_of_the_tables():
+def test_wilson_interval_equals_published_tables():
     """Newcombe 1998 (doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E), Table I."""
     for hits, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
         assert wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)

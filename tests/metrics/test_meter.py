@@ -1,4 +1,4 @@
-"""A meter's values do not depend on how a batch is split."""
+"""The values of a meter do not depend on the split of a batch."""
 
 import math
 import time
@@ -34,7 +34,7 @@ def test_masked_mean_does_not_depend_on_the_split(micro_batches):
     assert meter.reduce() == (dict(x=pytest.approx(math.fsum(kept) / len(kept), abs=1e-9)) if kept else {})
 
 
-def test_nothing_is_left_out_and_nothing_is_carried_over():
+def test_reduce_returns_every_value_once():
     meter = Meter()
     assert meter.reduce() == {}
     meter.mean("empty", 0.0, 0)
@@ -43,7 +43,7 @@ def test_nothing_is_left_out_and_nothing_is_carried_over():
     assert meter.reduce() == {}
 
 
-def test_a_name_has_one_kind():
+def test_metric_name_has_one_kind():
     meter = Meter()
     meter.mean("x", 1.0)
     with pytest.raises(AssertionError, match="x is both mean and max"):
@@ -78,7 +78,7 @@ def test_spread_and_effective_fraction_do_not_depend_on_the_split():
     assert meter.reduce() == {}
 
 
-def test_no_graph_is_kept():
+def test_meter_keeps_no_autograd_graph():
     meter, x = Meter(), torch.ones(3, requires_grad=True)
     meter.masked_mean("x", x * 2, torch.tensor([True, True, False]))
     assert not any(t.requires_grad for _, pairs in meter.values.values() for pair in pairs for t in pair)
@@ -86,8 +86,8 @@ def test_no_graph_is_kept():
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_several_sets_are_measured_each_and_all_together(device, named):
-    """A mean over all is weighted by the samples of each set; rows without a set have no metrics of their own."""
+def test_held_out_sets_are_measured_separately_and_jointly(device, named):
+    """The mean over all is weighted by the samples of each set; rows without a set have no separate metrics."""
     rows = [dict(_dataset=name) if named else {} for name in "aba"]
     asked = []
 

@@ -1,10 +1,9 @@
-"""A checkpoint is a model: of the same weights as the export of that step, for every script; and bad ones are named."""
+"""A checkpoint is a model with the weights of its step's export, for every script; damaged ones are refused."""
 
 import json
 import shutil
 from pathlib import Path
 
-import inprocess
 import pytest
 import torch
 from helpers import run
@@ -19,15 +18,13 @@ from common.model.tiny import tiny_model
 from common.train.checkpoint import Checkpointer, prepare_output_dir
 from common.train.optim import adamw
 
-main = inprocess.main
-
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def saved(folder: Path, device, path: str = "", load=load_policy, **flags) -> Checkpointer:
-    """A run with a checkpoint after step 1."""
+    """Return a run with a checkpoint after step 1."""
     args = TrainArgs(output_dir=str(folder), dtype="float32", **flags)
     prepare_output_dir(args)
     model = load(path or tiny_model(), args, device)
@@ -60,23 +57,23 @@ def checkpoint(finished, tmp_path) -> Path:
         pytest.param("gemma3", torch.bfloat16, load_policy, marks=pytest.mark.slow),
     ],
 )
-def test_it_is_the_export_of_that_step(name, dtype, load, tmp_path, device):
-    """File by file: weights, config, generation config, tokenizer."""
+def test_checkpoint_converts_to_the_export_of_its_step(name, dtype, load, tmp_path, device):
+    """The bytes of weights, config, generation config and tokenizer are equal."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
     run = saved(tmp_path / "run", device, path, load)
     run.export_hf()
-    shutil.rmtree(path)  # the starting model may be another run's checkpoint: it is not looked at again
+    shutil.rmtree(path)  # the starting model may be another run's checkpoint: conversion does not read it again
     run.save(2)
     run.export_hf()
     for step in (1, 2):
         found = resolve_model(str(tmp_path / f"run/checkpoints/step_00000{step}"))
         assert files(Path(found)) == files(tmp_path / "run" / "hf"), step
-    assert load_file(f"{found}/model.safetensors").popitem()[1].dtype == torch.float32  # what is computed with
+    assert load_file(f"{found}/model.safetensors").popitem()[1].dtype == torch.float32  # the compute dtype
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= files(Path(found)).keys()
 
 
 @pytest.mark.slow
-def test_it_is_written_once_and_goes_with_its_checkpoint(tmp_path, device, capsys):
+def test_converted_checkpoint_is_written_once_and_deleted_with_its_checkpoint(tmp_path, device, capsys):
     run = saved(tmp_path, device, keep_last=1)
     path = tmp_path / "checkpoints" / "step_000001"
     capsys.readouterr()
@@ -86,14 +83,14 @@ def test_it_is_written_once_and_goes_with_its_checkpoint(tmp_path, device, capsy
     assert resolve_model(str(path)) == resolve_model(hf) == hf and capsys.readouterr().out == ""
     assert (path / "hf/model.safetensors").stat().st_mtime_ns == written
     assert [p.name for p in path.iterdir() if "hf" in p.name] == ["hf"]
-    assert run.load_latest() == 1  # what is beside is not in its way
+    assert run.load_latest() == 1  # hf/ does not disturb it
     run.save(2)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
 
 @pytest.mark.slow
-def test_its_run_may_delete_it_meanwhile(tmp_path, device, monkeypatch):
-    """The run goes on, and the one that reads says so in one line."""
+def test_run_may_delete_a_checkpoint_during_its_conversion(tmp_path, device, monkeypatch):
+    """The run continues, and the conversion ends with a one-line error."""
     run = saved(tmp_path, device, keep_last=1)
     read = convert.read_weights
 
@@ -105,12 +102,12 @@ def test_its_run_may_delete_it_meanwhile(tmp_path, device, monkeypatch):
     monkeypatch.setattr(convert, "read_weights", read_while_the_run_saves)
     path, remove = tmp_path / "checkpoints/step_000001", shutil.rmtree
 
-    def remove_what_nobody_writes_to(folder: Path, **flags) -> None:
-        assert not path.is_dir(), "a file written meanwhile would be in the way"
+    def remove_renamed(folder: Path, **flags) -> None:
+        assert not path.is_dir(), "a file that is written now would prevent the removal"
         remove(folder, **flags)
 
-    monkeypatch.setattr(shutil, "rmtree", remove_what_nobody_writes_to)
-    with pytest.raises(ValueError, match=f"^--model {path}: it was deleted meanwhile, by its run's --keep_last$"):
+    monkeypatch.setattr(shutil, "rmtree", remove_renamed)
+    with pytest.raises(ValueError, match=f"^--model {path}: deleted in the meantime by the --keep_last of its run$"):
         resolve_model(str(path))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
@@ -124,7 +121,7 @@ def cut(folder: Path) -> None:
 
 
 def older(folder: Path) -> None:
-    """As before this was written: manifest.json lists what is there."""
+    """Turn a checkpoint into one of an older version, without config and tokenizer."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in [name for name in manifest if not name.endswith(("distcp", ".metadata", "state.json"))]:
         (folder / name).unlink()
@@ -135,18 +132,18 @@ def older(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut, r"not a whole checkpoint: __0_0.distcp is not what was written"),
-        (lambda folder: (folder / ".metadata").unlink(), "not a whole checkpoint: .metadata is missing"),
-        (lambda folder: (folder / "config.json").unlink(), "not a whole checkpoint: config.json is missing"),
-        (lambda folder: (folder / "manifest.json").unlink(), "not a whole checkpoint: manifest.json: No such file"),
+        (cut, r"not a complete checkpoint: __0_0.distcp was changed after it was written"),
+        (lambda folder: (folder / ".metadata").unlink(), "not a complete checkpoint: .metadata is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "not a complete checkpoint: config.json is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "not a complete checkpoint: manifest.json: No such file"),
         (
             lambda folder: (folder / "manifest.json").write_text("[]"),
-            "not a whole checkpoint: manifest.json does not list",
+            "not a complete checkpoint: manifest.json does not list",
         ),
-        (older, "a checkpoint of an older version, without config.json; resume its run, and its next one can be named"),
+        (older, "a checkpoint of an older version, without config.json; resume its run, and name the next checkpoint"),
     ],
 )
-def test_bad_checkpoints(damage, words, checkpoint):
+def test_damaged_checkpoint_is_refused(damage, words, checkpoint):
     damage(checkpoint)
     with pytest.raises(ValueError, match=f"^--reference_model {checkpoint}: {words}") as error:
         resolve_model(str(checkpoint), "--reference_model")
@@ -154,13 +151,13 @@ def test_bad_checkpoints(damage, words, checkpoint):
 
 
 @pytest.mark.slow
-def test_an_older_checkpoint_resumes(tmp_path, device):
+def test_checkpoint_of_an_older_version_resumes(tmp_path, device):
     run = saved(tmp_path, device)
     older(tmp_path / "checkpoints/step_000001")
     assert run.load_latest() == 1
 
 
-def test_a_folder_of_checkpoints_is_no_model(checkpoint):
+def test_folder_of_checkpoints_is_refused(checkpoint):
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         with pytest.raises(ValueError, match=f"^--model {folder}: a folder of checkpoints; .* such as {checkpoint}$"):
             resolve_model(str(folder))
@@ -169,8 +166,8 @@ def test_a_folder_of_checkpoints_is_no_model(checkpoint):
         resolve_model(str(checkpoint.parent))
 
 
-def test_a_run_does_not_delete_the_model_it_starts_from(checkpoint):
-    with pytest.raises(ValueError, match=f"^--model {checkpoint}: --resume never would delete it$"):
+def test_run_keeps_its_starting_model(checkpoint):
+    with pytest.raises(ValueError, match=f"^--model {checkpoint}: --resume never would delete it; name another"):
         prepare_output_dir(TrainArgs(model=str(checkpoint), output_dir=str(checkpoint.parent.parent), resume="never"))
     assert checkpoint.is_dir()
 
@@ -180,8 +177,8 @@ def test_a_run_does_not_delete_the_model_it_starts_from(checkpoint):
 
 @pytest.mark.slow
 def test_scripts_start_from_a_checkpoint(main, tmp_path):
-    """Written by two ranks, and read by two; of the last step it is hf/, bit for bit. A checkpoint of rm.py is a reward
-    model."""
+    """Two ranks write and read the checkpoint; the last step's checkpoint equals hf/ bit for bit. A checkpoint of rm.py
+    is a reward model."""
     row = dict(prompt="1+1=", answer="2", completion="2", chosen="2", rejected="3")
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     data = ("--dataset", tmp_path / "rows.jsonl")

@@ -1,4 +1,4 @@
-"""Operations are counted as they are computed."""
+"""The counted FLOPs are those of the forward."""
 
 import pytest
 import torch
@@ -6,15 +6,16 @@ from model.test_policy import ARCHITECTURES, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.flops import forward_flops, peak_flops, peak_memory
 from common.model.policy import load_policy
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe"])
-def test_flops_are_those_of_the_matrix_products_and_of_attention(tmp_path, device, architecture):
-    """Of a head that is the embedding and of one beside it, of the experts that are chosen; a training forward counts
-    for its backward too."""
+def test_flops_count_the_matrix_products_and_attention(tmp_path, device, architecture):
+    """Models have a tied or a separate head, or experts of which the chosen ones count; a training forward includes its
+    backward."""
     path = write_checkpoint(ARCHITECTURES[architecture](), tmp_path / "model")
     policy = load_policy(path, TrainArgs(dtype="float32"), device)
     policy.hf.set_experts_implementation("eager")  # torch does not count grouped products
@@ -24,13 +25,13 @@ def test_flops_are_those_of_the_matrix_products_and_of_attention(tmp_path, devic
         policy(mb)
     products = sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
     config = policy.hf.config
-    pairs = 5 * 6 / 2 + 3 * 4 / 2  # of a query and a key
+    pairs = 5 * 6 / 2 + 3 * 4 / 2  # for a query and a key
     attention = config.num_hidden_layers * 2 * 2 * config.num_attention_heads * config.head_dim * pairs
     assert policy.flops == forward_flops(policy.hf.config, policy.matrix_weights, mb) == products + attention
     policy(mb)[0].sum().backward()
     assert policy.flops == 4 * (products + attention)
 
 
-def test_peaks_are_known_or_left_out():
+def test_unknown_peaks_are_none():
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
     assert 0.1 < peak_memory()["memory/host_peak_gb"] < 1000

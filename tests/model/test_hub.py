@@ -1,4 +1,4 @@
-"""Checkpoints are found, and what is wrong with one is named."""
+"""Checkpoints are found, and errors name the missing or damaged file."""
 
 import json
 import shutil
@@ -16,11 +16,11 @@ from common.model.tiny import CONTEXT, tiny_model
         ("/absent/folder", "no such folder"),
         ("./absent", "no such folder"),
         (__file__, "no such folder"),
-        ("nobody/nothing", "not in the local cache, and the hub cannot be reached"),
-        ("no body", "not a valid Hugging Face id"),
+        ("absent/model", "not in the local cache, and the hub cannot be reached"),
+        ("a b", "not a valid Hugging Face id"),
     ],
 )
-def test_model_not_found(model, words, monkeypatch):
+def test_missing_model_is_refused_by_name(model, words, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -44,7 +44,7 @@ def test_model_not_found(model, words, monkeypatch):
         ("config.json", '{"model_type": "clip"}', "clip is not a causal language model"),
     ],
 )
-def test_model_folder(file, text, words, tmp_path):
+def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model(), folder)
     (folder / file).unlink()
@@ -55,7 +55,7 @@ def test_model_folder(file, text, words, tmp_path):
     assert str(error.value).startswith(f"--model {folder}: ") and words in str(error.value)
 
 
-def test_a_reference_with_another_tokenizer_or_vocabulary(tmp_path):
+def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
     tokenizer = load_tokenizer(tiny_model())
     for name, edit in (
         ("tokenizer.json", ('"0":0', '"é":0')),
@@ -71,15 +71,15 @@ def test_a_reference_with_another_tokenizer_or_vocabulary(tmp_path):
             require_same_tokenizer("--reference_model", str(folder), tokenizer)
 
 
-def test_the_right_model_passes(monkeypatch):
+def test_complete_model_is_accepted(monkeypatch):
     path = resolve_model("tiny")
     assert path == tiny_model() == resolve_model(path) and resolve_model(f"{path}/") == path
     require_same_tokenizer("--reference_model", path, load_tokenizer(path))
-    with pytest.raises(ValueError, match="^--reference_model: an empty name"):
+    with pytest.raises(ValueError, match="^--reference_model: the name is empty"):
         resolve_model("", "--reference_model")
 
 
-def test_a_tokenizer_without_an_end(tmp_path):
+def test_tokenizer_without_an_eos_is_refused(tmp_path):
     shutil.copytree(tiny_model(), tmp_path / "model")
     file = tmp_path / "model" / "tokenizer_config.json"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"}))
@@ -87,7 +87,7 @@ def test_a_tokenizer_without_an_end(tmp_path):
         load_tokenizer(str(tmp_path / "model"))
 
 
-def test_every_end_of_a_completion_counts(tmp_path):
+def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):
     tokenizer = load_tokenizer(tiny_model())
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")]
     assert eos_token_ids(tiny_model(), tokenizer) == sorted(ends)
@@ -97,6 +97,6 @@ def test_every_end_of_a_completion_counts(tmp_path):
         assert eos_token_ids(str(tmp_path), tokenizer) == sorted({*expected, *ends})  # the template's too
 
 
-def test_the_context_is_the_models_or_what_a_pack_holds():
+def test_context_length_is_the_smaller_of_model_and_pack():
     assert context_length(tiny_model(), TrainArgs()) == CONTEXT
     assert context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101  # the first token is never predicted

@@ -1,40 +1,31 @@
-"""Adapters: their gradient, one weight for trainer, engine and files, the reference, checkpoints, PEFT's format."""
+"""LoRA adapters: gradients, equal weights in trainer, engine and files, the reference, checkpoints, PEFT's format."""
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import inprocess
 import pytest
 import torch
 import transformers
-from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from helpers import assert_close_metrics, assert_resumes_exactly, assert_same_weights, metrics, run
 from model.test_policy import ARCHITECTURES, hf_model, samples, separate, small, whole, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
 import common.model.lora
-from common.config.groups import TrainArgs
+from common.config.groups import TrainArgs as Args
 from common.data.packing import pack
 from common.model import memory
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.lora import PREFIX, LoRAArgs, LoRALinear, save_adapter
+from common.model.lora import PREFIX, LoRALinear, save_adapter
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
 from common.model.value import load_with_value_model
 from common.rollout.engines import whole_weights
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
-
-main = inprocess.main
-
-
-@dataclass
-class Args(LoRAArgs, TrainArgs):
-    """Flags of a script that trains."""
-
 
 ARGS = Args(dtype="float32", lora_rank=4, lora_alpha=8.0, lr=5e-3)
 MODELS = ARCHITECTURES | dict(untied=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=False)))
@@ -51,7 +42,7 @@ def adapters(model) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def move(model, seed: int = 5):
-    """As training would: B is not zero any more."""
+    """Change the trained parameters as training would, so that B is not zero."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -67,15 +58,15 @@ def logprobs(model, device) -> list[torch.Tensor]:
     return out
 
 
-# ---- what it computes ----
+# ---- numbers ----
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     "name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "gemma3"))]
 )
-def test_the_gradient_is_that_of_w_plus_sba(name, recompute, tmp_path, device):
-    """By plain autograd through the sum, of A and B and of nothing else; tied heads and biases too."""
+def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp_path, device):
+    """The merged weight is W + s B A. Only A and B have gradients, also with tied heads and biases."""
     path = write_checkpoint(MODELS[name](), tmp_path)
     policy, plain = move(load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)), hf_model(path)
     for mb in pack(samples(), 100, device):
@@ -100,8 +91,8 @@ def test_the_gradient_is_that_of_w_plus_sba(name, recompute, tmp_path, device):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_compute_the_same(path, device):
-    """Dynamo takes the layer as it is: the backend is the eager one."""
+def test_compiled_blocks_give_equal_numbers(path, device):
+    """Dynamo traces the layer, with the eager backend."""
     with torch.compiler.set_stance("default", force_backend="eager"):
         plain, compiled = (move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True))
         (mb,) = pack(samples(), 1000, device)
@@ -115,7 +106,8 @@ def test_compiled_blocks_compute_the_same(path, device):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, device, monkeypatch):
-    """Bit for bit: what is multiplied with, what the engine is given, hf/, and a checkpoint named as a model."""
+    """Equal bit for bit: the matrices of the layers' products, the engine's weights, hf/, and a converted
+    checkpoint."""
     args = replace(ARGS, dtype=dtype, output_dir=str(tmp_path))
     policy, used, names = move(load_policy(path, args, device)), {}, []
     merge = common.model.lora.merge
@@ -150,7 +142,7 @@ def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, d
     assert {f.name for f in (tmp_path / "hf").iterdir()} == {f.name for f in as_model.iterdir()}
 
 
-def test_a_new_adapter_changes_nothing_and_is_drawn_by_the_seed(path, device):
+def test_new_adapter_is_zero_and_depends_on_the_seed(path, device):
     plain, policy = load_policy(path, Args(dtype="float32"), device), load_policy(path, ARGS, device)
     assert all(map(torch.equal, logprobs(plain, device), logprobs(policy, device)))
     again, other = (adapters(load_policy(path, replace(ARGS, seed=seed), device)) for seed in (0, 1))
@@ -164,8 +156,8 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_by_the_seed(path, device):
             assert abs(value.mean()) < bound / 4
 
 
-def test_what_is_kept_and_what_is_trained(path, device):
-    """The frozen weights in the compute dtype, the adapters and the head in float32."""
+def test_only_adapters_and_scalar_head_are_trained(path, device):
+    """The trained parameters are float32; the frozen weights have the compute dtype."""
     args = replace(ARGS, dtype="bfloat16")
     for load, head in ((load_policy, set()), (load_scalar_model, {"score.weight"})):
         model = load(path, args, device)
@@ -185,8 +177,8 @@ def test_what_is_kept_and_what_is_trained(path, device):
             assert torch.equal(whole(p.detach()), before[name]) == (name not in trained), name
 
 
-def test_the_sum_is_rounded_once_small_steps_are_not_lost(path, device):
-    """In bfloat16 a thousandth of W is lost in each step, and there after many."""
+def test_small_steps_accumulate_despite_bfloat16_rounding(path, device):
+    """In bfloat16, one step of a thousandth of W is rounded away, but the sum of four is not."""
     weight, a, b = torch.ones(1, 1, dtype=torch.bfloat16), torch.ones(1, 1), torch.zeros(1, 1)
     for step in range(1, 9):
         b += 1e-3
@@ -201,7 +193,7 @@ def test_the_sum_is_rounded_once_small_steps_are_not_lost(path, device):
         (("q_proj", "mlp.up_proj"), {"q_proj", "up_proj"}),
     ],
 )
-def test_targets(targets, layers, path, device, tmp_path):
+def test_targets_choose_layers_by_name(targets, layers, path, device, tmp_path):
     policy = load_policy(path, replace(ARGS, lora_targets=targets), device)
     assert {name.split(".")[-2] for name in adapters(policy)} == layers
     assert len(adapters(policy)) == 2 * 3 * len(layers)
@@ -217,8 +209,9 @@ def test_rslora_divides_by_the_root_of_the_rank(path, device):
 # ---- the reference ----
 
 
-def test_the_reference_is_the_starting_model(path, device, tmp_path):
-    """Of a run that goes on from an adapter too; and the policy is as if it had not been asked."""
+def test_reference_is_the_starting_model(path, device, tmp_path):
+    """This includes a run that starts from an adapter. The reference's forward does not change the policy or its
+    gradients."""
     save_adapter(move(load_policy(path, ARGS, device)).hf, path, ARGS, tmp_path / "adapter")
     args = replace(ARGS, adapter=str(tmp_path / "adapter"))
     policy = load_policy(path, args, device)
@@ -228,10 +221,10 @@ def test_the_reference_is_the_starting_model(path, device, tmp_path):
     moved = adapters(move(policy, seed=6))
     assert not any(map(torch.equal, logprobs(policy, device), start))
 
-    def gradient(asked: bool) -> list[torch.Tensor]:
+    def gradient(with_reference: bool) -> list[torch.Tensor]:
         for mb in pack(samples(), 100, device):
             logprobs_T, *_ = policy(mb)
-            if asked:  # between the forward and its backward
+            if with_reference:  # between the forward and its backward
                 reference(mb)
             logprobs_T.sum().backward()
         grads = [whole(p.grad) for p in policy.parameters() if p.requires_grad]
@@ -241,7 +234,7 @@ def test_the_reference_is_the_starting_model(path, device, tmp_path):
     assert all(map(torch.equal, gradient(False), gradient(True)))
     assert all(map(torch.equal, logprobs(reference, device), start))
     assert all(torch.equal(value, moved[name]) for name, value in adapters(policy).items())
-    other = load_reference(policy, args, device, path)  # the bare base, because it was asked for
+    other = load_reference(policy, args, device, path)  # the base without adapters
     assert not any(p.requires_grad for p in other.parameters())
     assert all(map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device)))
 
@@ -254,27 +247,27 @@ def trained(model) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def as_one_of_its_own(values, path, args, device):
-    """A scalar model with frozen weights of its own, and the same adapters and head."""
+def separate_value_model(values, path, args, device):
+    """Return a scalar model with its own frozen weights, and the same adapters and head."""
     model = load_scalar_model(path, args, device)
     for ours, theirs in zip(trained(model), trained(values), strict=True):
         ours.to_local().copy_(theirs.to_local())
     return model
 
 
-@pytest.mark.parametrize("how", ["in turns", "in turns, recomputed", "one backward, recomputed"])
-def test_a_value_model_in_the_policy_is_as_one_beside_it(how, path, device):
-    """Numbers and gradients of both, bit for bit, in whichever order they are computed."""
-    args = replace(ARGS, activation_checkpointing="recomputed" in how)
+@pytest.mark.parametrize("mode", ["in turns", "in turns, recomputed", "one backward, recomputed"])
+def test_value_model_with_shared_base_equals_a_separate_one(mode, path, device):
+    """Numbers and gradients of both models are equal bit for bit, for either order of their backwards."""
+    args = replace(ARGS, activation_checkpointing="recomputed" in mode)
     policy, values = load_with_value_model(path, path, args, device)
     new = load_scalar_model(path, args, device)
     assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained(values), trained(new), strict=True))
-    plain, alone = move(load_policy(path, args, device)), as_one_of_its_own(move(values, seed=6), path, args, device)
+    plain, alone = move(load_policy(path, args, device)), separate_value_model(move(values, seed=6), path, args, device)
     move(policy)
     for mb in pack(samples(), 100, device):
         for model, value_model in ((policy, values), (plain, alone)):
             policy_loss, value_loss = -model(mb)[0].sum(), value_model(mb).square().sum()
-            if how == "one backward, recomputed":
+            if mode == "one backward, recomputed":
                 (policy_loss + value_loss).backward()
             else:
                 policy_loss.backward()
@@ -288,11 +281,9 @@ def test_a_value_model_in_the_policy_is_as_one_beside_it(how, path, device):
             assert torch.equal(whole(p.grad), whole(q.grad)) and p.grad.to_local().any()
 
 
-def test_the_value_model_shares_the_frozen_weights_and_nothing_of_it_is_the_policys(
-    path, device, tmp_path, monkeypatch
-):
-    """Of FSDP's shards, in bytes; the line about memory counts its adapters; the engine, hf/ and adapter/ are as
-    without it."""
+def test_value_model_shares_only_the_frozen_weights(path, device, tmp_path, monkeypatch):
+    """FSDP's shards are counted in bytes, and the memory report counts the adapters. The engine's weights, hf/ and
+    adapter/ do not contain the value model."""
     with monkeypatch.context() as on_gpu:
         on_gpu.setattr(memory, "capacity_of", lambda device: 2**31)
         policy, values = load_with_value_model(path, path, ARGS, device)
@@ -319,7 +310,7 @@ def test_the_value_model_shares_the_frozen_weights_and_nothing_of_it_is_the_poli
 # ---- checkpoints ----
 
 
-def test_a_checkpoint_has_adapters_and_moments_alone(path, device, tmp_path):
+def test_checkpoint_has_only_adapters_and_their_moments(path, device, tmp_path):
     args = replace(ARGS, output_dir=str(tmp_path))
     policy = load_policy(path, args, device)
     optimizer = adamw(policy, args)
@@ -342,7 +333,7 @@ def test_a_checkpoint_has_adapters_and_moments_alone(path, device, tmp_path):
     )
     shutil.move(path, f"{path}_gone")
     try:
-        with pytest.raises(ValueError, match=rf"the model that its adapters belong to, {path}, has no "):
+        with pytest.raises(ValueError, match=rf"the model under its adapters, {path}, has no "):
             resolve_model(str(tmp_path / "checkpoints" / "step_000001"))
     finally:
         shutil.move(f"{path}_gone", path)
@@ -352,8 +343,8 @@ def test_a_checkpoint_has_adapters_and_moments_alone(path, device, tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_policy, load_scalar_model])
-def test_adapter_folder(load, path, device, tmp_path):
-    """W of the base + alpha / r B A of the file, as PEFT computes it, is the exported model; a run starts from it."""
+def test_adapter_folder_gives_the_exported_model(load, path, device, tmp_path):
+    """The exported weight is W + alpha / r B A, as PEFT computes it; a run can start from the folder."""
     args = replace(ARGS, model=path)
     model = move(load(path, args, device))
     export_hf(model, load_tokenizer(tiny_model()), tmp_path / "hf")
@@ -387,7 +378,7 @@ def test_adapter_folder(load, path, device, tmp_path):
     assert all(torch.equal(whole(ours[name].detach()), whole(theirs[name].detach())) for name in ours)
 
 
-def test_peft_loads_it(path, device, tmp_path):
+def test_peft_loads_the_adapter(path, device, tmp_path):
     peft = pytest.importorskip("peft")
     policy = move(load_policy(path, ARGS, device))
     save_adapter(policy.hf, path, ARGS, tmp_path / "adapter")
@@ -400,7 +391,7 @@ def test_peft_loads_it(path, device, tmp_path):
 
 
 def by_peft(folder: Path, drop=(), **changes) -> str:
-    """An adapter as PEFT's defaults write it, on two layers of each block: bfloat16, and more keys than are ours."""
+    """Write an adapter as PEFT's defaults do, on two layers of each block: bfloat16, with additional config keys."""
     config = dict(
         alora_invocation_tokens=None, alpha_pattern={}, auto_mapping=None, base_model_name_or_path="some/base",
         bias="none", corda_config=None, eva_config=None, exclude_modules=None, fan_in_fan_out=False,
@@ -424,10 +415,10 @@ def by_peft(folder: Path, drop=(), **changes) -> str:
     return str(folder)
 
 
-def test_a_run_starts_from_an_adapter_of_peft(path, device, tmp_path, capsys):
+def test_run_starts_from_a_peft_adapter(path, device, tmp_path, capsys):
     args = replace(ARGS, adapter=by_peft(tmp_path / "adapter"), lora_targets=("q_proj", "v_proj"))
     weights = dict(whole_weights(load_policy(path, args, device), torch.float32))
-    assert f"--adapter {args.adapter}, which was made for some/base" in capsys.readouterr().out
+    assert f"--adapter {args.adapter}: made for some/base" in capsys.readouterr().out
     base, file = load_file(Path(path) / "model.safetensors"), load_file(tmp_path / "adapter/adapter_model.safetensors")
     for name, weight in base.items():
         layer = f"base_model.model.{name.removesuffix('.weight')}"
@@ -446,9 +437,9 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
         (
             None,
             dict(lora_targets=("q_prj",)),
-            "--lora_targets q_prj: no linear layer of --model .* is that; there are do",
+            "--lora_targets q_prj: --model .* has no such linear layer; it has do",
         ),
-        (None, dict(lora_targets=("q_proj", "lm_head")), "--lora_targets lm_head: no linear layer of"),
+        (None, dict(lora_targets=("q_proj", "lm_head")), "--lora_targets lm_head: --model .* has no such linear layer"),
         (None, dict(adapter="/nowhere"), "--adapter /nowhere: cannot read .*No such file"),
         (dict(r=8), {}, "its r is 8, --lora_rank is 4"),
         (dict(lora_alpha=16), {}, "its lora_alpha is 16, --lora_alpha is 8.0"),
@@ -459,14 +450,14 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
         (
             {},
             dict(lora_targets=("q_proj",)),
-            "has model.layers.0.self_attn.v_proj.lora_A, which is no adapter of --model",
+            "--model with these --lora_targets has no model.layers.0.self_attn.v_proj.lora_A",
         ),
         (
             {},
             dict(lora_targets=("attention",)),
-            "has no model.layers.0.self_attn.k_proj.lora_A: --lora_targets are other",
+            "no model.layers.0.self_attn.k_proj.lora_A in it; --lora_targets must be its layers",
         ),
-        (dict(drop=(f"{LAYER}.lora_B.weight",)), {}, "has no model.layers.1.self_attn.q_proj.lora_B: "),
+        (dict(drop=(f"{LAYER}.lora_B.weight",)), {}, "no model.layers.1.self_attn.q_proj.lora_B in it; "),
         (
             dict(tensors={f"{LAYER}.lora_B.weight": torch.zeros(65, 4)}),
             {},
@@ -475,11 +466,11 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
         (
             dict(tensors={f"{LAYER}.lora_magnitude_vector": torch.zeros(64)}),
             {},
-            "has model.layers.1.self_attn.q_proj.lora_magnitude_vector, which is no adapter",
+            "has no model.layers.1.self_attn.q_proj.lora_magnitude_vector",
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(adapter, flags, words, path, device, tmp_path):
+def test_mismatched_targets_and_adapters_are_refused(adapter, flags, words, path, device, tmp_path):
     args = replace(ARGS, lora_targets=("q_proj", "v_proj"))
     if adapter is not None:
         args = replace(args, adapter=by_peft(tmp_path / "adapter", **adapter))
@@ -496,7 +487,7 @@ NAMES = ("loss", "grad_norm", "num_tokens")
 
 
 @pytest.mark.slow
-def test_one_gradient_on_one_and_two_ranks_and_exact_resume(sums, tmp_path, main):
+def test_gradient_is_equal_on_one_and_two_ranks_and_resumes_exactly(sums, tmp_path, main):
     flags = (*STEPS, "--dataset", sums, "--warmup_steps", 0)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
     main("sft", *flags, "--pack_tokens", 400, "--max_length", 100, "--output_dir", tmp_path / "one")
@@ -504,13 +495,13 @@ def test_one_gradient_on_one_and_two_ranks_and_exact_resume(sums, tmp_path, main
     first, *_, last = (line["loss"] for line in metrics(tmp_path / "one"))
     assert last < first
     flags = (*flags, "--pack_tokens", 400, "--max_length", 100)
-    inprocess.assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "one", finished=4)
-    with pytest.raises(ValueError, match=r"holds a run with other flags \(lora_rank was 4, is 8\)"):
+    assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "one", finished=4)
+    with pytest.raises(ValueError, match=r"has a run with other flags \(lora_rank was 4, is 8\)"):
         main("sft", *flags, "--lora_rank", 8, "--output_dir", tmp_path / "one")
 
 
 @pytest.mark.slow
-def test_checkpoints_go_from_two_ranks_to_one(sums, tmp_path, main):
+def test_one_rank_resumes_a_checkpoint_of_two(sums, tmp_path, main):
     flags = (*STEPS, "--dataset", sums, "--warmup_steps", 10)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
     again = tmp_path / "again"
@@ -539,10 +530,10 @@ def test_stored_and_online_references_agree(pairs, tmp_path, main):
 
 
 @pytest.mark.slow
-def test_a_reward_model(pairs, tmp_path, main):
+def test_reward_model_resumes_exactly_and_its_adapter_has_the_head(pairs, tmp_path, main):
     flags = (*STEPS, "--dataset", pairs)
     main("rm", *flags, "--output_dir", tmp_path / "run")
-    inprocess.assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=4)
+    assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=4)
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
     assert torch.equal(adapter["base_model.model.score.weight"], exported["score.weight"])
@@ -556,7 +547,7 @@ ONLINE = ("--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path, main):
-    """The reference and the value model too: its adapters and its head are in the checkpoints."""
+    """The checkpoints contain the adapters of the value model and its head; a reference is used too."""
     (tmp_path / "reward.py").write_text("def digits(completion, row): return sum(map(str.isdigit, completion)) / 5")
     extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
     flags = (
@@ -570,7 +561,7 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path
         1,
     )
     main(script, *flags, "--output_dir", tmp_path / "run")
-    inprocess.assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
+    assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert len(adapter) == 2 * 7 * 4 and all(tensor.any() for tensor in adapter.values())
     kl = [line["objective/kl" if script == "ppo" else "kl"] for line in metrics(tmp_path / "run")]
@@ -578,9 +569,9 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path
 
 
 @pytest.mark.slow
-def test_ppo_with_one_base_is_ppo_with_two_and_ranks_are_one(tmp_path, main):
-    """Bit for bit with a value model of another path, of which the files are the same; also with two copies of two
-    ranks that share sequences, on the host."""
+def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(tmp_path, main):
+    """The second value model has the same weights in another folder. Four ranks agree too: two replicas of the models
+    on two ranks each, context groups of two, offloaded to the host."""
     copied = shutil.copytree(tiny_model(), tmp_path / "copied")
     flags = (*ONLINE, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
     names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")

@@ -1,11 +1,10 @@
-"""What a run takes of a GPU's memory is foreseen; frozen models take half, and `--offload` changes no number."""
+"""The memory of a run on a GPU is predicted; frozen models take half, and `--offload` changes no number."""
 
 import dataclasses
 import shutil
 import subprocess
 import sys
 
-import inprocess
 import pytest
 import torch
 from conftest import Args
@@ -23,15 +22,13 @@ from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
 
-main = inprocess.main
-
 # ---- frozen models ----
 
 
 @pytest.mark.parametrize("kind", ["policy", "scalar"])
 @torch.no_grad()
-def test_frozen_models_are_kept_in_the_compute_dtype_and_give_the_same_numbers(tmp_path, device, kind):
-    """Bit for bit, of float32 weights that bfloat16 does not hold."""
+def test_frozen_models_use_the_compute_dtype_and_give_equal_numbers(tmp_path, device, kind):
+    """Numbers are equal bit for bit, for float32 weights that bfloat16 cannot represent."""
     args, load = TrainArgs(dtype="bfloat16"), load_policy if kind == "policy" else load_scalar_model
     path = tiny_model()
     if kind == "scalar":
@@ -48,7 +45,7 @@ def test_frozen_models_are_kept_in_the_compute_dtype_and_give_the_same_numbers(t
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_buffers_of_a_frozen_model_stay_as_they_are(tmp_path, device):
+def test_buffers_of_a_frozen_model_stay_float32(tmp_path, device):
     """Gemma multiplies its embedding by a buffer."""
     path = write_checkpoint(ARCHITECTURES["gemma3"](), tmp_path)
     frozen = load_policy(path, TrainArgs(dtype="bfloat16"), device, trainable=False)
@@ -67,8 +64,8 @@ CHANGES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", RUNS)
-def test_offload_changes_no_number_and_may_change_on_the_way(main, sums, tmp_path, script):
-    """From the checkpoint of one layout, another goes on to the same weights, bit for bit."""
+def test_offload_changes_no_number_and_may_change_at_a_resume(main, sums, tmp_path, script):
+    """A run resumed with another `--offload` ends with the same weights, bit for bit."""
     flags = (*RUNS[script], *(["--dataset", sums, "--lr", 3e-3] if script == "sft" else []))
     folders = {offload: tmp_path / offload for change in CHANGES[script] for offload in change}
     for offload, folder in folders.items():
@@ -84,15 +81,15 @@ def test_offload_changes_no_number_and_may_change_on_the_way(main, sums, tmp_pat
 
 
 @pytest.mark.slow
-def test_offload_on_two_ranks(sums, tmp_path):
-    """Where FSDP does communicate."""
+def test_offload_changes_no_number_on_two_ranks(sums, tmp_path):
+    """The test above has one rank, on which FSDP does not communicate."""
     flags = ["--batch_size", 8, *SHORT, "--dataset", sums, "--lr", 3e-3]
     for offload in ("none", "all"):
         run(2, "sft.py", *flags, f"--offload={offload}", f"--output_dir={tmp_path / offload}")
     assert_same_weights(tmp_path / "none", tmp_path / "all")
 
 
-def test_with_offload_all_weights_and_gradients_are_where_fsdp_keeps_them(device):
+def test_offload_all_keeps_weights_and_gradients_on_the_host(device):
     args = TrainArgs(dtype="float32", offload="all")
     model = load_policy(tiny_model(), args, device)
     (mb,) = pack(samples(vocabulary=300), 1000, device)
@@ -104,23 +101,23 @@ def test_with_offload_all_weights_and_gradients_are_where_fsdp_keeps_them(device
 
 # ---- the prediction ----
 
-# Round numbers: 8 blocks of 1e9 weights and 1e9 beside them, half of which is the head.
+# Round numbers: 8 blocks of 1e9 weights and 1e9 outside of blocks, half of which is the head.
 MODEL = Shapes(
     weights=9 * 10**9, trained=9 * 10**9, block=10**9, block_trained=10**9, root=10**9, root_trained=10**9,
-    head=5 * 10**8, tied=False, layers=8, hidden=4096, queries=4096, keys=1024, normed=True,
+    head=5 * 10**8, layers=8, hidden=4096, queries=4096, keys=1024, normed=True,
     inner=12288, experts=0, vocabulary=122070,
 )  # fmt: skip
 FROZEN = dataclasses.replace(MODEL, trained=0, block_trained=0, root_trained=0)
 PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
 
 
-def test_what_stays_is_counted_by_hand():
-    """Of 9e9 weights on 10 ranks: 4 bytes of each as weight, as gradient and twice for Adam; 2 where it is frozen."""
+def test_predicted_parts_equal_a_count_by_hand():
+    """9e9 weights on 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
     parts = predict([MODEL, FROZEN], PLAN)
     assert (parts["weights"], parts["gradients"], parts["Adam"]) == pytest.approx((5.4e9, 3.6e9, 7.2e9))
     both = predict([MODEL, MODEL], PLAN)
     assert (both["weights"], both["gradients"], both["Adam"]) == pytest.approx((7.2e9, 7.2e9, 14.4e9))
-    assert both["activations"] == parts["activations"]  # they take turns
+    assert both["activations"] == parts["activations"]  # engine and update alternate
     host = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="optimizer"))
     assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
     gone = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="all"))
@@ -129,46 +126,46 @@ def test_what_stays_is_counted_by_hand():
     assert float32["weights"] == pytest.approx(7.2e9)
 
 
-def test_an_engine_beside_the_trainer_takes_turns_with_what_an_update_takes():
+def test_prediction_takes_the_larger_of_engine_and_update():
     parts = predict([MODEL], dataclasses.replace(PLAN, engine=100e9))
     assert parts["engine"] == 100e9 and "activations" not in parts and "gradients" not in parts
     assert "engine" not in predict([MODEL], dataclasses.replace(PLAN, engine=1e9))
     assert predict([MODEL], dataclasses.replace(PLAN, engine=1e9, engine_stays=True))["engine"] == 1e9
 
 
-def test_what_cannot_fit_is_refused_with_what_would_help():
-    """In one line; each remedy that it names does help."""
+def test_run_that_exceeds_memory_is_refused_with_remedies():
+    """The message is one line; each remedy alone is enough."""
     needs = sum(predict([MODEL], PLAN).values())
     assert refusal([MODEL], PLAN, needs) is None
-    said = refusal([MODEL], PLAN, needs - 1)
-    assert said.startswith(f"needs {needs / GIB:.1f} GiB of {needs / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4")
-    assert "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in said and "\n" not in said
+    message = refusal([MODEL], PLAN, needs - 1)
+    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {needs / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4")
+    assert "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in message and "\n" not in message
     long = dataclasses.replace(PLAN, pack_tokens=32768, recompute=False)
-    said = refusal([MODEL], long, 40e9)
-    assert "--activation_checkpointing true or --pack_tokens " in said
-    size = int(said.partition("--pack_tokens ")[2].split()[0])
+    message = refusal([MODEL], long, 40e9)
+    assert "--activation_checkpointing true or --pack_tokens " in message
+    size = int(message.partition("--pack_tokens ")[2].split()[0])
     assert refusal([MODEL], dataclasses.replace(long, pack_tokens=size), 40e9) is None
     assert refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9) is not None
     beside = dataclasses.replace(PLAN, engine=60e9)
     assert "--rollout_ranks above 0" in refusal([MODEL], beside, 65e9)
-    assert "none of the flags alone would do" in refusal([MODEL], PLAN, 1e9)
+    assert "no single flag would do" in refusal([MODEL], PLAN, 1e9)
 
 
-def test_shapes_are_those_of_the_loaded_model(device):
-    """Of a tied and of a scalar one, frozen or not."""
+def test_predicted_shapes_equal_those_of_the_loaded_model(device):
+    """Cases: a tied model, trained and frozen, and a scalar model."""
     model = load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
     m, hf = shapes_of(model.hf), model.hf
     blocks = [sum(p.numel() for p in block.parameters()) for block in hf.model.layers]
     assert m.weights == m.trained == sum(p.numel() for p in hf.parameters()) == m.root + sum(blocks)
-    assert (m.block, m.layers, m.head, m.tied) == (blocks[0], len(blocks), hf.lm_head.weight.numel(), True)
+    assert (m.block, m.layers, m.head) == (blocks[0], len(blocks), hf.lm_head.weight.numel())
     frozen = shapes_of(load_policy(tiny_model(), TrainArgs(dtype="float32"), device, trainable=False).hf)
     assert frozen == dataclasses.replace(m, trained=0, block_trained=0, root_trained=0)
     scalar = shapes_of(load_scalar_model(tiny_model(), TrainArgs(dtype="float32"), device).hf)
-    assert scalar.head == 0 and not scalar.tied and scalar.weights == m.weights + m.hidden
+    assert scalar.head == 0 and scalar.weights == m.weights + m.hidden
 
 
-def test_models_are_refused_before_they_are_read_and_counted_while_they_are_there(device, monkeypatch):
-    """The second of two may be the one too many; a model that is gone takes nothing."""
+def test_models_count_while_alive_and_are_refused_before_loading(device, monkeypatch):
+    """The second of two models may exceed the memory; a deleted model counts nothing."""
     args, read = TrainArgs(dtype="float32"), []
     monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
     load = models.load_weights
@@ -185,8 +182,8 @@ def test_models_are_refused_before_they_are_read_and_counted_while_they_are_ther
     assert len(read) == 2
 
 
-def test_what_samples_is_the_policy_whichever_model_comes_next(tmp_path, device, monkeypatch):
-    """transformers as the engine takes a second copy of the policy, and a teacher that is smaller changes nothing."""
+def test_transformers_engine_counts_as_a_copy_of_the_policy(tmp_path, device, monkeypatch):
+    """Loading a smaller teacher later does not change the count."""
     monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
     args = Args(dtype="float32", engine="transformers")
     policy = load_policy(tiny_model(), args, device)
@@ -196,8 +193,8 @@ def test_what_samples_is_the_policy_whichever_model_comes_next(tmp_path, device,
 
 
 @pytest.mark.slow
-def test_the_prediction_is_what_fake_tensors_take():
-    """Within a tenth: a training step's forward and backward with FSDP2 on 8 ranks."""
+def test_predicted_memory_is_close_to_that_of_fake_tensors():
+    """The tolerance is a tenth, for forward and backward of a training step with FSDP2 on 8 ranks."""
     command = [sys.executable, ROOT / "bench/memory_plan.py", "--tokens", "2048", "--check", "tied", "untied"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -1,22 +1,21 @@
-"""Mixtures of experts: names of each expert in files, two parameters per layer in the model, the same numbers. Each row
-of docs/models.md is tested in test_coverage.py; this is what is special to experts."""
+"""Mixtures of experts: files name each expert, the model has two parameters per layer, and the numbers are equal.
+test_coverage.py tests the rows of docs/models.md; this file tests the properties of experts."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
-import inprocess
 import pytest
 import torch
-from helpers import ROOT, metrics, run
-from inprocess import assert_resumes_exactly
+from helpers import ROOT, assert_resumes_exactly, metrics, run
 from model.test_convert import saved
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from bench.models import ARGS, checkpoint, rows
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import EXPERTS
 from common.model.policy import load_policy, load_scalar_model
@@ -26,15 +25,13 @@ from common.rollout.engines import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
 from common.train.checkpoint import export_hf
 
-main = inprocess.main
-
 DOWN = dict(
     qwen3_moe="model.layers.0.mlp.experts.3.down_proj.weight",
     olmoe="model.layers.0.mlp.experts.3.down_proj.weight",
     mixtral="model.layers.0.block_sparse_moe.experts.3.w2.weight",
-)  # as the checkpoints on the hub have them
+)  # names in hub checkpoints
 
-# What a rank does in the test of several: the last of three has nothing to compute.
+# Program of a rank. The last of three ranks has no samples.
 RANK = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
@@ -74,7 +71,7 @@ def same(one: dict, other: dict) -> bool:
 
 
 def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
-    """arXiv:2412.19437 Eq. 17-20 of one sequence, as they are written; mean over layers."""
+    """Return the balance loss of one sequence, arXiv:2412.19437 Eq. 17-20, literally; mean over layers."""
     total = 0.0
     for logits_TE in router_logits:
         (T, E), s = logits_TE.shape, logits_TE.softmax(-1)
@@ -86,8 +83,8 @@ def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor
 
 
 def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size=1) -> bool:
-    """Of all log-probs and ten times the balance of every sequence: that of `policy`, of whose rows this rank packs
-    `mine`, and that of a plain model, one row after the other."""
+    """Return whether `policy`, with the rows `mine` packed on this rank, and a plain model, one row after the other,
+    have equal gradients of all log-probs plus ten times the balance of every sequence."""
     policy.watch_experts("")
     for mb in pack([Sample(ids, [True] * len(ids)) for ids in mine], pack_tokens, device):
         logprobs_T = policy(mb)[0]
@@ -108,9 +105,9 @@ def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size
 # ---- files ----
 
 
-def test_the_names_on_the_hub_are_read_and_written(model_type, path, tmp_path, device):
-    """A file with a name for each expert gives transformers' own weights, and is what an export and a checkpoint that
-    is named as a model have, bit for bit."""
+def test_hub_names_are_read_and_written(model_type, path, tmp_path, device):
+    """A file with a name for each expert gives transformers' own weights. Exports and converted checkpoints have the
+    same names and bits."""
     stored = load_file(Path(path) / "model.safetensors")
     assert DOWN[model_type] in stored
     policy = load_policy(path, ARGS, device)
@@ -126,15 +123,15 @@ def test_the_names_on_the_hub_are_read_and_written(model_type, path, tmp_path, d
     assert same(load_file(named / "model.safetensors"), exported)
 
 
-def test_the_names_of_transformers_are_read(path, tmp_path, device):
-    """One parameter for all experts of a layer, as it has in memory."""
+def test_transformers_names_are_read(path, tmp_path, device):
+    """Transformers has one parameter for all experts of a layer."""
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     plain.save_pretrained(tmp_path, save_original_format=False)
     assert "model.layers.0.mlp.experts.down_proj" in load_file(tmp_path / "model.safetensors")
     assert same(load_policy(str(tmp_path), ARGS, device).hf.state_dict(), plain.state_dict())
 
 
-def test_an_expert_that_is_missing_or_misshaped_is_named(model_type, path, tmp_path, device):
+def test_missing_or_misshaped_expert_is_refused_by_name(model_type, path, tmp_path, device):
     name, stored = DOWN[model_type], load_file(Path(path) / "model.safetensors")
     (tmp_path / "config.json").write_text((Path(path) / "config.json").read_text())
     save_file(stored | {name: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
@@ -146,8 +143,8 @@ def test_an_expert_that_is_missing_or_misshaped_is_named(model_type, path, tmp_p
         load_policy(str(tmp_path), ARGS, device)
 
 
-def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
-    """Only its head is new, and it comes back from its export."""
+def test_scalar_model_with_experts_loads_from_its_export(model_type, path, tmp_path, device):
+    """Only the head is new."""
     if model_type == "olmoe":
         pytest.skip("transformers has no sequence classifier of olmoe")
     value = load_scalar_model(path, ARGS, device)
@@ -157,8 +154,7 @@ def test_a_scalar_model_of_experts(model_type, path, tmp_path, device):
 
 
 @pytest.mark.slow
-def test_resume_is_exact(main, sums, tmp_path):
-    """Of a run that balances its experts."""
+def test_run_with_expert_balancing_resumes_exactly(main, sums, tmp_path):
     path = checkpoint("mixtral", tmp_path / "model")
     flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 4, "--batch_size", 4, "--save_every", 2)
     flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0, "--dataset", sums)
@@ -172,14 +168,15 @@ def test_resume_is_exact(main, sums, tmp_path):
 
 @pytest.mark.parametrize(("pack_tokens", "recompute"), [(63, False), (1000, True)])
 def test_gradient_does_not_depend_on_packing(pack_tokens, recompute, path, device):
-    """Nor on recomputation: it is that of transformers' model, of the balance of experts too."""
+    """With and without recomputation, the gradient equals that of transformers' model, including the balance of
+    experts."""
     policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)
     assert gradient_is_transformers(policy, rows(), path, pack_tokens, device)
 
 
-def test_balance_of_experts():
-    """1 where a sequence's tokens are spread evenly, and E / k where all choose the same and are sure; even sequences
-    do not make up for each other. The gradient is away from what is chosen most."""
+def test_balance_loss_equals_its_bounds():
+    """The loss is 1 if the tokens of a sequence are spread evenly, E / k if all choose the same expert with certainty;
+    sequences do not compensate each other. The gradient reduces the logit of the most frequent expert."""
     even, sure = torch.eye(4) * 50, torch.tensor([[50.0, 0, 0, 0]] * 4)
     logits_TE = torch.cat([even, sure]).requires_grad_()
     lengths_N = torch.tensor([4, 4])
@@ -189,12 +186,12 @@ def test_balance_of_experts():
     assert (logits_TE.grad[:, 0] > 0).all() and (logits_TE.grad[:, 1:] < 0).all()
 
 
-def test_only_experts_can_be_balanced(device):
+def test_balancing_a_model_without_experts_is_refused(device):
     with pytest.raises(ValueError, match="--router_aux_loss_coef: qwen3 is no mixture of experts"):
         load_policy(tiny_model(), ARGS, device).watch_experts("--router_aux_loss_coef")
 
 
-def test_an_empty_pack_has_zero_gradient(path, device):
+def test_empty_pack_has_zero_gradient(path, device):
     policy = load_policy(path, ARGS, device)
     policy.watch_experts("")
     (mb,) = pack([], 100, device)
@@ -204,17 +201,17 @@ def test_an_empty_pack_has_zero_gradient(path, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_on_several_ranks(ranks, path, tmp_path):
-    """Four experts, also on three ranks, one of which has nothing to compute: the gradient is that of transformers on
-    one process, and the export is the checkpoint."""
+def test_gradient_and_export_do_not_depend_on_ranks(ranks, path, tmp_path):
+    """Four experts on up to three ranks, one of which has no samples. The gradient equals that of transformers in one
+    process, and the export equals the checkpoint."""
     (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
     run(ranks, tmp_path / "rank.py", path, tmp_path / "hf", ranks == 3)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert same(load_file(Path(path) / "model.safetensors"), exported)
 
 
-def test_noise_of_the_router_is_off(tmp_path, device):
-    """Mixtral may have it in its configuration: log-probs must not depend on when they are computed."""
+def test_router_noise_is_disabled(tmp_path, device):
+    """Mixtral's configuration may enable router noise, but log-probs must be deterministic."""
     path = checkpoint("mixtral", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | dict(router_jitter_noise=0.5)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -223,8 +220,8 @@ def test_noise_of_the_router_is_off(tmp_path, device):
     assert torch.equal(policy(mb)[0], policy(mb)[0])
 
 
-def test_bfloat16(path, device):
-    """It starts: the check of packing allows for rounding, and log-probs are float32's but for that."""
+def test_bfloat16_passes_the_packing_check(path, device):
+    """Log-probs differ from those in float32 by rounding only."""
     (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()], 1000, device)
     with torch.no_grad():
         exact_T, rounded_T = (load_policy(path, replace(ARGS, dtype=d), device)(mb)[0] for d in ("float32", "bfloat16"))
@@ -232,8 +229,8 @@ def test_bfloat16(path, device):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_compiled_once(path, device):
-    """Whatever the router says of a pack, and the compiler does not fail at it; and they compute the same."""
+def test_blocks_of_experts_are_compiled_once(path, device):
+    """Routing does not trigger compilations, and the numbers are unchanged."""
     plain = load_policy(path, ARGS, device)
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         policy, graphs = load_policy(path, replace(ARGS, compile=True), device), []
@@ -249,7 +246,7 @@ def test_compiled_blocks_are_compiled_once(path, device):
 
 
 @torch.no_grad()
-def test_transformers_samples_from_what_is_trained(path, device):
+def test_transformers_engine_samples_from_the_trained_weights(path, device):
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
     engine = TransformersEngine(path, ARGS, [1], tokenizer, device, True)
     for parameter in policy.parameters():
@@ -262,8 +259,8 @@ def test_transformers_samples_from_what_is_trained(path, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])  # olmoe has the names and the kernel of the first
-def test_vllm_samples_from_what_is_trained(model_type):
-    """Weights come twice, as at every step: vLLM packs experts for its kernel."""
+def test_vllm_samples_from_the_trained_weights(model_type):
+    """Weights are loaded twice, as in training: vLLM packs experts for its kernel."""
     pytest.importorskip("vllm")
     done = run(1, "bench/models.py", "--vllm", model_type)
     assert json.loads(done.stdout.splitlines()[-1])["vllm"] < 1e-4

@@ -1,4 +1,4 @@
-"""The packed forward computes what Hugging Face's model computes, and what is loaded and exported is the checkpoint."""
+"""The packed forward equals that of the Hugging Face model, and the loaded model equals the checkpoint."""
 
 import random
 import shutil
@@ -12,13 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import build_tokenizer, tiny_model
 
 ARGS = TrainArgs(dtype="float32")
 WINDOW = 7
-LENGTHS = (18, 41, 41, 6, 64, 2)  # two alike: they go through attention as one batch; most longer than the window
+LENGTHS = (18, 41, 41, 6, 64, 2)  # two are equal, so that attention computes them as one batch; most exceed the window
 
 
 def small(**extra) -> dict:
@@ -49,7 +50,7 @@ ARCHITECTURES = dict(
 
 
 def write_checkpoint(config, folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    """Random weights everywhere: norms and biases too, which a fresh model has at 1 and 0."""
+    """Write a model with random weights, also in norms and biases, which are 1 and 0 in a new model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -77,7 +78,7 @@ def samples(lengths=LENGTHS, vocabulary: int = 97) -> list[Sample]:
 
 
 def separate(model, sample: Sample, temperature: float):
-    """`(logprobs, entropy, correct)` of one sequence, alone, by the plain model."""
+    """Return `(logprobs, entropy, correct)` of one sequence by the plain model."""
     logits = model(torch.tensor([sample.ids[:-1]]), use_cache=False).logits[0].double() / temperature
     logp, targets = logits.log_softmax(-1), torch.tensor(sample.ids[1:])
     logprobs = logp.gather(-1, targets[:, None])[:, 0]
@@ -93,7 +94,7 @@ def whole(tensor):
 
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_packed_equals_separate(checkpoint, device, temperature):
+def test_packed_forward_equals_separate_forwards(checkpoint, device, temperature):
     policy, plain = load_policy(checkpoint, ARGS, device), hf_model(checkpoint)
     batch = samples()
     for pack_tokens in (63, 100, 1000):
@@ -111,8 +112,8 @@ def test_packed_equals_separate(checkpoint, device, temperature):
         assert seen == len(batch)
 
 
-def test_the_window_matters(tmp_path, device):
-    """Otherwise the test above would not notice a window that is ignored."""
+def test_window_changes_logprobs(tmp_path, device):
+    """Negative control of the test above, which would detect an ignored window."""
     config = ARCHITECTURES["mistral"]()
     path = write_checkpoint(config, tmp_path / "window")
     config.sliding_window = None
@@ -126,7 +127,7 @@ def test_the_window_matters(tmp_path, device):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pack_tokens", [63, 100, 1000])
 def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
-    """Packed in any way, with recomputation or without: the gradient of one masked loss by the plain model."""
+    """With and without recomputation, it equals the gradient of the same masked loss by the plain model."""
     path, batch = tiny_model(), samples(vocabulary=300)
     args = TrainArgs(dtype="float32", activation_checkpointing=recompute)
     policy, plain = load_policy(path, args, device), hf_model(path)
@@ -146,7 +147,7 @@ def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
         torch.testing.assert_close(whole(parameter.grad), expected[name], atol=2e-5, rtol=1e-4, msg=name)
 
 
-def test_an_empty_pack_has_zero_gradient(device):
+def test_empty_pack_has_zero_gradient(device):
     policy = load_policy(tiny_model(), ARGS, device)
     (mb,) = pack([], 100, device)
     logprobs_T, *_ = policy(mb)
@@ -154,14 +155,11 @@ def test_an_empty_pack_has_zero_gradient(device):
     assert all((whole(parameter.grad) == 0).all() for parameter in policy.parameters())
 
 
-# ---- token log-probs ----
-
-
 # ---- loading ----
 
 
-def test_loaded_exactly(checkpoint, device):
-    """Weights and rotary buffers alike; the buffers are in no checkpoint."""
+def test_loaded_weights_and_buffers_are_exact(checkpoint, device):
+    """Checkpoints do not contain rotary buffers."""
     policy, plain = load_policy(checkpoint, ARGS, device), hf_model(checkpoint)
     for ours, theirs in (
         (policy.hf.state_dict(), plain.state_dict()),
@@ -174,12 +172,12 @@ def test_loaded_exactly(checkpoint, device):
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters())
 
 
-def test_a_tied_head_stays_tied(device):
+def test_tied_head_stays_tied(device):
     hf = load_policy(tiny_model(), ARGS, device).hf
     assert hf.lm_head.weight is hf.model.embed_tokens.weight
 
 
-def test_bf16_checkpoint_is_exact_in_float32_masters(tmp_path, device):
+def test_bfloat16_checkpoint_is_exact_in_float32_masters(tmp_path, device):
     path = write_checkpoint(ARCHITECTURES["llama"](), tmp_path, torch.bfloat16)
     stored = load_file(tmp_path / "model.safetensors")
     weights = load_policy(path, ARGS, device).hf.state_dict()
@@ -189,7 +187,7 @@ def test_bf16_checkpoint_is_exact_in_float32_masters(tmp_path, device):
         assert torch.equal(whole(weights[name]), tensor.float()), name
 
 
-def test_frozen_has_no_gradient(device):
+def test_frozen_model_has_no_gradient(device):
     policy = load_policy(tiny_model(), ARGS, device, trainable=False)
     assert not any(parameter.requires_grad for parameter in policy.parameters())
 
@@ -202,7 +200,7 @@ def edited(folder: Path, edit) -> str:
     return str(folder)
 
 
-def test_missing_or_misshaped_weight_is_named(tmp_path, device):
+def test_missing_or_misshaped_weight_is_refused_by_name(tmp_path, device):
     name = "model.layers.2.mlp.up_proj.weight"
     missing = edited(tmp_path / "missing", lambda weights: weights.pop(name))
     with pytest.raises(ValueError, match=f"{name}.*no such weight"):
@@ -212,7 +210,7 @@ def test_missing_or_misshaped_weight_is_named(tmp_path, device):
         load_policy(misshaped, ARGS, device)
 
 
-def test_damaged_file_is_one_line(tmp_path, device):
+def test_damaged_file_gives_a_one_line_error(tmp_path, device):
     shutil.copytree(tiny_model(), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ValueError, match="cannot read the checkpoint") as error:
@@ -229,36 +227,35 @@ LEAKING = dict(
 )
 
 
-@pytest.mark.parametrize("what", LEAKING)
-def test_models_that_mix_packed_sequences_are_refused(what, tmp_path, device):
-    path = write_checkpoint(LEAKING[what](), tmp_path)
+@pytest.mark.parametrize("architecture", LEAKING)
+def test_models_that_mix_packed_sequences_are_refused(architecture, tmp_path, device):
+    path = write_checkpoint(LEAKING[architecture](), tmp_path)
     (mb,) = pack(samples(), 1000, device)
     with pytest.raises(ValueError) as error:
         load_policy(path, ARGS, device)(mb)
     assert "\n" not in str(error.value)
 
 
-def test_memory_that_runs_out_while_loading_is_not_the_models_fault(device, monkeypatch):
+def test_out_of_memory_error_does_not_refuse_the_architecture(device, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("common.model.policy.packed_attention", full)
+    monkeypatch.setattr("common.model.packable.packed_attention", full)
     with pytest.raises(torch.OutOfMemoryError):
         load_policy(tiny_model(), ARGS, device)
-
-
-# ---- export ----
 
 
 # ---- memory ----
 
 
 def whole_units(model) -> list[str]:
-    """The FSDP units of a model whose weights are gathered, or that still hold the memory of gathered ones."""
+    """Return the FSDP units of a model that are gathered, or still hold the memory of gathered weights."""
     units = []
     for name, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
-            parameters = unit._get_fsdp_state()._fsdp_param_group.fsdp_params  # no public way to ask, torch 2.13
+            parameters = (
+                unit._get_fsdp_state()._fsdp_param_group.fsdp_params
+            )  # torch 2.13 has no public function for this
             gathered = [tensor for p in parameters for tensor in p.all_gather_outputs]
             sharded = all(p.sharded_state.name == "SHARDED" for p in parameters)
             if not sharded or any(tensor.untyped_storage().size() for tensor in gathered):
@@ -267,12 +264,11 @@ def whole_units(model) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["policy", "value", "reference"])
-def test_nothing_stays_whole(device, kind):
-    """Outside a forward and its backward every weight is sharded; a root that is trained needs `reshard` after a
-    forward without backward, a frozen one does not."""
+def test_weights_are_gathered_only_from_forward_to_backward(device, kind):
+    """After a forward without backward a trained root needs `reshard`, a frozen one does not."""
     load, trainable = load_scalar_model if kind == "value" else load_policy, kind != "reference"
     model = load(tiny_model(), TrainArgs(), device, trainable=trainable)
-    assert whole_units(model) == []  # the check of packing has run a forward
+    assert whole_units(model) == []  # the packing check has run a forward
     (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
     with torch.no_grad():
         model(mb)
@@ -285,8 +281,8 @@ def test_nothing_stays_whole(device, kind):
         assert whole_units(model) == []
 
 
-def test_fsdp_hands_the_pack_through(device):
-    """The very object: FSDP copies what it can look into, and in a pack that is every sample."""
+def test_fsdp_does_not_copy_the_pack(device):
+    """Every block gets the same object. FSDP would copy a dataclass or tuple, including all samples in it."""
     model = load_policy(tiny_model(), ARGS, device)
     (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
     seen = []
@@ -301,9 +297,9 @@ def test_fsdp_hands_the_pack_through(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_are_compiled_once(device, recompute):
-    """Not for every pack: twenty of different shapes after the first add none, and their numbers are those of blocks
-    that are not compiled. The backend is the eager one: what is counted is what Dynamo hands to it."""
+def test_blocks_are_compiled_once(device, recompute):
+    """Twenty packs of other shapes add no compilation and give the numbers of uncompiled blocks. The backend is eager:
+    the test counts the graphs from Dynamo."""
     from torch._dynamo.utils import counters
 
     generator, plain = random.Random(0), load_policy(tiny_model(), ARGS, device)

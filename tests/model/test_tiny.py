@@ -1,4 +1,4 @@
-"""The built-in model: every text survives its tokenizer, and it is made once, the same everywhere."""
+"""The built-in model: its tokenizer restores every text, and its weights are the same on every machine."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=2
 
 
 @given(texts)
-def test_every_text_survives_the_tiny_tokenizer(text):
-    """Characters outside the alphabet go in as bytes."""
+def test_decoding_restores_every_text(text):
+    """Characters outside the vocabulary become bytes."""
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert TOKENIZER.decode(ids) == text and None not in ids
 
 
-def test_the_same_weights_always(tmp_path, monkeypatch):
-    """Whatever the state of the generator, which is left as it was; made where there is none yet, then taken."""
+def test_weights_do_not_depend_on_the_global_generator(tmp_path, monkeypatch):
+    """The generator's state is unchanged. The folder is created once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -39,7 +39,7 @@ def test_the_same_weights_always(tmp_path, monkeypatch):
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_cache_is_refused_by_name(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ValueError, match="--model tiny: cannot write .*set XDG_CACHE_HOME"):

@@ -1,4 +1,4 @@
-"""Rewards to advantages: naive formulas, exact zeros where there is nothing to learn, and missing rewards."""
+"""Advantages from rewards: naive formulas, exact zeros for equal rewards, and missing rewards."""
 
 import math
 import statistics
@@ -42,7 +42,7 @@ def known(values):
 
 
 @given(triples)
-def test_equals_the_naive_formula(rewards):
+def test_group_advantages_equal_the_naive_formula(rewards):
     scaled, centred = (advantages(torch.tensor(rewards)).tolist() for advantages in (group_advantages, centre_groups))
     for group, s, c in zip(torch.tensor(rewards).tolist(), scaled, centred, strict=True):
         mean, std = statistics.fmean(group), statistics.stdev(group)
@@ -59,18 +59,18 @@ def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
         assert (advantages == 0).all() and advantages.dtype == torch.float64
 
 
-def test_the_lone_correct_sample_counts():
+def test_single_correct_sample_has_a_positive_advantage():
     advantages = group_advantages(torch.tensor([[1.0, 0, 0, 0]]))
     assert advantages[0, 0] > 1 and (advantages[0, 1:] < 0).all()
 
 
-def test_unequal_keeps_a_group_with_one_correct_sample_whole():
+def test_unequal_selects_groups_with_different_rewards():
     groups = double([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1e-12, 0, 0, 0], [NAN, 1, 1, 1], [NAN, 1, 0, 1]])
     assert unequal(groups).tolist() == [True, False, False, True, False, True]
     assert not unequal(double([[NAN, NAN], [1, NAN], [NAN, -1]])).any()
 
 
-def test_missing_rewards_are_left_out_of_their_group():
+def test_missing_rewards_are_excluded_from_group_statistics():
     with_nan = group_advantages(torch.tensor([[1.0, NAN, 0.0, 0.0]]))
     without = group_advantages(torch.tensor([[1.0, 0.0, 0.0]]))
     assert with_nan[0, 1] == 0
@@ -79,15 +79,15 @@ def test_missing_rewards_are_left_out_of_their_group():
         assert (group_advantages(torch.tensor([hopeless])) == 0).all()
 
 
-def test_all_members_of_a_group_share_one_scale():
-    """A standard deviation that left a sample out would differ between the members."""
+def test_members_of_a_group_share_one_scale():
+    """A leave-one-out standard deviation would differ between the members."""
     rewards = double([[1.0, 0.0, 0.0, 0.3], [5.0, 4.0, -1.0, 4.5]])
     scale = group_advantages(rewards) / centre_groups(rewards)
     torch.testing.assert_close(scale, scale[:, :1].expand(2, 4))
     torch.testing.assert_close(group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0)
 
 
-def test_groups_do_not_see_each_other_even_if_their_rewards_are_equal():
+def test_advantages_depend_only_on_the_own_group():
     both = group_advantages(torch.tensor([[1.0, 0.0], [100.0, 50.0], [1.0, 0.0]]))
     torch.testing.assert_close(both[:1], group_advantages(torch.tensor([[1.0, 0.0]])))
     torch.testing.assert_close(both[2], both[0])
@@ -97,7 +97,7 @@ def test_groups_do_not_see_each_other_even_if_their_rewards_are_equal():
 
 
 def naive_whiten(values):
-    """Whitened values of a flat list in which everything counts once."""
+    """Return the whitened values of a flat list in which every value counts once."""
     if len(values) < 2 or len(set(values)) == 1:
         return [0.0] * len(values)
     mean, std = statistics.fmean(values), statistics.stdev(values)
@@ -110,7 +110,7 @@ def naive_centred(group):
 
 
 @given(gappy)
-def test_group_mean_batch_std(rewards):
+def test_group_mean_batch_std_equals_naive_code(rewards):
     flat = known(r for group in rewards for r in group)
     std = statistics.stdev(flat) if len(flat) > 1 else 0.0
     got = group_mean_batch_std(double(rewards)).tolist()
@@ -135,11 +135,11 @@ def test_gdpo_normalises_each_reward_then_their_sum(first, second):
     whitened = iter(naive_whiten(known(sums)))
     expected = [0.0 if math.isnan(x) else next(whitened) for x in sums]
     got = gdpo(double(parts), weights).flatten().tolist()
-    if len(known(sums)) > 1 and statistics.stdev(known(sums)) > 1e-9:  # else it is rounding against rounding
+    if len(known(sums)) > 1 and statistics.stdev(known(sums)) > 1e-9:  # otherwise both sides are rounding errors
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_a_large_reward_does_not_drown_a_small_one_in_gdpo():
+def test_gdpo_gives_large_and_small_rewards_equal_weight():
     small, large = double([[1, 0, 1, 0]]), double([[0, 0, 1000, 1000]])
     got = gdpo(torch.stack([small, large]), [1.0, 1.0])
     torch.testing.assert_close(got, gdpo(torch.stack([small, large / 1000]), [1.0, 1.0]), rtol=1e-4, atol=1e-4)
@@ -151,43 +151,43 @@ def test_gdpo_of_one_reward_is_the_whitened_group_advantage():
     torch.testing.assert_close(gdpo(rewards[None], [3.0]), whiten(3 * group_advantages(rewards), torch.ones(2, 3)))
 
 
-def test_of_one_group_the_batch_is_the_group():
+def test_batch_of_one_group_has_the_group_statistics():
     rewards = double([[1, 0, 4, 1]])
     torch.testing.assert_close(group_mean_batch_std(rewards), group_advantages(rewards))
     torch.testing.assert_close(whiten(rewards, torch.ones(1, 4)), group_advantages(rewards))
 
 
 @given(st.lists(st.tuples(reward, st.integers(0, 4)), min_size=1, max_size=8))
-def test_whiten_counts_each_value_as_often_as_it_says(pairs):
+def test_whiten_weights_each_value_by_its_count(pairs):
     values, counts = zip(*pairs, strict=True)
     whitened = iter(naive_whiten([x for x, count in pairs for _ in range(count)]))
     expected = [[next(whitened) for _ in range(count)][0] if count else 0.0 for _, count in pairs]
     assert whiten(double(values), torch.tensor(counts)).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_whitened_has_mean_0_and_standard_deviation_1():
+def test_whitened_values_have_mean_0_and_standard_deviation_1():
     counts = torch.tensor([3, 1, 2])
     tokens = whiten(double([5, -1, 0]), counts).repeat_interleave(counts)
     assert tokens.mean().item() == pytest.approx(0, abs=1e-12) and tokens.std().item() == pytest.approx(1, rel=1e-5)
 
 
-def test_no_rewards_at_all_give_zeros():
+def test_batch_without_rewards_gives_zeros():
     nothing = torch.full((2, 2), NAN)
     for advantages in (group_mean_batch_std(nothing), gdpo(nothing[None], [1.0])):
         assert (advantages == 0).all()
 
 
-# ---- one number per token ----
+# ---- one value per token ----
 
 step = st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2))  # trained, reward, value
 unit = st.sampled_from([0.0, 0.3, 0.95, 1.0])
-# prompt, then tokens of which some are not trained: tool output, or the whole of a masked completion
+# a prompt, then tokens of which some are not trained: tool output, or the whole of a masked completion
 packed = st.lists(st.tuples(st.integers(0, 3), st.lists(step, min_size=1, max_size=7), unit), min_size=1, max_size=4)
 
 
 def naive_gae(rewards, values, gamma, lam):
-    """The sum over all later deltas, of one sequence's trained tokens."""
-    values = [*values, 0.0]  # nothing comes after the last
+    """Return the sum over all later deltas of one sequence's trained tokens."""
+    values = [*values, 0.0]  # no token follows the last one
     deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
     return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
@@ -206,8 +206,9 @@ def test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens(sequences, gamm
     assert got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9) and got.dtype == torch.float64
 
 
-def test_gae_by_hand():
-    """Two completions with a tool's output in the first; the last value of a cut-off completion is 0 all the same."""
+def test_gae_equals_a_calculation_by_hand():
+    """Two completions, the first with tool output; the value after the last token is 0 even for a truncated
+    completion."""
     mask_T = torch.tensor([False, True, False, True, False, True])
     ids_T = torch.tensor([0, 0, 0, 0, 1, 1])
     rewards_T, values_T = torch.tensor([9.0, 0, 9, 1, 9, 2]), torch.tensor([9.0, 0.5, 9, 0.25, 9, 1])
@@ -216,13 +217,13 @@ def test_gae_by_hand():
     assert got.tolist() == [0, 0.5 * 0.25 - 0.5 + 0.25 * last, 0, last, 0, 2 - 1]
 
 
-def test_gae_without_discount_or_values_is_the_score_on_every_token():
+def test_gae_without_discount_and_values_is_the_return_on_every_token():
     mask_T, ids_T = torch.tensor([False, True, True, True, True]), torch.tensor([0, 0, 0, 0, 1])
     got = gae(torch.tensor([0, 0, 0, 3.0, -2]), torch.zeros(5), mask_T, ids_T, 1.0, torch.ones(2))
     assert got.tolist() == [0, 3, 3, 3, -2]
 
 
-def test_gae_of_masked_tokens_alone_is_zero_whatever_they_hold():
+def test_gae_of_a_masked_sequence_is_zero():
     nan_T = torch.full((3,), NAN)
     assert gae(nan_T, nan_T, torch.zeros(3).bool(), torch.zeros(3).long(), 1.0, torch.ones(0)).tolist() == [0, 0, 0]
     one_T = torch.tensor([NAN, 1.0, NAN])

@@ -1,4 +1,4 @@
-"""Weights and masks for what another policy sampled: naive ratios, bounds, whole completions, and no gradient."""
+"""Importance weights and masks for off-policy samples: naive ratios, bounds, whole completions, and no gradient."""
 
 import math
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from common.objectives.importance import importance_weights, off_policy_mask
 
-# ---- of log-ratios ----
+# ---- single log-ratios ----
 
 
 def bounded(log_ratio, mode, low, high):
-    """Weights of single tokens."""
+    """Return the weights of single tokens."""
     mask, ids = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
     return importance_weights(log_ratio, mask, ids, level="token", mode=mode, low=low, high=high, keep=None)
 
@@ -23,7 +23,7 @@ def bounded(log_ratio, mode, low, high):
     st.sampled_from([(0.0, 2.0), (0.5, 5.0)]),
     st.sampled_from(["truncate", "mask"]),
 )
-def test_importance_weights(log_ratios, bounds, mode):
+def test_importance_weights_equal_bounded_ratios(log_ratios, bounds, mode):
     low, high = bounds
     weights = bounded(torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), mode, low, high)
     assert not weights.requires_grad
@@ -33,20 +33,20 @@ def test_importance_weights(log_ratios, bounds, mode):
         assert weight == pytest.approx(ratio if low <= ratio <= high else outside, rel=1e-12)
 
 
-def test_importance_weights_keep_the_bounds_themselves():
+def test_importance_weights_include_their_bounds():
     log_ratio = torch.tensor([0.5, 2.0]).double().log()
     low, high = log_ratio.exp().tolist()
     assert bounded(log_ratio, "mask", low, high).tolist() == [low, high]
 
 
-def test_an_absurd_ratio_is_truncated_or_dropped_and_not_infinite():
+def test_extreme_ratio_is_truncated_or_masked_to_a_finite_weight():
     weights = [bounded(torch.tensor([200.0]), mode, 0.0, 2.0).item() for mode in ("truncate", "mask")]
     assert weights == [2.0, 0.0]
 
 
-# ---- of a packed stream ----
+# ---- a packed stream ----
 
-# Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have absurd ones.
+# Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have extreme ratios.
 RATIOS = torch.tensor([9.0, 1, 4, 0.5, 9, 3, 3])
 MASK, IDS = torch.tensor([False, True, True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1, 1])
 DEFAULTS = dict(level="token", mode="truncate", low=0.0, high=2.0, keep=None)
@@ -69,7 +69,7 @@ DEFAULTS = dict(level="token", mode="truncate", low=0.0, high=2.0, keep=None)
         (dict(level="sequence", high=100.0, keep=(0.5, 2.0)), [2, 2, 2, 0, 0]),
     ],
 )
-def test_levels_modes_and_bounds(flags, expected):
+def test_weights_follow_level_mode_and_bounds(flags, expected):
     weights_T = importance_weights(RATIOS.log().requires_grad_(), MASK, IDS, **DEFAULTS | flags)
     assert weights_T[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert not weights_T.requires_grad
@@ -83,15 +83,15 @@ def test_weights_without_trained_tokens_are_finite(flags):
 
 # ---- off-policy sequence masking ----
 
-logprob = st.integers(-512, 0).map(lambda k: k / 64)  # no mean is at a threshold
-token = st.tuples(st.booleans(), logprob, logprob)  # trained, by the policy, by the engine
+logprob = st.integers(-512, 0).map(lambda k: k / 64)  # no mean equals a threshold
+token = st.tuples(st.booleans(), logprob, logprob)  # trained, log-prob under the policy, log-prob under the engine
 completions = st.lists(
     st.tuples(st.sampled_from([-2.0, 0.0, 1.0]), st.lists(token, min_size=1, max_size=5)), min_size=1, max_size=5
 )
 
 
 @given(completions, st.sampled_from([-0.501, 0.001, 0.501, 2.001]))
-def test_off_policy_mask(completions, threshold):
+def test_off_policy_mask_equals_naive_code(completions, threshold):
     stream, expected = [], []
     for n, (advantage, tokens) in enumerate(completions):
         drift = [rollout - logprob for trained, logprob, rollout in tokens if trained]
@@ -104,8 +104,9 @@ def test_off_policy_mask(completions, threshold):
     assert got.tolist() == expected and got.dtype == torch.bool and not got.requires_grad
 
 
-def test_off_policy_mask_drops_whole_completions_that_were_bad_and_have_become_unlikely():
-    """Three of two trained tokens, moved by 1 and 0, up, and by 1 and 0; only the first two are bad. Prompts differ."""
+def test_off_policy_mask_drops_completions_with_negative_advantage_and_fallen_logprob():
+    """Three completions of two trained tokens. The log-probs of the first and third fell by 1 and 0, those of the
+    second rose; the advantages of the first two are negative. Prompts differ."""
     mask_T, ids_T = torch.tensor([False, True, True] * 3), torch.arange(3).repeat_interleave(3)
     logprobs_T = torch.tensor([9.0, -2, -1, 9, 0, 0, 9, -2, -1])
     streams = torch.full((9,), -1.0), torch.tensor([-1.0, -1, 1]).repeat_interleave(3), mask_T, ids_T

@@ -1,4 +1,4 @@
-"""Estimates of the KL equal naive scalar code in float64, values and gradients, and exact sums over a vocabulary."""
+"""KL estimates equal naive scalar code in float64, values and gradients, and exact sums over a vocabulary."""
 
 import math
 
@@ -12,7 +12,7 @@ from common.objectives.policy import kl_estimate
 
 
 @given(rows, st.sampled_from(["k1", "k2", "k3"]), st.sampled_from([0.0, 0.7]))
-def test_kl_estimate(rows, estimator, clamp):
+def test_kl_estimates_equal_naive_code(rows, estimator, clamp):
     def naive(new, ref, _):
         d = new - ref
         value, slope = dict(k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d)))[estimator]
@@ -27,7 +27,7 @@ def test_kl_k3_is_accurate_in_float32_where_the_policies_agree():
     assert abs(kl_estimate(new, ref).item() / exact - 1) < 1e-3
 
 
-def test_kl_k3_of_a_token_that_the_policy_gave_up_is_finite_in_float32():
+def test_kl_k3_of_a_token_with_vanishing_probability_is_finite_in_float32():
     new = torch.tensor([-500.0], requires_grad=True)
     kl = kl_estimate(new, torch.tensor([-1.0]))
     (kl * 0).sum().backward()  # a masked token
@@ -48,7 +48,7 @@ def test_k1_and_k3_estimate_the_kl_by_enumeration(estimator, unbiased):
 
 
 @pytest.mark.parametrize(("estimator", "factor"), [("k1", 0.0), ("k2", 1.0)])
-def test_expected_gradient_of_k2_is_that_of_the_kl_and_of_k1_nothing(estimator, factor):
+def test_expected_gradient_of_k2_is_that_of_the_kl_and_of_k1_is_zero(estimator, factor):
     logits, logq = POLICY.clone().requires_grad_(), REFERENCE.log_softmax(0)
     logp = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((logp.exp() * (logp - logq)).sum(), logits, retain_graph=True)

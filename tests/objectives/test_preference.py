@@ -23,20 +23,20 @@ from common.objectives.preference import (
 
 mp = MPContext()
 mp.dps = 100
-STEP = mp.mpf(10) ** -40  # of central differences: exact beyond float64, even where third derivatives reach e^180
+STEP = mp.mpf(10) ** -40  # step of central differences: exact beyond float64, even where third derivatives reach e^180
 
 FLAGS = dict(
     beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, length_normalize=True, simpo_gamma=0.5,
     discopop_tau=0.05,
 )  # fmt: skip
-# The objectives that read label_smoothing, and those that read f_divergence and f_alpha
+# the objectives that read label_smoothing, and those that read f_divergence and f_alpha
 SMOOTHED = {"sigmoid", "robust", "exo_pair"}
 DIVERGENT = {"sigmoid", "robust", "hinge", "exo_pair", "discopop"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Waking threads for a handful of numbers can take most of the time."""
+    """Use one thread: waking threads for a handful of numbers can take most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -121,7 +121,8 @@ def naive_losses(name, rows, args):
 
 
 def assert_equals_naive(loss_N, inputs, naive, rows):
-    """Each value; and the gradient of their sum with respect to `inputs`, which are the first columns of `rows`."""
+    """Compare each value, and the gradient of their sum with respect to `inputs`, which are the first columns of
+    `rows`."""
     rows = [[mp.mpf(x) for x in row] for row in rows]
 
     def derivative(i, column):
@@ -146,7 +147,7 @@ LENGTHS = st.integers(1, 9)
 
 
 def rows_of(logps, offset=0.0, lengths=LENGTHS, max_size=3):
-    """Pairs (pc, pr, rc, rr, nc, nr) whose log-probs subtract without rounding, and which sort in one way only."""
+    """Draw pairs (pc, pr, rc, rr, nc, nr) whose log-probs subtract without rounding and have a unique sorted order."""
     policy = logps.map(lambda logp: logp - offset)
     gap, lc, lr = lambda r: r[0] - r[1], lambda r: r[0] - r[2], lambda r: r[1] - r[3]
     row = st.tuples(policy, policy, logps, logps, lengths, lengths)
@@ -165,7 +166,7 @@ BETAS = st.integers(1, 60).map(lambda k: k / (10 * math.pi))  # irrational: no z
 
 
 def arguments(*names, **flags):
-    """Random flags as far as these objectives read them."""
+    """Draw random flags among those that these objectives read."""
     drawn = {"beta": BETAS}
     if "simpo" in names:
         drawn["simpo_gamma"] = st.floats(0, 2)
@@ -185,13 +186,13 @@ def arguments(*names, **flags):
 
 
 def flags_of(**flags):
-    """As an argument parser would leave them."""
+    """Return the flags as an argument parser would."""
     assert flags.keys() <= FLAGS.keys()
     return SimpleNamespace(**FLAGS | flags)
 
 
 def bind(name, flags):
-    """The objective with these flags."""
+    """Return the objective with these flags."""
     return partial(preference_loss, name, **vars(flags))
 
 
@@ -228,7 +229,7 @@ OTHERS = dict(beta=0.3, label_smoothing=0.2, f_divergence="js", length_normalize
 
 
 @every_objective
-def test_the_table_names_exactly_the_flags_that_change_an_objective(name):
+def test_table_lists_exactly_the_flags_that_change_an_objective(name):
     pairs = pairs_of([(-3, -5, -2.5, -4.5, 3, 4), (-2, -9, -4, -8, 2, 7)])
     base = flags_of(label_smoothing=0.1)
     changed = {
@@ -245,28 +246,28 @@ def test_the_table_names_exactly_the_flags_that_change_an_objective(name):
 @every_objective
 @settings(max_examples=30)
 @given(data=st.data())
-def test_value_and_gradient(name, data):
+def test_value_and_gradient_equal_naive_code(name, data):
     check(name, data.draw(ROWS), data.draw(arguments(name)))
 
 
 @every_objective
 @settings(max_examples=20)
 @given(data=st.data())
-def test_value_and_gradient_at_extreme_logits(name, data):
+def test_value_and_gradient_at_extreme_logits_equal_naive_code(name, data):
     check(name, data.draw(EXTREME_ROWS), data.draw(arguments(name)))
 
 
 @every_objective
 @settings(max_examples=8)
 @given(data=st.data())
-def test_value_and_gradient_of_equal_pairs(name, data):
+def test_value_and_gradient_of_equal_pairs_equal_naive_code(name, data):
     check(name, data.draw(EQUAL_ROWS), data.draw(arguments(name)))
 
 
 @every_objective
 @settings(max_examples=8)
 @given(data=st.data())
-def test_value_and_gradient_of_one_token(name, data):
+def test_value_and_gradient_of_one_token_equal_naive_code(name, data):
     check(name, data.draw(ONE_TOKEN_ROWS), data.draw(arguments(name)))
 
 
@@ -287,18 +288,18 @@ def test_certain_completions_have_finite_losses_and_gradients(name):
         check(name, rows, args)
 
 
-# ---- what holds between objectives, or for one ----
+# ---- identities between objectives ----
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 33])
-def test_sigmoid_is_ln_2_where_policy_is_reference(n):
+def test_sigmoid_loss_is_ln_2_if_policy_equals_reference(n):
     pairs = pairs_of([(-i, -2 * i, -i, -2 * i, 3, 4) for i in range(n)])
     assert bind("sigmoid", flags_of())(pairs).tolist() == [math.log(2)] * n
 
 
 @settings(max_examples=20)
 @given(ROWS, arguments("sigmoid", label_smoothing=0.0))
-def test_robust_without_smoothing_is_sigmoid(rows, args):
+def test_robust_loss_without_smoothing_is_the_sigmoid_loss(rows, args):
     pairs = pairs_of(rows)
     robust, sigmoid = bind("robust", args)(pairs), bind("sigmoid", args)(pairs)
     assert torch.equal(robust, sigmoid)
@@ -307,7 +308,7 @@ def test_robust_without_smoothing_is_sigmoid(rows, args):
 
 @settings(max_examples=20)
 @given(ONE_TOKEN_ROWS, BETAS)
-def test_per_token_is_summed_for_one_token(rows, beta):
+def test_length_normalization_changes_nothing_for_one_token(rows, beta):
     pairs, per_token = pairs_of(rows), flags_of(beta=beta)
     summed = flags_of(beta=beta, length_normalize=False)
     assert torch.equal(bind("ipo", per_token)(pairs), bind("ipo", summed)(pairs))
@@ -329,7 +330,7 @@ def test_aot_unpaired_matches_sorted_log_ratios_and_keeps_the_order_of_the_chose
 @pytest.mark.parametrize("name", ["simpo", "orpo", "cpo"])
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
-def test_reference_free_objectives_see_no_reference(name, rows, beta):
+def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, beta):
     loss, without = bind(name, flags_of(beta=beta)), [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows]
     assert torch.equal(loss(pairs_of(rows)), loss(pairs_of(without)))
 
@@ -340,14 +341,14 @@ def test_reference_free_objectives_see_no_reference(name, rows, beta):
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
 @settings(max_examples=30)
 @given(u=st.lists(st.floats(-25, 25), min_size=1, max_size=6), alpha=st.floats(-1, 2))
-def test_f_value_and_gradient(kind, u, alpha):
+def test_f_divergence_value_and_gradient_equal_naive_code(kind, u, alpha):
     args, u_N = flags_of(f_divergence=kind, f_alpha=alpha), tensor(u).requires_grad_()
     assert_equals_naive(f(u_N, kind, alpha), [u_N], lambda rows: [naive_f(u, args) for (u,) in rows], [(x,) for x in u])
 
 
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.5, 1 - 1e-12, 1.0, 3.0])
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "js", "alpha"])
-def test_f_is_finite_and_never_decreases(kind, alpha):
+def test_f_divergence_is_finite_and_monotone(kind, alpha):
     u_N = tensor(list(range(-10_000, 10_001))).requires_grad_()
     value_N = f(u_N, kind, alpha)
     (grad_N,) = torch.autograd.grad(value_N.sum(), u_N)
@@ -359,7 +360,7 @@ def test_f_is_finite_and_never_decreases(kind, alpha):
 @pytest.mark.parametrize("alpha, kind", [(1.0, "reverse_kl"), (0.0, "forward_kl")])
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
-def test_alpha_at_its_ends_is_a_kl(name, alpha, kind, rows, beta):
+def test_alpha_divergence_is_a_kl_at_0_and_1(name, alpha, kind, rows, beta):
     flags, pairs = {"beta": beta, "label_smoothing": smoothing(name)}, pairs_of(rows)
     by_alpha = bind(name, flags_of(f_divergence="alpha", f_alpha=alpha, **flags))(pairs)
     by_name = bind(name, flags_of(f_divergence=kind, **flags))(pairs)
@@ -373,7 +374,7 @@ def test_alpha_at_its_ends_is_a_kl(name, alpha, kind, rows, beta):
 @pytest.mark.parametrize("name", READS)
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
-def test_implicit_rewards(name, length_normalize, rows, beta):
+def test_implicit_rewards_equal_naive_code(name, length_normalize, rows, beta):
     per_token, referenced = rewards_per_token(name, length_normalize), name not in REFERENCE_FREE
     rewards = implicit_rewards(pairs_of(rows), per_token=per_token, referenced=referenced, beta=beta)
     for side, reward_N in enumerate(rewards):

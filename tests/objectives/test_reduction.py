@@ -16,8 +16,8 @@ streams = st.lists(
 
 
 @given(streams)
-def test_sums_and_means_of_sequences_are_of_their_trained_tokens(sequences):
-    """Whatever the others hold."""
+def test_sequence_sums_and_means_count_only_trained_tokens(sequences):
+    """The values of the other tokens are arbitrary."""
     sums, means, grads, tokens = [], [], [], [token for sequence in sequences for token in sequence]
     for sequence in sequences:
         trained = [x for is_trained, x in sequence if is_trained]
@@ -32,7 +32,7 @@ def test_sums_and_means_of_sequences_are_of_their_trained_tokens(sequences):
     assert torch.autograd.grad(sum_T.sum(), x_T)[0].tolist() == grads
 
 
-def test_sums_of_sequences_are_float64_whatever_goes_in():
+def test_sequence_sums_are_float64_for_every_input_dtype():
     mask_T, ids_T = torch.ones(3).bool(), torch.tensor([0, 0, 1])
     big_T = torch.tensor([2.0**24, 1, 1])  # in float32 the first 1 would be lost
     assert sequence_sum(big_T, mask_T, ids_T).tolist() == [2.0**24 + 1, 2.0**24 + 1, 1]

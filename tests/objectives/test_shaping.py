@@ -1,4 +1,4 @@
-"""Shaping of rewards and the KL coefficient, by hand."""
+"""Reward shaping and the KL coefficient, by hand."""
 
 import math
 
@@ -30,13 +30,13 @@ def test_rewards_are_scaled_then_clipped_and_missing_ones_stay_missing(scale, cl
     [(2.0, 0.1), (2.2, 0.1 * math.exp(0.1 * 50 / 100)), (1.8, 0.1 * math.exp(-0.1 * 50 / 100)),
      (1000.0, 0.1 * math.exp(0.2 * 50 / 100)), (-3.0, 0.1 * math.exp(-0.2 * 50 / 100))],
 )  # fmt: skip
-def test_beta_changes_by_the_error_of_the_kl_and_a_fifth_at_most(kl, expected):
+def test_beta_follows_the_kl_error_by_at_most_a_fifth(kl, expected):
     beta = KLCoefficient(0.1, target=2.0, horizon=100)
     beta.update(kl, completions=50)
     assert beta.value == pytest.approx(expected, rel=1e-12)
 
 
-def test_beta_without_a_target_is_constant_and_with_one_survives_a_checkpoint():
+def test_beta_is_constant_without_a_target_and_is_restored_from_a_checkpoint():
     constant = KLCoefficient(0.1, target=0.0, horizon=10_000)
     constant.update(1000.0, 50)
     assert constant.value == 0.1

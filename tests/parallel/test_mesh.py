@@ -1,10 +1,9 @@
-"""Several copies of a model, each on some of the ranks: gradients, checkpoints and weights are those of one copy."""
+"""Several replicas of a model give the gradients, checkpoints and weights of one replica."""
 
 import pytest
 import torch
 from helpers import ROOT, assert_close_metrics, metrics, run
 
-from common.config.groups import TrainArgs
 from common.parallel import distributed, mesh
 
 RANK = f"""
@@ -46,7 +45,7 @@ def backward(model, pack_tokens):
 
 
 def stepped(model, pack_tokens, max_grad_norm=1e9):
-    "What the optimizer is given: gradients, their norm before clipping."
+    "Return the gradients that the optimizer gets, their norm before clipping, and the number of packs."
     seen, sgd = {{}}, torch.optim.SGD(model.parameters())
     sgd.register_step_pre_hook(lambda *_: seen.update({{n: whole(p.grad) for n, p in model.named_parameters()}}))
     loss, packs = backward(model, pack_tokens)
@@ -77,7 +76,7 @@ for pack_tokens in (90, 1000):
         clipped, its_norm, _ = stepped(model, pack_tokens, norm / 2)
         assert difference(clipped, {{n: g / 2 for n, g in plain.items()}}) < 1e-5 and abs(its_norm / norm - 1) < 1e-6
         average, optim.average_over_copies = optim.average_over_copies, lambda model: None
-        assert difference(stepped(model, pack_tokens)[0], plain) > 0.1, "who forgets the other copies is found out"
+        assert difference(stepped(model, pack_tokens)[0], plain) > 0.1, "negative control"
         optim.average_over_copies = average
 if folder.is_dir():  # one gradient, also of another number of ranks
     assert difference(plain, torch.load(folder / "gradient.pt")) < 1e-6
@@ -117,9 +116,9 @@ distributed.cleanup()
 
 
 @pytest.mark.slow
-def test_copies_are_one_model(tmp_path):
-    """Gradients, norms and clipping, packed loosely and tightly; checkpoints of any layout are read by any, with more
-    and with fewer ranks; what goes to the engine is the model."""
+def test_replicas_train_like_one_model(tmp_path):
+    """Gradients, norms and clipping agree, with one and with several packs. Every layout resumes the checkpoints of
+    every other, also with more and fewer ranks; the engine gets the model's weights."""
     (tmp_path / "rank.py").write_text(RANK)
     for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
         done = run(ranks, tmp_path / "rank.py", tmp_path / "run")
@@ -128,8 +127,8 @@ def test_copies_are_one_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_scripts_train_alike_on_copies(tmp_path):
-    """ppo.py, which has two models, both trained in one loop; its engine agrees with the trainer at every rollout."""
+def test_ppo_with_replicas_trains_like_one_model(tmp_path):
+    """PPO trains two models in one loop. The engine agrees with the trainer at every rollout."""
     flags = ("--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--max_steps", 2, "--lr", 1e-3,
              "--minibatches", 2, "--epochs_per_rollout", 1,
              "--engine", "transformers", "--pack_tokens", 40, "--eval_every", 0, "--check_every", 1)  # fmt: skip
@@ -142,22 +141,22 @@ def test_scripts_train_alike_on_copies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks", "said"),
+    ("hosts", "ranks", "message"),
     [
         ("aaaa", 4, ""),
         ("aabb", 2, ""),
         ("aabbcc", 2, ""),
-        ("aaabb", 5, "machines have 3, 2 ranks, not as many neighbours each: every model is sharded over all 5\n"),
-        ("abab", 4, "machines have 2, 2 ranks, not as many neighbours each: every model is sharded over all 4\n"),
+        ("aaabb", 5, "machines with unequal or scattered ranks (3, 2): every model is sharded over all 5\n"),
+        ("abab", 4, "machines with unequal or scattered ranks (2, 2): every model is sharded over all 4\n"),
     ],
 )
-def test_by_default_a_copy_is_on_one_machine(hosts, ranks, said, monkeypatch, capsys):
+def test_default_replica_lies_on_one_machine(hosts, ranks, message, monkeypatch, capsys):
     monkeypatch.setattr(distributed, "gather_objects", lambda _: list(hosts))
     assert mesh._ranks_of_a_machine() == ranks
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == message
 
 
-def test_one_rank_has_one_copy(device):
-    shards, copies = mesh.shard_mesh(TrainArgs(), device)
+def test_one_rank_has_one_replica(device):
+    shards, copies = mesh.shard_mesh(device, shard_ranks=None, nccl_timeout=30)
     assert shards.size() == 1 and copies is None
     assert torch.distributed.get_world_size() == 1

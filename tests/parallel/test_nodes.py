@@ -1,15 +1,16 @@
-"""Several machines: a torchrun on each, here two on one. They train and generate, and what kills one part ends all."""
+"""Several machines, here two torchruns on one: one trains, one generates, and a killed torchrun ends all ranks."""
 
 import contextlib
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import PATIENCE, ROOT, Moment, alive, command, environment, kill, metrics, until
+from helpers import PATIENCE, ROOT, alive, environment, kill, logged, metrics, until
 
 pytestmark = pytest.mark.slow
 
@@ -18,20 +19,20 @@ FLAGS = ("--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens",
 
 
 class Node:
-    """A torchrun with one rank."""
+    """torchrun with one rank."""
 
     def __init__(self, index: int, port: int, script: str, *flags: object, folder: Path):
-        python, *_, of_script = command(1, script)
         launch = ("--nnodes=2", f"--node_rank={index}", "--nproc_per_node=1", "--master_addr=127.0.0.1",
                   f"--master_port={port}")  # fmt: skip
-        line = [python, "-m", "torch.distributed.run", *launch, of_script, *map(str, flags), "--output_dir", folder]
-        self.said = folder.with_name(f"{folder.name}_{index}.txt")
-        with self.said.open("w") as file:
+        program = [sys.executable, "-m", "torch.distributed.run"]
+        line = [*program, *launch, ROOT / script, *map(str, flags), "--output_dir", folder]
+        self.output = folder.with_name(f"{folder.name}_{index}.txt")
+        with self.output.open("w") as file:
             self.agent = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
 
     @property
     def rank(self) -> int:
-        """The process id of its rank."""
+        """Return the process id of the rank."""
         return int(Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0])
 
 
@@ -49,19 +50,19 @@ def two_nodes(script: str, *flags: object, folder: Path) -> Iterator[list[Node]]
             node.agent.wait()
 
 
-def test_one_node_trains_and_one_generates(tmp_path):
+def test_one_node_trains_and_the_other_generates(tmp_path):
     with two_nodes("grpo.py", "--max_steps", 2, folder=tmp_path / "run") as nodes:
         for node in nodes:
-            assert node.agent.wait(PATIENCE) == 0, node.said.read_text()
+            assert node.agent.wait(PATIENCE) == 0, node.output.read_text()
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
     assert metrics(tmp_path / "run")[1]["sampling/staleness/max"] == 1
 
 
-def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
-    """They are told to stop by that, save, and so stop those of the other machine too."""
+def test_ranks_end_after_their_torchrun_is_killed(tmp_path):
+    """The ranks get a stop signal and save, which stops the ranks of the other machine."""
     folder = tmp_path / "run"
     with two_nodes("online_dpo.py", "--max_steps", 100_000, "--epochs", 1e6, folder=folder) as nodes:
-        until(Moment(folder, step=2).logged)
+        until(lambda: logged(folder, 2))
         ranks = [node.rank for node in nodes]
         try:
             os.kill(nodes[1].agent.pid, signal.SIGKILL)
@@ -71,4 +72,4 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
             raise
         (saved,) = (folder / "checkpoints").iterdir()
         step = int(saved.name.removeprefix("step_"))
-        assert f"told to stop after step {step}" in nodes[0].said.read_text()
+        assert f"stopped after step {step}" in nodes[0].output.read_text()

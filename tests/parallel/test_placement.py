@@ -1,16 +1,13 @@
-"""Whoever computes a sequence, its owner gets its streams, and the gradient is that of one process."""
+"""For every assignment of sequences to ranks, the owner gets the streams, and the gradient is that of one process."""
 
 import json
 
-import inprocess
 import pytest
 from helpers import ROOT, assert_close_metrics, run, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parallel.placement import assign, work
-
-main = inprocess.main
+from common.parallel.placement import assign, cost
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
 
@@ -19,31 +16,31 @@ LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_siz
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(60, 200))
-def test_every_group_is_computed_once_whole_and_within_the_room(groups, units, room):
+def test_every_group_is_assigned_once_to_one_bin_within_the_limit(groups, num_bins, max_tokens):
     lengths = {(i % 3, i // 3): group for i, group in enumerate(groups)}
-    rows = assign(lengths, units, room)
-    assert {len(row) for row in rows} == {units}
+    rows = assign(lengths, num_bins, max_tokens)
+    assert {len(row) for row in rows} == {num_bins}
     assert sorted(key for row in rows for keys in row for key in keys) == sorted(lengths)
-    assert all(sum(sum(lengths[key]) for key in keys) <= room for row in rows for keys in row)
+    assert all(sum(sum(lengths[key]) for key in keys) <= max_tokens for row in rows for keys in row)
 
 
 @given(LENGTHS, st.integers(2, 5))
-def test_with_room_for_it_ranks_differ_by_one_group_at_most(groups, units):
+def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_bins):
     lengths = {(0, i): group for i, group in enumerate(groups)}
-    (row,) = assign(lengths, units, 10_000)
-    works = [sum(work(lengths[key]) for key in keys) for keys in row]
-    assert max(works) - min(works) <= max((work(group) for group in groups), default=0) + 1e-9
+    (row,) = assign(lengths, num_bins, 10_000)
+    costs = [sum(cost(lengths[key]) for key in keys) for keys in row]
+    assert max(costs) - min(costs) <= max((cost(group) for group in groups), default=0) + 1e-9
 
 
-def test_no_more_rows_than_the_tokens_need():
-    lengths = {(0, i): [n] for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))}  # 300: three bins of 100 are full
+def test_number_of_rows_is_minimal():
+    lengths = {(0, i): [n] for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))}  # 300: three full bins of 100
     assert len(assign(lengths, 1, 100)) == 3 and len(assign(lengths, 2, 100)) == 2 and len(assign({}, 4, 100)) == 1
 
 
-def test_what_does_not_fit_names_the_flag():
-    with pytest.raises(ValueError, match="^a sequence of 12 tokens do not fit in --pack_tokens 10$"):
+def test_oversized_group_is_refused_and_names_the_flag():
+    with pytest.raises(ValueError, match="^--pack_tokens 10: a sequence has 12 tokens; raise --pack_tokens or"):
         assign({(0, 0): [12]}, 2, 10)
-    with pytest.raises(ValueError, match="^2 sequences that belong together of 12 tokens"):
+    with pytest.raises(ValueError, match="^--pack_tokens 10: 2 sequences to keep together have 12 tokens"):
         assign({(0, 0): [6, 6]}, 2, 10)
 
 
@@ -57,7 +54,8 @@ from pathlib import Path
 from common.parallel import distributed
 from common.config.groups import TrainArgs
 from common.model.policy import load_policy, load_scalar_model
-from common.data.packing import Sample, pack, pack_groups
+from common.data.packing import pack, pack_groups
+from common.data.sample import Sample
 from model.test_policy import LLAMA3_ROPE, small
 
 folder, context, recompute = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "recompute"
@@ -128,14 +126,14 @@ distributed.cleanup()
 @pytest.mark.parametrize(
     "ranks, context, recompute", [(2, 2, "recompute"), (3, 1, "no"), (4, 2, "no"), (4, 4, "recompute")]
 )
-def test_the_gradient_is_that_of_plain_transformers(ranks, context, recompute, tmp_path):
-    """Whoever computes: losses of tokens and of whole sequences; with one head of keys, with windows, with the
-    recomputation of blocks, and with a sequence that fits on no single rank."""
+def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, tmp_path):
+    """Cases: any assignment to ranks, losses of tokens and of whole sequences, one key head, windows, recomputed
+    blocks, and a sequence that does not fit on one rank."""
     (tmp_path / "ranks.py").write_text(RANKS)
     run(ranks, tmp_path / "ranks.py", ROOT, tmp_path, context, recompute)
     for name, found in json.loads((tmp_path / "found.json").read_text()).items():
         assert found["loss"] < 1e-6 and found["gradient"] < 1e-5, (name, found)
-        for tokens in zip(*found["computed"], strict=True):  # of a micro-batch, on each rank
+        for tokens in zip(*found["computed"], strict=True):  # on each rank, for one micro-batch
             assert max(tokens) <= 150 // context + 5
             if context == ranks:
                 assert len(set(tokens)) == 1
@@ -161,10 +159,10 @@ def test_the_gradient_is_that_of_plain_transformers(ranks, context, recompute, t
         ),
     ],
 )
-def test_scripts_with_context_ranks(main, script, ranks, flags, both, sums, tmp_path):
-    """Two units of two ranks, or one beside a rank that only generates, are one rank; saved and exported like it. Also
-    with two copies of a model under adapters that lives on the host."""
-    if script == "dpo":  # and what it would take of the whole task
+def test_scripts_with_context_ranks_train_like_one_rank(main, script, ranks, flags, both, sums, tmp_path):
+    """Two context groups of two ranks, or one beside a dedicated rollout rank. Cases include two replicas of a model,
+    with adapters, on the host."""
+    if script == "dpo":  # with the flags of the built-in task
         data = ("--dataset", sums, "--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
     else:
         data = ("--engine", "transformers", "--prompts_per_step", 16)
@@ -176,12 +174,13 @@ def test_scripts_with_context_ranks(main, script, ranks, flags, both, sums, tmp_
     assert all((one[name] - many[name]).abs().max() < 1e-4 for name in one)
 
 
-def test_context_ranks_that_do_not_divide(device):
+def test_context_ranks_must_divide_ranks_and_heads(device):
     from common.config.groups import TrainArgs
+    from common.config.launch import check_ranks
     from common.model.policy import load_policy
     from common.model.tiny import tiny_model
 
-    with pytest.raises(ValueError, match="^--context_ranks 3 does not divide the 4 ranks that train$"):
-        TrainArgs(context_ranks=3).check_ranks(4)
-    with pytest.raises(ValueError, match="--context_ranks 3 does not divide its 4 attention heads$"):
+    with pytest.raises(ValueError, match="^--context_ranks 3 must divide the 4 training ranks$"):
+        check_ranks(TrainArgs(context_ranks=3), 4)
+    with pytest.raises(ValueError, match="--context_ranks 3: does not divide the 4 attention heads of --model "):
         load_policy(tiny_model(), TrainArgs(context_ranks=3), device)

@@ -1,18 +1,19 @@
-"""Pools under test: what processes there are, and time that passes only while nothing but what hangs is under way."""
+"""Pools under test: their processes, and a clock that advances only for calls that hang."""
 
 import os
 import select as real_select
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from helpers import PATIENCE, Clock, descendants
 
-from common.rewards import pool as module
-from common.rewards.pool import Pool, Result
+from common.rewards import processes as module
+from common.rewards.processes import Pool, Result
 
 USER_FILE = Path(__file__).with_name("user_functions.py")
 DO, WAIT = f"{USER_FILE}:do", f"{USER_FILE}:wait"
@@ -23,12 +24,22 @@ def errors(results: list[Result]) -> list[str | None]:
 
 
 @contextmanager
-def watched(size: int, timeout: float = PATIENCE, **named) -> Iterator[tuple[Pool, list[int]]]:
-    """A pool, and a list of how many processes it has had, looked at every 10 ms. None is left at the end."""
+def opened(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterator[Pool]:
+    pool = Pool(target, size, seconds, **named)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextmanager
+def watched(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterator[tuple[Pool, list[int]]]:
+    """Yield a pool and the numbers of its processes without the server, taken every 10 ms. Check that no process is
+    left."""
     before, counts, done = set(descendants(os.getpid())), [], threading.Event()
 
     def look() -> None:
-        counts.append(len(set(descendants(os.getpid())) - before))
+        counts.append(len(set(descendants(os.getpid())) - before) - 1)
 
     def watch() -> None:
         while not done.wait(0.01):
@@ -36,7 +47,7 @@ def watched(size: int, timeout: float = PATIENCE, **named) -> Iterator[tuple[Poo
 
     (thread := threading.Thread(target=watch)).start()
     try:
-        with Pool(size, timeout, **named) as pool:
+        with opened(target, size, seconds, **named) as pool:
             yield pool, counts
             look()
     finally:
@@ -46,16 +57,20 @@ def watched(size: int, timeout: float = PATIENCE, **named) -> Iterator[tuple[Poo
 
 
 class StillClock(Clock):
-    """The time of `common/rewards/pool.py`, which stands still but while every process that is at something is at one
-    of the calls with the numbers `hanging`: those, and no others, are late, however slow the machine is. `reached` may
-    say that they have begun: it must, where calls run at the same time."""
+    """Clock of processes.py that advances only while every busy process of these pools is at a call numbered in
+    `hanging`. Only these calls exceed their deadline, however slow the machine is. `reached` returns whether they have
+    begun, which is necessary where calls run at the same time."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, pool: Pool, hanging: Collection[int], reached: Callable = lambda: True
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        pools: Sequence[Pool],
+        hanging: Collection[int],
+        reached: Callable = lambda: True,
     ):
         super().__init__(monkeypatch, module)
-        self.pool, self.hanging, self.reached = pool, set(hanging), reached
-        self.deadline = time.monotonic() + PATIENCE
+        self.pools, self.hanging, self.reached = pools, set(hanging), reached
+        self.patience = time.monotonic() + PATIENCE
         monkeypatch.setattr(module, "select", self)
         self.POLLIN, self.POLLOUT = real_select.POLLIN, real_select.POLLOUT
 
@@ -66,10 +81,10 @@ class StillClock(Clock):
         return _Poll(self)
 
     def only_hanging(self) -> bool:
-        busy = [worker for worker in self.pool.workers if worker.calls or worker.loading]
-        together = self.pool.is_async.get(self.pool.target, False)
-        at = [list(worker.calls)[: None if together else 1] for worker in busy]
-        return bool(busy) and all(self.hanging & set(numbers) for numbers in at) and self.reached()
+        at_work = [pool.processes for pool in self.pools if any(process.asked for process in pool.processes)]
+        busy = [process for process in chain(*at_work) if process.asked or process.is_async is None]
+        at = [list(process.asked)[: None if process.is_async else 1] for process in busy]
+        return bool(at) and all(self.hanging & set(numbers) for numbers in at) and self.reached()
 
 
 class _Poll:
@@ -78,7 +93,7 @@ class _Poll:
         self.register = self.poll_object.register
 
     def poll(self, milliseconds: float) -> list:
-        assert time.monotonic() < self.clock.deadline, "it hangs"
+        assert time.monotonic() < self.clock.patience, "it hangs"
         found = self.poll_object.poll(min(milliseconds, 10))
         if not found and milliseconds > 0 and self.clock.only_hanging():
             self.clock.ahead += milliseconds / 1000 + 0.001

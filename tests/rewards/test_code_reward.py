@@ -1,4 +1,4 @@
-"""The code reward: every form of tests, and programs that forge what they cannot compute."""
+"""The code reward: every form of tests, and programs that try to forge results."""
 
 import json
 
@@ -12,7 +12,7 @@ from common.sandbox.program import Limits, Outcome
 
 pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
 LIMITS = Limits(seconds=PATIENCE)
-SHORT = Limits(seconds=0.2)  # for what never ends
+SHORT = Limits(seconds=0.2)  # for endless programs
 
 
 def fenced(code: str) -> str:
@@ -193,7 +193,7 @@ EACH = ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mix
 
 
 @pytest.mark.parametrize("form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS])
-def test_form(form):
+def test_right_program_passes_and_wrong_program_fails(form):
     columns, right, wrong = FORMS[form]
     assert passes(right, columns, LIMITS) == 1, "the right program fails"
     assert passes(wrong, columns, LIMITS) == 0, "the wrong program passes"
@@ -201,11 +201,11 @@ def test_form(form):
 
 @pytest.mark.parametrize("form", EACH)
 @pytest.mark.parametrize("program", ["", "no ( program"])
-def test_no_program_passes_nothing(form, program):
+def test_missing_program_gets_zero(form, program):
     assert passes(program, FORMS[form][0], LIMITS) == 0
 
 
-def test_fraction():
+def test_fraction_counts_passed_tests():
     assert fraction("print(3)", STDIN, LIMITS) == 0.5
     assert fraction("def square(x): return 4", APPS_CALL, LIMITS) == 0.5
     assert fraction("def similar(a, b): return ()", MBPP, LIMITS) == pytest.approx(1 / 3)
@@ -213,19 +213,19 @@ def test_fraction():
     assert fraction("import os\ndef square(x): return 4 if x == 2 else os._exit(0)", APPS_CALL, LIMITS) == 0.5
 
 
-def test_a_program_that_died_gets_nothing_more():
-    """The judge, which waited for its answer, would take the next request for it."""
+def test_program_that_exited_passes_no_later_test():
+    """Otherwise the judge, which waits for an answer, would take the next request for it."""
     tests = ["try:\n    f(0)\nexcept Exception:\n    pass\nassert True", "assert f(1) == 2"]
     program = "import os\ndef f(x): return os._exit(0) if x == 0 else 2"
     assert fraction(program, row(tests=tests), LIMITS) == 0
     assert fraction(program, row(tests=tests[1:] + tests), LIMITS) == pytest.approx(1 / 3)
 
 
-def test_all_tests_share_the_time(monkeypatch):
+def test_tests_share_one_time_limit(monkeypatch):
     given = []
 
     def run(source, stdin, limits, unsafe):
-        """Half a second for every input."""
+        """Advance the clock by half a second for every input."""
         given.append(limits.seconds)
         return Outcome("ok", stdin, 0.5) if limits.seconds > 0.5 else Outcome("time limit", "", limits.seconds)
 
@@ -235,11 +235,11 @@ def test_all_tests_share_the_time(monkeypatch):
     assert given == pytest.approx([1.4, 0.9, 0.4])
     assert passes("", row(tests=tests[:2]), Limits(seconds=1.4)) == 1
     mixed = [*tests[:3], "assert f(1) == 1", dict(function="f", args=[1], result=1)]
-    monkeypatch.setattr(code_reward, "Program", None)  # which is not started: there is no time left
+    monkeypatch.setattr(code_reward, "Program", None)  # not started: no time is left
     assert fraction("def f(x): return x", row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(2 / 5)
 
 
-def test_the_start_of_the_judge_is_not_the_programs_time(monkeypatch):
+def test_start_of_the_judge_does_not_count_as_program_time(monkeypatch):
     clock, start = Clock(monkeypatch, process, program), code_reward.start_judge
 
     def slowly(*arguments):
@@ -251,8 +251,8 @@ def test_the_start_of_the_judge_is_not_the_programs_time(monkeypatch):
     assert passes("def f(x): return x", row(tests=["assert f(1) == 1"] * 2), LIMITS) == 1 and clock.ahead > 0
 
 
-def test_the_program_is_watched_while_the_judge_computes(monkeypatch):
-    """Seen is what ends it: the limit of files, in the middle of a test that goes on for long."""
+def test_program_is_monitored_while_the_judge_computes(monkeypatch):
+    """The evidence is the end of the program by its file limit, in the middle of a long test."""
     source = """
 import threading
 def work():
@@ -274,7 +274,7 @@ def f(x):
 
 
 @pytest.mark.parametrize("program", ["__ask__(1)", "def f(x): return __ask__(1)", "__ask__({'call': 'f'})"])
-def test_a_question_of_the_program_is_a_wrong_answer(program):
+def test_question_from_the_program_is_a_wrong_answer(program):
     assert passes(program, row(tests=["assert f(1) == 1"]), LIMITS) == 0
 
 
@@ -305,7 +305,7 @@ def test_a_question_of_the_program_is_a_wrong_answer(program):
         ("- ```python\n  x = 1\n  y = 2\n  ```", "x = 1\ny = 2\n"),
     ],
 )
-def test_extract_program(completion, program):
+def test_program_is_extracted_from_the_completion(completion, program):
     assert extract_program(completion, STDIN) == program
 
 
@@ -314,7 +314,7 @@ def test_extract_program(completion, program):
     [(HUMANEVAL, "find_zero"), (APPS_CALL, "square"), (CALLS, "pairs"), (MBPP, "similar"),
      (row(tests=["assert Stack(1).pop() == 1"]), "Stack")],
 )  # fmt: skip
-def test_the_block_that_defines_what_is_tested(columns, name):
+def test_block_that_defines_a_tested_name_is_extracted(columns, name):
     solution, usage = f"def {name}(*args): return 1\n", f"print({name}(1))"
     for code in (solution, solution.replace(name, "helper") + f"{name} = helper\n", f"class Solution:\n    {solution}"):
         program = extract_program(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
@@ -322,7 +322,7 @@ def test_the_block_that_defines_what_is_tested(columns, name):
     assert usage in extract_program(fenced("x = 1") + fenced(usage), columns)
 
 
-def test_the_prompt_is_put_in_front_only_if_it_is_a_stub():
+def test_prompt_is_prepended_only_if_it_is_a_stub():
     body = "    return 0"
     assert extract_program(body, HUMANEVAL) == HUMANEVAL_PROMPT + "\n" + body
     for prompt in ("Write find_zero.", [dict(role="user", content="x")], "def other():\n    pass\n", None):
@@ -347,7 +347,7 @@ def test_the_prompt_is_put_in_front_only_if_it_is_a_stub():
         (frozenset(), [], 0), (2**53 + 1, float(2**53), 0),
     ],
 )  # fmt: skip
-def test_same(value, expected, result):
+def test_values_are_compared_exactly(value, expected, result):
     assert same(value, expected) == result
 
 
@@ -360,7 +360,7 @@ def test_stdout_is_compared_line_by_line(printed, expected, reward):
     assert passes(f"print({printed!r}, end='')", row(tests=[dict(input="", output=expected)]), LIMITS) == reward
 
 
-def test_a_long_expected_output_is_within_the_limit():
+def test_long_expected_output_fits_the_output_limit():
     tests = [dict(input="", output="x" * 5000)]
     assert passes("print('x' * 5000)", row(tests=tests), Limits(seconds=PATIENCE, output_bytes=1000)) == 1
 
@@ -371,20 +371,20 @@ def test_a_long_expected_output_is_within_the_limit():
 @pytest.mark.parametrize(
     "columns, message",
     [
-        (dict(tests=["assert 1 == 1"]), "it calls nothing of the program"),
+        (dict(tests=["assert 1 == 1"]), "it calls no function of the program"),
         (dict(tests=["import nothing_like_this\nassert f(1)"]), "ModuleNotFoundError"),
-        (dict(tests=["assert f(1) == y"]), "it needs the value of y, which nothing in it defines"),
+        (dict(tests=["assert f(1) == y"]), "it needs the value of y, which it does not define"),
         (dict(tests=["assert f(lambda x: x) == 1"]), "a function cannot be passed to the program"),
         (dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"), "ModuleNotFoundError"),
     ],
 )
 @pytest.mark.parametrize("program", ["def f(x): return 1", "def f(x): return x", "def f(x): raise NameError('f')"])
-def test_tests_that_cannot_run_are_errors_whatever_the_program_does(columns, message, program):
+def test_malformed_tests_are_errors_for_every_program(columns, message, program):
     with pytest.raises(ValueError, match=f"^train.jsonl:7: the test cannot run: .*{message}"):
         passes(program, row(**columns), LIMITS)
 
 
-# ---- programs that cannot be made to pass ----
+# ---- hostile programs ----
 
 FORGED = json.dumps({"value": True})
 HOSTILE = {
@@ -533,14 +533,14 @@ def test_hostile_programs_do_not_pass(name, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_honest_program_passes_all_of_them(kind):
+def test_honest_program_passes_the_tests_of_hostile_ones(kind):
     answer = "[x + 2]" if kind == "call of a list" else "x + 2"
     program = f"def f(x): return {answer}\nif __name__ == '__main__': print(f(int(input())))"
     assert passes(program, KINDS[kind], LIMITS) == 1
 
 
-def test_the_program_learns_no_expected_value():
-    """What the program's process is sent: calls, with arguments, and nothing else."""
+def test_program_receives_no_expected_value():
+    """The process of the program receives only calls with their arguments."""
     seen = []
     exchange = program.Program.exchange
 
@@ -556,7 +556,7 @@ def test_the_program_learns_no_expected_value():
     assert seen and set(seen) == {json.dumps(dict(call="f", args=[5], kwargs={}))}
 
 
-def test_without_confinement_callers_are_told(monkeypatch):
+def test_missing_confinement_is_an_error(monkeypatch):
     monkeypatch.setattr(program, "problem", lambda: "no such kernel")
     with pytest.raises(ValueError, match="programs cannot be run safely here: no such kernel"):
         passes("print(3)", STDIN, LIMITS)

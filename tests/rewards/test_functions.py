@@ -1,4 +1,4 @@
-"""The built-in rewards, and all of them on wild text."""
+"""The built-in rewards, and their robustness on random text."""
 
 import json
 import math
@@ -31,7 +31,7 @@ from common.rewards.functions import (
     to_number,
 )
 
-# ---- the same answer ----
+# ---- equal answers ----
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ from common.rewards.functions import (
         ("#### 18", "eighteen", 0),
     ],
 )
-def test_gsm8k(completion, answer, reward):
+def test_gsm8k_scores_the_final_answer(completion, answer, reward):
     assert gsm8k(completion, dict(answer=answer)) == reward
 
 
@@ -98,7 +98,7 @@ def test_gsm8k(completion, answer, reward):
         ("eighteen", "18", 0),
         ("", "18", 0),
         ("18", "eighteen", 0),
-        # a box before all, then what is announced, then the last
+        # a box takes precedence, then an announced answer, then the last number
         (r"\boxed{18} and then #### 9, in 7 days", "18", 1),
         (r"\boxed{7}, no: \boxed{18}", "18", 1),
         (r"\boxed{x_1 = \$18\text{ in }7\text{ days}} or 9", "18", 1),
@@ -109,14 +109,14 @@ def test_gsm8k(completion, answer, reward):
         ("#### 18\nwhich took 7 steps", "18", 1),
         ("A: 18, I think, in 7 steps", "18", 1),
         ("#### 9\n18", "18", 0),
-        # thoughts
+        # thinking blocks
         ("<think>first \\boxed{9}, #### 9</think> The answer is 18.", "18", 1),
         ("it is 9 </think>\n18", "18", 1),
         ("<think>perhaps 18", "18", 0),
         ("<think>18</think>", "18", 0),
     ],
 )
-def test_gsm8k_flexible(completion, answer, reward):
+def test_gsm8k_flexible_scores_the_extracted_answer(completion, answer, reward):
     assert gsm8k_flexible(completion, dict(answer=answer)) == reward
 
 
@@ -150,7 +150,7 @@ def test_to_number_is_exact():
         ("18", "18", 0),
     ],
 )
-def test_boxed(completion, answer, reward):
+def test_boxed_scores_the_last_box(completion, answer, reward):
     assert boxed(completion, dict(answer=answer)) == reward
 
 
@@ -164,18 +164,18 @@ def test_last_boxed_balances_braces():
     [("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0), ("#### 5 x", 0),
      ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0)],
 )  # fmt: skip
-def test_format(completion, reward):
+def test_format_scores_the_tags(completion, reward):
     assert format(completion, {}) == reward
 
 
-def test_exact_match():
+def test_exact_match_compares_the_stripped_text():
     assert exact_match(" 18\n", dict(answer="18")) == 1 and exact_match("18", dict(answer=18)) == 1
     assert exact_match("18.0", dict(answer="18")) == 0 and exact_match("", dict(answer="18")) == 0
 
 
 @needs_gsm8k
-def test_gsm8k_on_the_real_file():
-    """Every gold answer is right for itself, and wrong for the next row with another answer."""
+def test_gsm8k_accepts_every_gold_answer_of_the_dataset():
+    """Every gold answer is right for its row, and wrong for the next row with another answer."""
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line]
     gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
     assert len(answers) > 7000
@@ -223,14 +223,14 @@ ROW = dict(nums=[3, 5, 7, 9], target=24, _source="rows.jsonl:7")  # 3+5+7+9
         ("3+5+7+9 =", 0),
         ("3+5+7+9 = x", 0),
         ("3+5+7+9 = ٢٤", 0),
-        # the place
+        # position of the answer
         ("3+5+7+9\nis it", 0),
         ("<answer>3+5+7+9</answer> <answer>3</answer>", 0),
         ("<answer>3+5+7+9", 0),
-        ("<answer>\n3+5+7+9", 0),  # cut off: not the last line of a completion without tags
+        ("<answer>\n3+5+7+9", 0),  # truncated: not the last line of a completion without tags
         ("<answer>3+5+7+9</answer> and <answer>", 1),
         ("the answer is 3+5+7+9", 0),
-        # the language
+        # allowed syntax
         ("3.0 + 5 + 7 + 9", 0),
         ("3 + 5 + 7 + 0_9", 0),
         ("3 + 5 + 7 + 09", 0),
@@ -253,7 +253,7 @@ ROW = dict(nums=[3, 5, 7, 9], target=24, _source="rows.jsonl:7")  # 3+5+7+9
         ("\x003+5+7+9", 0),
     ],
 )
-def test_countdown(completion, reward):
+def test_countdown_scores_the_expression(completion, reward):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert countdown(completion, ROW) == reward
@@ -262,7 +262,7 @@ def test_countdown(completion, reward):
 @pytest.mark.parametrize(
     "completion, nums, target, reward",
     [
-        ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24, 1),  # through fractions: floats give 23.999999999999989
+        ("8 / (3 - 8 / 3)", [8, 3, 8, 3], 24, 1),  # exact fractions: floats give 23.999999999999989
         ("8 ÷ (3 − 8 ÷ 3)", [8, 3, 8, 3], 24, 1),
         ("8 × 3", [3, 8], 24, 1),
         ("7 / 2", [2, 7], 3, 0),
@@ -280,14 +280,14 @@ def test_countdown(completion, reward):
         ("5", [5], 5, 1),
     ],
 )
-def test_countdown_with_other_numbers(completion, nums, target, reward):
+def test_countdown_scores_expressions_over_other_numbers(completion, nums, target, reward):
     assert countdown(completion, dict(nums=nums, target=target)) == reward
     assert countdown(completion, dict(numbers=nums, target=target)) == reward
 
 
 @given(st.data())
-def test_countdown_accepts_every_right_expression(data):
-    """Random trees, against Python's own arithmetic on fractions; in any order of `nums`."""
+def test_countdown_accepts_every_correct_expression(data):
+    """Random expression trees are compared with Python's fractions; `nums` are in any order."""
     nums = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=6))
     parts = [(str(n), Fraction(n)) for n in nums]
     while len(parts) > 1:
@@ -307,14 +307,14 @@ def test_countdown_accepts_every_right_expression(data):
 
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=220))
-def test_arithmetic_is_silent_on_its_own_alphabet(text):
+def test_arithmetic_raises_nothing_on_its_alphabet(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         value, numbers = arithmetic(text)
     assert value is None or "**" not in text and "//" not in text and numbers
 
 
-def test_arithmetic_is_bounded():
+def test_arithmetic_bounds_length_and_size():
     assert arithmetic("(" * 99 + "1" + ")" * 99) == (1, [1])
     assert arithmetic("1" + "+1" * 99)[0] == 100 and arithmetic("1" + "+1" * 100)[0] is None  # 199, 201 characters
     for text in ("(" * 200, "(" * 100 + ")" * 100, "-" * 199 + "1", "9" * 10_000, "1(" * 100, "(1)" * 60):
@@ -325,13 +325,13 @@ def test_arithmetic_is_bounded():
 @pytest.mark.parametrize(
     "columns, message",
     [
-        (dict(target=3), r"rows.jsonl:7: column nums \(or numbers\) must list .* it is None"),
+        (dict(target=3), "rows.jsonl:7: column nums or numbers: expected integers >= 0, got None"),
         (dict(target=3, nums=[]), "column nums"),
-        (dict(target=3, nums="1 2"), "column nums .* it is '1 2'"),
+        (dict(target=3, nums="1 2"), "column nums .* got '1 2'"),
         (dict(target=3, nums=[1, 2.0]), "column nums"),
         (dict(target=3, nums=[1, True]), "column nums"),
         (dict(target=3, numbers=[1, -2]), "column nums"),
-        (dict(target="3", nums=[1, 2]), "rows.jsonl:7: column target must be a whole number, it is '3'"),
+        (dict(target="3", nums=[1, 2]), "rows.jsonl:7: column target: expected an integer, got '3'"),
         (dict(target=3.5, nums=[1, 2]), "column target"),
     ],
 )
@@ -340,13 +340,13 @@ def test_countdown_refuses_malformed_rows(columns, message):
         countdown.check(columns | dict(_source="rows.jsonl:7"))
 
 
-def test_countdown_takes_good_rows():
+def test_countdown_accepts_well_formed_rows():
     assert countdown.columns == ("target",)
     for columns in (dict(nums=[1, 2]), dict(numbers=[0]), dict(nums=None, numbers=[4])):
         countdown.check(columns | dict(target=3, _source=""))
 
 
-# ---- the shape of a completion ----
+# ---- the form of a completion ----
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_countdown_takes_good_rows():
     [("a b c", 3, 0), ("a b c", 5, -2), ("a b c", 1, -2), (" a\n\tb  ", 2, 0), ("", 0, 0), ("", 4, -4),
      ("a b", None, -2), ("a-b, c.", 2, 0), ("a b c", 2.5, -0.5)],
 )  # fmt: skip
-def test_length(completion, target, reward):
+def test_length_reward_follows_its_ramp(completion, target, reward):
     assert length(completion, dict(target_length=target)) == reward
     if not target:
         assert length(completion, {}) == reward
@@ -365,7 +365,7 @@ def test_length_refuses_malformed_rows():
         length.check(dict(target_length=good, _source="x"))
     length.check(dict(_source="x"))
     for bad in ("12", -1, math.nan, math.inf, True, [1]):
-        with pytest.raises(ValueError, match="rows:2: column target_length must be a number of words, it is "):
+        with pytest.raises(ValueError, match="rows:2: column target_length: expected a number of words, got "):
             length.check(dict(target_length=bad, _source="rows:2"))
 
 
@@ -374,13 +374,13 @@ def test_length_refuses_malformed_rows():
     [("", 0), ("a", 0), ("a a", 0), ("a a a", 0), ("a b c", 0), ("a a a a", -1 / 2), ("a b c d e f", 0),
      ("a b c a b c", -1 / 4), ("a b\nc  a b c a b c", -4 / 7), ("a b a b a b", -2 / 4), ("A b c a b c", 0)],
 )  # fmt: skip
-def test_repetition(completion, reward):
+def test_repetition_scores_repeated_ngrams(completion, reward):
     assert repetition(completion, {}) == pytest.approx(reward)
     assert math.copysign(1, repetition(completion, {})) == (1 if reward == 0 else -1)  # 0, not -0, in tables
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30))
-def test_repetition_counts_by_a_naive_loop(words):
+def test_repetition_equals_a_naive_loop(words):
     seen, repeats = [], 0
     for i in range(len(words) - 2):
         repeats += words[i : i + 3] in seen
@@ -412,11 +412,11 @@ def test_repetition_counts_by_a_naive_loop(words):
         ("", 0),
     ],
 )
-def test_tag_format(completion, reward):
+def test_tag_format_scores_each_tag(completion, reward):
     assert tag_format(completion, {}) == reward
 
 
-# ---- all of them ----
+# ---- all rewards ----
 
 FULL_ROW = dict(
     answer="#### 18",
@@ -433,13 +433,13 @@ PIECES = ["<think>", "</think>", "<answer>", "</answer>", "####", "A:", "\\boxed
 PIECES += ["\n", "*", "$", "-", "(", ")", "3+5", "=8", "×", "x", "\x00", "\ufeff", "٣", "😀", "\u2028"]
 
 
-def test_they_have_the_names_that_users_type():
+def test_function_names_equal_their_flag_values():
     assert all(REWARDS[name].__name__ == name for name in SINGLE_TURN)
 
 
 @pytest.mark.parametrize("name", SINGLE_TURN)
 @given(text=st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)))
-def test_any_text_gets_a_number_in_range(name, text):
+def test_random_text_gets_a_reward_in_range(name, text):
     low, high = RANGES.get(name, (0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -468,15 +468,15 @@ WILD = {
 
 @pytest.mark.parametrize("name", SINGLE_TURN)
 @pytest.mark.parametrize("kind", WILD)
-def test_long_wild_text_takes_linear_time(name, kind):
+def test_long_random_text_takes_linear_time(name, kind):
     started = time.process_time()
     value = REWARDS[name](WILD[kind], FULL_ROW)
-    assert time.process_time() - started < 10  # CPU time, measured: under 0.05 s; quadratic would be minutes
+    assert time.process_time() - started < 10  # measured CPU time: under 0.05 s; quadratic would be minutes
     assert math.isfinite(value)
 
 
 @given(st.lists(st.sampled_from(["####", "A:", " ", "*", "-", "+", "$", "1", "23", ",", ".", "/", "\n", "x"])))
-def test_the_linear_pattern_of_gsm8k_finds_what_the_plain_one_finds(pieces):
+def test_linear_gsm8k_pattern_equals_the_plain_one(pieces):
     plain = re.compile(rf"(?:####|\bA:)[\s*]*([-+]?)\s*\$?\s*({NUMBER})(?!\d|\s*/\s*\d)")
     assert FINAL_ANSWER.findall("".join(pieces)) == plain.findall("".join(pieces))
 
@@ -484,5 +484,5 @@ def test_the_linear_pattern_of_gsm8k_finds_what_the_plain_one_finds(pieces):
 @pytest.mark.parametrize(
     ("completion", "worth"), [("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0)]
 )
-def test_characters_are_counted_in_their_place(completion, worth):
+def test_characters_reward_compares_positions(completion, worth):
     assert REWARDS["characters"](completion, dict(answer="12")) == pytest.approx(worth)

@@ -1,4 +1,4 @@
-"""IFEval's instructions: what follows each and what does not, rows that cannot be checked, and wild text."""
+"""IFEval's instructions: completions that follow each or violate it, malformed rows, and random text."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from common.rewards.ifeval import ARGUMENTS, INSTRUCTIONS, ifeval
 
 
 def follows(completion: str, instruction: str, **kwargs) -> bool:
-    """By the short name: `title` for `detectable_format:title`."""
+    """Check by the short name: `title` for `detectable_format:title`."""
     [full] = [i for i in INSTRUCTIONS if i.endswith(f":{instruction}")]
     row = dict(instruction_id_list=[full], kwargs=[kwargs], _source="rows.jsonl:1")
     ifeval.check(row)
@@ -81,17 +81,17 @@ CASES = [
 
 
 @pytest.mark.parametrize("instruction, kwargs, good, bad", CASES)
-def test_instruction(instruction, kwargs, good, bad):
+def test_instruction_separates_following_from_violating_completions(instruction, kwargs, good, bad):
     for completion in good:
         assert follows(completion, instruction, **kwargs), completion
     for completion in bad + ["", " \n\t"]:
         assert not follows(completion, instruction, **kwargs), completion
 
 
-def test_every_instruction_has_cases_and_every_argument_a_use():
+def test_every_instruction_has_cases_and_uses_every_argument():
     assert {instruction.partition(":")[2] for instruction in INSTRUCTIONS} == {case[0] for case in CASES}
     assert {name for _, names in INSTRUCTIONS.values() for name in names} == set(ARGUMENTS)
-    assert len(INSTRUCTIONS) == 24  # of the paper's 25: without the response's language
+    assert len(INSTRUCTIONS) == 24  # the paper has 25; the response's language is missing
 
 
 # ---- rows ----
@@ -101,8 +101,8 @@ def row(*pairs) -> dict:
     return dict(instruction_id_list=[i for i, _ in pairs], kwargs=[k for _, k in pairs], _source="rows.jsonl:3")
 
 
-def test_the_reward_is_the_fraction_that_is_followed():
-    """With the arguments of all instructions in every dict, as the public dataset's table has them."""
+def test_reward_is_the_fraction_of_followed_instructions():
+    """Every dict has the arguments of all instructions, as in the table of the public dataset."""
     nulls = dict.fromkeys(ARGUMENTS)
     example = row(
         ("punctuation:no_comma", None),
@@ -127,27 +127,27 @@ WORDS = "length_constraints:number_words"
         (row(("number_words", {})), "unknown instruction 'number_words'; there are keywords:existence, "),
         (row((None, {})), "unknown instruction None"),
         (row((["a"], {})), "unknown instruction"),
-        (row(), "instruction_id_list must be a list of at least one instruction"),
-        (row() | dict(instruction_id_list="x"), "instruction_id_list must be a list .* it is 'x'"),
-        (row((WORDS, {})) | dict(kwargs=[]), "kwargs must have one dict for each of the 1 instructions, it has 0"),
-        (row((WORDS, {})) | dict(kwargs=[{}, {}]), "it has 2"),
-        (row((WORDS, {})) | dict(kwargs="{}"), "it has '{}'"),
-        (row((WORDS, "{}")), f"the kwargs of {WORDS} must be a dict, they are '{{}}'"),
-        (row((WORDS, None)), f"{WORDS}: the argument num_words must be a whole number >= 0, it is missing"),
-        (row((WORDS, dict(num_words=3))), f"{WORDS}: the argument relation must be .at least. .* it is missing"),
-        (row((WORDS, dict(num_words=3, relation="at most"))), "argument relation .* it is 'at most'"),
-        (row((WORDS, dict(num_words="3", relation="at least"))), "argument num_words .* it is '3'"),
-        (row((WORDS, dict(num_words=-1, relation="at least"))), "argument num_words .* it is -1"),
-        (row((WORDS, dict(num_words=True, relation="at least"))), "argument num_words .* it is True"),
-        (row((WORDS, dict(num_words=2.5, relation="at least"))), "argument num_words .* it is 2.5"),
-        (row((WORDS, dict(num_words=float("nan"), relation="at least"))), "argument num_words .* it is nan"),
-        (row(("length_constraints:number_paragraphs", dict(num_paragraphs=0))), "num_paragraphs .* >= 1, it is 0"),
-        (row(("keywords:existence", dict(keywords="river"))), "keywords must be a list of texts, it is 'river'"),
-        (row(("keywords:existence", dict(keywords=[]))), r"keywords must be a list of texts, it is \[\]"),
-        (row(("keywords:forbidden_words", dict(forbidden_words=["a", " "]))), "forbidden_words must be a list"),
-        (row(("startend:end_checker", dict(end_phrase=" "))), "end_phrase must be a text that is not blank"),
+        (row(), "instruction_id_list: expected a list of instructions"),
+        (row() | dict(instruction_id_list="x"), "instruction_id_list: expected a list .* got 'x'"),
+        (row((WORDS, {})) | dict(kwargs=[]), "kwargs: expected a dict for each of the 1 instructions, got 0"),
+        (row((WORDS, {})) | dict(kwargs=[{}, {}]), "got 2"),
+        (row((WORDS, {})) | dict(kwargs="{}"), "got '{}'"),
+        (row((WORDS, "{}")), f"the kwargs of {WORDS}: expected a dict, got '{{}}'"),
+        (row((WORDS, None)), f"{WORDS}: argument num_words: expected a whole number >= 0, got nothing"),
+        (row((WORDS, dict(num_words=3))), f"{WORDS}: argument relation: expected .at least. .* got nothing"),
+        (row((WORDS, dict(num_words=3, relation="at most"))), "argument relation: .* got 'at most'"),
+        (row((WORDS, dict(num_words="3", relation="at least"))), "argument num_words: .* got '3'"),
+        (row((WORDS, dict(num_words=-1, relation="at least"))), "argument num_words: .* got -1"),
+        (row((WORDS, dict(num_words=True, relation="at least"))), "argument num_words: .* got True"),
+        (row((WORDS, dict(num_words=2.5, relation="at least"))), "argument num_words: .* got 2.5"),
+        (row((WORDS, dict(num_words=float("nan"), relation="at least"))), "argument num_words: .* got nan"),
+        (row(("length_constraints:number_paragraphs", dict(num_paragraphs=0))), "num_paragraphs: .* >= 1, got 0"),
+        (row(("keywords:existence", dict(keywords="river"))), "keywords: expected a list of texts, got 'river'"),
+        (row(("keywords:existence", dict(keywords=[]))), r"keywords: expected a list of texts, got \[\]"),
+        (row(("keywords:forbidden_words", dict(forbidden_words=["a", " "]))), "forbidden_words: expected a list"),
+        (row(("startend:end_checker", dict(end_phrase=" "))), "end_phrase: expected a text that is not blank"),
         (row(("keywords:letter_frequency", dict(letter="ab", let_frequency=1, let_relation="at least"))),
-         "letter must be one character, it is 'ab'"),
+         "letter: expected one character, got 'ab'"),
         (row(("punctuation:no_comma", {}), (WORDS, {})), "argument num_words"),  # not only the first
     ],
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_malformed_rows_are_refused_by_name(broken, message):
         ifeval.check(broken)
 
 
-# ---- wild text ----
+# ---- random text ----
 
 EXAMPLES = {name: value for _, kwargs, _, _ in CASES for name, value in kwargs.items()}
 ALL = row(*((i, {name: EXAMPLES[name] for name in names}) for i, (_, names) in INSTRUCTIONS.items()))
@@ -166,7 +166,7 @@ PIECES += ["\x00", "文", "😀", "İ", "ß", "\u2028"]
 
 
 @given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=40).map("".join)))
-def test_any_text_gets_a_fraction(text):
+def test_random_text_gets_a_fraction(text):
     value = ifeval(text, ALL)
     assert isinstance(value, float) and 0 <= value <= 1
     assert value * len(INSTRUCTIONS) == pytest.approx(round(value * len(INSTRUCTIONS)))
@@ -174,14 +174,14 @@ def test_any_text_gets_a_fraction(text):
 
 
 @given(st.text(alphabet="ab .!?\n", max_size=60), st.integers(0, 8))
-def test_less_than_is_the_opposite_of_at_least(text, bound):
+def test_less_than_is_the_negation_of_at_least(text, bound):
     for instruction, name in [("number_words", "num_words"), ("number_sentences", "num_sentences")]:
         less, at_least = (follows(text, instruction, relation=r, **{name: bound}) for r in ("less than", "at least"))
         assert less != at_least or not text.strip()
 
 
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
-def test_what_json_writes_is_json(value):
+def test_json_instruction_accepts_the_output_of_json(value):
     text = json.dumps(value)
     assert follows(text, "json_format") and follows(f"```json\n{text}\n```", "json_format")
     assert not follows(text + " x", "json_format")
@@ -203,7 +203,7 @@ WILD = {repr(piece): piece * (SIZE // len(piece)) for piece in PIECES} | {
 
 
 @pytest.mark.parametrize("kind", WILD)
-def test_long_wild_text_takes_linear_time(kind):
+def test_long_random_text_takes_linear_time(kind):
     started = time.process_time()
     assert 0 <= ifeval(WILD[kind], ALL) <= 1
-    assert time.process_time() - started < 20  # CPU time, measured: under 0.2 s for all 24; quadratic would be minutes
+    assert time.process_time() - started < 20  # measured CPU time: under 0.2 s for all 24; quadratic would be minutes

@@ -1,4 +1,4 @@
-"""The math reward: which answers are equal, what is read out of a completion, and answers on which sympy hangs."""
+"""The math reward: equal answers, the answer in a completion, and answers on which sympy hangs."""
 
 import json
 import random
@@ -10,13 +10,12 @@ from helpers import GSM8K, PATIENCE, ROOT, needs_gsm8k
 
 from common.rewards.functions import gsm8k
 from common.rewards.math_reward import math
-from common.rewards.pool import Pool
-from tests.rewards.pools import StillClock
+from tests.rewards.pools import StillClock, opened
 
-# gold answer, answer, equal. Not here, because math-verify is wrong about them: it ignores number bases (25_8 = 25) and
-# units (5 cm = 5 m), rounds decimals to six places (0.1234567 = 0.1234569), reads words without \text as products, in
-# which the order of the letters does not matter (no = on), does not know "x < 3" for the gold answer (-\infty, 3),
-# though the other way round, and takes (1, 2), as an interval or point, for the set {1, 2}.
+# gold answer, answer, equal. Excluded cases, because math-verify is wrong about them: it ignores number bases
+# (25_8 = 25) and units (5 cm = 5 m), rounds decimals to six places (0.1234567 = 0.1234569), reads words without \text
+# as products, in which the order of letters has no effect (no = on), rejects "x < 3" for the gold answer (-\infty, 3),
+# although it accepts the reverse, and accepts (1, 2), as an interval or point, for the set {1, 2}.
 PAIRS = [
     ("5", "5.0", 1), ("5", "5.", 1), ("5", "-5", 0), ("0", "0.0000001", 0), ("1000000", "1000001", 0),
     ("1/2", "0.5", 1), (r"\frac{1}{2}", r"\dfrac12", 1), (r"-\frac{1}{2}", r"\frac{-1}{2}", 1), ("1/3", "2/6", 1),
@@ -51,10 +50,10 @@ def row(answer) -> dict:
 
 
 @pytest.mark.parametrize("gold, answer, equal", PAIRS)
-def test_equal_answers(gold, answer, equal):
+def test_equal_answers_are_recognised(gold, answer, equal):
     assert math(f"so it is $\\boxed{{{answer}}}$.", row(gold)) == equal
     assert math(f"so it is\n#### {answer}\n", row(gold)) == equal
-    if answer != "}":  # which ends the box
+    if answer != "}":  # which closes the box
         assert math(f"\\boxed{{{answer}}}", row(f"thus \\boxed{{{gold}}}")) == equal
 
 
@@ -71,7 +70,7 @@ def test_equal_answers(gold, answer, equal):
         ("\\boxed{" * 500, 0), ("\0\ud800", 0),
     ],
 )  # fmt: skip
-def test_what_is_read_from_a_completion(completion, reward):
+def test_answer_is_extracted_from_the_completion(completion, reward):
     for gold in ("18", r"so \boxed{18}", "9 + 9 = 18\n#### 18", r"$\frac{36}{2}$"):
         assert math(completion, row(gold)) == reward
 
@@ -79,15 +78,15 @@ def test_what_is_read_from_a_completion(completion, reward):
 @pytest.mark.parametrize(
     "gold", ["", "##", "####", r"\boxed{1", "??", "A sum of " + "many words and no mark " * 5 + "18"]
 )
-def test_a_gold_answer_that_cannot_be_understood_is_an_error(gold):
+def test_unparsable_gold_answer_is_an_error(gold):
     for completion in (r"\boxed{18}", "", gold):
         with pytest.raises(ValueError, match="rows.jsonl:3: math-verify does not understand"):
             math(completion, row(gold))
 
 
 @needs_gsm8k
-def test_agrees_with_gsm8k_on_the_real_file():
-    """Every tenth gold answer (all of them agree) as a completion, for its own row and for another."""
+def test_math_reward_agrees_with_gsm8k_on_the_dataset():
+    """Every tenth gold answer (all of them agree) is a completion for its row and for another row."""
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line][::10]
     right = 0
     for i, answer in enumerate(answers):
@@ -99,12 +98,13 @@ def test_agrees_with_gsm8k_on_the_real_file():
 
 # ---- in processes, with a deadline ----
 
+TARGET = "common.rewards.math_reward:math"
 HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}"]
 
 
 @pytest.mark.slow
-def test_answers_on_which_sympy_hangs_are_lost_alone(monkeypatch):
-    """math-verify's own time-outs are signals, which two of the three do not look at."""
+def test_only_answers_that_hang_in_sympy_get_no_reward(monkeypatch):
+    """math-verify's time-outs are signals, which two of the three answers ignore."""
     rng, calls, rewards = random.Random(0), [], []
     for _ in range(60):
         a, b, equal = rng.randint(-999, 999), rng.randint(1, 99), rng.random() < 0.5
@@ -114,22 +114,22 @@ def test_answers_on_which_sympy_hangs_are_lost_alone(monkeypatch):
     hanging = {20: HANGING[0], 58: HANGING[1], 59: HANGING[2]}
     for i, answer in hanging.items():
         calls[i] = (f"so \\boxed{{{answer}}}", row("18"))
-    with Pool(2, 10.0, start_timeout=PATIENCE) as pool:
-        StillClock(monkeypatch, pool, hanging)
-        results = pool.map("common.rewards.math_reward:math", calls)
+    with opened(TARGET, 2, 10.0, start_seconds=PATIENCE, shared=True) as pool:
+        StillClock(monkeypatch, [pool], hanging)
+        results = pool.map(calls)
     assert [i for i, r in enumerate(results) if r.timed_out] == sorted(hanging)
     assert [r.value for r in results] == [None if i in hanging else reward for i, reward in enumerate(rewards)]
 
 
 def test_errors_name_the_row_and_nothing_is_printed(capfd):
-    with Pool(1, PATIENCE) as pool:
-        bad, good = pool.map("common.rewards.math_reward:math", [("5", row("")), ("5", row("5"))])
+    with opened(TARGET, 1, shared=True) as pool:
+        bad, good = pool.map([("5", row("")), ("5", row("5"))])
     assert "ValueError: rows.jsonl:3" in bad.error and good.value == 1
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_library_is_imported_by_the_processes_alone():
+def test_only_worker_processes_import_the_library():
     modules = "{'torch', 'sympy', 'math_verify'}"
-    code = f"import sys, common.rewards.math_reward, common.rewards.pool; print({modules} & sys.modules.keys())"
+    code = f"import sys, common.rewards.math_reward, common.rewards.processes; print({modules} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n" and math.columns == ("answer",)

@@ -1,14 +1,13 @@
-"""Reward models: whose numbers are those of transformers on the conversation in their own words."""
+"""Reward models: their scores are those of transformers on the conversation in the model's chat template."""
 
 import json
 
-import inprocess
 import pytest
 import torch
 from conftest import Args
 from helpers import run
 
-from common.data.packing import Sample
+from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
@@ -17,7 +16,6 @@ from common.rewards.reward_model import short_names
 from common.rewards.scoring import Rewards
 from common.train.checkpoint import export_hf
 
-main = inprocess.main
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -27,7 +25,7 @@ TEMPLATE = (
 
 
 def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256):
-    """A Llama of its own vocabulary: bytes, some of them merged."""
+    """Save a Llama with another vocabulary: bytes, some of them merged."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -61,16 +59,16 @@ def by_transformers(folder, ids: list[int]) -> float:
     return float(model(input_ids=torch.tensor([ids])).logits)
 
 
-def sampled(tokenizer, row: dict, prompt: str, text: str, finish_reason: str = "stop") -> Sample:
+def sampled(tokenizer, row: dict, prompt: str, text: str, finish_reason: str = "stop") -> Completion:
     prompt, ids = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (prompt, text))
     ids = prompt + ids + [tokenizer.eos_token_id] * (finish_reason == "stop")
     mask = [i >= len(prompt) for i in range(len(ids))]
-    return Sample(ids, mask, prompt_length=len(prompt), text=text, finish_reason=finish_reason, row=row)
+    return Completion(ids, mask, prompt_length=len(prompt), text=text, finish_reason=finish_reason, row=row)
 
 
 @pytest.fixture
 def asked(device):
-    """The policy's tokenizer, rows of messages and of a question, and two completions of each."""
+    """Return the policy's tokenizer, rows of messages and of a question, and two completions of each."""
     tokenizer = load_tokenizer(resolve_model("tiny"))
     rows = [
         dict(prompt=[dict(role="user", content="What is in the bath?")], _source="a:1"),
@@ -85,7 +83,7 @@ def asked(device):
 
 
 @pytest.mark.slow
-def test_each_of_two_models_is_asked_in_its_own_words(asked, device, tmp_path):
+def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_path):
     tokenizer, rows, groups = asked
     other, trained = save_classifier(tmp_path / "other" / "hf"), tmp_path / "trained" / "hf"
     ours, here = tmp_path / "ours" / "hf", save_classifier(tmp_path / "start")
@@ -111,7 +109,7 @@ def test_each_of_two_models_is_asked_in_its_own_words(asked, device, tmp_path):
             whole = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
             assert theirs.decode(whole).endswith("<|im_end|>\n")
             assert parts["model/other/hf"][i, j] == pytest.approx(by_transformers(other, whole), abs=1e-4)
-            # what rm.py trained is read where it was trained
+            # a model of rm.py gets the same ids as in its training
             assert parts["model/trained/hf"][i, j] == pytest.approx(by_transformers(trained, whole[:-1]), abs=1e-4)
             assert parts["model/ours/hf"][i, j] == pytest.approx(by_transformers(ours, sample.ids), abs=1e-4)
 
@@ -123,8 +121,8 @@ def f(completions, row, ids):
 
 
 @pytest.mark.slow
-def test_on_two_ranks_as_on_one(asked, main, device, tmp_path):
-    """Models and a function of the group; only one rank has its numbers."""
+def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
+    """Rewards are models and a group function; only one rank has the function's metrics."""
     tokenizer, rows, groups = asked
     other, ours = save_classifier(tmp_path / "other"), tmp_path / "ours"
     export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
@@ -146,25 +144,26 @@ def test_on_two_ranks_as_on_one(asked, main, device, tmp_path):
         assert two["overall"]["rewards"][name] == pytest.approx(found, rel=1e-5)
 
 
-def test_plain_prompts_are_text_and_what_was_cut_off_has_no_end(device, tmp_path):
+def test_plain_prompt_is_text_and_truncated_completion_has_no_eos(device, tmp_path):
     tokenizer, other = load_tokenizer(resolve_model("tiny")), save_classifier(tmp_path / "other", template=None)
     row = dict(question="What then?", _source="a:1")
     group = [sampled(tokenizer, row, "What then?\n", "nothing", how) for how in ("stop", "length")]
     args = Args(reward=(f"model:{other}",), prompt_format="plain", dtype="float32")
-    _, parts = Rewards(args, [row], tokenizer, device)([group], Meter())
+    _, parts, _ = Rewards(args, [row], tokenizer, device)([group], Meter())
     theirs = load_tokenizer(str(other))
     ids = theirs("What then?\nnothing")["input_ids"]
     expected = [by_transformers(other, ids + [theirs.eos_token_id]), by_transformers(other, ids)]
     assert parts["model"][0].tolist() == pytest.approx(expected, abs=1e-4) and expected[0] != expected[1]
 
 
-def test_what_it_cannot_read_has_no_reward(asked, device, tmp_path):
-    """Too long for its context, here or in the policy's ids, for --pack_tokens, or refused by its template."""
+def test_unreadable_sequence_has_no_reward(asked, device, tmp_path):
+    """The sequence exceeds the model's context, in its ids or in the policy's, exceeds --pack_tokens, or is refused by
+    the template."""
     tokenizer, rows, groups = asked
     other = save_classifier(tmp_path / "other", context=50)
     args = Args(reward=(f"model:{other}",), max_reward_errors=0.3, dtype="float32")
     rewards, meter = Rewards(args, rows, tokenizer, device), Meter()
-    total, _ = rewards(groups, meter)
+    total, _, _ = rewards(groups, meter)
     assert total.isnan().tolist() == [[False, False], [False, True]] and meter.reduce()["reward/error_fraction"] == 0.25
     with pytest.raises(
         RunError, match=r"of 2 .*model on a:2: .*other: a sequence of \d+ tokens is longer than its con"
@@ -180,16 +179,16 @@ def test_what_it_cannot_read_has_no_reward(asked, device, tmp_path):
         Rewards(args, rows, tokenizer, device)(groups[:1], Meter())
 
 
-def test_a_model_that_cannot_be_asked_is_refused_at_start(asked, device, tmp_path):
+def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, tmp_path):
     tokenizer, rows, _ = asked
     bare, other = save_classifier(tmp_path / "bare", template=None), save_classifier(tmp_path / "other")
     for flags, path, words in (
-        (dict(), bare, "prompts are messages, and its tokenizer has no chat template"),
+        (dict(), bare, "prompts are messages, but its tokenizer has no chat template"),
         (dict(system_prompt="Be brief."), other, "its chat template refuses the messages: no system turns"),
         (
             dict(environment="calculator"),
             other,
-            "another tokenizer than --model's, which --environment has no text for",
+            "another tokenizer than --model's, but --environment has no text for it",
         ),
         (dict(), tmp_path, "the folder has no config.json"),
         (dict(), tmp_path / "none", "no such folder"),
@@ -210,11 +209,11 @@ def test_a_model_that_cannot_be_asked_is_refused_at_start(asked, device, tmp_pat
         (["model:a/x/hf", "model:b/x/hf", "model:hf"], ["model/a/x/hf", "model/b/x/hf", "model/hf"]),
     ],
 )
-def test_models_are_named_by_what_tells_them_apart(names, short):
+def test_model_names_are_the_shortest_unique_ones(names, short):
     assert list(short_names(names).values()) == short
 
 
-def test_the_same_model_twice_is_refused(asked, device, tmp_path):
+def test_duplicate_model_is_refused(asked, device, tmp_path):
     folder = save_classifier(tmp_path / "other")
     with pytest.raises(ValueError, match="the names must differ"):
         Rewards(Args(reward=(f"model:{folder}", f"model:{folder}/")), asked[1], asked[0], device)

@@ -1,4 +1,4 @@
-"""Several rewards at once, and functions that fail."""
+"""Several rewards at once, and failing functions."""
 
 import math
 import signal
@@ -8,19 +8,20 @@ import torch
 from conftest import Args
 from helpers import PATIENCE
 
-from common.data.packing import Sample
+from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
 from common.parallel.distributed import RunError
 from common.rewards.functions import REWARDS
+from common.rewards.processes import Pool
 from common.rewards.registry import load_reward
 from common.rewards.reward_model import score
 from common.rewards.scoring import Rewards
 from common.train.checkpoint import export_hf
 from tests.rewards.pools import StillClock
 
-# ---- several at once ----
+# ---- several rewards at once ----
 
 ROW = dict(answer="18", _source="rows.jsonl:1")
 
@@ -32,7 +33,9 @@ def make(names, weights=(), max_errors=0.0, rows=(ROW,)):
 
 
 def groups(*texts_of_groups) -> list[list[Sample]]:
-    return [[Sample(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts] for texts in texts_of_groups]
+    return [
+        [Completion(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts] for texts in texts_of_groups
+    ]
 
 
 def user_file(tmp_path, code: str):
@@ -40,22 +43,22 @@ def user_file(tmp_path, code: str):
     return tmp_path / "mine.py"
 
 
-def test_weighted_sum():
+def test_total_reward_is_the_weighted_sum():
     rewards = make(("gsm8k", "format"), (2.0, 0.25))
-    total, parts = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
+    total, parts, _ = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
     assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
     assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [[1, 1], [0, 0]]
     assert total.tolist() == [[2.25, 0.25], [0, 2]]
     assert make(("gsm8k", "format"))(groups(["#### 18"]), Meter())[0].tolist() == [[2]]
 
 
-def test_user_file(tmp_path):
+def test_function_of_a_user_file_is_a_reward(tmp_path):
     file = user_file(tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n")
-    total, parts = make((f"{file}:length",))(groups(["abc", ""]), Meter())
+    total, parts, _ = make((f"{file}:length",))(groups(["abc", ""]), Meter())
     assert total.tolist() == [[5, 2]] and list(parts) == ["length"]
 
 
-def test_failing_rewards_leave_nan_and_are_bounded(tmp_path):
+def test_failing_rewards_are_nan_and_limited_in_number(tmp_path):
     code = """
 def odd(completion, row):
     if completion == "raise": raise KeyError("oops")
@@ -63,7 +66,7 @@ def odd(completion, row):
 """
     names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
     batch = groups(["raise", "nan", "inf", "text", "fine", "#### 1"])
-    total, parts = make(names, max_errors=0.5)(batch, meter)
+    total, parts, _ = make(names, max_errors=0.5)(batch, meter)
     assert [math.isnan(x) for x in total[0]] == [math.isnan(x) for x in parts["odd"][0]] == [True] * 4 + [False] * 2
     assert total[0, 4:].tolist() == [1, 2] and not parts["format"].isnan().any()
     assert meter.reduce() == {"reward/error_fraction": 4 / 12, "reward/timeout_fraction": 0}
@@ -71,20 +74,22 @@ def odd(completion, row):
         make(names, max_errors=0.3)(batch, Meter())
 
 
-def test_none_is_no_error_and_counts_nothing(tmp_path):
+def test_none_is_excluded_from_the_sum_and_is_no_error(tmp_path):
     code = "def some(completion, row):\n    return None if completion == 'skip' else len(completion)\n"
     names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
-    total, parts = make(names, weights=(1.0, -1.0))(groups(["skip", "abc", "#### 1"]), meter)
+    total, parts, _ = make(names, weights=(1.0, -1.0))(groups(["skip", "abc", "#### 1"]), meter)
     assert total.tolist() == [[0, 3, 5]] and parts["some"][0, 0].isnan() and parts["some"][0, 1:].tolist() == [3, 6]
     assert meter.reduce()["reward/error_fraction"] == 0
-    total, _ = make(names[:1])(groups(["skip", "abc"]), meter)  # nothing applies: no reward, but no error either
+    total, _, _ = make(names[:1])(
+        groups(["skip", "abc"]), meter
+    )  # no reward applies: the total is missing, without an error
     assert total[0, 0].isnan() and total[0, 1] == 3 and meter.reduce()["reward/error_fraction"] == 0
 
 
-# ---- functions of a group, of ids, and with numbers of their own ----
+# ---- functions of a group or of ids, and their metrics ----
 
 
-def test_a_function_of_the_group_sees_all_completions_of_a_prompt(tmp_path):
+def test_group_function_gets_all_completions_of_a_prompt(tmp_path):
     code = """
 def rank(completions, row, ids):
     assert row["answer"] == "18"
@@ -92,18 +97,18 @@ def rank(completions, row, ids):
 """
     batch = groups(["aaa", "a"], ["b", "bb"])
     batch[1][0].ids, batch[1][0].prompt_length = [1, 2, 3], 1
-    total, parts = make((f"{user_file(tmp_path, code)}:rank", "format"))(batch, Meter())
+    total, parts, _ = make((f"{user_file(tmp_path, code)}:rank", "format"))(batch, Meter())
     assert parts["rank"].tolist() == total.tolist() == [[21, 20], [20, 21]]
 
 
-def test_ids_are_those_of_the_completion(tmp_path):
+def test_reward_function_gets_the_completion_ids(tmp_path):
     code = "def f(text, row, ids):\n    return ids[-1] if ids == [3, 2] else 0\n"
     batch = groups(["x", "x"])
     batch[0][0].ids, batch[0][0].prompt_length = [1, 3, 2], 1
     assert make((f"{user_file(tmp_path, code)}:f",))(batch, Meter())[0].tolist() == [[2, 0]]
 
 
-def test_a_group_without_a_value_for_each_has_no_rewards(tmp_path):
+def test_group_with_a_wrong_number_of_values_has_no_rewards(tmp_path):
     code = """
 def f(completions, row):
     if completions[0] == "raise": raise KeyError("oops")
@@ -111,7 +116,7 @@ def f(completions, row):
 """
     names, texts = (f"{user_file(tmp_path, code)}:f",), ("fine", "short", "number", "odd", "dict", "raise")
     meter = Meter()
-    total, _ = make(names, max_errors=0.9)(groups(*([text, ""] for text in texts)), meter)
+    total, _, _ = make(names, max_errors=0.9)(groups(*([text, ""] for text in texts)), meter)
     assert [[math.isnan(x) for x in group] for group in total.tolist()] == [[False, True]] + [[True] * 2] * 2 + [
         [False, True]
     ] + [[True] * 2] * 2
@@ -127,19 +132,18 @@ def f(completions, row):
             make(names)(groups([text, ""]), Meter())
 
 
-def test_a_group_has_the_time_of_its_completions(monkeypatch, tmp_path):
+def test_group_time_limit_is_the_sum_over_its_completions(monkeypatch, tmp_path):
     code = "def f(completions, row):\n    while completions[0] == 'late': pass\n    return [1] * 3\n"
     args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=5)
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
-    clock = StillClock(monkeypatch, rewards.pool, {1})
-    total, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
+    clock = StillClock(monkeypatch, rewards.pools, {1})
+    total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), meter)
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all() and 15 < clock.ahead < 17
-    assert rewards.pool.results[1].error == "no answer within 15 s"
     assert meter.reduce()["reward/timeout_fraction"] == 1 / 2
 
 
 @pytest.mark.slow
-def test_so_has_an_async_one(tmp_path):
+def test_async_group_time_limit_is_the_sum_over_its_completions(monkeypatch, tmp_path):
     code = """
 import asyncio
 async def f(completions, row):
@@ -147,13 +151,14 @@ async def f(completions, row):
     return [1] * 3
 """
     args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=0.7)
-    rewards = Rewards(args, [ROW], None, torch.device("cpu"))
-    total, _ = rewards(groups(["a", "", ""], ["late", "", ""]), Meter())
+    rewards, results, map = Rewards(args, [ROW], None, torch.device("cpu")), [], Pool.map
+    monkeypatch.setattr(Pool, "map", lambda *arguments: results.extend(map(*arguments)) or results)
+    total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), Meter())
     assert total[0].tolist() == [1, 1, 1] and total[1].isnan().all()
-    assert rewards.pool.results[1] == (None, "no answer within 2.1 s", True)
+    assert results[1] == (None, "no answer within 2.1 s", True)
 
 
-def test_an_async_function_of_a_group(tmp_path):
+def test_async_group_function_returns_rewards(tmp_path):
     code = "async def f(completions, row):\n    return [float(len(text)) for text in completions]\n"
     assert make((f"{user_file(tmp_path, code)}:f",))(groups(["a", "bb"], ["", "c"]), Meter())[0].tolist() == [
         [1, 2], [0, 1]
@@ -169,23 +174,23 @@ def f(completion, row):
 """
 
 
-def test_numbers_of_their_own_are_means_over_the_completions_that_have_them(tmp_path):
+def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_path):
     names, meter = (f"{user_file(tmp_path, NUMBERS)}:f",), Meter()
-    batch = groups(["a b c", "none"], ["a", "bad"])
-    total, _ = make(names, max_errors=0.5)(batch, meter)
+    total, _, numbers = make(names, max_errors=0.5)(groups(["a b c", "none"], ["a", "bad"]), meter)
     assert total[0, 0] == 0.5 and total[0, 1].isnan() and total[1, 1].isnan()
     metrics = meter.reduce()
     assert metrics["rewards/f/words"] == pytest.approx(14 / 3) and metrics["rewards/f/rare"] == 1
     assert metrics["reward/error_fraction"] == 1 / 3
-    assert batch[0][0].numbers == {"f/words": 3, "f/rare": 1} and batch[1][1].numbers == {}
+    expected = {"f/words": [[3.0, 10.0], [1.0, math.nan]], "f/rare": [[1.0, math.nan], [math.nan, math.nan]]}
+    assert repr({name: number_PG.tolist() for name, number_PG in numbers.items()}) == repr(expected)
     with pytest.raises(RunError, match="its number 'words' is nan"):
         make(names)(groups(["bad"]), meter)
     with pytest.raises(RunError, match="its number 'mean' is of a name that is taken"):
         make(names)(groups(["mean"]), meter)
 
 
-def test_a_number_that_one_rank_has_is_the_same_on_all(tmp_path, monkeypatch):
-    """As on one rank, whatever the share of each; a rank without the number, or without groups, waits for nothing."""
+def test_metric_of_one_rank_is_equal_on_all_ranks(tmp_path, monkeypatch):
+    """The mean equals that of one rank for any division, also if a rank lacks the metric or has no groups."""
     names, texts = (f"{user_file(tmp_path, NUMBERS)}:f",), (["a b c", "a"], ["a", "a a"])
     shares = []
     for share in (texts, texts[:1], texts[1:], ()):
@@ -201,8 +206,8 @@ def test_a_number_that_one_rank_has_is_the_same_on_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])
-def test_signals_end_a_file_that_hangs_and_are_then_as_before(handler, tmp_path):
-    """Of ranks that wait for rollout ranks they still end the process; a user's file must not change that."""
+def test_signals_interrupt_a_hanging_file_and_are_restored(handler, tmp_path):
+    """On ranks that wait for rollout ranks, signals end the process; a user's file must not change that."""
     code = "import signal\nat_import = signal.getsignal(signal.SIGTERM)\ndef f(completion, row): return at_import\n"
     before = signal.signal(signal.SIGTERM, handler)
     try:
@@ -212,14 +217,14 @@ def test_signals_end_a_file_that_hangs_and_are_then_as_before(handler, tmp_path)
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_users_check_is_bad_input_whatever_it_raises(tmp_path):
+def test_exception_in_a_user_check_is_bad_input(tmp_path):
     code = "def f(completion, row): return 1.0\ndef check(row): row['gone']\nf.check = check\n"
     with pytest.raises(ValueError, match=r"rows.jsonl:1: 'gone' \(--reward .*:f\)"):
         make((f"{user_file(tmp_path, code)}:f",))
 
 
 @pytest.mark.slow
-def test_async_functions_run_at_the_same_time_and_time_out_alone(tmp_path):
+def test_async_functions_run_concurrently_and_time_out_separately(tmp_path):
     code = """
 import asyncio
 here, together = 0, asyncio.Event()
@@ -233,12 +238,12 @@ async def meet(completion, row):
 """
     args = Args(reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=2)
     meter = Meter()
-    total, _ = Rewards(args, [ROW], None, torch.device("cpu"))(groups(["a", "late", "b"]), meter)
+    total, _, _ = Rewards(args, [ROW], None, torch.device("cpu"))(groups(["a", "late", "b"]), meter)
     assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
     assert meter.reduce() == {"reward/error_fraction": 1 / 3, "reward/timeout_fraction": 1 / 3}
 
 
-def test_the_row_chooses_its_reward():
+def test_row_selects_its_reward():
     sum_of_two = "def f(a, b):\n    return a + b\n"
     rows = [
         dict(reward="gsm8k", answer="18", _source="a:1"),
@@ -246,10 +251,11 @@ def test_the_row_chooses_its_reward():
         dict(reward="code", tests=[dict(function="f", args=[1, 2], result=3)], _source="a:3"),
     ]
     batch = [
-        [Sample([0], [True], text=text, row=row) for text in ("#### 18", r"so \boxed{0.5}", sum_of_two)] for row in rows
+        [Completion([0], [True], text=text, row=row) for text in ("#### 18", r"so \boxed{0.5}", sum_of_two)]
+        for row in rows
     ]
     rewards, meter = make(("by_row", "format"), weights=(2.0, 1.0), rows=rows), Meter()
-    total, parts = rewards(batch, meter)
+    total, parts, _ = rewards(batch, meter)
     assert list(parts) == ["code", "gsm8k", "math", "format"] and rewards.weights.tolist() == [2, 2, 2, 1]
     assert parts["gsm8k"][0].tolist() == [1, 0, 0] and parts["gsm8k"][1:].isnan().all()
     assert parts["math"][1].tolist() == [0, 1, 0] and parts["code"][2].tolist() == [0, 0, 1]
@@ -272,39 +278,41 @@ def test_the_row_chooses_its_reward():
 
 
 @pytest.mark.slow
-def test_math_that_takes_too_long_is_wrong_and_a_gold_answer_that_is_none_an_error(monkeypatch):
+def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error(monkeypatch):
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
-    batch = [[Sample([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")] for row in rows]
+    batch = [
+        [Completion([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")] for row in rows
+    ]
     rewards, meter = make(("math",), max_errors=0.5, rows=rows), Meter()
-    StillClock(monkeypatch, rewards.pool, {1})
-    total, _ = rewards(batch, meter)
+    StillClock(monkeypatch, rewards.pools, {1})
+    total, _, _ = rewards(batch, meter)
     assert total[0].tolist() == [1, 0] and total[1].isnan().all()
     assert meter.reduce() == {"reward/error_fraction": 0.5, "reward/timeout_fraction": 0.25}
 
 
-def test_what_an_environment_gave_and_raised():
+def test_environment_rewards_and_errors_are_counted():
     args = Args(environment="calculator", reward=("environment", "format"), max_reward_errors=0.5)
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
     ((one, two, three),) = batch = groups(["#### 1", "", ""])
     one.turn_rewards, two.turn_rewards, three.error = [(3, 0.5), (9, 1.0)], [(3, math.inf)], "step 2: KeyError: 'x'"
-    total, parts = rewards(batch, meter)
+    total, parts, _ = rewards(batch, meter)
     assert parts["environment"][0, 0] == 1.5 and total[0, 0] == 2.5 and total[0, 1:].isnan().all()
     assert meter.reduce()["reward/error_fraction"] == 2 / 6
 
 
-def test_code_needs_a_machine_that_confines_it_or_a_flag(monkeypatch):
+def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
     row = dict(tests=["assert f() == 1"], _source="a:1")
     monkeypatch.setattr("common.sandbox.program.problem", lambda: "the kernel has no Landlock")
     with pytest.raises(ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"):
         make(("code",), rows=[row])
     args = Args(reward=("code",), unsafe_code_execution=True, reward_timeout=PATIENCE)
     rewards = Rewards(args, [row], None, torch.device("cpu"))
-    batch = [[Sample([0], [True], text=text, row=row) for text in ("def f(): return 1", "def f(): return 2")]]
+    batch = [[Completion([0], [True], text=text, row=row) for text in ("def f(): return 1", "def f(): return 2")]]
     assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
 
 
-def test_no_groups_on_this_rank():
-    total, parts = make(("gsm8k",))([], Meter())
+def test_rank_without_groups_returns_empty_rewards():
+    total, parts, _ = make(("gsm8k",))([], Meter())
     assert total.numel() == 0 and parts["gsm8k"].numel() == 0
 
 
@@ -326,16 +334,16 @@ def test_bad_names_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reward_model_scores_token_ids_beside_functions(device, tmp_path):
+def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     tiny = resolve_model("tiny")
     tokenizer, model = load_tokenizer(tiny), load_scalar_model(tiny, Args(), device)
     export_hf(model, tokenizer, tmp_path / "rm")
     args = Args(reward=("gsm8k", f"model:{tmp_path / 'rm'}"), reward_weights=(2.0, 0.5))
     ids = [[5, 6, 7, 9], [5, 6, 8], [9, 9, 9, 9, 9], [4, 3]]
-    samples = [Sample(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
+    samples = [Completion(ids=i, loss_mask=[True] * len(i), text="#### 18", row=ROW) for i in ids]
     rewards = Rewards(args, [ROW], tokenizer, device)
     rewards.begin([samples[2:]])
-    total_PG, parts = rewards([samples[:2], samples[2:]], Meter())
+    total_PG, parts, _ = rewards([samples[:2], samples[2:]], Meter())
     alone = torch.tensor([score(model, [i], 100, device)[0] for i in ids]).reshape(2, 2)
     torch.testing.assert_close(parts["model"].float(), alone)
     torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])

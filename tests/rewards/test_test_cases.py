@@ -1,10 +1,10 @@
-"""The tests of a row: what the columns of each dataset come down to, and malformed rows."""
+"""The tests of a row: the common form of each dataset's columns, and malformed rows."""
 
 import json
 
 import pytest
 
-from common.rewards import test_cases as forms  # pytest would take some of its functions for tests
+from common.rewards import test_cases as forms  # pytest would collect some of its functions as tests
 from common.rewards.test_cases import AssertTest, CallTest, StdinTest, parse_tests, stub
 
 
@@ -17,7 +17,7 @@ STUB = 'def f(x):\n    """Adds one."""\n'
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
 
 
-# (columns, the column that is taken, the tests, the names that a program must define one of)
+# (columns, the chosen column, the tests, the names of which a program must define one)
 FORMS = [
     (dict(tests=[dict(input="1", output="2")]), "tests", [StdinTest("1", "2")], set()),
     (dict(tests=json.dumps([dict(input="1", output="2")])), "tests", [StdinTest("1", "2")], set()),
@@ -41,14 +41,14 @@ FORMS = [
 
 
 @pytest.mark.parametrize("columns, column, tests, names", FORMS)
-def test_form(columns, column, tests, names):
+def test_columns_are_parsed_into_tests(columns, column, tests, names):
     assert parse_tests(row(**columns)) == tests and forms.tests_column(columns) == column
     assert forms.tested_names(row(**columns)) == names
     nulls = dict.fromkeys(["input_output", "tests", "test_list", "test"])
     assert parse_tests(row(**nulls | columns)) == tests, "a table gives every row all columns"
 
 
-def test_a_table_gives_every_test_all_keys():
+def test_null_keys_of_a_table_are_ignored():
     empty = dict(function=None, args=None, kwargs=None, result=None, input=None, output=None)
     tests = [empty | dict(input="1", output="2"), empty | dict(function="f", args=[1])]
     assert parse_tests(row(tests=tests)) == [StdinTest("1", "2"), CallTest("f", [1], {}, [None])]
@@ -59,7 +59,7 @@ def test_a_table_gives_every_test_all_keys():
     [(STUB, STUB), ("def f(x):\n    # adds one\n", "def f(x):\n    # adds one\n\n    pass\n"),
      ("Write f.", ""), ("def g(x): pass", ""), ([dict(role="user", content=STUB)], ""), (None, "")],
 )  # fmt: skip
-def test_a_prompt_that_is_the_start_of_a_program(prompt, source):
+def test_stub_is_extracted_from_the_prompt(prompt, source):
     assert stub(dict(test=CHECK, entry_point="f", prompt=prompt)) == source
     assert stub(dict(tests=["assert f(1)"], prompt=prompt)) == "", "only HumanEval's is"
 
@@ -110,6 +110,6 @@ def test_a_prompt_that_is_the_start_of_a_program(prompt, source):
         (dict(test="def check(", entry_point="f"), "test does not parse"),
     ],
 )
-def test_malformed_rows_are_named(columns, message):
+def test_malformed_rows_are_refused_by_name(columns, message):
     with pytest.raises(ValueError, match=f"^train.jsonl:7: .*{message}"):
         parse_tests(row(**columns))

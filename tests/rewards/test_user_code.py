@@ -1,4 +1,4 @@
-"""A user's file: what is wrong with it is named, and it is imported once with the signals as they were."""
+"""User files: errors name the problem, signals are restored, and the parameters of a reward determine its form."""
 
 import signal
 
@@ -36,19 +36,19 @@ def folder(tmp_path):
         ("raises.py:f", "fails to import: RuntimeError: first"),
     ],
 )
-def test_what_is_wrong_is_named(name, words, folder):
+def test_errors_name_the_problem(name, words, folder):
     with pytest.raises(ValueError) as error:
         load_callable("--reward", f"{folder}/{name}")
     assert str(error.value).startswith(f"--reward {folder}/{name}: ") and words in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_functions_and_classes_of_a_file(folder):
+def test_functions_and_classes_are_loaded_from_a_file(folder):
     assert load_callable("--reward", f"{folder}/good.py:f")(1) == 2
     assert isinstance(load_callable("--environment", f"{folder}/good.py:Thing"), type)
 
 
-def test_a_file_that_hangs_can_be_stopped_and_the_handlers_come_back(tmp_path):
+def test_hanging_file_can_be_interrupted_and_handlers_are_restored(tmp_path):
     (tmp_path / "asks.py").write_text("import signal\nseen = signal.getsignal(signal.SIGTERM)\ndef f(): return seen\n")
     before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
     try:
@@ -81,7 +81,7 @@ class Judge:
         (Judge(), (False, False)),
     ],
 )
-def test_parameters_say_what_is_passed(function, form):
+def test_parameters_determine_the_form(function, form):
     assert reward_form("mine.py:f", function) == form
 
 
@@ -99,7 +99,7 @@ def test_parameters_say_what_is_passed(function, form):
         (lambda row, completion: 0, "'row' stands elsewhere"),
     ],
 )
-def test_other_parameters_are_refused(function, words):
+def test_unknown_parameters_are_refused(function, words):
     with pytest.raises(ValueError, match=f"^--reward mine.py:f: .*or \\(completions, row\\).*: {words}") as error:
         reward_form("mine.py:f", function)
     assert "\n" not in str(error.value)

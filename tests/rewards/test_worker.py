@@ -1,5 +1,6 @@
-"""What a process of the pool does: it loads functions, answers calls, and is in nobody's way."""
+"""Workers: loaded functions, limits, errors and concurrent answers."""
 
+import json
 import mmap
 import os
 import resource
@@ -12,25 +13,24 @@ import pytest
 from helpers import PATIENCE
 
 from common.rewards import worker
-from common.rewards.pool import Pool
-from common.rewards.worker import limit_memory, load_function, one_line
-from tests.rewards.pools import DO, USER_FILE, WAIT, errors, watched
+from common.rewards.worker import limit_memory, load, one_line
+from tests.rewards.pools import DO, USER_FILE, WAIT, errors, opened, watched
 
 REFUSE = f"{USER_FILE}:refuse_async"
 
 
-# ---- what it is made of ----
+# ---- parts ----
 
 
-def test_a_function_is_loaded_and_prepared_once(tmp_path):
+def test_function_is_loaded_and_prepared_once(tmp_path):
     (tmp_path / "a.py").write_text("count = 0\ndef f(): return count\ndef g(): return count\n"
                                    "def prepare():\n    global count\n    count += 1\nf.prepare = prepare")  # fmt: skip
     target = str(tmp_path / "a.py")
     for _ in range(2):
-        assert load_function(f"{target}:f")() == load_function(f"{target}:g")() == 1
-    assert load_function("math:sqrt")(9) == 3
+        assert load(f"{target}:f")() == load(f"{target}:g")() == 1
+    assert load("math:sqrt")(9) == 3
     with pytest.raises(AttributeError):
-        load_function("math:nothing")
+        load("math:nothing")
 
 
 class Silent(Exception):
@@ -44,28 +44,29 @@ class Silent(Exception):
      (KeyError("x"), "KeyError: 'x'"), (Silent(), "Silent: (its text cannot be had)"),
      (OSError("x" * 999), "OSError: " + "x" * 500)],
 )  # fmt: skip
-def test_one_line(error, line):
+def test_errors_are_formatted_on_one_line(error, line):
     assert one_line(error) == line
 
 
-def test_the_limit_of_memory_is_beyond_what_is_in_use():
+def test_memory_limit_is_added_to_the_present_use():
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
+        limit_memory(None)
+        assert resource.getrlimit(resource.RLIMIT_AS) == before
         limit_memory(0.5)
         with pytest.raises(OSError, match="Cannot allocate memory"):
             mmap.mmap(-1, 1 << 30)
         limit_memory(4)
         mmap.mmap(-1, 1 << 30).close()
-        limit_memory(None)
-        assert resource.getrlimit(resource.RLIMIT_AS)[0] == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_it_ends_if_its_parent_has_before_it_could_ask_to_be_told():
-    """Somebody, a fork of the parent, may hold the connection open."""
+def test_server_ends_if_its_parent_died_before_it_started():
+    """A fork of the parent may hold the connection open."""
     ours, theirs = socket.socketpair()
-    line = [sys.executable, worker.__file__, str(theirs.fileno()), str(os.getppid())]  # not the process that starts it
+    setup = dict(path=sys.path, control=theirs.fileno(), parent=os.getppid(), target=DO, shared=False, memory_gib=None)
+    line = [sys.executable, worker.__file__, json.dumps(setup | dict(grace=0.0))]  # its parent is this process
     with ours, theirs:
         assert subprocess.run(line, pass_fds=[theirs.fileno()], timeout=PATIENCE).returncode == 0
 
@@ -73,68 +74,74 @@ def test_it_ends_if_its_parent_has_before_it_could_ask_to_be_told():
 # ---- calls ----
 
 
-def test_what_a_function_raises_is_one_line():
+def test_exception_of_a_function_is_reported_on_one_line():
     calls = ["recurse", "leave_politely", "interrupt", "refuse", "lines", "function", "mine", "nothing"]
-    with watched(1) as (pool, counts):
-        results = pool.map(DO, [(call,) for call in calls] + [("value", threading.Lock()), ("value", 3)])
+    with watched(DO, 1) as (pool, _):
+        results = pool.map([(call,) for call in calls] + [("value", threading.Lock()), ("value", 3)])
         texts = [
             "RecursionError: maximum", "SystemExit: 5", "KeyboardInterrupt", "Refuses: (its text cannot be had)",
             "ValueError: one", "the result cannot be pickled: ", "the result cannot be unpickled: ",
-            "KeyError: 'nothing'", "the call cannot be pickled: TypeError",
+            "KeyError: 'nothing'", "ValueError: the call cannot be pickled: TypeError",
         ]  # fmt: skip
         for error, text in zip(errors(results), texts, strict=False):
             assert error.startswith(text) and "\n" not in error
         assert results[-1] == (3, None, False) and not any(r.timed_out for r in results)
-        pid = pool.workers[0].process.pid
-        assert pool.map(DO, [("value", 1)])[0].value == 1 and pool.workers[0].process.pid == pid  # the same one still
+        assert len({r.value for r in pool.map([("pid",)] * 3)}) == 1 and len(pool.processes) == 1
 
 
 def test_memory_is_limited():
-    with watched(1, memory_gib=0.5) as (pool, _):
-        assert errors(pool.map(DO, [("hoard",), ("value", 1)])) == ["MemoryError", None]
+    with watched(DO, 1, memory_gib=0.5) as (pool, _):
+        assert errors(pool.map([("hoard",), ("value", 1)])) == ["MemoryError", None]
 
 
-def test_output_and_children_do_not_disturb(capfd):
-    with watched(1) as (pool, _):
-        results = pool.map(DO, [("say", "hello"), ("fork",), ("value", 1)] * 3)
+def test_output_and_children_do_not_affect_answers(capfd):
+    with watched(DO, 1) as (pool, _):
+        results = pool.map([("say", "hello"), ("fork",), ("value", 1)] * 3)
         assert [r.value for r in results] == ["", 1, 1] * 3
     out, err = capfd.readouterr()
     assert out == "" and err.count("hello") == 3 and err.count("directly") == 3
 
 
-def test_it_is_light_and_finds_the_parents_modules(tmp_path, monkeypatch):
+def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("/some/folder")
     (tmp_path / "here.py").write_text("def three(): return 3\n")
-    with watched(1) as (pool, _):
-        torch, path, cwd, session, modules = pool.map(DO, [("where",)])[0].value
+    with watched(DO, 1) as (pool, _):
+        torch, path, cwd, session, modules = pool.map([("where",)])[0].value
         assert not torch and path == sys.path and cwd == str(tmp_path) and session != os.getsid(0) and not modules
-        assert pool.map("here.py:three", [()])[0].value == 3
+    with opened("here.py:three", 1) as pool:
+        assert pool.map([()])[0].value == 3
+
+
+def test_workers_draw_different_random_numbers(tmp_path):
+    code = "import numpy.random, random, time\ndef f(name):\n    time.sleep(0.01)\n    return eval(name).random()"
+    (tmp_path / "draw.py").write_text(code)
+    with opened(f"{tmp_path}/draw.py:f", 3, shared=True) as pool:
+        for name in ("numpy.random", "random"):
+            assert len({result.value for result in pool.map([(name,)] * 60)}) == 60
 
 
 # ---- async ----
 
 
 def test_async_calls_run_together_in_one_process():
-    with watched(3) as (pool, _):
-        pool.start()
-        results = [r.value for r in pool.map(WAIT, [(0.0, "meet", 64)] * 64 + [(0.0,)] * 36)]
+    with watched(WAIT, 3) as (pool, _):
+        results = [r.value for r in pool.map([(0.0, "meet", 64)] * 64 + [(0.0,)] * 36)]
         most, loops, pids = max(r[1] for r in results), results[-1][2], {r[3] for r in results}
         assert most == 64 and loops == 1 and len(pids) == 1
-        assert pool.map(WAIT, [(0.0,)])[0].value[2] == 1  # the loop stays, with what is tied to it
-        assert pool.map(DO, [("value", 3)])[0].value == 3  # and another function takes its place
-        assert pool.map(WAIT, [(0.0,)])[0].value[1:3] == (64, 1)  # the file is not loaded anew, nor the loop
+        assert pool.map([(0.0,)])[0].value[1:] == (64, 1, *pids)  # the loop stays, with the clients that are tied to it
 
 
 @pytest.mark.slow
-def test_async_calls_fail_alone():
-    with Pool(2, 1.5) as pool:
-        results = pool.map(WAIT, [(0.0,), (9999.0,), (0.0, "own"), (0.0, "exit"), (0.0,), (0.0, "stubborn"), (0.0,)])
+def test_async_calls_fail_separately():
+    with opened(WAIT, 2, 1.5) as pool:
+        results = pool.map([(0.0,), (9999.0,), (0.0, "own"), (0.0, "exit"), (0.0,), (0.0, "stubborn"), (0.0,)])
         late, missing = "no answer within 1.5 s", None
         assert errors(results) == [
             missing, late, "TimeoutError: from a server", "SystemExit: mine", missing, late, missing
         ]  # fmt: skip
         assert [r.timed_out for r in results] == [False, True, False, False, False, True, False]
-        pid = pool.map(WAIT, [(0.0,)])[0].value[3]
-        assert pool.map(WAIT, [(9999.0,)])[0].timed_out and pool.workers[0].process.pid == pid  # cancelled, not killed
-        assert errors(pool.map(REFUSE, [()])) == ["Refuses: (its text cannot be had)"]
+        pid = pool.map([(0.0,)])[0].value[3]
+        assert pool.map([(9999.0,)])[0].timed_out and pool.map([(0.0,)])[0].value[3] == pid  # cancelled, not killed
+    with opened(REFUSE, 2, 1.5) as pool:
+        assert errors(pool.map([()])) == ["Refuses: (its text cannot be had)"]

@@ -15,15 +15,15 @@ class Refuses(BaseException):
 
 
 class Mine:
-    """Known to no other process."""
+    """Class that exists in no other process."""
 
 
 def do(what, *arguments):
-    """Python, with `what` to say how."""
+    """Evaluate Python source, chosen by `what`."""
     return globals()[what](*arguments)
 
 
-# ---- what returns ----
+# ---- functions that return ----
 
 
 def value(x):
@@ -59,7 +59,7 @@ def say(text):
 
 
 def meet(folder, number):
-    """The process, once as many processes are here."""
+    """Return the process id once as many processes have arrived."""
     open(os.path.join(folder, str(os.getpid())), "w").close()
     while len(os.listdir(folder)) < number:
         time.sleep(0.005)
@@ -70,7 +70,7 @@ def where():
     return "torch" in sys.modules, sys.path, os.getcwd(), os.getsid(0), sorted(m for m in sys.modules if "common" in m)
 
 
-# ---- what raises ----
+# ---- functions that raise ----
 
 
 def recurse():
@@ -97,7 +97,7 @@ def hoard():
     return len([bytearray(2**20) for _ in range(2000)])
 
 
-# ---- what dies ----
+# ---- functions that kill the process ----
 
 
 def leave(code):
@@ -117,18 +117,18 @@ def close_all():
     return 1
 
 
-def alarm():
-    """To the parent."""
-    os.kill(os.getppid(), signal.SIGALRM)
+def alarm(pid):
+    os.kill(pid, signal.SIGALRM)
     time.sleep(9999)
 
 
-# ---- what hangs, and says so first ----
+# ---- functions that hang, after creating a file ----
 
 
 def began(path):
     if path:
-        open(path, "w").close()
+        with open(path, "w") as file:
+            file.write(str(os.getpid()))
 
 
 def spin(path=None):
@@ -139,7 +139,7 @@ def spin(path=None):
 
 def power(path=None):
     began(path)
-    return 3 ** (10**9) % 7  # C code that keeps the GIL and looks at no signal
+    return 3 ** (10**9) % 7  # C code that holds the GIL and handles no signal
 
 
 def deaf(path=None):
@@ -162,7 +162,7 @@ running, most, loops = 0, 0, set()
 
 
 async def wait(seconds=0.0, how="sleep", what=None):
-    """The seconds, how many have run at a time so far, in how many event loops, and the process."""
+    """Return the seconds, the maximum number of concurrent calls so far, the number of event loops, and the process."""
     global running, most
     running, most = running + 1, max(most, running + 1)
     try:

@@ -1,4 +1,4 @@
-"""Both engines sample from exactly the weights the trainer has, and completions depend on seeds alone."""
+"""Both engines sample from exactly the trainer's weights, and completions depend only on their seeds."""
 
 import contextlib
 import random
@@ -10,12 +10,13 @@ import torch
 from conftest import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Completion, Sample
 from common.model.hub import context_length, load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.rollout import engine as base
-from common.rollout.engine import Completion, Engine
+from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.engines import make_engine, whole_weights
 from common.rollout.vllm_engine import lost_asleep
 
@@ -27,13 +28,13 @@ def prompts(engine: Engine) -> list[list[int]]:
     return [engine.tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-def flat(groups: list[list[Sample]]) -> list[Sample]:
+def flat(groups: list[list[Completion]]) -> list[Completion]:
     return [sample for group in groups for sample in group]
 
 
 @torch.no_grad()
-def difference(policy: Policy, groups: list[list[Sample]], temperature: float, device) -> float:
-    """Largest difference between the engine's log-probs and the trainer's, on sampled tokens."""
+def difference(policy: Policy, groups: list[list[Completion]], temperature: float, device) -> float:
+    """Return the largest difference between the log-probs of engine and trainer on sampled tokens."""
     worst = 0.0
     for mb in pack(flat(groups), 1000, device):
         logprobs_T, *_ = policy(mb, temperature=temperature)
@@ -43,10 +44,10 @@ def difference(policy: Policy, groups: list[list[Sample]], temperature: float, d
 
 @contextlib.contextmanager
 def scaled(policy: Policy, name: str, factor: float) -> Iterator[None]:
-    """One weight of the policy, changed for a while; by a factor that is undone exactly."""
+    """Scale a weight of the policy inside the context, by a factor that can be undone exactly."""
 
     def scale(by: float) -> None:
-        policy.reshard()  # a forward without a backward leaves the root's weights gathered, and changes unseen
+        policy.reshard()  # a forward without a backward keeps the root's weights gathered, and would not see the change
         with torch.no_grad():
             dict(policy.named_parameters(remove_duplicate=False))[name].to_local().mul_(by)
 
@@ -61,27 +62,34 @@ def scaled(policy: Policy, name: str, factor: float) -> Iterator[None]:
 def test_engine_and_trainer_agree_on_the_synced_weights(synced, policy, device, temperature):
     groups = synced.generate(prompts(synced), 4, SEEDS, temperature)
     assert difference(policy, groups, temperature, device) < 1e-4
-    assert difference(policy, groups, temperature * 1.1, device) > 1e-3  # the temperature matters
+    assert difference(policy, groups, temperature * 1.1, device) > 1e-3  # the temperature has an effect
 
 
-def in_flight(engine: Engine, count: int, temperature: float = 1.0) -> list[Completion]:
-    given = prompts(engine)
-    completions = [Completion(given[i % len(given)], NEW_TOKENS, 1000 * i, temperature) for i in range(count)]
-    for completion in completions:
-        engine.submit(completion)
-    return completions
+def submitted(engine: Engine, count: int, temperature: float = 1.0, limits: list[int] | None = None) -> list[Request]:
+    given, limits = prompts(engine), limits or [NEW_TOKENS] * count
+    empty = [empty_completion(given[i % len(given)]) for i in range(count)]
+    requests = [Request(empty[i], limits[i], 1000 * i, temperature) for i in range(count)]
+    for request in requests:
+        engine.submit(request)
+    return requests
 
 
-def test_completions_in_work_go_on_with_new_weights_and_know_which_sampled_each_token(synced, policy, device):
-    """Every token has the log-prob of the very weights that sampled it, and of no others."""
-    completions = in_flight(synced, 80)
-    for _ in range(1 if type(synced).__name__ == "TransformersEngine" else 5):  # that one samples 64 to their ends
+def finish(engine: Engine, requests: list[Request]) -> list[Completion]:
+    while not all(request.has_ended for request in requests):
+        engine.step()
+    return [request.completion for request in requests]
+
+
+def test_in_flight_requests_continue_under_new_weights_and_record_versions(synced, policy, device):
+    """Every token has the log-prob of the weights that sampled it, and of no others."""
+    requests = submitted(synced, 80)
+    for _ in range(
+        1 if type(synced).__name__ == "TransformersEngine" else 5
+    ):  # the engine samples 64 sequences to their ends
         synced.step()
     with scaled(policy, "hf.lm_head.weight", 2.0):
         synced.load_weights(whole_weights(policy, synced.dtype), version=7)
-        while not all(completion.finish_reason for completion in completions):
-            synced.step()
-        packs = pack([synced.sample(completion) for completion in completions], 1000, device)
+        packs = pack(finish(synced, requests), 1000, device)
         with torch.no_grad():
             new = [policy(mb)[0] for mb in packs]
     with torch.no_grad():
@@ -93,26 +101,26 @@ def test_completions_in_work_go_on_with_new_weights_and_know_which_sampled_each_
         other.append((torch.where(by_new_T, old_T, new_T) - mb.rollout_logprobs_T)[sampled_T].abs())
         assert set(mb.versions_T[sampled_T].tolist()) <= {0, 7} and (mb.versions_T[~sampled_T] == -1).all()
     assert torch.cat(own).max() < 1e-4 and torch.cat(other).mean() > 1e-2
-    spread = {(min(completion.versions), max(completion.versions)) for completion in completions}
+    spread = {(request.completion.version, max(request.completion.versions)) for request in requests}
     assert {(0, 7), (7, 7)} & spread and (0, 0) in spread | {(0, 0)}
 
 
-def test_interrupted_ones_end_as_if_they_had_not_been(synced):
+def test_interrupted_requests_end_as_uninterrupted_ones(synced):
     whole = synced.generate(prompts(synced), 1, [0] * len(TEXTS), 0.0)
-    completions = in_flight(synced, len(TEXTS), temperature=0.0)
-    while not all(completion.finish_reason for completion in completions):
+    requests = submitted(synced, len(TEXTS), temperature=0.0)
+    while not all(request.has_ended for request in requests):
         synced.step()
         synced.interrupt()
-    assert [synced.sample(completion).ids for completion in completions] == [s.ids for s in flat(whole)]
+    assert [request.completion.ids for request in requests] == [s.ids for s in flat(whole)]
 
 
-def test_smaller_orders_go_first_and_only_what_has_begun_when_nothing_new_may(synced, monkeypatch):
+def test_smaller_priorities_run_first_and_closed_admission_runs_only_begun_requests(synced, monkeypatch):
     monkeypatch.setattr(base, "SLOTS", 2)
-    completions = in_flight(synced, 4)
-    completions[3].order, ended = -1, []
+    requests = submitted(synced, 4)
+    requests[3].priority, ended = -1, []
     while len(ended) < 2:
         ended += synced.step()
-    assert completions[3] in ended and completions[0] in ended
+    assert requests[3] in ended and requests[0] in ended
     synced.admits_new = False
     while synced.running:
         ended += synced.step()
@@ -122,8 +130,8 @@ def test_smaller_orders_go_first_and_only_what_has_begun_when_nothing_new_may(sy
         ended += synced.step()
 
 
-def test_without_the_sync_they_differ(synced, policy, device):
-    """The negative control: the same comparison sees weights that did not arrive, the tied head alone too."""
+def test_unsynced_weights_are_detected(synced, policy, device):
+    """Negative control: the same comparison detects weights that did not arrive, also if only the tied head is old."""
     groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
     with scaled(policy, "hf.lm_head.weight", 2.0):
         stale = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
@@ -136,7 +144,7 @@ def test_without_the_sync_they_differ(synced, policy, device):
 
 
 def test_prefixes_of_old_weights_are_not_reused(synced, policy, device):
-    """The same prompt before and after a change: a stale cache of keys and values would show."""
+    """The same prompt is sampled before and after a change, which would expose a stale KV cache."""
     prompt = [prompts(synced)[3] * 6]
     synced.generate(prompt, 2, [1], 1.0)
     with scaled(policy, "hf.model.layers.0.self_attn.v_proj.weight", -1.0):
@@ -144,7 +152,7 @@ def test_prefixes_of_old_weights_are_not_reused(synced, policy, device):
         assert difference(policy, synced.generate(prompt, 2, [1], 1.0), 1.0, device) < 1e-4
 
 
-def test_completions_do_not_depend_on_how_prompts_are_split(synced):
+def test_completions_do_not_depend_on_the_split_of_prompts(synced):
     together = synced.generate(prompts(synced), 3, SEEDS, 1.0)
     apart = [synced.generate([prompt], 3, [seed], 1.0)[0] for prompt, seed in zip(prompts(synced), SEEDS, strict=True)]
     fewer = synced.generate(prompts(synced), 2, SEEDS, 1.0)
@@ -154,8 +162,8 @@ def test_completions_do_not_depend_on_how_prompts_are_split(synced):
             assert x.rollout_logprobs == pytest.approx(y.rollout_logprobs, abs=1e-5)
 
 
-def test_seeds_make_the_samples(synced):
-    """Samples of one prompt differ, so do equal prompts with other seeds; equal seeds give equal samples."""
+def test_seeds_determine_the_samples(synced):
+    """Samples of one prompt differ, equal prompts with other seeds differ, and equal seeds give equal samples."""
     groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
     assert len({tuple(s.ids) for s in groups[0]}) == 4
     assert TEXTS[0] == TEXTS[4] and not {tuple(s.ids) for s in groups[0]} & {tuple(s.ids) for s in groups[4]}
@@ -164,8 +172,8 @@ def test_seeds_make_the_samples(synced):
     assert not {tuple(s.ids) for s in same} & {tuple(s.ids) for s in next_to_it}
 
 
-def test_what_a_sample_holds(synced):
-    """Ids, mask and log-probs fit together; an EOS ends a completion, belongs to it and is trained."""
+def test_fields_of_a_completion_are_consistent(synced):
+    """Ids, mask and log-probs have equal lengths; an EOS ends a completion, belongs to it and is trained."""
     given = prompts(synced)
     reasons = set()
     for prompt, group in zip(given, synced.generate(given, 16, SEEDS, 1.6), strict=True):
@@ -186,13 +194,15 @@ def test_what_a_sample_holds(synced):
     assert reasons == {("length", None)} | {("stop", eos) for eos in synced.eos_ids}  # every EOS ends a completion
 
 
-def test_every_prompt_may_have_a_limit_of_its_own(synced):
-    """And what comes before the limit is what comes without it."""
-    limits, whole = [3, 1, 7, 2, 5], synced.generate(prompts(synced), 2, SEEDS, 1.0)
-    groups = synced.generate(prompts(synced), 2, SEEDS, 1.0, limits)
-    for limit, group, without in zip(limits, groups, whole, strict=True):
-        assert [s.completion_ids for s in group] == [s.completion_ids[:limit] for s in without]
-        assert max(len(s.completion_ids) for s in group) == limit and group[0].finish_reason == "length"
+def test_requests_have_separate_length_limits(synced):
+    """The tokens before the limit equal those without it."""
+    limits, whole = [3, 1, 7, 2, 5], finish(synced, submitted(synced, 5))
+    cut = finish(synced, submitted(synced, 5, limits=limits))
+    for limit, completion, without in zip(limits, cut, whole, strict=True):
+        assert completion.completion_ids == without.completion_ids[:limit]
+        is_cut = len(without.completion_ids) > limit
+        assert completion.finish_reason == ("length" if is_cut else without.finish_reason)
+    assert "length" in {completion.finish_reason for completion in cut}
 
 
 def test_temperature_0_is_greedy(synced, policy, device):
@@ -206,11 +216,11 @@ def test_temperature_0_is_greedy(synced, policy, device):
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids], device=device)).logits[0, -1].argmax()))
         assert sample.ids == ids
-    assert difference(policy, groups, 1.0, device) < 1e-4  # greedy log-probs are those of the plain distribution
+    assert difference(policy, groups, 1.0, device) < 1e-4  # greedy log-probs are those at temperature 1
 
 
-def test_what_vllm_would_lose_asleep(synced):
-    """Nothing of an ordinary model; a tensor that is neither weight nor buffer is named."""
+def test_tensors_lost_during_sleep_are_named(synced):
+    """An ordinary model loses none; a tensor that is neither weight nor buffer is named."""
     if not hasattr(synced, "llm"):
         pytest.skip("only vLLM sleeps")
 
@@ -226,11 +236,11 @@ def test_what_vllm_would_lose_asleep(synced):
     assert synced.llm.collective_rpc(with_a_table) == [["model.layers.0.table"]]
 
 
-def test_no_prompts(synced):
+def test_empty_prompt_list_gives_no_completions(synced):
     assert synced.generate([], 4, [], 1.0) == []
 
 
-def test_global_generators_are_untouched(synced, policy):
+def test_global_generators_are_unchanged(synced, policy):
     def draw():
         return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
 
@@ -245,10 +255,13 @@ def test_global_generators_are_untouched(synced, policy):
 
 
 def test_sampling_follows_the_distribution(synced, policy, device):
-    """First tokens of many samples against the exact probabilities, at a temperature that is not 1."""
+    """Compare first tokens of many samples with the exact probabilities, at a temperature other than 1."""
     prompt, count, temperature = prompts(synced)[0], 2000, 0.5
-    groups = synced.generate([prompt], count, [5], temperature, [1])
-    counts = torch.bincount(torch.tensor([s.ids[-1] for s in groups[0]]), minlength=len(synced.tokenizer))
+    requests = [Request(empty_completion(prompt), 1, 5 + i, temperature) for i in range(count)]
+    for request in requests:
+        synced.submit(request)
+    tokens = torch.tensor([completion.ids[-1] for completion in finish(synced, requests)])
+    counts = torch.bincount(tokens, minlength=len(synced.tokenizer))
     everything = [Sample(ids=[*prompt, token], loss_mask=[True] * (len(prompt) + 1)) for token in range(len(counts))]
     with torch.no_grad():
         (mb,) = pack(everything, 10**5, device)
@@ -261,7 +274,7 @@ def test_sampling_follows_the_distribution(synced, policy, device):
     assert abs(chi_square - degrees) < 6 * (2 * degrees) ** 0.5
 
 
-def test_the_engine_that_is_asked_for(device, monkeypatch):
+def test_engine_flag_selects_the_engine(device, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     path, tokenizer = tiny_model(), load_tokenizer(tiny_model())
     for flags in (dict(engine="vllm"), dict(tensor_parallel_size=2)):
@@ -271,6 +284,6 @@ def test_the_engine_that_is_asked_for(device, monkeypatch):
     assert type(make_engine(path, Args(), [1], tokenizer, device)).__name__ == "TransformersEngine"
 
 
-def test_context_is_what_model_and_pack_both_hold():
+def test_context_is_the_smaller_of_model_and_pack():
     assert context_length(tiny_model(), Args(pack_tokens=8192)) == 2048
     assert context_length(tiny_model(), Args(pack_tokens=1000)) == 1001  # the last token is only a target

@@ -1,4 +1,4 @@
-"""Environments in processes of their own: they answer as they would here, when they can, and fail alone."""
+"""Environments in processes: they answer like built-in ones, and a failing one does not affect the others."""
 
 import inspect
 import os
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, PIPE, ROOT, Clock, alive, descendants, kill, open_files, until
 
-from common.rollout import environment_pool as module
-from common.rollout import environments
+from common.rewards import processes
+from common.rollout import environment_pool, environments
 from common.rollout.environment_pool import Answer, Environments
 
-# What the model says is Python, and what it comes to is the environment's answer.
+# The model's turns are Python code; its value is the environment's answer.
 USER_FILE = """
 import os, random, signal, subprocess, sys, threading, time
 
@@ -54,7 +54,7 @@ def fine(turn: int) -> Answer:
 
 @pytest.fixture
 def doers(tmp_path):
-    """Environments that do what they are told, of which nothing is left at the end."""
+    """Yield environments that evaluate the model's turns. Check that no process and no file is left open at the end."""
     (tmp_path / "doer.py").write_text(USER_FILE)
     before, files = set(descendants(os.getpid())), open_files()
     environments = Environments(f"{tmp_path / 'doer.py'}:Doer", 10.0, start_timeout=PATIENCE)
@@ -76,7 +76,7 @@ def all_answers(environments: Environments) -> dict[int, list[Answer]]:
 
 
 def pid_of(environments: Environments, number: int) -> int:
-    """Of an episode, while others may hang."""
+    """Return the process id of an episode; other episodes may hang."""
     environments.step(number, "[], os.getpid(), False")
     while not (found := environments.answers(PATIENCE)):
         pass
@@ -87,7 +87,7 @@ def pid_of(environments: Environments, number: int) -> int:
 # ---- answers ----
 
 
-def test_they_answer_as_they_do_here(tmp_path):
+def test_pooled_environment_answers_like_a_built_in_one(tmp_path):
     made = [inspect.getsource(thing) for thing in (environments.asked, environments.GuessNumber)]
     (tmp_path / "guess.py").write_text("\n".join(["import re", "Message = dict", *made]))
     asked = [dict(role="user", content="guess")]
@@ -124,12 +124,12 @@ RAISE_OR_DIE = {
 RETURN = {
     "'no tuple'": "ValueError: too many values to unpack (expected 3)",
     "([], 'x', False)": "ValueError: could not convert string to float: 'x'",
-    "([threading.Lock()], 0, False)": "TypeError: cannot pickle '_thread.lock' object",
-    "([Odd()], 0, False)": "the answer cannot be unpickled: ValueError: invalid literal for int() with base 10: 'odd'",
+    "([threading.Lock()], 0, False)": "the result cannot be pickled: TypeError: cannot pickle '_thread.lock' object",
+    "([Odd()], 0, False)": "the result cannot be unpickled: ValueError: invalid literal for int() with base 10: 'odd'",
 }
 
 
-def test_what_goes_wrong_costs_its_own_episode(doers):
+def test_error_ends_only_its_episode(doers):
     for number, do in enumerate(RAISE_OR_DIE | RETURN):
         doers.reset(number, row())
         for turn in (FINE, do, FINE):
@@ -144,16 +144,16 @@ def test_what_goes_wrong_costs_its_own_episode(doers):
     found = all_answers(doers)
     for number, error in enumerate((RAISE_OR_DIE | RETURN).values()):
         assert found[number] == [fine(1), Answer([], 0.0, True, f"step 2: {error}")]
-        doers.step(number, FINE)  # no matter any more
+        doers.step(number, FINE)  # is not answered any more
     for number, error in enumerate(RAISE_OR_DIE.values(), 100):
         assert found[number] == [Answer([], 0.0, True, f"reset: {error}")]
     assert [answer.error for answer in found[200]] == [
-        "reset: the row cannot be pickled: " + RETURN["([threading.Lock()], 0, False)"]
+        "reset: ValueError: the call cannot be pickled: TypeError: cannot pickle '_thread.lock' object"
     ]
     assert found[201] == [fine(1), fine(2), fine(3)] and doers.outstanding == 0
 
 
-def test_output_and_forks_do_not_disturb(doers, capfd):
+def test_output_and_forks_do_not_affect_answers(doers, capfd):
     doers.reset(0, row(do="print('hello'), os.write(1, b'directly'), subprocess.run(['echo', 'far'])"))
     doers.step(0, f"(os.fork(), {FINE})[1:]")
     assert all_answers(doers) == {0: [fine(1)]}
@@ -161,16 +161,16 @@ def test_output_and_forks_do_not_disturb(doers, capfd):
     assert out == "" and err.count("hello") == err.count("directly") == err.count("far") == 1
 
 
-def test_every_episode_draws_numbers_of_its_own(doers):
+def test_episodes_draw_different_random_numbers(doers):
     for number in range(4):
         doers.reset(number, row())
         doers.step(number, f"[], {'random' if number % 2 else 'numpy.random'}.random(), True")
     assert len({answer.reward for [answer] in all_answers(doers).values()}) == 4
 
 
-@pytest.mark.slow  # the second that it is given to clean up
-def test_an_environment_that_hangs_is_ended_alone(doers, monkeypatch, tmp_path):
-    clock = Clock(monkeypatch, module)
+@pytest.mark.slow  # the second of them needs to clean up
+def test_only_a_hanging_environment_is_terminated(doers, monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, environment_pool, processes)
     hang = "(touch(self.row['here']), [0 for _ in iter(int, 1)])"
     for number in range(2):
         doers.reset(number, row(here=str(tmp_path / str(number)), do=hang if number else None))
@@ -179,7 +179,7 @@ def test_an_environment_that_hangs_is_ended_alone(doers, monkeypatch, tmp_path):
     pid = pid_of(doers, 2)
     until(lambda: all((tmp_path / str(number)).exists() for number in range(2)))
     assert doers.answers() == [] and doers.outstanding == 3
-    hanging = set(descendants(doers.zygote.process.pid)) - {pid}
+    hanging = set(descendants(doers.server.process.pid)) - {pid}
     assert len(hanging) == 2
     clock.ahead += 11
     assert {number: answer.error for number, answer in doers.answers(PATIENCE)} == {
@@ -190,9 +190,9 @@ def test_an_environment_that_hangs_is_ended_alone(doers, monkeypatch, tmp_path):
     until(lambda: not any(map(alive, hanging)))
 
 
-def test_a_slow_parent_costs_nothing(doers, monkeypatch, tmp_path):
-    """An answer that lies there when the parent comes back is an answer; and the next turn's time begins then."""
-    clock, here, there = Clock(monkeypatch, module), tmp_path / "here", tmp_path / "there"
+def test_slow_parent_loses_no_answer(doers, monkeypatch, tmp_path):
+    """An answer that arrived before the parent polls is valid; the time limit of the next turn starts then."""
+    clock, here, there = Clock(monkeypatch, environment_pool, processes), tmp_path / "here", tmp_path / "there"
     doers.reset(0, row())
     pid_of(doers, 0)
     doers.step(0, FINE)
@@ -204,7 +204,7 @@ def test_a_slow_parent_costs_nothing(doers, monkeypatch, tmp_path):
     assert all_answers(doers) == {0: [fine(3)]}
 
 
-def test_environments_work_at_the_same_time(doers, tmp_path):
+def test_environments_run_concurrently(doers, tmp_path):
     for number in range(2):
         doers.reset(number, row(here=str(tmp_path / f"{number}"), there=str(tmp_path / f"{1 - number}")))
         doers.step(number, f"(touch(self.row['here']), wait_for(self.row['there']), ({FINE}))[2]")
@@ -212,8 +212,8 @@ def test_environments_work_at_the_same_time(doers, tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_waits_for_an_environment_that_reads_nothing(doers, monkeypatch, tmp_path):
-    clock, spaces = Clock(monkeypatch, module), " " * 4_000_000
+def test_environment_that_does_not_read_blocks_no_other(doers, monkeypatch, tmp_path):
+    clock, spaces = Clock(monkeypatch, environment_pool, processes), " " * 4_000_000
     doers.reset(0, row(do=f"(touch({str(tmp_path / 'here')!r}), time.sleep(9999))"))
     until((tmp_path / "here").exists)
     doers.reset(1, row())
@@ -228,7 +228,7 @@ def test_nothing_waits_for_an_environment_that_reads_nothing(doers, monkeypatch,
 # ---- the end of an episode ----
 
 
-def test_an_episode_that_is_over_says_nothing_and_cleans_up(doers, tmp_path):
+def test_finished_episode_gives_no_answer_and_cleans_up(doers, tmp_path):
     doers.reset(7, row(last=str(tmp_path / "last")))
     pid_of(doers, 7)
     doers.step(7, FINE)
@@ -240,7 +240,7 @@ def test_an_episode_that_is_over_says_nothing_and_cleans_up(doers, tmp_path):
     until((tmp_path / "last").exists)
 
 
-def test_what_an_environment_has_started_ends_with_it(doers, tmp_path):
+def test_processes_of_an_environment_end_with_it(doers, tmp_path):
     for number, then in enumerate(("([], 0, True)", "os._exit(0)", "([], 0, True)")):
         doers.reset(number, row(pid=str(tmp_path / str(number))))
         start = "open(self.row['pid'], 'w').write(str(subprocess.Popen(['sleep', '9999']).pid))"
@@ -255,7 +255,7 @@ def test_what_an_environment_has_started_ends_with_it(doers, tmp_path):
 
 
 @pytest.mark.slow
-def test_hundreds_of_episodes(doers):
+def test_pool_runs_hundreds_of_episodes(doers):
     for number in range(200):
         doers.reset(number, row(at=number))
     for number in range(200):
@@ -270,12 +270,12 @@ def test_hundreds_of_episodes(doers):
     until(lambda: not any(map(alive, pids)))
 
 
-# ---- the process that forks ----
+# ---- the server ----
 
 
-def test_a_zygote_that_dies_is_replaced(doers):
+def test_dead_server_is_replaced(doers):
     doers.reset(0, row())
-    pids = [doers.zygote.process.pid, pid_of(doers, 0)]
+    pids = [doers.server.process.pid, pid_of(doers, 0)]
     os.kill(pids[0], signal.SIGKILL)
     until(lambda: not any(map(alive, pids)))
     doers.step(0, FINE)
@@ -287,28 +287,28 @@ def test_a_zygote_that_dies_is_replaced(doers):
 
 @pytest.mark.parametrize(
     "code, error",
-    [("import nothing_of_this_name", "doer.py cannot be loaded: ModuleNotFoundError: No module named"),
-     ("raise SystemExit('stop')", "doer.py cannot be loaded: SystemExit: stop"), ("x = 1", "AttributeError"),
-     ("import os; os._exit(4)", "the process died"), ("while True: pass", "not started within 60 s")],
+    [("import nothing_of_this_name", "doer.py:Doer cannot be loaded: ModuleNotFoundError: No module named"),
+     ("raise SystemExit('stop')", "doer.py:Doer cannot be loaded: SystemExit: stop"), ("x = 1", "AttributeError"),
+     ("import os; os._exit(4)", "the process died"), ("while True: pass", "not loaded within 60 s")],
 )  # fmt: skip
-def test_a_file_that_cannot_be_loaded_any_more(doers, monkeypatch, tmp_path, code, error):
+def test_file_that_fails_to_reload_gives_errors(doers, monkeypatch, tmp_path, code, error):
     (tmp_path / "doer.py").write_text(code)
-    doers.start_timeout, clock = 60, Clock(monkeypatch, module)
+    doers.start_timeout, clock = 60, Clock(monkeypatch, environment_pool, processes)
     for number in range(3):
         doers.reset(number, row())
     clock.ahead += 61 if "while" in code else 0
     found = all_answers(doers)
     assert error in found[0][0].error and all(found[n][0].error.startswith("reset: ") for n in range(3))
     (tmp_path / "doer.py").write_text(USER_FILE)
-    doers.zygote.close()
+    doers.server.close()
     doers.reset(3, row())
     doers.step(3, FINE)
     assert all_answers(doers) == {3: [fine(1)]}
 
 
 @pytest.mark.slow
-def test_processes_end_with_a_parent_that_is_killed(tmp_path):
-    """At rest, at an endless loop; also if a fork of the parent lives on, and with what they have started."""
+def test_processes_end_after_their_parent_is_killed(tmp_path):
+    """Processes are idle or in an endless loop and have children; a fork of the parent may survive."""
     (tmp_path / "doer.py").write_text(USER_FILE)
     code = f"""
 import os, sys, time

@@ -1,5 +1,5 @@
-"""Episodes: what was sampled stays token for token, what an environment says has no loss, seeds alone decide, limits
-hold; the built-in environments; training on them."""
+"""Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine completions, limits
+hold; the built-in environments; training on episodes."""
 
 import contextlib
 import json
@@ -7,24 +7,23 @@ import math
 import random
 from itertools import groupby
 
-import inprocess
 import pytest
 import torch
 from conftest import Args, talkative
 from helpers import PATIENCE, assert_close_metrics, assert_same_weights, metrics, run
 
 from common.data.encode import Encoder
-from common.data.packing import Sample, pack
-from common.data.tasks import TASKS
+from common.data.packing import pack
+from common.data.sample import Completion
+from common.data.tasks import SOLVED_BOARD, TASKS, move_hole
 from common.metrics.meter import Meter
 from common.rewards.scoring import Rewards
 from common.rollout import engine as base
 from common.rollout.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
-from common.rollout.episodes import Episodes
-from common.rollout.prompts import asking, encode_prompts, prompt_columns
+from common.rollout.episodes import Episodes, PromptRequest
+from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
 
-main = inprocess.main
-# Counts the characters of a turn aloud, as long as the row says; may raise.
+# Replies with the number of characters of a turn, for as many turns as the row has; may raise.
 USER_FILE = """
 class Counter:
     def reset(self, example):
@@ -53,7 +52,7 @@ def user_file(tmp_path):
 
 @contextlib.contextmanager
 def short_turns(engine):
-    """The untrained model hardly ever ends a turn: any lower case letter does."""
+    """Return a model of which any lower-case letter ends a turn; the untrained model hardly ever ends one."""
     eos_ids = engine.eos_ids
     engine.eos_ids = eos_ids + [engine.tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"]
     try:
@@ -63,10 +62,10 @@ def short_turns(engine):
 
 
 class Play:
-    """Rows played by an engine."""
+    """Episodes of some rows."""
 
     def __init__(self, engine, environment, rows=ROWS, **flags):
-        flags = dict(environment_timeout=PATIENCE) | flags  # no test here is about slow answers
+        flags = dict(environment_timeout=PATIENCE) | flags  # answers in these tests are fast
         self.args = Args(environment=environment, reward=("environment",), max_new_tokens=200, **flags)
         rows = [dict(row) for row in rows]
         columns = prompt_columns(self.args, rows)
@@ -75,23 +74,26 @@ class Play:
         self.prompts, self.rows = prompts.ids, prompts.rows
         self.engine, self.episodes = engine, Episodes(engine, self.args, engine.tokenizer)
 
-    def __call__(self, which=slice(None), n=3) -> list[list[Sample]]:
-        seeds = [31 * i for i in range(len(self.prompts))]
+    def requests(self, n=3) -> list[PromptRequest]:
+        prompts = enumerate(zip(self.prompts, self.rows, strict=True))
+        return [PromptRequest(i, prompt, row, 31 * i, n, 1.0) for i, (prompt, row) in prompts]
+
+    def __call__(self, which=slice(None), n=3) -> list[list[Completion]]:
         with short_turns(self.engine):
-            return self.episodes.generate(self.prompts[which], self.rows[which], seeds[which], n, 1.0)
+            return self.episodes.generate(self.requests(n)[which])
 
 
 def flat(groups):
     return [sample for group in groups for sample in group]
 
 
-def spans(sample: Sample) -> list[tuple[bool, list[int]]]:
-    """The completion in pieces: sampled or not, and its ids."""
+def spans(sample: Completion) -> list[tuple[bool, list[int]]]:
+    """Return the spans of the completion: whether each is sampled, and its ids."""
     pieces = groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0])
     return [(sampled, [i for _, i in piece]) for sampled, piece in pieces][1:]
 
 
-def test_turns_alternate_and_the_environment_says_what_the_template_makes_of_it(synced, user_file):
+def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_file):
     play = Play(synced, user_file)
     groups = play()
     assert {s.turns for s in flat(groups)} >= {1, 2, 3}
@@ -117,8 +119,8 @@ def test_turns_alternate_and_the_environment_says_what_the_template_makes_of_it(
                 assert sample.turns == row["turns"]
 
 
-def test_a_whole_conversation_is_what_the_template_makes_of_it(synced, user_file):
-    """Where a turn ends with the template's own end of turn, the ids are those of the conversation rendered whole."""
+def test_conversation_is_rendered_as_by_the_template(synced, user_file):
+    """If every turn ends with the template's end of turn, the ids are those of the whole rendered conversation."""
     play = Play(synced, user_file)
     end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     messages, ids = [dict(role="user", content="5?")], []
@@ -146,17 +148,17 @@ def test_engine_and_trainer_agree_on_every_sampled_token(synced, policy, user_fi
         assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (mb.rollout_logprobs_T[mb.loss_mask_T] < 0).all()
 
 
-def test_what_has_begun_can_be_ended_alone(synced, user_file, monkeypatch):
-    """Before new weights, where no completion may be of two versions."""
+def test_begun_episodes_can_be_finished_without_new_ones(synced, user_file, monkeypatch):
+    """No completion then has tokens of two versions of the weights."""
     monkeypatch.setattr(base, "SLOTS", 4)
     play = Play(synced, user_file)
     with short_turns(synced):
-        for i, (prompt, row) in enumerate(zip(play.prompts, play.rows, strict=True)):
-            play.episodes.begin(i, prompt, row, 31 * i, 3, 1.0)
+        for request in play.requests():
+            play.episodes.begin(request)
         done = play.episodes.step()
         done += play.episodes.finish()
-        assert not synced.running and not play.episodes.listening and play.episodes.busy
-        assert all(not completion.ids and not episode.turn for completion, episode in play.episodes.speaking.items())
+        assert not synced.running and not play.episodes.playing and play.episodes.busy
+        assert not any(request.has_begun for request in play.episodes.sampling)
         synced.version = 1
         while play.episodes.busy:
             done += play.episodes.step()
@@ -165,7 +167,7 @@ def test_what_has_begun_can_be_ended_alone(synced, user_file, monkeypatch):
     assert versions == {(0,), (1,)} and sorted(number for number, _ in done) == [0, 1, 2, 3]
 
 
-def test_episodes_do_not_depend_on_how_they_are_split(synced, user_file):
+def test_episodes_do_not_depend_on_the_split_of_prompts(synced, user_file):
     play = Play(synced, user_file)
     together, apart = play(), [play(slice(i, i + 1))[0] for i in range(len(ROWS))]
     assert [s.ids for s in flat(together)] == [s.ids for s in flat(apart)]
@@ -174,7 +176,7 @@ def test_episodes_do_not_depend_on_how_they_are_split(synced, user_file):
     assert len({str(t) for t in texts}) == len(texts), "samples of a prompt are not the same"
 
 
-def test_limits(synced, user_file):
+def test_limits_on_turns_and_tokens_hold(synced, user_file):
     groups = Play(synced, user_file, max_turns=2)()
     assert {s.turns for s in flat(groups[1:])} <= {1, 2} and any(s.turns == 2 for s in flat(groups[2:]))
     assert all(s.finish_reason == "length" for s in flat(groups[2:])) and all(s.loss_mask[-1] for s in flat(groups))
@@ -186,7 +188,7 @@ def test_limits(synced, user_file):
     assert all(s.finish_reason == "length" for s in groups[3]) and any(s.turns > 1 for s in flat(groups))
 
 
-def test_what_an_environment_raises_is_an_error_of_its_sample(synced, user_file, device):
+def test_exception_in_an_environment_is_an_error_of_its_completion(synced, user_file, device):
     rows = [
         dict(prompt="a", turns=3, trouble="step", _source="rows:1"),
         dict(prompt="b", turns=3, trouble="reset", _source="rows:2"),
@@ -194,7 +196,7 @@ def test_what_an_environment_raises_is_an_error_of_its_sample(synced, user_file,
     ]  # fmt: skip
     play = Play(synced, user_file, rows)
     play.rows[1]["late"] = True
-    play.rows[3]["prompt"] = "another"  # another reset than at the start of the run
+    play.rows[3]["prompt"] = "another"  # a different reset than at the start of the run
     groups = play()
     first = [s for s in groups[0] if s.finish_reason == "stop"]
     assert first and all(s.error == "step 2: KeyError: 'second turn'" for s in first)
@@ -202,11 +204,8 @@ def test_what_an_environment_raises_is_an_error_of_its_sample(synced, user_file,
     assert all(s.error.startswith("step 1: ValueError") for s in groups[2] if s.finish_reason == "stop")
     assert all(s.error == "reset: ValueError: not the same messages as at the start of the run" for s in groups[3])
     assert not any(s.error for s in flat(groups[4:])) and any(s.turns > 1 for s in flat(groups[4:]))
-    for row, group in zip(play.rows, groups, strict=True):
-        for sample in group:
-            sample.row = row
     args = Args(environment=user_file, reward=("environment",), max_reward_errors=0.9)
-    total, _ = Rewards(args, play.rows, synced.tokenizer, device)(groups, Meter())
+    total, _, _ = Rewards(args, play.rows, synced.tokenizer, device)(groups, Meter())
     assert total.isnan().tolist() == [[bool(s.error) for s in group] for group in groups]
     assert total[5].tolist() == [sum(r for _, r in s.turn_rewards) for s in groups[5]]
 
@@ -215,7 +214,7 @@ def test_what_an_environment_raises_is_an_error_of_its_sample(synced, user_file,
 
 
 def play_demonstration(name: str, row: dict) -> float:
-    """The task's own demonstration, spoken to the environment, which must answer as in the row."""
+    """Play the demonstration of a row; the environment must answer as in the row. Return the sum of rewards."""
     environment, total = load_environment(name)(), 0.0
     assert environment.reset(row) == row["prompt"] == row["messages"][:1]
     assert row["messages"][-1]["role"] == "assistant"
@@ -239,7 +238,7 @@ def test_tasks_fit_their_environments(name):
     assert not TASKS[name]("train")[:200] == TASKS[name]("test")[:200]
 
 
-def test_calculator():
+def test_calculator_evaluates_expressions():
     def step(text, answer="12"):
         environment = Calculator()
         environment.reset(dict(prompt="?", answer=answer))
@@ -257,7 +256,7 @@ def test_calculator():
     assert step("9" * 10_000) == (None, 0, True) and step("0.5", answer="1/2")[1] == 0
 
 
-def test_guess_number():
+def test_guess_number_compares_guesses():
     environment = GuessNumber()
     environment.reset(dict(prompt="?", number=17))
     words = [environment.step(text)[0][0]["content"] for text in ("20", "I say 3", "what?", "9" * 10_000)]
@@ -265,18 +264,18 @@ def test_guess_number():
     assert environment.step("17") == ([], 1.0, True)
 
 
-def test_sliding_puzzle_is_solved_by_the_moves_back():
+def test_sliding_puzzle_is_solved_by_the_reversed_moves():
     rng, back = random.Random(0), dict(up="down", down="up", left="right", right="left")
-    board, moves = SlidingPuzzle.SOLVED, []
+    board, moves = SOLVED_BOARD, []
     for way in rng.choices(list(back), k=200):
-        if (moved := SlidingPuzzle.move(board, way)) is not None:
-            assert SlidingPuzzle.move(moved, back[way]) == board and sorted(moved) == sorted(board)
+        if (moved := move_hole(board, way)) is not None:
+            assert move_hole(moved, back[way]) == board and sorted(moved) == sorted(board)
             board, moves = moved, [*moves, way]
     environment = SlidingPuzzle()
     environment.reset(dict(prompt="?", board=board))
     for way in reversed(moves):
         said, reward, done = environment.step(f"go {back[way]}")
-        assert done == (environment.board == SlidingPuzzle.SOLVED) == (reward == 1)
+        assert done == (environment.board == SOLVED_BOARD) == (reward == 1)
     assert done and len(moves) > 50
     environment.reset(dict(prompt="?", board="123456780"))
     assert environment.step("down")[0][0]["content"] == "against the edge"
@@ -294,41 +293,38 @@ def test_sliding_puzzle_is_solved_by_the_moves_back():
         ("{}/file.py:Half", "not a class with the methods reset and step"), ("{}/file.py:f", "not a class"),
     ],
 )  # fmt: skip
-def test_bad_names(name, words, tmp_path):
+def test_bad_environment_names_are_refused(name, words, tmp_path):
     (tmp_path / "file.py").write_text("class Half:\n    def reset(self, example): ...\ndef f(): ...\n")
     with pytest.raises(ValueError, match=words):
         load_environment(name.format(tmp_path))
 
 
-def test_bad_rows(tmp_path, user_file):
+def test_bad_rows_are_refused_by_name(tmp_path, user_file):
     args = Args(environment=user_file, reward=("environment",))
     with pytest.raises(ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"):
-        asking(args)(dict(prompt="a", _source="rows:2"))
+        prompt_maker(args)(dict(prompt="a", _source="rows:2"))
     (tmp_path / "silent.py").write_text(
         "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
     )
     args.environment = f"{tmp_path / 'silent.py'}:A"
     with pytest.raises(ValueError, match="rows:0: --environment .*A: reset returns no list of messages"):
-        asking(args)(dict(ROWS[0]))
+        prompt_maker(args)(dict(ROWS[0]))
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
-        with pytest.raises(ValueError, match="belong together|--max_turns 3 would not be read"):
+        with pytest.raises(ValueError, match="need each other|--max_turns 3 has no effect without --environment"):
             Args(**flags)
 
 
-def test_prompt_template():
+def test_prompt_template_is_filled_from_the_row():
     rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
     args = Args(prompt_template="{problem}={{}}")
-    for row in rows:
-        asking(args)(row)
-    assert prompt_columns(args, rows) == ("_prompt",) and [r["_prompt"] for r in rows] == ["1+1={}", "2+2={}"]
+    assert prompt_columns(args, rows) == ("_prompt",) and list(map(prompt_maker(args), rows)) == ["1+1={}", "2+2={}"]
     rows[1]["level"] = None
     for template, words in (
         ("{level}", "a:2: --prompt_template: no column level"), ("{problem", "--prompt_template: expected '}'"),
         ("{}", "--prompt_template: {} names no column"), ("{problem.x}", "a:1: .*no attribute 'x'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            for row in rows:
-                asking(Args(prompt_template=template))(row)
+            list(map(prompt_maker(Args(prompt_template=template)), rows))
 
 
 # ---- training ----
@@ -336,7 +332,7 @@ def test_prompt_template():
 
 @pytest.fixture(scope="module")
 def flags(small, tmp_path_factory):
-    """A model whose turns are short, and an environment that pays for each."""
+    """Return flags of a model with short turns and an environment that rewards each turn."""
     folder = tmp_path_factory.mktemp("environment")
     (folder / "counter.py").write_text(USER_FILE)
     rows = [dict(prompt=f"{i}?", turns=1 + i % 3) for i in range(12)]
@@ -364,13 +360,13 @@ def colocated(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_gradient_whatever_the_ranks(colocated, flags, tmp_path):
+def test_gradient_does_not_depend_on_ranks(colocated, flags, tmp_path):
     run(2, "grpo.py", *flags, "--pack_tokens", 300, "--output_dir", tmp_path)
     assert_close_metrics(colocated, tmp_path, NUMBERS, rel=1e-5, floor=1e-2)
 
 
 @pytest.mark.slow
-def test_one_gradient_with_a_reward_for_each_turn(flags, main, tmp_path):
+def test_gradient_with_turn_rewards_does_not_depend_on_ranks(flags, main, tmp_path):
     flags = (*flags, "--samples_per_prompt", 1, "--minibatches", 1, "--prompts_per_step", 8)
     main("ppo", *flags, "--output_dir", tmp_path / "1")
     run(2, "ppo.py", *flags, "--pack_tokens", 300, "--output_dir", tmp_path / "2")
@@ -392,15 +388,15 @@ class Twice:
 
 
 @pytest.mark.slow
-def test_both_turns_learn_what_pays(flags, main, tmp_path):
-    """From scratch: a turn is worth the fraction of letters in it, of which each ends it."""
+def test_each_turn_learns_from_its_reward(flags, main, tmp_path):
+    """The reward of a turn is its fraction of letters, and each letter ends a turn."""
     (tmp_path / "twice.py").write_text(TWICE)
     environment = f"{tmp_path / 'twice.py'}:Twice"
     extra = ("--environment", environment, "--max_steps", 17, "--prompts_per_step", 4, "--samples_per_prompt", 8,
              "--lr", 5e-3, "--max_new_tokens", 60, "--eval_every", 0)  # fmt: skip
     main("grpo", *flags, *extra, "--output_dir", tmp_path / "out")
     rewards = [line["reward"] for line in metrics(tmp_path / "out")]
-    assert rewards[0] < 1 and rewards[-1] > 1.5, rewards  # 2 are to be had
+    assert rewards[0] < 1 and rewards[-1] > 1.5, rewards  # at most 2
 
 
 @pytest.mark.slow

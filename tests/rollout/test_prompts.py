@@ -1,4 +1,4 @@
-"""Rows -> prompts: those that fit, with the row of each."""
+"""Prompts of rows: prompts that fit, the row of each, and errors that name the row."""
 
 import json
 
@@ -19,7 +19,7 @@ def encode(rows: list[dict], room: int, **flags):
 
 def test_overlong_prompts_are_refused_or_dropped():
     rows = [dict(prompt="a" * n, answer="", _source=f"rows.jsonl:{n}") for n in (3, 9, 5)]
-    words = r"rows.jsonl:9: a prompt of 9 tokens, the context \(or --pack_tokens\) has 5 beside --max_new_tokens 256"
+    words = r"rows.jsonl:9: the prompt has 9 tokens, the context \(or --pack_tokens\) 5 beside --max_new_tokens 256"
     with pytest.raises(ValueError, match=words):
         encode(rows, 5)
     prompts = encode(rows, 5, overlong_prompts="drop")
@@ -31,20 +31,20 @@ def test_overlong_prompts_are_refused_or_dropped():
     with pytest.raises(ValueError, match="--max_new_tokens 256 leaves the context no room for a prompt"):
         encode(rows, 0, overlong_prompts="drop")
     args = Args()
-    assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0  # nothing is held out
+    assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0  # no held-out rows
 
 
-@pytest.mark.parametrize("what", ["empty", "missing"])
-def test_prompts_without_text_are_named(what):
+@pytest.mark.parametrize("problem", ["empty", "missing"])
+def test_prompts_without_text_are_refused_by_name(problem):
     rows = [dict(prompt=prompt, answer="2", _source=f"a:{n}") for n, prompt in enumerate(("1+1=", ""), 1)]
-    rows[1]["prompt"] = "" if what == "empty" else None
-    with pytest.raises(ValueError, match=f"a:2: column prompt is {what}"):
+    rows[1]["prompt"] = "" if problem == "empty" else None
+    with pytest.raises(ValueError, match=f"a:2: column prompt is {problem}"):
         encode(rows, 40)
     assert encode(rows, 40, on_bad_row="skip").rows == rows[:1]
 
 
-def test_what_is_left_out_is_said_by_reason(tmp_path, capsys):
-    """What the template, the environment or a reward cannot use is left out as bad rows are, or ends the run."""
+def test_dropped_rows_are_reported_by_reason(tmp_path, capsys):
+    """Rows that the template, the environment or a reward cannot use are treated like other bad rows."""
     good = dict(prompt="1+1=", answer="2", level=1)
     rows = [good | dict(answer=None), good, good | dict(level=None), good | dict(prompt=""), good | dict(answer=None)]
     rows = [row | dict(_source=f"a:{n}") for n, row in enumerate(rows, 1)]
@@ -78,8 +78,8 @@ def test_what_is_left_out_is_said_by_reason(tmp_path, capsys):
         asked(rows, **world)
 
 
-def test_prompts_of_a_script(tmp_path):
-    """Training and held-out rows, with room for the completion in the model's context."""
+def test_script_gets_training_and_held_out_prompts(tmp_path):
+    """Prompts leave room for the completion in the model's context."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(dict(prompt=f"{n}+1=", answer=str(n + 1))) + "\n" for n in range(10, 40)))
     args = Args(dataset=str(path), eval_size=4, max_new_tokens=8)
@@ -87,7 +87,7 @@ def test_prompts_of_a_script(tmp_path):
     assert (len(prompts), len(held_out)) == (26, 4)
     for ids, row in zip(prompts.ids + held_out.ids, prompts.rows + held_out.rows, strict=True):
         assert TOKENIZER.decode(ids) == row["prompt"] and eval(row["prompt"][:-1]) == int(row["answer"])
-    with pytest.raises(ValueError, match="a prompt of 5 tokens, .* has 4 beside --max_new_tokens 8"):
+    with pytest.raises(ValueError, match="the prompt has 5 tokens, .* 4 beside --max_new_tokens 8"):
         load_prompts(args, TOKENIZER, 12)
     args.prompt_template = "Q: {prompt}"
     assert {TOKENIZER.decode(ids[:6]) for ids in load_prompts(args, TOKENIZER, CONTEXT)[0].ids} <= {

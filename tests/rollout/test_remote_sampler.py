@@ -1,5 +1,5 @@
-"""Ranks that only generate: the same run as with the engine in the training process, bounded staleness, nothing lost at
-a kill, and no hang when a rank of either kind dies."""
+"""Dedicated rollout ranks: a run equal to that with a colocated engine, bounded staleness, no prompt lost by a kill,
+and no hang when a rank of either role dies."""
 
 import json
 import os
@@ -9,10 +9,11 @@ from collections import Counter
 import helpers
 import pytest
 import yaml
-from helpers import Moment, Ranks, assert_close_metrics, assert_same_weights, metrics, run, until, weights
+from helpers import Ranks, assert_close_metrics, assert_same_weights, logged, metrics, run, until, weights
 from test_grpo import REWARD
 
 import rloo
+from common.config.launch import flags_of
 from common.model.hub import load_tokenizer
 from common.train.checkpoint import prepare_output_dir
 from tests.rewards.test_reward_model import by_transformers, save_classifier
@@ -24,7 +25,7 @@ STEPS, PROMPTS = 6, 8
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """48 prompts, each with a name of its own: an epoch is six steps."""
+    """Return flags with 48 different prompts: an epoch has six steps."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "reward.py").write_text(REWARD)
     rows = [dict(prompt=f"{100 + i}+7=", answer=str(107 + i)) for i in range(STEPS * PROMPTS)]
@@ -51,14 +52,14 @@ def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_without_staleness_it_is_the_colocated_run_also_when_a_rollout_rank_is_told_to_stop(colocated, flags, tmp_path):
-    """It stops all, and the same command resumes."""
+def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(colocated, flags, tmp_path):
+    """The signal to a rollout rank stops all ranks, and the same command resumes."""
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
     with Ranks(2, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
-        until(Moment(tmp_path, step=2).logged)
+        until(lambda: logged(tmp_path, 2))
         os.kill(ranks.pids[1], signal.SIGTERM)
         done = ranks.end()
-    assert done.returncode == 0 and "told to stop after step" in done.stdout, done.stderr
+    assert done.returncode == 0 and "stopped after step" in done.stdout, done.stderr
     assert "resuming from" in run(2, "rloo.py", *flags, "--output_dir", tmp_path).stdout
     assert_same_weights(colocated, tmp_path)
     assert lines(colocated) == lines(tmp_path)
@@ -66,8 +67,8 @@ def test_without_staleness_it_is_the_colocated_run_also_when_a_rollout_rank_is_t
     assert_close_metrics(colocated, tmp_path, numbers, rel=0)
 
 
-def test_with_vllm_too_it_is_the_colocated_run(flags, tmp_path):
-    """Weights go from two shards, parameter by parameter, into a vLLM engine that has to agree with the trainers."""
+def test_dedicated_vllm_rank_equals_the_colocated_run(flags, tmp_path):
+    """Weights are sent by parameter from two shards to a vLLM engine that must agree with the trainers."""
     flags = (*flags, "--engine", "vllm", "--max_steps", 2)
     run(3, "rloo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
     for line in metrics(tmp_path)[1:]:
@@ -81,7 +82,7 @@ def test_with_vllm_too_it_is_the_colocated_run(flags, tmp_path):
 def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
     staleness = 3
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "rloo.py", *flags, folder=tmp_path, after_step=3, delay=0)
+    helpers.run_and_kill(2, "rloo.py", *flags, folder=tmp_path, after_step=3, at="os.rename")
     assert not (tmp_path / "hf").exists(), "killed too late"
     run(2, "rloo.py", *flags)
     ages = [line["step"] - 1 - line["version"] for line in lines(tmp_path)]
@@ -95,9 +96,9 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
 
 
 @pytest.mark.parametrize("extra", [("--engine", "vllm", "--oversample", 1.5), (*FAST, "--partial_rollouts", "false")])
-def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, small, tmp_path):
-    """How much of it they interrupt is a matter of time; that a token has the log-prob of its weights, and that what
-    has begun can be ended before, stand in test_engine.py and test_episodes.py."""
+def test_every_step_sends_new_weights_to_in_flight_completions(extra, flags, small, tmp_path):
+    """The number of interrupted completions depends on timing. test_engine.py shows that a token has the log-prob of
+    its weights, and test_episodes.py that begun episodes can be finished first."""
     flags = (*flags, *small[:2], "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
     run(2, "rloo.py", *flags, *extra, "--max_staleness", 2, "--output_dir", tmp_path)
     lines = metrics(tmp_path)
@@ -107,7 +108,7 @@ def test_new_weights_at_every_step_whatever_is_in_work(extra, flags, small, tmp_
     assert {line["what"] for line in timeline(tmp_path, 0)} >= {"rollout", "train", "step", "sync"}
 
 
-def test_reward_models_are_asked_about_what_is_complete_while_the_rest_is_sampled(flags, small, tmp_path):
+def test_reward_models_score_complete_groups_during_sampling(flags, small, tmp_path):
     judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
     extra = (*small[:2], "--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
     where = ("--rollout_ranks", 1, "--max_staleness", 2, "--oversample", 1.5, "--output_dir", folder)
@@ -131,7 +132,7 @@ def timeline(folder, rank: int) -> list[dict]:
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
-def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, extra, flags, small, tmp_path):
+def test_every_online_script_runs_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, small, tmp_path):
     where = (*small[:2], "--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
     run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
@@ -142,10 +143,10 @@ def test_every_online_script_generates_elsewhere(ranks, rollout_ranks, script, e
 @pytest.mark.parametrize(
     "victim, message", [(0, "error: training rank 0 is gone: "), (2, "error: rollout rank 2 is gone: ")]
 )
-def test_a_dead_rank_of_either_kind_ends_the_job(victim, message, flags, tmp_path):
+def test_dead_rank_of_either_role_ends_the_job(victim, message, flags, tmp_path):
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_steps", 5000, "--epochs", 1000, "--eval_every", 0)
     with Ranks(3, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
-        until(Moment(tmp_path, step=2).logged)
+        until(lambda: logged(tmp_path, 2))
         os.kill(ranks.pids[victim], signal.SIGKILL)
         done = ranks.end()
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
@@ -153,21 +154,21 @@ def test_a_dead_rank_of_either_kind_ends_the_job(victim, message, flags, tmp_pat
     assert len(said) == 1 and (message in said[0] or "lost another rank" in said[0]), done.stderr
 
 
-def test_a_resumed_run_may_change_its_rollout_ranks_but_not_how_old_samples_may_be(tmp_path, device):
+def test_resumed_run_may_change_rollout_ranks_but_not_max_staleness(tmp_path, device):
     (tmp_path / "metrics.jsonl").write_text("")
 
     def goes_on(**now: int) -> None:
         then = rloo.Args(rollout_ranks=2, max_staleness=3)
-        (tmp_path / "args.yaml").write_text(yaml.safe_dump(then.to_dict()))
+        (tmp_path / "args.yaml").write_text(yaml.safe_dump(flags_of(then)))
         prepare_output_dir(rloo.Args(**now, output_dir=str(tmp_path)))
 
     goes_on(rollout_ranks=3, max_staleness=3)
-    goes_on()  # without rollout ranks the flag is not read
+    goes_on()  # without rollout ranks the flag has no effect
     with pytest.raises(ValueError, match="max_staleness was 3, is 1"):
         goes_on(rollout_ranks=2)
 
 
-def test_trainers_that_fail_at_start_leave_no_rollout_rank_behind(flags, tmp_path):
+def test_rollout_ranks_end_if_trainers_fail_at_start(flags, tmp_path):
     bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
     stderr = run(2, "rloo.py", *flags, *FAST, *bad, code=1, torchrun=True).stderr
     assert [line for line in stderr.splitlines() if line.startswith("error: ")][0].startswith(

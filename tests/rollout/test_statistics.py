@@ -1,4 +1,4 @@
-"""What is measured of a rollout: by hand, of trained tokens alone, and the same however it is divided."""
+"""Statistics of a rollout: computed by hand, over trained tokens only, and independent of the division among ranks."""
 
 import contextlib
 import math
@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import Args
 
-from common.data.packing import PackedBatch, Sample, pack
+from common.data.packing import PackedBatch, pack
+from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.parallel.distributed import RunError
@@ -26,7 +27,7 @@ def test_gathered_groups_are_in_the_order_of_their_positions(monkeypatch):
 
 
 def test_equal_prompts_are_two_groups():
-    """Two draws of one prompt with the same rewards, and a third group between them."""
+    """Two draws of one prompt have the same rewards, with a third group between them."""
     x_PG = torch.tensor([[0.0, 1.0], [5.0, 6.0], [0.0, 1.0]])
     assert statistics.gather_groups(x_PG, [4, 0, 2]).tolist() == [[5, 6], [0, 1], [0, 1]]
 
@@ -34,14 +35,14 @@ def test_equal_prompts_are_two_groups():
 # ---- counts ----
 
 
-def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Sample:
-    """Behind a prompt of two; the environment's words are the tokens after the first."""
+def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:
+    """Return a completion after a prompt of two tokens; all tokens but the first are an environment's reply."""
     trained = [True] + [False] * said + [True] * (length - 1 - said)
-    return Sample([0] * (2 + length), [False] * 2 + trained, prompt_length=2, finish_reason=finish_reason)
+    return Completion([0] * (2 + length), [False] * 2 + trained, prompt_length=2, finish_reason=finish_reason)
 
 
-def test_counts_of_completions():
-    """What an environment said is part of the completion and is not trained on; a masked one has no trained token."""
+def test_completion_counts_equal_a_count_by_hand():
+    """An environment's reply is part of the completion and is not trained; a masked completion has no trained token."""
     masked = completion(3)
     masked.loss_mask = [False] * 5
     groups = [[completion(4), completion(5, "length", said=2)], [masked, completion(1, "length")]]
@@ -61,7 +62,7 @@ def test_trained_tokens_and_sequences_of_a_minibatch_are_at_least_one_each():
 # ---- rewards ----
 
 
-def test_measured_rewards_leave_missing_ones_out():
+def test_measured_rewards_exclude_missing_ones():
     groups = [[completion(4), completion(2, "length"), completion(3)], [completion(6), completion(8), completion(1)]]
     rewards, meter = torch.tensor([[1.0, 3.0, NAN], [2.0, 2.0, 2.0]]).double(), Meter()
     statistics.measure_groups(meter, groups, rewards, dict(first=rewards))
@@ -87,7 +88,7 @@ def test_truncated_completions_are_penalised():
 
 ENDED, CUT = "stop", "length"
 NO_EOS = "no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens"
-FORM = "see --reward, the form that the prompt asks for, and --temperature"
+FORM = "see --reward, the answer format in the prompt, and --temperature"
 
 
 @pytest.mark.parametrize(
@@ -96,23 +97,23 @@ FORM = "see --reward, the form that the prompt asks for, and --temperature"
         ([[(0.0, ENDED), (1.0, CUT)], [(0.0, ENDED), (1.0, ENDED)]], []),
         ([[(0.0, CUT), (1.0, CUT)], [(0.0, ENDED), (1.0, ENDED)]], []),  # half of them
         ([[(0.0, CUT), (1.0, CUT)], [(0.0, CUT), (1.0, ENDED)]],
-         ["3 of 4 completions were cut off: see --max_new_tokens"]),
+         ["3 of 4 completions were truncated: see --max_new_tokens"]),
         ([[(0.0, CUT), (1.0, CUT)]], [NO_EOS]),
         ([[(0.5, ENDED), (0.5, ENDED)]] * 2, [f"all 4 rewards are 0.5: {FORM}"]),
         ([[(0.0, ENDED), (NAN, ENDED)], [(0.0, ENDED), (0.0, ENDED)]], [f"all 3 rewards are 0: {FORM}"]),
         ([[(0.0, ENDED)] * 2] * 9 + [[(0.0, ENDED), (1.0, ENDED)]],
          [f"in 9 of 10 groups all rewards are equal: {FORM}"]),
         ([[(0.0, ENDED)] * 2] * 8 + [[(0.0, ENDED), (1.0, ENDED)]] * 2, []),
-        ([[(0.0, ENDED)], [(1.0, ENDED)], [(1.0, ENDED)]], []),  # groups of one are never unequal
-        ([[(NAN, ENDED), (NAN, ENDED)], [(0.0, ENDED), (NAN, ENDED)]], []),  # one reward is equal to itself
+        ([[(0.0, ENDED)], [(1.0, ENDED)], [(1.0, ENDED)]], []),  # groups of one have equal rewards
+        ([[(NAN, ENDED), (NAN, ENDED)], [(0.0, ENDED), (NAN, ENDED)]], []),  # a single reward is equal to itself
         ([], []),
     ],
 )  # fmt: skip
-def test_warnings_are_of_what_keeps_a_run_from_learning(groups, found):
+def test_warnings_name_the_obstacles_to_learning(groups, found):
     assert statistics.warnings(groups) == found
 
 
-def test_only_the_first_rollout_is_warned_of_and_of_all_ranks_together(monkeypatch, capsys):
+def test_warning_covers_only_the_first_rollout_of_all_ranks_together(monkeypatch, capsys):
     groups, zeros = [[completion(4), completion(2)]], torch.zeros(1, 2).double()
     statistics.measure_groups(Meter(), groups, zeros, {})
     assert capsys.readouterr().out == ""
@@ -123,8 +124,8 @@ def test_only_the_first_rollout_is_warned_of_and_of_all_ranks_together(monkeypat
     assert capsys.readouterr().out == ""
 
 
-def test_pass_at_1_is_of_the_first_reward():
-    """Greedy, one completion each; the sum of the rewards is logged beside it."""
+def test_pass_at_1_uses_the_first_reward():
+    """Evaluation samples one greedy completion per prompt; the sum of the rewards is logged too."""
     asked = {}
 
     def sample_now(step, held_out, seeds, n, temperature):
@@ -136,10 +137,8 @@ def test_pass_at_1_is_of_the_first_reward():
 
     class Scored:
         def __call__(self, groups, meter):
-            for (sample,), words in zip(groups, (1.0, 3.0, 5.0), strict=True):
-                sample.numbers["first/words"] = words
             meter.mean("reward/error_fraction", 0, 3)
-            return sum(parts.values()), parts
+            return sum(parts.values()), parts, {"first/words": torch.tensor([[1.0], [3.0], [5.0]])}
 
         def first(self, parts):
             return parts["first"]
@@ -162,17 +161,17 @@ def test_pass_at_1_is_of_the_first_reward():
 
 
 def engine_batch() -> PackedBatch:
-    """Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have absurd ones."""
+    """Return two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have extreme ratios."""
     samples = [
-        Sample([0] * 5, [False] * 2 + [True] * 3, rollout_logprobs=[0.0] * 5, versions=[0] * 5, prompt_length=2),
-        Sample([0] * 4, [False] * 2 + [True] * 2, rollout_logprobs=[0.0] * 4, versions=[0] * 4, prompt_length=2),
+        Completion([0] * 5, [False] * 2 + [True] * 3, rollout_logprobs=[0.0] * 5, versions=[0] * 5, prompt_length=2),
+        Completion([0] * 4, [False] * 2 + [True] * 2, rollout_logprobs=[0.0] * 4, versions=[0] * 4, prompt_length=2),
     ]
     (mb,) = pack(samples, 100, CPU)
     mb.old_logprobs_T = torch.tensor([9.0, 1, 4, 0.5, 9, 3, 3]).log()
     return mb
 
 
-def test_measured_sampling_is_of_the_trained_tokens():
+def test_sampling_metrics_count_only_trained_tokens():
     meter, mb = Meter(), engine_batch()
     statistics.measure_mismatch(meter, mb.old_logprobs_T, mb)
     metrics = meter.reduce()
@@ -186,7 +185,7 @@ def test_measured_sampling_is_of_the_trained_tokens():
     assert metrics["sampling/ess"] == pytest.approx((ratios.mean() ** 2 / ratios.square().mean()).item())
 
 
-def test_an_empty_pack_measures_nothing():
+def test_empty_pack_adds_no_metric():
     (filler,) = pack([], 10, CPU)
     meter = Meter()
     statistics.measure_mismatch(meter, torch.zeros(1), filler)
@@ -198,14 +197,14 @@ def test_disagreement_on_a_sampled_token_is_an_error(device):
         statistics.check_agreement([[mb]], 0, Args(dtype="float32", **flags), CPU)
 
     mb = engine_batch()
-    mb.old_logprobs_T[mb.loss_mask_T] = 0.0  # the prompts' tokens, which nobody sampled, stay far off
+    mb.old_logprobs_T[mb.loss_mask_T] = 0.0  # the prompts' tokens, which are not sampled, differ widely
     check(mb)
     mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] += 0.01
-    with pytest.raises(RunError, match="differ by 0.002 nats.* 0.01 on one of a thousand.*_difference 0.001"):
+    with pytest.raises(RunError, match="differ: mean 0.002 nats, 99.9th percentile 0.01 .*_difference 0.001"):
         check(mb)
     check(mb, max_logprob_difference=0.1)
     mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] = NAN
-    with pytest.raises(RunError, match="differ by inf nats"):
+    with pytest.raises(RunError, match="differ: mean inf nats"):
         check(mb, max_logprob_difference=0.1)
     statistics.check_agreement([pack([], 10, CPU)], 0, Args(dtype="float32"), CPU)
 
@@ -214,14 +213,15 @@ def test_disagreement_on_a_sampled_token_is_an_error(device):
     "far, near, fails",
     [(1, 0.0, False), (2, 0.0, False), (3, 0.0, True), (0, 0.04, False), (0, 0.06, True)],
 )
-def test_few_tokens_may_be_far_off_and_many_may_not(device, far, near, fails):
-    """Of 2,000 tokens two are a thousandth: they may differ by more than the limit, as rounding in bfloat16 makes the
-    worst of many do; a third, or all of them by more than a tenth of the limit, is a model that is not the same."""
-    sample = Sample([1] * 2001, [False] + [True] * 2000, rollout_logprobs=[0.0] * 2001, version=7, versions=[7] * 2001)
+def test_few_tokens_may_disagree_and_many_may_not(device, far, near, fails):
+    """Two of 2,000 tokens are a thousandth: they may differ by more than the limit, like the maximum over many tokens
+    in bfloat16. A third such token, or a difference of all tokens by more than a tenth of the limit, shows two
+    different models."""
+    sample = Completion([1] * 2001, [False] + [True] * 2000, rollout_logprobs=[0.0] * 2001, versions=[7] * 2001)
     (mb,) = pack([sample], 2000, CPU)
     mb.old_logprobs_T = torch.full((2000,), near)
     mb.old_logprobs_T[:far] = -3.0
     args = Args(dtype="bfloat16")
     with pytest.raises(RunError, match="_difference 0.5") if fails else contextlib.nullcontext():
         statistics.check_agreement([[mb]], 7, args, CPU)
-    statistics.check_agreement([[mb]], 8, args, CPU)  # sampled by older weights: there is nothing to compare
+    statistics.check_agreement([[mb]], 8, args, CPU)  # sampled by older weights: no comparison

@@ -1,4 +1,5 @@
-"""The engine without vLLM: what it must do by itself that vLLM is told by flags. test_engine.py has what both must."""
+"""The transformers engine: properties that vLLM gets from its flags. test_engine.py tests the properties of both
+engines."""
 
 import json
 import shutil
@@ -14,8 +15,8 @@ from common.rollout.engines import make_engine
 
 
 @torch.no_grad()
-def test_the_generation_config_of_the_model_is_ignored(tmp_path, device):
-    """vLLM is told so (generation_config="vllm")."""
+def test_generation_config_of_the_model_is_ignored(tmp_path, device):
+    """The flag generation_config="vllm" does this for vLLM."""
     path = tmp_path / "model"
     shutil.copytree(tiny_model(), path)
     config = json.loads((path / "generation_config.json").read_text())

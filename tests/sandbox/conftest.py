@@ -1,4 +1,4 @@
-"""A temporary folder of its own for every test."""
+"""A separate temporary folder for every test."""
 
 import tempfile
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(monkeypatch, tmp_path):
-    """`hostile.left_over` is not to see what other test runs are at."""
+    """Keep the folders of other test runs out of `hostile.left_over`."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -1,10 +1,9 @@
 # ruff: noqa: E501 (the programs)
-"""Programs that try to get out of the sandbox, and what must hold of each. Standard library only: `test_program.py` runs
-those that may fare differently a second time as an ordinary user, with another interpreter.
+"""Programs that try to escape from the sandbox, and the expected outcome of each. Standard library only:
+`test_program.py` runs those whose outcome may depend on the user or the interpreter a second time, with others.
 
-A program prints ESCAPED when something works that must not; BAIT is replaced by a folder beside its own that it may
-neither read nor change, PARENT by the process id of its parent.
-"""
+A program prints ESCAPED when a forbidden action succeeds; BAIT is replaced by a folder beside the program's folder that
+it may neither read nor change, PARENT by the process id of its parent."""
 
 import contextlib
 import json
@@ -18,8 +17,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SHORT = 0.3  # seconds for a program that never ends
-LONG = 300.0  # for the others, which a busy machine must not cut short: none comes near it
+SHORT = 0.3  # seconds for an endless program
+LONG = 300.0  # for the others, which a busy machine must not cut short: none takes nearly as long
 SECRET = "S3CRET-8c1f"
 
 PRELUDE = r"""
@@ -249,7 +248,7 @@ attempt(os.execve, "./program", ["x"], {})
 import signal
 for pid in (PARENT, -1, 0, 1, -PARENT):
     attempt(os.kill, pid, 0)
-    attempt(os.kill, pid, signal.SIGURG)  # which nobody minds: a broken sandbox is to fail the test, not the machine
+    attempt(os.kill, pid, signal.SIGURG)  # harmless: a broken sandbox must fail the test, not the machine
 attempt(os.killpg, 0, signal.SIGURG)
 for n in (62, 200): raw(n, PARENT, 23)
 raw(234, PARENT, PARENT, 23); raw(129, PARENT, 23, 0); raw(297, PARENT, PARENT, 23, 0)
@@ -394,7 +393,7 @@ while True:
 """,
     "warnings": "import warnings\nwarnings.simplefilter('always')\nwhile True: warnings.warn('x' * 1000)",
 }  # fmt: skip
-TROUBLES = {  # alike for every user
+TROUBLES = {  # equal for every user
     # ---- ends ----
     "endless loop": "while True: pass",
     "sleeps": "import time\ntime.sleep(1000)",
@@ -447,8 +446,8 @@ while True: pass
     "unknown coding": "# coding: escaped\nprint('ESCAPED')",
 }  # fmt: skip
 HOSTILE = ATTACKS | TROUBLES
-# How `run_program` may say that it ended; all others are to end "ok". Those that may reach the time limit are given a
-# short one. "*": in any way, whatever the limit.
+# Possible endings of `run_program`; all others must end "ok". Programs that may reach the time limit have a
+# short one. "*": any ending, for any limit.
 EXPECTED = {
     "subprocess": {"ok"},
     "fork bomb": {"time limit"}, "thread bomb": {"time limit", "thread limit", "memory limit"},
@@ -478,16 +477,16 @@ EXPECTED = {
     "power in the source": {"exit code 1", "memory limit"}, "another coding": {"exit code 1"},
     "unknown coding": {"exit code 1"},
 }  # fmt: skip
-ENDLESS_AS_MODULES = {"floods stdout without a line end"}  # with calls, nobody reads stdout
+ENDLESS_AS_MODULES = {"floods stdout without a line end"}  # with calls, stdout is not read
 
 
 def every_other_call() -> str:
-    """Calls every number that is not allowed, with arguments that are good for nothing."""
+    """Return a program that calls every forbidden system call number with useless arguments."""
     from common.sandbox.confine import ALLOWED, CLONE3, OPEN, SOME
 
     some = [numbers[0] for numbers, _ in [*SOME.values(), *OPEN.values()]]
     known = {numbers[0] for numbers in ALLOWED.values()} | {*some, CLONE3[0]}
-    known |= {335, 336}  # uretprobe and uprobe: the kernel asks no filter, and kills who calls them from here
+    known |= {335, 336}  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
     return f"""
 if x86:
     for number in range(480):
@@ -510,7 +509,7 @@ def source_of(name: str, bait: str) -> str:
 
 
 def state_of(folder: str) -> list:
-    """Everything about the bait that a program could change."""
+    """Return every property of the bait that a program could change."""
     found = []
     for path in [Path(folder), *sorted(Path(folder).rglob("*"))]:
         status = path.lstat()
@@ -522,7 +521,8 @@ def state_of(folder: str) -> list:
 
 
 def own_state() -> list:
-    """Everything about this process that a program could change. Not its open files: other tests have some."""
+    """Return every property of this process that a program could change, except its open files: other tests have
+    some."""
     limits = [
         resource.getrlimit(getattr(resource, name)) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")
     ]
@@ -533,7 +533,7 @@ def own_state() -> list:
 
 
 def left_over() -> list[str]:
-    """Directories of programs, and processes started from here that still run or were not waited for."""
+    """Return the folders of programs, and the child processes that still run or were not waited for."""
     folders = [p for p in os.listdir(tempfile.gettempdir()) if p.startswith("onefile-sandbox-")]
     processes = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -548,7 +548,7 @@ def left_over() -> list[str]:
 
 
 def attack(name: str, bait: str) -> list[str]:
-    """Runs one program in both ways; what went wrong."""
+    """Run one program in both ways and return its violations."""
     from common.sandbox.program import Limits, Program, ProgramError, run_program
 
     source, wrong, expected = source_of(name, bait), [], EXPECTED.get(name, {"ok"})
@@ -557,7 +557,9 @@ def attack(name: str, bait: str) -> list[str]:
     texts = [outcome.stdout]
     if not expected & {outcome.status, "*"}:
         wrong.append(f"status {outcome.status}: {outcome.stdout[:300]}")
-    seconds = SHORT if name in ENDLESS_AS_MODULES else min(seconds, 10)  # one may take its own call: then it waits
+    seconds = (
+        SHORT if name in ENDLESS_AS_MODULES else min(seconds, 10)
+    )  # one may take over its own call, and then it waits
     try:
         with Program(source.replace(PRELUDE, SAY + PRELUDE), Limits(seconds=seconds)) as program:
             texts.append(repr(program.call("said.copy")))
@@ -572,7 +574,7 @@ def attack(name: str, bait: str) -> list[str]:
 
 
 def run_all(names: Iterable[str]) -> dict[str, list[str]]:
-    """What went wrong with each program, and under "" what they changed or left."""
+    """Return the violations of each program; the key "" has the files and processes left behind."""
     from common.sandbox.program import run_program
 
     os.environ["HOSTILE_TEST"] = SECRET

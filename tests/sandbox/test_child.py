@@ -1,4 +1,4 @@
-"""How values cross between a program and its parent, and what serves calls inside."""
+"""Values are exchanged exactly between a program and its parent, and calls are served inside."""
 
 import json
 import math
@@ -54,7 +54,7 @@ VALUES = [
 
 
 def identical(a: object, b: object) -> bool:
-    """Equal with equal types all the way down."""
+    """Return whether values are equal, with equal types at every level."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
@@ -74,11 +74,11 @@ PLAIN = st.recursive(
 
 @settings(max_examples=50)
 @given(PLAIN)
-def test_encode_decode(value):
+def test_decode_inverts_encode(value):
     assert identical(decode(json.loads(json.dumps(encode(value)))), value)
 
 
-def test_subclasses_cross_as_what_they_are_built_on():
+def test_subclasses_are_encoded_as_their_built_in_base():
     given = [
         Text("ab"),
         Whole(5),
@@ -106,7 +106,7 @@ JSON = st.recursive(
 
 @settings(max_examples=50)
 @given(JSON)
-def test_decode_raises_nothing_else(data):
+def test_decode_raises_only_value_error_and_type_error(data):
     try:
         decode(data)
     except (ValueError, TypeError):
@@ -115,14 +115,14 @@ def test_decode_raises_nothing_else(data):
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
 def test_colliding_keys_are_refused(kind):
-    """They would take the parent minutes: the hash of k * (2**61 - 1) is 0."""
+    """The parent would need minutes for them: the hash of k * (2**61 - 1) is 0."""
     keys = [{"int": hex(k * (2**61 - 1))} for k in range(1, 9_000)]
     with pytest.raises(ValueError, match="too many equal hashes"):
         decode({kind: [[key, 0] for key in keys] if kind == "dict" else keys})
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
-def test_many_keys_that_the_program_could_choose_by_their_hashes_are_refused(kind):
+def test_many_keys_with_selectable_hashes_are_refused(kind):
     for count, what in ((10_000, int), (20_000, str)):
         keys = [what(i) for i in range(count)]
         assert len(decode({kind: [[key, 0] for key in keys] if kind == "dict" else keys})) == count
@@ -135,7 +135,7 @@ def test_many_keys_that_the_program_could_choose_by_their_hashes_are_refused(kin
 
 
 @confined
-def test_values_cross_exactly():
+def test_values_are_exchanged_exactly():
     with Program("def f(x): return x", LIMITS) as program:
         for value in VALUES:
             assert identical(program.call("f", [value]), value), value
@@ -150,20 +150,20 @@ def test_values_cross_exactly():
      ("{1: 2}.keys()", [1]), ("{1: 2}.values()", [2]), ("__import__('collections').deque([1])", [1]), ("zip('a', 'b')",
      [("a", "b")]), ("range(100_000)", list(range(100_000)))],
 )  # fmt: skip
-def test_results_that_can_only_be_gone_through_are_iterators(result, value):
-    """Equal to no list, as in the program itself."""
+def test_iterable_results_are_iterators(result, value):
+    """Such a result equals no list, as in the program."""
     with Program(f"def f(): return {result}", LIMITS) as program:
         assert program.call("f") != value and identical(list(program.call("f")), value)
 
 
 @confined
-def test_bytearrays_are_bytes():
+def test_bytearrays_become_bytes():
     with Program("def f(): return bytearray(b'a')", LIMITS) as program:
         assert identical(program.call("f"), b"a")
 
 
 @confined
-def test_errors_say_what_was_raised():
+def test_errors_name_the_raised_exception():
     source = "class Own(KeyError): pass\ndef f(x): raise Own('no', x)"
     with Program(source, LIMITS) as program, pytest.raises(ProgramError) as error:
         program.call("f", [1])
@@ -172,7 +172,7 @@ def test_errors_say_what_was_raised():
 
 
 @confined
-def test_the_key_of_a_key_error_is_relayed_as_it_is():
+def test_key_of_a_key_error_is_relayed_unchanged():
     with Program("def f(x): raise KeyError(x)", LIMITS) as program:
         for key, message in (("k", "k"), (1, "1")):
             with pytest.raises(ProgramError) as error:
@@ -181,7 +181,7 @@ def test_the_key_of_a_key_error_is_relayed_as_it_is():
 
 
 @confined
-def test_a_module_keeps_its_state_and_may_use_standard_streams():
+def test_module_keeps_its_state_and_may_use_standard_streams():
     source = """
 import sys, dataclasses, typing
 print("hello")

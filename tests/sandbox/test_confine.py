@@ -1,5 +1,5 @@
-"""What a confined process may do, and what it is that confines it. What hostile programs cannot do is in
-`test_program.py`."""
+"""Confinement: system calls and files that a confined process may use, and missing layers. Hostile programs are in
+hostile.py and test_program.py."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ LIMITS = Limits(seconds=PATIENCE)
 
 @confined
 def test_privileges_are_dropped(monkeypatch):
-    """Seen by the child itself, before it cannot look any more."""
+    """The child reads its own status before it loses access."""
     look = "print(open('/proc/self/status').read(), 'dumpable', libc.prctl(3), flush=True)"
     start = process.START.replace("child.main", f"confine.restrict_files = lambda libc: {look}; child.main")
     monkeypatch.setattr(process, "START", start)
@@ -30,8 +30,8 @@ def test_privileges_are_dropped(monkeypatch):
 
 @pytest.mark.slow
 @confined
-def test_the_standard_library_can_be_imported():
-    """Every module that can be imported here, but those that do something then."""
+def test_standard_library_can_be_imported():
+    """The test imports every available module, except those with side effects at import."""
     skip = {"antigravity", "this", "idlelib", "turtledemo", "test", "lib2to3", "msilib", "nt", "tkinter", "turtle"}
     names = sorted(name for name in sys.stdlib_module_names - skip if not name.startswith("_"))
     source = (
@@ -48,17 +48,17 @@ def test_the_standard_library_can_be_imported():
 
 @confined
 @pytest.mark.parametrize("layer", ["restrict_files", "restrict_calls"])
-def test_problem_sees_a_layer_that_is_missing(monkeypatch, layer):
-    """Left out silently, and refused by the kernel."""
+def test_problem_detects_a_missing_layer(monkeypatch, layer):
+    """The layer is skipped silently, or refused by the kernel."""
     with monkeypatch.context() as patch:
         skip = f"confine.{layer} = lambda libc: None; child.main"
         patch.setattr(process, "START", process.START.replace("child.main", skip))
         name = "Landlock" if layer == "restrict_files" else "seccomp"
-        assert name in program._problem.__wrapped__()
+        assert name in program.problem.__wrapped__()
     with monkeypatch.context() as patch:
         refuse = f"confine.{layer} = lambda libc: confine.check(-1, 'no such layer'); child.main"
         patch.setattr(process, "START", process.START.replace("child.main", refuse))
-        assert "no such layer" in program._problem.__wrapped__()
+        assert "no such layer" in program.problem.__wrapped__()
         with pytest.raises(RuntimeError, match="could not be confined: .*no such layer"):
             run_program("print(1)")
         assert run_program("print(1)", "", LIMITS, unsafe=True).stdout == "1\n"
@@ -72,8 +72,8 @@ HEADERS = {0: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 1: "/usr/include/
 
 
 @pytest.mark.parametrize("column", HEADERS)
-def test_the_numbers_of_system_calls(column):
-    """Against the kernel's headers. aarch64 uses the generic numbers; a name may be another there."""
+def test_system_call_numbers_equal_the_kernel_headers(column):
+    """aarch64 uses the generic numbers; some names differ there."""
     if not Path(HEADERS[column]).exists():
         pytest.skip(f"no {HEADERS[column]}")
     text = Path(HEADERS[column]).read_text()
@@ -89,8 +89,8 @@ def test_the_numbers_of_system_calls(column):
             assert name not in numbers, f"{name} is missing"
 
 
-def test_the_filter_of_the_other_architecture_is_sound():
-    """The jumps stay inside and every path ends in a verdict."""
+def test_filter_of_the_other_architecture_is_valid():
+    """The jumps stay inside the filter, and every path ends in a verdict."""
     for machine in confine.ARCHITECTURES:
         code = confine.seccomp_filter(machine)
         steps = [(code[i] | code[i + 1] << 8, code[i + 2], code[i + 3]) for i in range(0, len(code), 8)]

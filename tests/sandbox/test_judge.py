@@ -1,4 +1,4 @@
-"""The judge, with a stand-in for the program under test: what it asks, and what it makes of the answers."""
+"""The judge, with a stand-in for the program under test: its questions and its handling of the answers."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def server():
 
 @pytest.fixture
 def judge(server):
-    """`judge(source, answers, ...)`: the verdict, and the questions it took. An answer is a value, what the program's
-    process says of an object, or the names of the classes of an exception."""
+    """`judge(source, answers, ...)` returns the verdict and the questions asked. An answer is a value, the message of
+    the program's process about an object, or the names of the classes of an exception."""
 
     def run(source: str, answers: list, setup: str = "", candidate: str | None = None) -> tuple[bool | str, list]:
         left, questions = list(answers), []
@@ -45,7 +45,7 @@ def call(expression: str, *args: object, **kwargs: object) -> dict:
     return dict(call=expression, args=encode(list(args)), kwargs={name: encode(v) for name, v in kwargs.items()})
 
 
-def test_a_test_passes_if_nothing_is_raised(judge):
+def test_case_passes_if_nothing_is_raised(judge):
     source = "assert f(1, x=(2,)) == {3}"
     assert judge(source, [{3}]) == (True, [call("f", 1, x=(2,))])
     for wrong in ({4}, [3], ValueError("no")):
@@ -53,7 +53,7 @@ def test_a_test_passes_if_nothing_is_raised(judge):
     assert judge("raise SystemExit\nassert f(1)", []) == (False, [])
 
 
-def test_the_candidate_is_the_programs_though_the_setup_defines_it(judge):
+def test_candidate_comes_from_the_program_despite_a_setup_definition(judge):
     check = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)"
     setup = "def f(x):\n    pass\ndef twice(x): return 2 * x"
     assert judge(check, [2], setup, "f") == (True, [call("f", 1)])
@@ -61,7 +61,7 @@ def test_the_candidate_is_the_programs_though_the_setup_defines_it(judge):
     assert judge("assert twice(1) == 2 and f(1) is None", [3], setup, "f")[0] is False
 
 
-def test_objects_are_known_by_their_expressions(judge):
+def test_objects_are_identified_by_their_expressions(judge):
     source = "a = A(1)\na.x = 2\nassert g(a, [a.x]) == 3 and a.y(4) == 5"
     a = {"object": "__objects__[0]"}
     verdict, questions = judge(source, [a, None, 2, 3, {"object": "__objects__[0].y"}, 5])
@@ -75,12 +75,12 @@ def test_objects_are_known_by_their_expressions(judge):
     ]
 
 
-def test_nothing_of_the_program_decides_what_is_equal(judge):
+def test_equality_does_not_depend_on_the_program(judge):
     thing = {"object": "__objects__[0]"}
     assert judge("assert f() == 1", [thing])[0] is False
     assert judge("a = f()\nassert a == a and a != f()", [thing, thing])[0] is True
     assert judge("assert not f()", [thing])[0] is False
-    assert judge("assert f().__len__() == 1", [thing])[0] is False  # names with underscores are the stand-in's own
+    assert judge("assert f().__len__() == 1", [thing])[0] is False  # names with underscores belong to the stand-in
 
 
 class Own(KeyError):
@@ -88,7 +88,7 @@ class Own(KeyError):
 
 
 class Wide(UnicodeDecodeError):
-    """Which cannot be made of a message alone."""
+    """Exception that cannot be constructed from a message alone."""
 
     def __init__(self):
         super().__init__("utf-8", b"", 0, 1, "x")
@@ -99,7 +99,7 @@ class Wide(UnicodeDecodeError):
     [(ZeroDivisionError("x"), "ZeroDivisionError"), (Own("x"), "KeyError"), (Wide(), "UnicodeError"),
      (type("Own", (Exception,), {})("x"), "Exception"), (StopIteration("x"), "StopIteration")],
 )  # fmt: skip
-def test_an_exception_is_the_most_special_built_in_one(judge, raised, caught):
+def test_exception_becomes_its_most_derived_built_in_class(judge, raised, caught):
     source = "try:\n    f()\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == " + repr(caught)
     assert judge(source, [raised])[0] is True
 
@@ -108,17 +108,17 @@ def test_an_exception_is_the_most_special_built_in_one(judge, raised, caught):
     "malformed",
     [{"set": [[]]}, {"a": 1}, {"int": "x"}, {"complex": [1]}, {"dict": [1]}, {"object": 1, "b": 2}],
 )  # fmt: skip
-def test_a_malformed_answer_is_a_wrong_one(judge, malformed):
+def test_malformed_answer_is_wrong(judge, malformed):
     assert judge("assert f() != 1", [malformed])[0] is False
 
 
 @pytest.mark.parametrize(
     "source, why",
     [
-        ("assert 1 == 1", "it calls nothing of the program"),
-        ("assert f(1) == y", "it needs the value of y, which nothing in it defines"),
-        ("assert isinstance(f(1), Thing)", "it needs the value of Thing, which nothing in it defines"),
-        ("try:\n    f()\nexcept Own:\n    pass\nassert 1", "it needs the value of Own, which nothing in it defines"),
+        ("assert 1 == 1", "it calls no function of the program"),
+        ("assert f(1) == y", "it needs the value of y, which it does not define"),
+        ("assert isinstance(f(1), Thing)", "it needs the value of Thing, which it does not define"),
+        ("try:\n    f()\nexcept Own:\n    pass\nassert 1", "it needs the value of Own, which it does not define"),
         ("import nothing_like_this\nassert f()", "ModuleNotFoundError: No module named 'nothing_like_this'"),
         ("assert f(lambda x: x)", "a function cannot be passed to the program"),
         (
@@ -127,7 +127,7 @@ def test_a_malformed_answer_is_a_wrong_one(judge, malformed):
         ),
     ],
 )
-def test_what_cannot_run_says_why_and_asks_nothing(judge, source, why):
+def test_unrunnable_test_gives_the_reason_without_questions(judge, source, why):
     verdict, questions = judge(source, [])
     assert isinstance(verdict, str) and verdict.startswith(why) and questions == []
     assert judge("assert f()", [1])[0] is True, "the next test starts afresh"
@@ -143,6 +143,6 @@ def test_what_cannot_run_says_why_and_asks_nothing(judge, source, why):
         ("assert [f(i) for i in (1,)] == [6]", call("f", 1)),
     ],
 )
-def test_which_name_is_the_programs(judge, source, asked):
+def test_tested_name_is_resolved_to_the_program(judge, source, asked):
     value = [6] if "filter" in source else 6
     assert judge(source, [value]) == (True, [asked])

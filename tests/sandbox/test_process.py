@@ -1,4 +1,4 @@
-"""One confined process, seen from outside: its start, its limits, its end, and that nothing of it is left."""
+"""One confined process from its parent's view: start, limits, and an end that leaves nothing behind."""
 
 import os
 import resource
@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(program.problem() is not None
 LIMITS = Limits(seconds=PATIENCE)
 
 
-# ---- its start and its time ----
+# ---- start and time ----
 
 
-def test_a_slow_start_is_not_the_programs_time(monkeypatch):
+def test_slow_start_does_not_count_as_program_time(monkeypatch):
     clock, start = Clock(monkeypatch, process, program), process.Child._start
 
     def slowly(*arguments):
@@ -38,7 +38,7 @@ def test_a_slow_start_is_not_the_programs_time(monkeypatch):
         run_program("print(1)", "", LIMITS)
 
 
-def test_what_a_run_says_of_its_time(monkeypatch):
+def test_outcome_reports_the_seconds_of_the_run(monkeypatch):
     clock, wait, started = Clock(monkeypatch, process, program), process.Child.wait, time.monotonic()
 
     def slowly(child):
@@ -50,7 +50,7 @@ def test_what_a_run_says_of_its_time(monkeypatch):
     assert 7 <= outcome.seconds < 7 + time.monotonic() - started
 
 
-def test_a_machine_without_room_is_an_error_of_the_machine(monkeypatch):
+def test_missing_disk_or_descriptors_raise_a_runtime_error(monkeypatch):
     before, limits = open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", "/nothing/like/this")
@@ -58,10 +58,10 @@ def test_a_machine_without_room_is_an_error_of_the_machine(monkeypatch):
             with pytest.raises(RuntimeError, match="a program could not be started: .*nothing/like/this"):
                 run()
     kept = [os.dup(0)]
-    while kept[-1] != len(kept) + before - 2:  # until no number below the last is free: the limit is on numbers
+    while kept[-1] != len(kept) + before - 2:  # until no lower number is free: the limit is on numbers
         kept.append(os.dup(0))
     outcomes = []
-    for room in range(1, 25):  # wherever the descriptors run out
+    for room in range(1, 25):  # at any point where the descriptors run out
         resource.setrlimit(resource.RLIMIT_NOFILE, (kept[-1] + room, limits[1]))
         try:
             outcomes.append(run_program("print(1)", "", LIMITS).status)
@@ -76,7 +76,7 @@ def test_a_machine_without_room_is_an_error_of_the_machine(monkeypatch):
     assert open_files() == before and not hostile.left_over()
 
 
-# ---- its limits ----
+# ---- limits ----
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,13 @@ def test_a_machine_without_room_is_an_error_of_the_machine(monkeypatch):
         ("for i in range(9): open(str(i), 'wb')\nimport time; time.sleep(9999)", dict(files=5), "disk limit"),
     ],
 )  # fmt: skip
-def test_limits(source, limits, status):
+def test_exceeded_limits_give_their_status(source, limits, status):
     assert run_program(source, "", Limits(**dict(seconds=PATIENCE) | limits)).status == status
 
 
-def test_many_threads_are_too_many():
-    """With small stacks they do not reach the limit of memory. Python's own need more, so these are made by hand."""
+def test_number_of_threads_is_limited():
+    """With small stacks they stay below the memory limit. Python's threads need more, so the program creates them with
+    raw calls."""
     source = """
 import ctypes, time
 libc = ctypes.CDLL(None)
@@ -120,7 +121,7 @@ print("done")
     assert run_program(source % (20, 0.2), "", LIMITS) == program.Outcome("ok", "done\n")
 
 
-def test_requests_that_nobody_reads_end_at_the_deadline():
+def test_unread_requests_end_at_the_deadline():
     with Program("import time, threading\ndef f(x): time.sleep(9999)", Limits(seconds=2)) as program:
         with pytest.raises(ProgramError, match="time limit"):
             program.call("f", ["x" * 5_000_000])
@@ -130,10 +131,10 @@ def test_requests_that_nobody_reads_end_at_the_deadline():
                 program.call("f", ["x"])
 
 
-# ---- its end ----
+# ---- end ----
 
 
-def test_nothing_is_left_after_many_runs():
+def test_many_runs_leave_nothing_behind():
     run_program("print(1)", "", LIMITS)
     before, threads = open_files(), len(os.listdir("/proc/self/task"))
     children = set(descendants(os.getpid()))  # of other tests
@@ -149,8 +150,8 @@ def test_nothing_is_left_after_many_runs():
     assert not hostile.left_over()
 
 
-def test_a_program_dies_with_its_parent(tmp_path):
-    """Killed outright, the parent cannot clean up: the kernel ends the program."""
+def test_program_dies_with_its_parent(tmp_path):
+    """A killed parent cannot clean up: the kernel ends the program."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + (
         "from common.sandbox.program import *\n"
         "run_program(\"open('began', 'w')\\nwhile True: pass\", '', Limits(seconds=9999))"
@@ -164,8 +165,8 @@ def test_a_program_dies_with_its_parent(tmp_path):
     until(lambda: not any(map(alive, programs)))
 
 
-def test_interrupted_runs_leave_nothing(monkeypatch):
-    """Ctrl-C while a program runs."""
+def test_interrupted_runs_leave_nothing_behind(monkeypatch):
+    """The interrupt is Ctrl-C while a program runs."""
     before = open_files()
 
     def interrupt(child):
@@ -177,7 +178,7 @@ def test_interrupted_runs_leave_nothing(monkeypatch):
     assert open_files() == before and not hostile.left_over()
 
 
-def test_many_at_once():
+def test_programs_run_concurrently():
     with ThreadPoolExecutor(8) as pool:
         outcomes = list(pool.map(lambda i: run_program("print(int(input()) * 2)", str(i), LIMITS), range(40)))
     assert [outcome.stdout for outcome in outcomes] == [f"{2 * i}\n" for i in range(40)]

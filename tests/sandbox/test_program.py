@@ -1,4 +1,4 @@
-"""Programs: what hostile ones cannot do (`hostile.py`), what good ones can, and calls of their functions."""
+"""Programs: hostile ones are confined (`hostile.py`), good ones run, and their functions can be called."""
 
 import json
 import os
@@ -31,15 +31,16 @@ def attacks() -> dict[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*hostile.HOSTILE, ""])
-def test_hostile(name, attacks):
-    """ "": nothing outside was changed, nothing is left, and a good program still runs."""
+def test_hostile_program_is_confined(name, attacks):
+    """The name "" stands for the state after all programs: nothing outside has changed, no files or processes are left,
+    and a good program still runs."""
     assert attacks[name] == []
 
 
 @pytest.mark.slow
-def test_hostile_as_an_ordinary_user():
-    """Root may do more, and less: it is exempt from some limits. The list, without what is alike
-    for all, as `nobody`, from a copy it can read."""
+def test_hostile_programs_are_confined_for_an_ordinary_user():
+    """Root has more rights, and is exempt from some limits. User 65534 runs the programs whose outcome may differ, from
+    a copy that it can read."""
     if os.getuid() != 0:
         pytest.skip("the tests run as an ordinary user already")
     user = dict(user=65534, group=65534, extra_groups=[], env=dict(HOME="/nonexistent", PATH="/usr/bin:/bin"), cwd="/")
@@ -55,7 +56,7 @@ def test_hostile_as_an_ordinary_user():
     python = next(filter(works, pythons), None)
     if python is None:
         pytest.skip(f"an ordinary user can start none of {', '.join(pythons)}")
-    # not in pytest's folder: each new session of it takes the rights away again
+    # not in pytest's folder: each new pytest session removes the permissions again
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         modules = [f"common/sandbox/{name}.py" for name in ("program", "process", "child", "confine")]
@@ -130,7 +131,7 @@ def test_hostile_as_an_ordinary_user():
         ("x = {1, 2}\nmatch 3:\n    case 3: print('ok')", "", "ok\n"),
     ],
 )  # fmt: skip
-def test_good_programs(source, stdin, stdout):
+def test_good_programs_run(source, stdin, stdout):
     outcome = run_program(source, stdin, LIMITS)
     if "environ" in source:  # UTF-8 mode needs no locale: Python sets one only where it finds it
         assert outcome.stdout in (stdout, stdout.replace("{'LC_CTYPE': 'C.UTF-8'}", "{}"))
@@ -190,9 +191,9 @@ def test_good_programs(source, stdin, stdout):
         ("return say(b'{\"value\": ' + b'[' * 200 + b']' * 200 + b'}\\n')", "malformed"),
     ],
 )  # fmt: skip
-def test_answers_that_are_none(body, kind):
+def test_invalid_answers_raise_their_kind(body, kind):
     limits = Limits(seconds=0.3 if kind == "time limit" else PATIENCE)
-    # nothing else follows the line: not the value that `f` returns
+    # the line is the last output: the value of `f` does not follow
     say = "import os, time\ndef say(line):\n    os.write(__ask__.__self__.answers, line)\n    time.sleep(9999)\n"
     with Program(say + f"def f(x):\n    {body}", limits) as program:
         with pytest.raises(ProgramError) as error:
@@ -204,13 +205,13 @@ QUESTION = "import os, time\nos.write(__ask__.__self__.answers, b'{\"ask\": 1}\\
 
 
 @pytest.mark.parametrize("source", ["__ask__(1)", QUESTION])
-def test_a_question_while_the_source_runs(source):
+def test_question_during_the_source_is_malformed(source):
     with pytest.raises(ProgramError) as error, Program(source, LIMITS):
         pass
     assert error.value.kind == "malformed" and not hostile.left_over()
 
 
-def test_a_program_that_ended_stays_ended():
+def test_calls_after_the_end_raise_the_same_error():
     with Program("import os\ndef f(): os._exit(0)\ndef g(): return 1", LIMITS) as program:
         assert program.call("g") == 1
         for function in ("f", "g", "g"):
@@ -219,7 +220,7 @@ def test_a_program_that_ended_stays_ended():
 
 
 @pytest.mark.parametrize("source", ["x = ", "1 / 0", "import sys\nsys.exit()", "import os\nos._exit(0)", "x = 1\0"])
-def test_a_source_that_does_not_run(source):
+def test_failing_source_raises_a_program_error(source):
     before = open_files()
     with pytest.raises(ProgramError), Program(source, LIMITS):
         pass
@@ -236,7 +237,7 @@ def test_arguments_must_be_plain():
 # ---- the machine ----
 
 
-def test_problem(monkeypatch):
+def test_problem_names_the_unsupported_platform(monkeypatch):
     assert program.problem() is None
     for name, value, message in (
         ("sys.platform", "darwin", "needs Linux"),
@@ -246,10 +247,10 @@ def test_problem(monkeypatch):
         with monkeypatch.context() as patch:
             fake = dict(machine=lambda value=value: value) if module == "platform" else dict(platform=value)
             patch.setattr(program, module, type("module", (), fake | dict(attribute=attribute)))
-            assert message in program._problem.__wrapped__()
+            assert message in program.problem.__wrapped__()
 
 
-def test_without_confinement_nothing_runs(monkeypatch):
+def test_missing_confinement_runs_no_program(monkeypatch):
     monkeypatch.setattr("common.sandbox.program.problem", lambda: "no Landlock")
     with pytest.raises(ValueError, match="programs cannot be run safely here: no Landlock"):
         run_program("print(1)")
@@ -260,8 +261,8 @@ def test_without_confinement_nothing_runs(monkeypatch):
         assert program.call("f") == 1
 
 
-def test_modules_are_light():
-    """Only the standard library: the child and worker processes import them."""
+def test_modules_import_only_the_standard_library():
+    """The child and worker processes import them."""
     heavy = ("torch", "numpy", "transformers")
     code = f"import sys; import common.rewards.code_reward; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

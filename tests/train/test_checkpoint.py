@@ -1,4 +1,4 @@
-"""The run's folder and its checkpoints, whole or damaged; and what is exported is what was trained."""
+"""The run's folder and its checkpoints, whole or damaged; exports equal the trained weights."""
 
 import dataclasses
 import json
@@ -25,9 +25,9 @@ from common.train.optim import adamw
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))])
-def test_export_is_the_checkpoint(name, dtype, computed, tmp_path, device):
-    """Straight after loading: the same names and weights, in the wider of their dtype and `--dtype`, and files that
-    transformers opens."""
+def test_export_of_an_untrained_model_equals_the_checkpoint(name, dtype, computed, tmp_path, device):
+    """Directly after loading, names and weights are equal, in the wider of their dtype and `--dtype`, and transformers
+    opens the files."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
     args = dataclasses.replace(ARGS, dtype=computed)
     export_hf(load_policy(path, args, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
@@ -66,48 +66,50 @@ def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, devi
 
 
 def begin(folder, **flags) -> None:
-    """As far as a run with a checkpoint."""
+    """Prepare a folder up to its first checkpoint."""
     prepare_output_dir(TrainArgs(output_dir=str(folder), **flags))
     (folder / "checkpoints" / "step_000001").mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
-def test_a_folder_belongs_to_a_run_with_its_flags(tmp_path):
+def test_folder_belongs_to_the_run_with_its_flags(tmp_path):
     begin(tmp_path)
     begin(tmp_path, max_steps=9, save_every=1, resume="must")  # may change
     before = (tmp_path / "args.yaml").read_text()
     for flags, words in (
         (
             dict(lr=1.0),
-            r"holds a run with other flags \(lr was 1e-05, is 1.0\): name another folder, or --resume never",
+            r"a run with other flags \(lr was 1e-05, is 1.0\); name another folder, or use --resume never",
         ),
         (dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5), r"lr was 1e-05, is 1.0, .* and 1 more\)"),
     ):
-        with pytest.raises(ValueError, match=f"^--output_dir {tmp_path} .*{words}"):
+        with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
             begin(tmp_path, **flags)
     assert (tmp_path / "args.yaml").read_text() == before
     begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
     for folder in (tmp_path / "held_out", tmp_path):
         text = (folder / "args.yaml").read_text()
-        older = re.sub(r"^(dataset|eval_dataset):\n- (.*)\n", r"\1: \2\n", text, flags=re.MULTILINE)  # when it was one
+        older = re.sub(
+            r"^(dataset|eval_dataset):\n- (.*)\n", r"\1: \2\n", text, flags=re.MULTILINE
+        )  # the form of an older version
         assert older != text and older.count("\n- ") == text.count("\n- ") - (1 if folder == tmp_path else 2)
         (folder / "args.yaml").write_text(older)
     begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
     begin(tmp_path)
     assert (tmp_path / "args.yaml").read_text() != older
     (tmp_path / "args.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match="args.yaml in it is not one of ours"):
+    with pytest.raises(ValueError, match="args.yaml is not from a run; name another folder"):
         begin(tmp_path)
 
 
-def test_a_run_that_never_began_leaves_the_folder_free(tmp_path):
+def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
     prepare_output_dir(TrainArgs(output_dir=str(tmp_path)))
     prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0))
     with pytest.raises(ValueError, match=f"^--resume must: {tmp_path} has no checkpoint"):
         prepare_output_dir(TrainArgs(output_dir=str(tmp_path), resume="must"))
 
 
-def test_starting_over_deletes_what_is_ours_and_nothing_else(tmp_path):
+def test_starting_over_deletes_only_the_files_of_a_run(tmp_path):
     begin(tmp_path)
     for name in ("own.json", "other.json", "hf.tmp/x", "checkpoints/step_000002.tmp/x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -119,7 +121,7 @@ def test_starting_over_deletes_what_is_ours_and_nothing_else(tmp_path):
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_a_folder_that_cannot_be_made(tmp_path):
+def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}/file/run: .*Not a directory"):
         prepare_output_dir(TrainArgs(output_dir=str(tmp_path / "file" / "run")))
@@ -129,7 +131,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 class Cursor:
-    """What has a state."""
+    """Object with a state."""
 
     at = 0
 
@@ -142,7 +144,7 @@ class Cursor:
 
 @pytest.fixture
 def checkpointer(tmp_path, device):
-    """With one checkpoint after each of three steps, of which all are kept."""
+    """Return a checkpointer that saves after each of three steps and keeps all checkpoints."""
     args = TrainArgs(output_dir=str(tmp_path), keep_last=3, dtype="float32")
     model = load_policy(tiny_model(), args, device)
     made = Checkpointer(args, model, adamw(model, args), load_tokenizer(tiny_model()), cursor=Cursor())
@@ -154,7 +156,7 @@ def checkpointer(tmp_path, device):
 
 
 def fill(made: Checkpointer, value: float) -> None:
-    """Weights, moments and cursor of a step."""
+    """Set weights, moments and cursor to those of a step."""
     model, optimizer = made.trained[""]
     with torch.no_grad():
         for parameter in model.parameters():
@@ -180,13 +182,13 @@ def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_the_newest_checkpoint_comes_back(checkpointer, tmp_path, capsys):
+def test_newest_checkpoint_is_loaded(checkpointer, tmp_path, capsys):
     assert checkpointer.load_latest() == 3 and is_of_step(checkpointer, 3)
     assert f"resuming from {tmp_path}/checkpoints/step_000003 (step 3)" in capsys.readouterr().out
     assert json.loads((tmp_path / "checkpoints/step_000003/state.json").read_text()) == dict(step=3, cursor=dict(at=3))
     checkpointer.keep_last = 2
     fill(checkpointer, 30)
-    checkpointer.save(3)  # once more: it replaces the one of that step
+    checkpointer.save(3)  # a second save replaces the checkpoint of that step
     assert steps_in(tmp_path) == ["step_000002", "step_000003"]
     assert checkpointer.load_latest() == 3 and is_of_step(checkpointer, 30)
 
@@ -201,15 +203,15 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
     shutil.copytree(folder / "step_000001", folder / "step_000009.tmp")  # a save that was killed
     assert checkpointer.load_latest() == 1 and is_of_step(checkpointer, 1)
     said = capsys.readouterr().out
-    assert f"step_000003 is damaged ({shard.name} is not what was written): trying the one before it" in said
+    assert f"step_000003 is damaged ({shard.name} was changed after it was written): loading the previous one" in said
     assert "step_000002 is damaged (manifest.json does not list the checkpoint's files)" in said
     assert [name for name in steps_in(tmp_path) if "." not in name] == ["step_000001"]
     next((folder / "step_000001").glob("*.distcp")).unlink()
     for _ in range(2):  # the second time too, when it has been set aside
-        with pytest.raises(ValueError, match=f"no checkpoint in {folder} is whole: --resume never starts over"):
+        with pytest.raises(ValueError, match=f"{folder}: all checkpoints are damaged; start over with --resume never"):
             checkpointer.load_latest()
 
 
-def test_without_a_checkpoint_it_starts_at_0(checkpointer, tmp_path):
+def test_missing_checkpoint_starts_at_step_0(checkpointer, tmp_path):
     shutil.rmtree(tmp_path / "checkpoints")
     assert checkpointer.load_latest() == 0

@@ -1,4 +1,4 @@
-"""The learning rate is a function of the step, and no bad gradient reaches the weights."""
+"""The learning rate is a function of the step, and a non-finite gradient does not reach the weights."""
 
 import dataclasses
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common.config.groups import TrainArgs
-from common.data.packing import Sample, pack
+from common.data.packing import pack
+from common.data.sample import Sample
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
@@ -20,16 +21,16 @@ def rates(total: int, **flags) -> list[float]:
     return [learning_rate(step, total, args) for step in range(total)]
 
 
-def test_constant():
+def test_constant_schedule_keeps_the_learning_rate():
     assert rates(3) == [1, 1, 1]
 
 
-def test_warmup_then_linear():
+def test_linear_schedule_follows_a_warmup():
     assert rates(8, warmup_steps=4, lr_schedule="linear") == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
     assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
-def test_cosine_is_half_way_in_the_middle_and_ends_at_the_floor():
+def test_cosine_schedule_is_half_way_in_the_middle_and_ends_at_the_floor():
     decay = rates(100, lr_schedule="cosine", min_lr_ratio=0.2)
     assert decay[0] == 1 and decay[50] == pytest.approx(0.6) and 0.2 < decay[-1] < 0.201
     assert all(a > b for a, b in zip(decay, decay[1:], strict=False))
@@ -41,7 +42,7 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_the_floor():
     )
 
 
-def test_warmup_longer_than_the_run():
+def test_warmup_may_be_longer_than_the_run():
     assert rates(2, warmup_steps=4, lr_schedule="cosine") == [0.25, 0.5]
 
 
@@ -65,8 +66,8 @@ def snapshot(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])
-def test_clipping_and_its_norm(model, scale):
-    """The norm returned is the one before clipping; only longer gradients are scaled down."""
+def test_clipping_returns_the_norm_and_scales_only_longer_gradients(model, scale):
+    """The returned norm is the one before clipping."""
     gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt().item()
     before, sgd = snapshot(model), torch.optim.SGD(model.parameters(), lr=123.0)
@@ -80,7 +81,7 @@ def test_clipping_and_its_norm(model, scale):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_nothing_changes_when_loss_or_gradient_is_not_finite(model, bad, where):
+def test_nonfinite_loss_or_gradient_changes_nothing(model, bad, where):
     args = TrainArgs(dtype="float32", lr=0.1, weight_decay=0.1)
     optimizer, before, loss = adamw(model, args), snapshot(model), torch.tensor(1.0)
     if where == "loss":
@@ -94,7 +95,7 @@ def test_nothing_changes_when_loss_or_gradient_is_not_finite(model, bad, where):
     assert all(not whole(value).any() for state in optimizer.state.values() for value in state.values())
 
 
-def test_weight_decay_is_on_matrices_only(model):
+def test_weight_decay_applies_only_to_matrices(model):
     args = TrainArgs(dtype="float32", lr=0.1, weight_decay=0.5)
     optimizer, before = adamw(model, args), snapshot(model)
     for parameter in model.parameters():
@@ -112,8 +113,8 @@ def test_adamw_takes_its_flags(model):
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
 
 
-def test_states_are_there_before_the_first_step_and_change_nothing(model):
-    """An engine that starts later counts them; the updates are those of an optimizer that makes them as it goes."""
+def test_states_are_allocated_before_the_first_step_and_change_nothing(model):
+    """An engine that starts later takes their memory into account; the updates equal those of lazily created states."""
     args, lazily = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), CPU)
     ours, plain = adamw(model, args), adamw(lazily, args)
     assert all(ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} for p in model.parameters())
@@ -131,7 +132,8 @@ def test_states_are_there_before_the_first_step_and_change_nothing(model):
 
 
 def test_moments_on_the_host_change_nothing(model, device):
-    """Bit for bit, with decay, a parameter without gradient and different rates; and only the moments moved."""
+    """Numbers are equal bit for bit, with decay, a parameter without gradient and different rates; only the moments are
+    moved."""
     args, twin = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
     plain, host = adamw(twin, args), adamw(model, dataclasses.replace(args, offload="optimizer"))
     assert isinstance(host, HostAdamW) and not isinstance(plain, HostAdamW)

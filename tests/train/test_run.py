@@ -1,4 +1,4 @@
-"""What every script does around its steps: go on, save, stop when told to, log, and leave what a run leaves."""
+"""The training run around its steps: resume, save, stop, evaluate, log, and export."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from common.config.groups import TrainArgs
 from common.data.order import RowOrder
-from common.data.packing import Sample
+from common.data.sample import Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
@@ -26,19 +26,19 @@ TOTAL = 5
 
 @pytest.fixture(scope="module")
 def parts(device):
-    """Model and optimizer, shared: what a run restores is set back before each test."""
+    """Return a shared model and optimizer; restored state is reset before each test."""
     args = TrainArgs(dtype="float32")
     model = load_policy(tiny_model(), args, device)
     return model, adamw(model, args)
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_told_us_to_stop(monkeypatch):
+def reset_stop_signal(monkeypatch):
     monkeypatch.setattr(distributed, "_stop_signal", None)
 
 
 class Steps:
-    """A run whose step n makes every weight n and draws two of ten rows."""
+    """Run whose step n sets every weight to n and draws two of ten rows."""
 
     def __init__(self, parts, folder, total: int = TOTAL, **flags):
         self.model, optimizer = parts
@@ -53,12 +53,12 @@ class Steps:
         self.run.checkpointer.save = lambda step: (self.saves.append(step), save(step))
 
     def go(self, stop_in: int | None = None, break_off: int | None = None, scores: Sequence[float] = ()) -> list[int]:
-        """The steps that were finished. Step `stop_in` is told to stop, step `break_off` breaks the loop. `scores`: the
-        evaluation after step n is number n of them."""
+        """Return the finished steps. Step `stop_in` gets a stop request, step `break_off` breaks the loop. `scores[n]`
+        is the evaluation after step n."""
         for step in self.run.steps():
             self.begun.append(step)
             if step == stop_in:
-                distributed.tell_to_stop()
+                distributed.request_stop()
             if step == break_off:
                 self.run.told_to_stop = True
                 break
@@ -81,14 +81,14 @@ class Steps:
 
 
 def exported(folder) -> float:
-    """The one number that all weights of an export are."""
+    """Return the single value that all weights of an export have."""
     (value,) = {
         value for tensor in load_file(folder / "model.safetensors").values() for value in tensor.unique().tolist()
     }
     return value
 
 
-def test_it_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, capsys):
+def test_run_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, capsys):
     steps = Steps(parts, tmp_path)
     assert steps.go() == [1, 2, 3, 4, 5] and steps.begun == [0, 1, 2, 3, 4] and steps.saves == [2, 4, 5]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000004", "step_000005"]  # --keep_last
@@ -96,27 +96,27 @@ def test_it_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, caps
     assert (tmp_path / "curves.png").is_file() and f"done: {tmp_path}/hf" in capsys.readouterr().out
 
 
-def test_the_state_is_step_data_and_totals(parts, tmp_path):
+def test_state_has_step_data_and_totals(parts, tmp_path):
     Steps(parts, tmp_path).go()
     state = json.loads((tmp_path / "checkpoints" / "step_000005" / "state.json").read_text())
     assert state == dict(step=5, totals=dict(num_tokens=15), order=dict(epoch=0, index=10, num_rows=10))
 
 
 @pytest.mark.parametrize("every", [1, 3, 5, 100])
-def test_no_step_is_saved_twice(every, parts, tmp_path):
+def test_step_is_saved_only_once(every, parts, tmp_path):
     steps = Steps(parts, tmp_path, save_every=every)
     steps.go()
     assert steps.saves == [step for step in range(1, 6) if step % every == 0 or step == 5]
 
 
 @pytest.mark.slow
-def test_told_to_stop_it_finishes_the_step_saves_once_and_goes_on_from_there(parts, tmp_path, capsys):
+def test_stopped_run_finishes_the_step_saves_once_and_resumes(parts, tmp_path, capsys):
     whole_run = Steps(parts, tmp_path / "whole")
     whole_run.go()
     stopped = Steps(parts, tmp_path / "stopped")
     assert stopped.go(stop_in=2) == [1, 2, 3] and stopped.saves == [2, 3]
     assert exported(tmp_path / "stopped" / "hf") == 3
-    assert "told to stop after step 3; the same command goes on from there" in capsys.readouterr().out
+    assert "stopped after step 3; the same command resumes from there" in capsys.readouterr().out
     distributed._stop_signal = None
     again = Steps(parts, tmp_path / "stopped")
     assert again.run.first_step == 3 and again.value() == 3 and again.run.num_tokens == 9
@@ -128,8 +128,8 @@ def test_told_to_stop_it_finishes_the_step_saves_once_and_goes_on_from_there(par
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_in", [1, 4])
-def test_a_stop_where_a_save_is_due_saves_once(stop_in, parts, tmp_path):
-    """Also in the last step; then the run is done when it is started again."""
+def test_stop_at_a_regular_save_saves_once(stop_in, parts, tmp_path):
+    """This includes the last step; the run is then complete when it is started again."""
     steps = Steps(parts, tmp_path)
     steps.go(stop_in=stop_in)
     assert steps.saves[-1] == stop_in + 1 and len(set(steps.saves)) == len(steps.saves)
@@ -138,7 +138,7 @@ def test_a_stop_where_a_save_is_due_saves_once(stop_in, parts, tmp_path):
     assert Steps(parts, tmp_path).go() == [1, 2, 3, 4, 5] and exported(tmp_path / "hf") == 5
 
 
-def test_a_step_that_is_broken_off_counts_as_never_begun(parts, tmp_path):
+def test_aborted_step_is_repeated_after_a_resume(parts, tmp_path):
     steps = Steps(parts, tmp_path, save_every=100)
     assert steps.go(break_off=3) == [1, 2, 3] and steps.saves == [3]
     assert exported(tmp_path / "hf") == 3
@@ -146,7 +146,7 @@ def test_a_step_that_is_broken_off_counts_as_never_begun(parts, tmp_path):
     assert again.run.first_step == 3 and again.go() == [1, 2, 3, 4, 5] and again.begun == [3, 4]
 
 
-def test_a_first_step_that_is_broken_off_saves_nothing(parts, tmp_path):
+def test_aborted_first_step_saves_nothing(parts, tmp_path):
     steps = Steps(parts, tmp_path)
     assert next(steps.run.steps()) == 0
     steps.run.told_to_stop = True
@@ -155,7 +155,7 @@ def test_a_first_step_that_is_broken_off_saves_nothing(parts, tmp_path):
     assert Steps(parts, tmp_path).run.first_step == 0
 
 
-def test_a_finished_run_has_nothing_left_to_do(parts, tmp_path):
+def test_finished_run_does_no_further_step(parts, tmp_path):
     Steps(parts, tmp_path).go()
     before = (tmp_path / "metrics.jsonl").read_text()
     again = Steps(parts, tmp_path)
@@ -165,14 +165,14 @@ def test_a_finished_run_has_nothing_left_to_do(parts, tmp_path):
     assert longer.go() == [1, 2, 3, 4, 5, 6, 7] and longer.begun == [5, 6] and longer.value() == 7
 
 
-def test_other_data_is_refused(parts, tmp_path):
+def test_resume_with_other_data_is_refused(parts, tmp_path):
     Steps(parts, tmp_path).go()
     args = TrainArgs(output_dir=str(tmp_path), eval_every=0, save_every=2)
-    with pytest.raises(ValueError, match="the checkpoint is of 10 training rows, now there are 11"):
+    with pytest.raises(ValueError, match="--dataset: 11 training rows, but 10 in the checkpoint"):
         Run(args, *parts, load_tokenizer(tiny_model()), TOTAL, show=(), curves=(), order=RowOrder(11, 0))
 
 
-def test_when_it_evaluates(parts, tmp_path):
+def test_evaluations_follow_eval_every(parts, tmp_path):
     def schedule(every: int) -> list[int]:
         run = Steps(parts, tmp_path, eval_every=every).run
         return [finished for finished in range(TOTAL + 1) if run.evaluates(finished)]
@@ -180,7 +180,7 @@ def test_when_it_evaluates(parts, tmp_path):
     assert schedule(0) == [] and schedule(2) == [0, 2, 4, 5] and schedule(5) == [0, 5] and schedule(100) == [0, 5]
 
 
-def test_what_a_step_tells(parts, tmp_path):
+def test_step_logs_its_metrics(parts, tmp_path):
     steps = Steps(parts, tmp_path, lr=0.5, warmup_steps=2)
     assert [steps.run.learning_rate(step) for step in range(3)] == [0.25, 0.5, 0.5]
     steps.go()
@@ -197,22 +197,22 @@ def test_what_a_step_tells(parts, tmp_path):
 BEST = dict(eval_every=1, keep_best="eval_score", save_every=100)
 
 
-def test_the_best_is_kept_and_exported(parts, tmp_path, capsys):
-    """The first of equal ones; the export is of that step, whatever is trained later."""
+def test_best_checkpoint_is_kept_and_exported(parts, tmp_path, capsys):
+    """The first of equal ones is kept; the export is of that step, whatever is trained later."""
     steps = Steps(parts, tmp_path, **BEST)
     steps.go(scores=[1, 3, 2, 3, 0])
     assert exported(tmp_path / "best") == 2 and exported(tmp_path / "hf") == 5 and not list(tmp_path.glob("*.tmp"))
     assert {p.name for p in (tmp_path / "best").iterdir()} == {p.name for p in (tmp_path / "hf").iterdir()}
     said = capsys.readouterr().out
-    assert f"best eval_score so far, 3 after step 2: {tmp_path}/best" in said and said.count("so far") == 2
+    assert f"best eval_score so far: 3 after step 2, in {tmp_path}/best" in said and said.count("so far") == 2
 
 
-def test_of_a_loss_the_lowest_is_best(parts, tmp_path):
-    Steps(parts, tmp_path, **BEST | dict(keep_best="loss")).go(scores=[0] * 5)  # it grows
+def test_lowest_loss_is_best(parts, tmp_path):
+    Steps(parts, tmp_path, **BEST | dict(keep_best="loss")).go(scores=[0] * 5)  # the loss grows
     assert exported(tmp_path / "best") == 1
 
 
-def test_of_a_loss_of_one_set_the_lowest_is_best(parts, tmp_path):
+def test_lowest_loss_of_one_held_out_set_is_best(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval_loss/hard"))
     for step, hard in enumerate((3, 1, 2), 1):
         steps.run.log(step, {"eval_loss": step, "eval_loss/hard": hard})
@@ -223,28 +223,28 @@ def test_of_a_loss_of_one_set_the_lowest_is_best(parts, tmp_path):
     assert (steps.run.best, steps.run.best_step) == (4, 3)
 
 
-def test_what_is_not_a_number_is_no_gain(parts, tmp_path):
+def test_nan_is_no_improvement(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST)
     steps.go(scores=[math.nan, 1, math.nan, 0.5, 0.5])
     assert exported(tmp_path / "best") == 2 and steps.run.without_gain == 3
 
 
-def test_only_evaluations_count(parts, tmp_path):
+def test_only_evaluated_steps_can_be_best(parts, tmp_path):
     Steps(parts, tmp_path, **BEST | dict(eval_every=2)).go(scores=[9, 1, 9, 2, 1])
     assert exported(tmp_path / "best") == 4
 
 
-def test_a_metric_that_no_evaluation_gives(parts, tmp_path):
+def test_unknown_keep_best_metric_is_refused(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval/pass_at_1", eval_every=2))
-    with pytest.raises(ValueError, match="^--keep_best eval/pass_at_1: no metric of the evaluation: eval_score$"):
+    with pytest.raises(ValueError, match="^--keep_best eval/pass_at_1: no such metric; choose .*: eval_score$"):
         steps.go(scores=[1] * 5)
     assert steps.begun == [0, 1]  # the first of them
-    with pytest.raises(ValueError, match="no metric of the evaluation: there was none$"):
+    with pytest.raises(ValueError, match="no such metric; choose one of the evaluation: none$"):
         Steps(parts, tmp_path / "none", **BEST).go()
 
 
 @pytest.mark.parametrize("scores", [[5, 4, 3, 9, 9], [1, 2, 1, 1, 9]])
-def test_it_ends_early_and_is_done_also_when_it_was_stopped_before(scores, parts, tmp_path, capsys):
+def test_early_stop_ends_the_run_also_after_a_resume(scores, parts, tmp_path, capsys):
     flags = BEST | dict(early_stop=2)
     whole_run = Steps(parts, tmp_path / "whole", **flags)
     ended = whole_run.go(scores=scores)
@@ -267,22 +267,22 @@ def test_it_ends_early_and_is_done_also_when_it_was_stopped_before(scores, parts
     assert patient.run.without_gain == 2 and patient.go(scores=scores)[-1] > ended[-1]
 
 
-def test_another_metric_begins_anew(parts, tmp_path):
+def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
     Steps(parts, tmp_path, **BEST).go(stop_in=1, scores=[3, 4, 5, 6, 7])
     distributed._stop_signal = None
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="loss"))
     assert steps.run.best is None and steps.go(scores=[0] * 5)[-1] == 5
-    assert exported(tmp_path / "best") == 3  # of those that came then
+    assert exported(tmp_path / "best") == 3  # best of the later evaluations
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(keep_best="loss", eval_every=0), "--keep_best loss needs evaluations: --eval_every above 0"),
-        (dict(early_stop=3), "--early_stop 3 needs --keep_best"),
-        (dict(early_stop=-1, keep_best="loss"), "--early_stop -1 must not be negative"),
+        (dict(keep_best="loss", eval_every=0), "--keep_best loss needs evaluations; set --eval_every above 0"),
+        (dict(early_stop=3), "--early_stop 3 needs a metric to improve; set --keep_best"),
+        (dict(early_stop=-1, keep_best="loss"), "early_stop\n.*greater than or equal to 0"),
     ],
 )
-def test_flags_that_need_others(flags, words):
+def test_flags_without_their_required_flags_are_refused(flags, words):
     with pytest.raises(ValueError, match=words):
         TrainArgs(**flags)

@@ -1,24 +1,22 @@
-"""Completions end: a base model whose chat template ends turns with another token than its EOS, through the scripts."""
+"""Completions of a base model end although its chat template ends turns with another token than its EOS."""
 
 import json
 import shutil
 
-import inprocess
 import pytest
 import torch
 from helpers import metrics
 
 from common.model.tiny import EOS, build_tokenizer, tiny_model
-from common.rollout.engine import Completion, Engine
+from common.rollout.engine import Engine, Request, empty_completion
 from grpo import Args
 
-main = inprocess.main
 EOT = "<|end_of_turn|>"
 
 
 @pytest.fixture
 def base(tmp_path):
-    """`tiny` as base models are: neither of its configs lists the template's end-of-turn token."""
+    """Return `tiny` in the form of base models: neither of its configs lists the template's end-of-turn token."""
     folder = tmp_path / "base"
     shutil.copytree(tiny_model(), folder)
     for name in ("config.json", "generation_config.json"):
@@ -29,7 +27,7 @@ def base(tmp_path):
 
 @pytest.mark.slow
 def test_completions_end_after_training_on_chats(main, base, tmp_path):
-    """-> sft.py -> grpo.py -> eval.py -> `model.generate`."""
+    """Scripts: sft.py, then grpo.py, eval.py and `model.generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     chats = [[dict(role="user", content=f"{i}+1="), dict(role="assistant", content=str(i + 1))] for i in range(64)]
@@ -41,7 +39,7 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
     main("sft", "--model", base, "--dataset", tmp_path / "chats.jsonl", "--output_dir", tmp_path / "sft",
          "--max_steps", 40, "--batch_size", 8, "--lr", 2e-3, "--eval_every", 0)  # fmt: skip
     sampling = ("--dataset", tmp_path / "prompts.jsonl", "--engine", "transformers", "--max_new_tokens", 16)
-    trained = tmp_path / "trained"  # knows no more of what ends a turn than the base model, but has learned it
+    trained = tmp_path / "trained"  # the configs of the base model, and weights trained to end a turn
     shutil.copytree(base, trained)
     shutil.copy(tmp_path / "sft" / "hf" / "model.safetensors", trained)
     main("grpo", "--model", trained, *sampling, "--output_dir", tmp_path / "grpo", "--max_steps", 1,
@@ -60,7 +58,7 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
         assert tokenizer.decode(out[0, -1]) == EOT
 
 
-def test_an_export_ends_where_training_does(base, tmp_path):
+def test_export_ends_completions_like_training(base, tmp_path):
     from common.model.hub import load_tokenizer, save_ends
 
     (base / "generation_config.json").write_text(json.dumps(dict(eos_token_id=7, top_k=20)))
@@ -72,7 +70,7 @@ def test_an_export_ends_where_training_does(base, tmp_path):
         save_ends(str(base), tokenizer, prompt_format, folder)
         assert json.loads((folder / "generation_config.json").read_text()) == dict(eos_token_id=ends, top_k=20)
         assert load_eos(folder) == token and tokenizer.eos_token == EOS
-    save_ends(tiny_model(), tokenizer, "auto", folder)  # it knows the token as one of its ends
+    save_ends(tiny_model(), tokenizer, "auto", folder)  # its configs list the token
     assert load_eos(folder) == EOS
 
 
@@ -82,8 +80,8 @@ def load_eos(folder) -> str:
     return AutoTokenizer.from_pretrained(folder).eos_token
 
 
-def test_an_end_that_is_not_marked_as_special_is_no_part_of_the_text(device):
-    """As in many ChatML tokenizers: a reward would see it behind the answer."""
+def test_nonspecial_end_token_is_excluded_from_the_text(device):
+    """Many ChatML tokenizers have such a token; a reward would find it after the answer."""
     from tokenizers import AddedToken
 
     tokenizer = build_tokenizer()
@@ -96,10 +94,11 @@ def test_an_end_that_is_not_marked_as_special_is_no_part_of_the_text(device):
 
     engine = Silent("", Args(), [end, seven], tokenizer, device, trained=False)
 
-    def said(*last: int) -> str:
+    def text(*last: int) -> str:
         ids = [tokenizer.convert_tokens_to_ids("6"), *last]
-        completion = Completion([5], 2, 0, 1.0, ids=ids, logprobs=[0.0] * 2, versions=[0] * 2, finish_reason="stop")
-        return engine.sample(completion).text
+        request = Request(empty_completion([5]), 2, 0, 1.0)
+        engine.append_output(request, ids, [0.0] * 2, "stop")
+        return request.completion.text
 
-    assert said(end) == "6"
-    assert said(seven) == "67"  # a character that was made an EOS is said
+    assert text(end) == "6"
+    assert text(seven) == "67"  # a character stays in the text although it is an EOS

@@ -1,6 +1,7 @@
-"""Rewards of samples that are complete, while others are sampled or trained on."""
+"""Rewards that begin before their result is required: order, time limits, errors, and the end of the thread."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -8,10 +9,10 @@ import threading
 import pytest
 import torch
 from conftest import Args
-from helpers import PATIENCE, ROOT, until
+from helpers import PATIENCE, ROOT, alive, descendants, until
 
 from common.metrics.meter import Meter
-from common.rewards.background import Background
+from common.rewards.processes import Pool
 from common.rewards.scoring import Rewards
 from tests.rewards.pools import StillClock
 from tests.rewards.test_scoring import ROW, groups, make, user_file
@@ -41,40 +42,46 @@ TEXTS = [["#### 18", "a b"], ["late", "c"], ["raise", "none"], ["bad", "#### 18"
 
 
 class LateClock(StillClock):
-    """The time of a pool whose calls hang that are about a text `late`."""
+    """Clock of pools in which calls with the text `late` hang."""
 
-    def only_hanging(self) -> bool:
-        at = [next(iter(worker.calls), None) for worker in self.pool.workers if worker.calls or worker.loading]
-        hang = all(number is not None and self.pool.calls[number][0] == "late" for number in at)
-        return bool(at) and hang and self.reached()
+    def __init__(self, monkeypatch, pools, reached=lambda: True):
+        super().__init__(monkeypatch, pools, (), reached)
+        map = Pool.map
+
+        def noted(pool, calls, seconds=None):
+            self.hanging = {number for number, call in enumerate(calls) if call[0] == "late"}
+            return map(pool, calls, seconds)
+
+        monkeypatch.setattr(Pool, "map", noted)
 
 
-def numbers_of(rewards, batch) -> tuple:
-    total, parts = rewards(batch, meter := Meter())
-    each = [sample.numbers for group in batch for sample in group]
-    return repr(total.tolist()), repr({name: part.tolist() for name, part in parts.items()}), each, meter.reduce()
+def scored(rewards, batch) -> tuple:
+    scored = rewards(batch, meter := Meter())
+    tables = [{name: x_PG.tolist() for name, x_PG in of_name.items()} for of_name in scored[1:]]
+    return repr(scored.rewards_PG.tolist()), repr(tables), meter.reduce()
 
 
-def test_what_was_begun_gives_the_same(monkeypatch, tmp_path):
-    """In whatever order, in pieces, by other threads, and in part not at all; beside groups of another size."""
+def test_begun_rewards_equal_synchronous_rewards(monkeypatch, tmp_path):
+    """Rewards are collected in any order, in parts, by other threads, partly never, and beside groups of another
+    size."""
     file = user_file(tmp_path, CODE)
     args = Args(reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=5)
     rewards = Rewards(args, [ROW], None, torch.device("cpu"))
-    LateClock(monkeypatch, rewards.pool, ())
-    expected = numbers_of(rewards, groups(*TEXTS))
+    LateClock(monkeypatch, rewards.pools)
+    expected = scored(rewards, groups(*TEXTS))
     batch, evaluation = groups(*TEXTS), groups(["a b c"], ["#### 18"])
     rewards.begin([batch[3]])
     for piece in ([batch[1], batch[0]], evaluation, [batch[4]], []):
         (thread := threading.Thread(target=rewards.begin, args=(piece,))).start()
         thread.join()
-    assert numbers_of(rewards, batch) == expected
+    assert scored(rewards, batch) == expected
     assert expected[0] == "[[8.0, 4.0], [nan, 1.0], [nan, nan], [nan, 8.0], [1.0, nan]]"
-    total, _ = rewards(evaluation, meter := Meter())
+    total, _, _ = rewards(evaluation, meter := Meter())
     assert total.tolist() == [[5], [8]] and meter.reduce()["reward/error_fraction"] == 0
-    assert all(sample.scores is None for group in batch + evaluation for sample in group)
+    assert not rewards.begun
 
 
-def test_nothing_waits_for_what_was_begun_until_it_is_needed(tmp_path):
+def test_collecting_waits_only_for_the_given_groups(tmp_path):
     rows = [dict(here=str(tmp_path / f"here{i}"), open=str(tmp_path / f"open{i}"), _source="a:1") for i in range(2)]
     rewards = make((f"{user_file(tmp_path, CODE)}:at_gate",), rows=rows)
     first, second = groups(["1"], ["2"])
@@ -85,13 +92,13 @@ def test_nothing_waits_for_what_was_begun_until_it_is_needed(tmp_path):
     (tmp_path / "open0").touch()
     assert rewards([first], Meter())[0].tolist() == [[1]]
     until((tmp_path / "here1").exists)
-    assert not second[0].scores.done()
+    assert not rewards.begun[id(second[0])].results.done()
     (tmp_path / "open1").touch()
     assert rewards([second], Meter())[0].tolist() == [[2]]
 
 
-def test_of_what_waits_the_first_in_order_goes_first(tmp_path):
-    """Whatever order they come in: a step needs the oldest of its prompts, and what a later one needs may wait."""
+def test_groups_with_smaller_order_are_scored_first(tmp_path):
+    """A step needs its oldest prompts; prompts of later steps may wait."""
     names = ["gate", "last", "middle", "first"]
     rows = [dict(here=str(tmp_path / name), open=str(tmp_path / "open"), _source="a:1") for name in names]
     rewards = make((f"{user_file(tmp_path, CODE)}:in_turn",), rows=rows)
@@ -109,54 +116,78 @@ def test_of_what_waits_the_first_in_order_goes_first(tmp_path):
     assert began == [(tmp_path / name).stat().st_mtime_ns for name in ("gate", "first", "middle", "last")]
 
 
-def test_what_hangs_takes_its_own_time_alone(monkeypatch, tmp_path):
+def test_hanging_group_delays_only_itself(monkeypatch, tmp_path):
     args = Args(reward=(f"{user_file(tmp_path, CODE)}:each",), max_reward_errors=0.5, reward_timeout=5)
     rewards = Rewards(args, [ROW], None, torch.device("cpu"))
     hangs, fine = groups(["late"], ["abc"])
-    LateClock(monkeypatch, rewards.pool, (), lambda: fine[0].scores is not None)
+    LateClock(monkeypatch, rewards.pools, (both_begun := threading.Event()).is_set)
     rewards.begin([hangs])
-    until(lambda: any(worker.calls for worker in rewards.pool.workers))
+    until(lambda: any(process.asked for process in rewards.pools[0].processes))
     rewards.begin([fine])
-    total, _ = rewards([hangs, fine], meter := Meter())
+    both_begun.set()
+    total, _, _ = rewards([hangs, fine], meter := Meter())
     assert total[0].isnan().all() and total[1].tolist() == [3] and meter.reduce()["reward/timeout_fraction"] == 0.5
 
 
-def test_a_bug_reaches_the_caller_and_ends_nothing_else():
+def test_exception_reaches_the_caller_and_spares_other_groups():
     rewards, (broken, fine) = make(("gsm8k",)), groups(["#### 18"], ["#### 18"])
     broken[0].row = {}
     for begin in (rewards.begin, lambda groups: None):
         begin([broken])
         with pytest.raises(KeyError, match="answer"):
             rewards([broken], Meter())
-        broken[0].scores = None
     assert rewards([fine], Meter())[0].tolist() == [[1]]
 
 
-# ---- threads ----
+# ---- the thread ----
 
 
-def test_the_interpreter_exits_while_threads_are_at_something():
-    code = """
-import threading
-from common.rewards.background import Background
-begun, threads = threading.Barrier(3), Background(2)
-for _ in range(2): threads.submit(lambda: (begun.wait(), threading.Event().wait()))
-for _ in range(9): threads.submit(threading.Event().wait)
-begun.wait()
+def test_run_ends_while_rewards_are_computed(tmp_path):
+    """No process is left, and the run does not wait for pending rewards."""
+    began = tmp_path / "began"
+    code = f"""
+import os, sys, torch
+sys.path.insert(0, "tests")
+from tests.rewards.test_begun_rewards import ROW, groups, make, until
+rewards = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=[ROW | dict(tests=["assert f()"])])
+batch = groups(*[["late"]] * 9)
+for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere", tests=["assert f()"])
+rewards.begin(batch)
+until(lambda: os.path.exists({str(began)!r}))
+print(rewards.pools[0].server.process.pid, flush=True)
 raise SystemExit(3)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
+    until(lambda: not alive(int(done.stdout)))
 
 
-def test_threads_end_with_their_object():
-    before = set(threading.enumerate())
-    background = Background(3)
-    started = set(threading.enumerate()) - before
-    assert [background.submit(pow, 2, i).result() for i in range(9)] == [2**i for i in range(9)] and len(started) == 3
-    assert isinstance(background.submit(int, "x").exception(), ValueError)
-    del background
+def test_run_ends_while_programs_run():
+    code = """
+import os, sys
+sys.path.insert(0, "tests")
+from tests.rewards.test_begun_rewards import ROW, descendants, groups, make, until
+rewards = make(("code",), rows=[ROW | dict(tests=["assert f()"])])
+batch = groups(*[["while True: pass"]] * 9)
+for (sample,) in batch: sample.row = dict(_source="a:1", tests=["assert f()"])
+rewards.begin(batch)
+print(*until(lambda: descendants(os.getpid())), flush=True)
+raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    until(lambda: not any(alive(int(pid)) for pid in done.stdout.split()))
+
+
+def test_threads_and_processes_end_with_their_owner(tmp_path):
+    threads, processes = set(threading.enumerate()), set(descendants(os.getpid()))
+    code_row = dict(tests=["assert True or f()"], answer="18", _source="a:1")
+    rewards = make((f"{user_file(tmp_path, CODE)}:each", "code"), rows=[code_row])
+    batch = groups(["abc", "d"])
+    for sample in batch[0]:
+        sample.row = code_row
+    assert rewards(batch, Meter())[1]["each"].tolist() == [[3, 1]]
+    assert set(threading.enumerate()) - threads and set(descendants(os.getpid())) - processes
+    del rewards
     gc.collect()
-    for thread in started:
-        thread.join(PATIENCE)
-    assert not started & set(threading.enumerate())
+    until(lambda: not set(threading.enumerate()) - threads and not set(descendants(os.getpid())) - processes)

@@ -1,0 +1,225 @@
+"""Groups of flags for models, data and training."""
+
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from common.config.flags import STRICT, BelowOne, Fraction, MayChange, NotNegative, Positive, Several, require_default
+from common.config.specs import eval_sets_of, pairs_of, weights_of
+
+
+@dataclass(config=STRICT)
+class ModelArgs:
+    """Model and compute"""
+
+    model: str = "tiny"
+    """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random parameters"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """data type of forward and backward passes; master weights, gradient reduction and the loss are always float32.
+    auto: bfloat16 on CUDA, float32 elsewhere"""
+    compile: MayChange[bool] = False
+    """torch.compile for every transformer block"""
+    pack_tokens: MayChange[Positive[int]] = 8192
+    """maximum tokens per forward pass on one rank; bounds memory and never changes the gradient"""
+    context_ranks: MayChange[Positive[int]] = 1
+    """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x context_ranks tokens"""
+
+    @property
+    def room(self) -> int:
+        """Maximum tokens of sequences that have to share a pack."""
+        return self.pack_tokens * self.context_ranks
+
+    @property
+    def room_flags(self) -> str:
+        """Flags that set `room`, for messages."""
+        times = f" x --context_ranks {self.context_ranks}" if self.context_ranks > 1 else ""
+        return f"--pack_tokens {self.pack_tokens}{times}"
+
+
+@dataclass(config=STRICT)
+class DataArgs:
+    """Data and prompt format"""
+
+    dataset: Several[str] = ("arithmetic",)
+    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv), glob ('data/*.jsonl'),
+    folder of files, or built-in task (arithmetic, calculator, guess_number, sliding_puzzle). Several data sets are
+    joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    dataset_split: str = "train"
+    """split to train on; a file without splits is the split train"""
+    dataset_config: str | None = None
+    """configuration of a Hugging Face data set that has several; default: main, if it is one of them"""
+    columns: Several[str] = ()
+    """renamed columns, of training and held-out rows alike, as new=old: prompt=problem answer=solution"""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """treatment of rows that are malformed, empty, too long (where this is an error), or unusable by a prompt template,
+    environment or reward. error: end the run; skip: leave them out, and report their number and the reasons"""
+    prompt_format: Literal["auto", "chat", "plain"] = "auto"
+    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat for lists of
+    messages, and for `question` columns if the tokenizer has a template; else plain"""
+    system_prompt: str | None = None
+    """system turn, added to conversations without one; needs chat format"""
+    chat_template: str | None = None
+    """Jinja file with a chat template in place of the tokenizer's; exported with the tokenizer"""
+    template_kwargs: Several[str] = ()
+    """additional variables for the chat template, as name=value: enable_thinking=false"""
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        weights_of(self.dataset)
+        pairs_of("columns", self.columns)
+        pairs_of("template_kwargs", self.template_kwargs)
+        if self.prompt_format == "plain":
+            require_default(self, ("chat_template", "template_kwargs"), "with --prompt_format plain")
+        return self
+
+    @property
+    def dataset_flag(self) -> str:
+        """The flag with its values, for messages."""
+        return f"--dataset {' '.join(self.dataset)}"
+
+
+@dataclass(config=STRICT)
+class RunArgs:
+    """Ranks, output and resume"""
+
+    shard_ranks: MayChange[Positive[int] | None] = None
+    """number of neighbouring ranks that share one copy of each model (FSDP); gradients are averaged over all copies,
+    once per step; default: the ranks of a machine, or all ranks if machines have different numbers of them"""
+    nccl_timeout: MayChange[Positive[float]] = 30.0
+    """NCCL timeout in minutes"""
+    output_dir: MayChange[str] = "runs/run"
+    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
+    seed: int = 0
+    """seed of data order and sampling"""
+    resume: MayChange[Literal["auto", "never", "must"]] = "auto"
+    """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there is one; must: the
+    same, but fail if there is none; never: delete the earlier run and start over"""
+
+
+@dataclass(config=STRICT)
+class HeldOutArgs:
+    """Held-out data"""
+
+    eval_dataset: Several[str] | None = None
+    """held-out data, in the forms of `dataset`; several are also evaluated one by one: a.jsonl hard=b.jsonl gives
+    eval_loss (all rows), eval_loss/a and eval_loss/hard; default: the split `eval_split` of `dataset`, or training rows
+    set aside if there is no such split"""
+    eval_split: str = "test"
+    """held-out split of `eval_dataset`, or of `dataset`"""
+    eval_size: Positive[int] = 256
+    """maximum rows to evaluate on, per held-out data set; also the number of training rows that are set aside if there
+    is no held-out data"""
+
+    @model_validator(mode="after")
+    def _check_held_out(self) -> Self:
+        if self.eval_dataset is not None:
+            eval_sets_of(self.eval_dataset)
+        return self
+
+
+@dataclass(config=STRICT)
+class OptimArgs:
+    """Optimization"""
+
+    max_steps: MayChange[Positive[int] | None] = None
+    """number of training steps; one step is one batch or one rollout; default: computed from `epochs`"""
+    epochs: MayChange[Positive[float]] = 1.0
+    """passes over the training data, if max_steps is not given"""
+    lr: Positive[float] = 1e-5
+    """peak learning rate of AdamW"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """learning rate after warmup: constant, or a linear or cosine decay to min_lr_ratio of the peak"""
+    warmup_steps: NotNegative[int] = 0
+    """steps of linear warmup from 0"""
+    min_lr_ratio: Fraction = 0.0
+    """final learning rate of a linear or cosine schedule, as a fraction of the peak"""
+    adam_beta1: BelowOne = 0.9
+    """beta1 of AdamW: decay rate of the first moment"""
+    adam_beta2: BelowOne = 0.95
+    """beta2 of AdamW: decay rate of the second moment"""
+    weight_decay: NotNegative[float] = 0.0
+    """weight decay of AdamW, on matrices only (not on norms and biases)"""
+    max_grad_norm: Positive[float] = 1.0
+    """maximum global norm of the gradient; a longer gradient is scaled down to it; 1e9: off"""
+    activation_checkpointing: MayChange[bool | None] = None
+    """recomputation of activations in the backward pass: far less memory, a third more compute; default: true on
+    CUDA, else false"""
+    offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
+    """state kept in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time during the step;
+    all: weights and gradients too, with the step on the host. Never changes the gradient"""
+
+
+@dataclass(config=STRICT)
+class CheckpointArgs:
+    """Evaluations, checkpoints and logs"""
+
+    save_every: MayChange[Positive[int]] = 100
+    """steps between checkpoints; there is always one after the last step"""
+    eval_every: MayChange[NotNegative[int]] = 100
+    """steps between evaluations; there is always one after the last step; 0: off"""
+    keep_last: MayChange[Positive[int]] = 2
+    """number of newest checkpoints to keep"""
+    keep_best: MayChange[str | None] = None
+    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/pass_at_1 or eval_loss/hard; the
+    lowest value is best if the name ends with loss or perplexity, else the highest"""
+    early_stop: MayChange[NotNegative[int]] = 0
+    """stop after this many evaluations without improvement of `keep_best`; 0: off"""
+    log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
+    """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline), tensorboard"""
+
+    @model_validator(mode="after")
+    def _check_evaluations(self) -> Self:
+        if self.keep_best is not None and not self.eval_every:
+            raise ValueError(f"--keep_best {self.keep_best} needs evaluations; set --eval_every above 0")
+        if self.early_stop and self.keep_best is None:
+            raise ValueError(f"--early_stop {self.early_stop} needs a metric to improve; set --keep_best")
+        return self
+
+
+@dataclass(config=STRICT)
+class LoRAArgs:
+    """LoRA adapters"""
+
+    lora_rank: NotNegative[int] = 0
+    """rank of the adapters on linear layers; only adapters are trained, and the head of a reward or value model;
+    0: no adapters, all weights are trained"""
+    lora_alpha: Positive[float] = 32.0
+    """scale of the adapters: their output is multiplied by lora_alpha / lora_rank"""
+    lora_targets: Several[str] = ("all-linear",)
+    """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj v_proj"""
+    lora_rslora: bool = False
+    """scale of the adapters. true: lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732); false: lora_alpha /
+    lora_rank"""
+    adapter: str | None = None
+    """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT library"""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if not self.lora_rank:
+            require_default(self, ("lora_alpha", "lora_targets", "lora_rslora", "adapter"), "with --lora_rank 0")
+        if not self.lora_targets:
+            raise ValueError("--lora_targets needs at least one value")
+        return self
+
+
+@dataclass(config=STRICT)
+class StreamArgs:
+    """Streaming"""
+
+    streaming: bool = False
+    """read training rows, from files or the hub, when they are drawn; neither memory nor disk holds all of them"""
+    shuffle_buffer: Positive[int] = 10_000
+    """with --streaming: number of rows that are read ahead and drawn in random order"""
+
+    @model_validator(mode="after")
+    def _check_stream(self: Any) -> Any:  # reads flags of `TrainArgs`
+        if not self.streaming:
+            require_default(self, ("shuffle_buffer",), "without --streaming")
+        elif self.max_steps is None:
+            raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
+        elif any(weights_of(self.dataset).values()):
+            raise ValueError(f"--streaming {self.dataset_flag}: data sets are read one after another; omit the weights")
+        elif self.eval_every and self.eval_dataset is None:
+            raise ValueError("--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0")
+        return self

@@ -1,0 +1,87 @@
+"""Samples: a prompt and its completion as token ids, read from data or sampled by an engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Sample:
+    """A prompt and its completion as token ids. Lists, not tensors: samples are small, many and travel by pickle.
+
+    Every per-token list has the length of `ids`: `x[i]` describes the token `ids[i]`.
+    """
+
+    ids: list[int]
+    """prompt, then completion"""
+    loss_mask: list[bool]
+    """whether each of `ids` is trained. The first entry is ignored, because the first token is never predicted"""
+    prompt_length: int = 0
+    """tokens of the prompt; `ids[prompt_length:]` is the completion"""
+    row: dict = field(default_factory=dict)
+    """data row of the prompt"""
+    weights: list[float] | None = None
+    """weight of each token in a sum over the sequence"""
+    stored_at: int = 0
+    """index of the first trained token of this sample in the stored log-probs (common/model/teacher.py)"""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.ids[: self.prompt_length]
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return self.ids[self.prompt_length :]
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens of this sample in a pack: one for each id except the first, which is never predicted."""
+        return len(self.ids) - 1
+
+
+@dataclass
+class Completion(Sample):
+    """A sample whose completion an engine or another program sampled."""
+
+    rollout_logprobs: list[float] | None = None
+    """log-probs of `ids` by the engine that sampled them, 0 on tokens that were not sampled"""
+    versions: list[int] | None = None
+    """number of finished steps of the weights that sampled each of `ids`, -1 on tokens that were not sampled"""
+    finish_reason: str = ""
+    """`stop` (an EOS was sampled) or `length` (truncated by max_new_tokens or max_turns)"""
+    text: str = ""
+    """decoded completion, or its last turn if there are several; for rewards and logs; never tokenised again"""
+    turns: int = 1
+    """number of turns of the model; the tokens of an environment between them are not trained on"""
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """rewards of the environment, each with the index in `ids` of the turn's last token"""
+    transcript: str = ""
+    """all turns decoded, for logs; empty without an environment"""
+    error: str = ""
+    """error that the environment raised, if any"""
+
+    @property
+    def version(self) -> int:
+        """The oldest of `versions`."""
+        return min(version for version in self.versions if version >= 0)
+
+
+def first(item: Sample | list[Sample]) -> Sample:
+    """Return the sample, or the first one of a group."""
+    return item[0] if isinstance(item, list) else item
+
+
+class LazyGroups(Sequence):
+    """Groups of samples that are made when they are read; `rows` has the data row of each."""
+
+    def __init__(self, rows: list[dict], make: Callable[[int], list[Sample]]):
+        self.rows, self.make = rows, make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> list[Sample]:
+        return self.make(range(len(self))[i])  # raises IndexError

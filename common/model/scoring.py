@@ -1,0 +1,40 @@
+"""Forward passes without gradient over a rollout: log-probs and values that stay fixed during the update."""
+
+import torch
+from torch import Tensor, nn
+
+from common.data.packing import PackedBatch
+
+
+@torch.no_grad()
+def with_logprobs(
+    minibatches: list[list[PackedBatch]],
+    temperature: float,
+    *,
+    old: nn.Module | None = None,
+    ref: nn.Module | None = None,
+) -> list[list[PackedBatch]]:
+    """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`, `old_entropy_T` of
+    the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing. Collective."""
+    for model, names in ((old, ("old_logprobs_T", "old_entropy_T")), (ref, ("ref_logprobs_T",))):
+        if model is not None:
+            minibatches = [
+                [mb.with_streams(**dict(zip(names, model(mb, temperature=temperature), strict=False))) for mb in mbs]
+                for mbs in minibatches
+            ]
+            model.reshard()  # after a forward without backward the root is still whole
+    return minibatches
+
+
+@torch.no_grad()
+def with_values(minibatches: list[list[PackedBatch]], value_model: nn.Module) -> list[list[PackedBatch]]:
+    """Return the micro-batches with `values_T` of the value model before the update. Collective."""
+    minibatches = [[mb.with_streams(values_T=value_model(mb)) for mb in mbs] for mbs in minibatches]
+    value_model.reshard()
+    return minibatches
+
+
+def weighted_logps(mb: PackedBatch, logprobs_T: Tensor) -> Tensor:
+    """Return the log-prob of each completion: nats, [N], float64. The stream `weights`, if there is one, weights the
+    tokens."""
+    return mb.sequence_sums(logprobs_T if mb.weights_T is None else logprobs_T * mb.weights_T)

@@ -1,0 +1,270 @@
+"""Processes that run a user's code with a deadline for each answer: reward functions, `math`, environments.
+
+A server (worker.py) forks itself to make a process. If a process hangs or dies, only its current call fails: the
+process is killed, together with all processes that it has started. No function here blocks on a single process.
+
+The processes share no CUDA context with their parent. They import torch and the training script only if the user's code
+does. There is no protection from malicious code, because the user chose the code, and its answers are unpickled.
+"""
+
+import json
+import math
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from common.rewards import worker
+from common.rewards.worker import DIED, HEADER, one_line
+
+AHEAD = 8  # calls that a process has in its queue beside the current one, so that it does not wait for its parent
+CONCURRENT = 64  # calls of an async function at a time
+LATE = 1.0  # seconds after its own time-outs at which an event loop counts as blocked
+START_SECONDS = 60.0  # time limit for a process to start and to load its target, before its first call
+
+
+class Result(NamedTuple):
+    """Value that a call returned, or one line with the reason why it returned none."""
+
+    value: Any = None
+    error: str | None = None
+    timed_out: bool = False
+
+
+class ForkServer:
+    """Process that forks itself. It starts at the first use, and again if it has died. Server and forks end at `close`,
+    when the parent ends in any way, and on Linux when the thread that started the server ends."""
+
+    def __init__(self, target: str, *, shared: bool, memory_gib: float | None = None, grace: float = 0.0):
+        """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before the forks; then a
+        fork takes milliseconds, but all forks share the files that the target has opened. `memory_gib`: limit of what a
+        fork allocates after loading the target (Linux). `grace`: seconds for a fork to clean up after its connection
+        has closed."""
+        path, _, name = target.rpartition(":")
+        self.target = f"{os.path.abspath(path)}:{name}" if path.endswith(".py") else target
+        self.shared, self.memory_gib, self.grace = shared, memory_gib, grace
+        self.process: subprocess.Popen | None = None
+
+    def fork(self, connection: socket.socket) -> None:
+        """Start a fork with this connection. Blocks only if hundreds of forks wait for the target to load."""
+        if self.process is None or self.process.poll() is not None:
+            self._start()
+        with connection, suppress(OSError):  # if the server has died or hangs, the connection just ends
+            socket.send_fds(self.control, [b"+"], [connection.fileno()])
+
+    def look(self) -> None:
+        """Make the server check for closed connections."""
+        if self.process is not None:
+            with suppress(OSError):  # the server has died, or has unread messages and checks after each
+                self.control.send(b"-", socket.MSG_DONTWAIT)
+
+    def close(self, hangs: bool = False) -> None:
+        """End the server and its forks. Unless it hangs, it has `grace` and two more seconds to end by itself."""
+        if self.process is not None:
+            self.control.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.0 if hangs else self.grace + 2.0)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _start(self) -> None:
+        if self.process is not None:
+            self.control.close()
+        self.control, theirs = socket.socketpair()
+        self.control.settimeout(START_SECONDS)
+        setup = dict(path=sys.path, control=theirs.fileno(), parent=os.getpid(), target=self.target)
+        setup |= dict(shared=self.shared, memory_gib=self.memory_gib, grace=self.grace)
+        # -P: without the script's folder on sys.path. A new session: Ctrl-C at the terminal goes to the parent only.
+        command = [sys.executable, "-P", "-u", worker.__file__, json.dumps(setup)]
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])  # print writes to stderr
+        with theirs:
+            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+
+
+class Process:
+    """Handle of one fork, for its parent. Answers come in the order of the questions, unless the function is async."""
+
+    def __init__(self, server: ForkServer, start_seconds: float = START_SECONDS):
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.server, self.start_seconds = server, start_seconds
+        self.asked: dict[int, float] = {}  # number of each question without an answer -> its seconds
+        self.deadline = time.monotonic() + start_seconds  # deadline of the start, then of the first question
+        self.is_async: bool | None = None  # None until the target is loaded
+        self.end: Result | None = None  # reason why no more answers come
+        server.fork(theirs)
+
+    def ask(self, number: int, method: str | None, arguments: tuple, seconds: float) -> None:
+        """Send a question: `target(*arguments)`, or the `method` of an object of the target, within `seconds`."""
+        try:
+            payload = pickle.dumps((method, arguments, seconds))
+        except Exception as error:  # pickling runs code of the objects in the row
+            payload = pickle.dumps(f"the call cannot be pickled: {one_line(error)}")
+        self.asked[number] = seconds
+        if len(self.asked) == 1 and self.is_async is not None:
+            self.deadline = self._deadline()
+        self.outgoing += HEADER.pack(number, len(payload)) + payload
+        self._flush()
+
+    def answers(self) -> list[tuple[int, Result]]:
+        """Return the answers that have arrived, with the numbers of their questions.
+
+        If the process cannot load its target, is late or has died, `end` has the reason. It is then the answer to the
+        first question, or to all questions of an async function. The other questions stay in `asked`.
+        """
+        now = time.monotonic()  # before reading answers: this process may have been slow itself
+        self._flush()
+        found, is_open = [], self._receive()
+        for number, payload in self._messages():
+            try:
+                result = Result(*pickle.loads(payload))
+            except Exception as error:  # unpickling runs code of the returned object
+                result = Result(error=f"the result cannot be unpickled: {one_line(error)}")
+            if number >= 0:
+                del self.asked[number]
+                found.append((number, result))
+            elif number == DIED or result.error:
+                self.end = self.end or result
+            else:
+                self.is_async = result.value
+            self.deadline = self._deadline()
+        if not is_open:
+            self.end = self.end or Result(error="the process died")
+        elif self.deadline < now and self.is_async is not None:
+            self.end = Result(error=f"no answer within {next(iter(self.asked.values())):g} s", timed_out=True)
+        elif self.deadline < now:
+            self.end = Result(error=f"not loaded within {self.start_seconds:g} s")
+            if self.server.shared:  # the server itself hangs in loading
+                self.server.close(hangs=True)
+        if self.end:
+            self.close()
+            if self.is_async is None:
+                self.end = Result(error=f"{self.server.target} cannot be loaded: {self.end.error}")
+            for number in list(self.asked)[: None if self.is_async else 1]:
+                del self.asked[number]
+                found.append((number, self.end))
+        return found
+
+    def close(self) -> None:
+        """End the process. The server kills it after the `grace` period."""
+        self.socket.close()
+        self.server.look()
+
+    def _deadline(self) -> float:
+        """Return the deadline of the first question if it begins now. An event loop enforces the limit before it."""
+        seconds = next(iter(self.asked.values()), math.inf)
+        return time.monotonic() + seconds + (LATE if self.is_async else 0.0)
+
+    def _flush(self) -> None:
+        with suppress(BlockingIOError, ConnectionError):  # `_receive` notices a lost connection
+            while self.outgoing:
+                del self.outgoing[: self.socket.send(self.outgoing)]
+
+    def _receive(self) -> bool:
+        """Read the available bytes. Return whether the connection is still open."""
+        try:
+            while data := self.socket.recv(1 << 18):
+                self.incoming += data
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            pass
+        return False
+
+    def _messages(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the complete messages of the bytes read so far, and remove them."""
+        while len(self.incoming) >= HEADER.size:
+            number, length = HEADER.unpack_from(self.incoming)
+            if len(self.incoming) < HEADER.size + length:
+                break
+            yield number, bytes(self.incoming[HEADER.size : HEADER.size + length])
+            del self.incoming[: HEADER.size + length]
+
+
+def wait(processes: Iterable[Process], until: float = math.inf) -> None:
+    """Block until one process has sent bytes, accepts bytes or is late, at most until the time `until`."""
+    poll = select.poll()
+    for process in processes:
+        poll.register(process.socket, select.POLLIN | (select.POLLOUT if process.outgoing else 0))
+        until = min(until, process.deadline)
+    poll.poll(1000 * max(0.0, until - time.monotonic()))
+
+
+class Pool:
+    """Pool of `size` processes that call one function. They start at the first use. Only one thread may use a pool.
+
+    Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each process calls it once
+    after loading, within `start_seconds`. The other arguments are those of `ForkServer` and `Process`.
+    """
+
+    def __init__(
+        self, target: str, size: int, seconds: float, *, shared: bool = False, memory_gib: float = 4.0,
+        start_seconds: float = START_SECONDS,
+    ):  # fmt: skip
+        assert size >= 1 and seconds > 0 and memory_gib > 0 and start_seconds > 0, "all must be positive"
+        self.server = ForkServer(target, shared=shared, memory_gib=memory_gib)
+        self.size, self.seconds, self.start_seconds = size, seconds, start_seconds
+        self.processes: list[Process] = []
+        self.is_async: bool | None = None  # None until a process has loaded the function
+
+    def map(self, calls: Sequence[tuple], seconds: Sequence[float] | None = None) -> list[Result]:
+        """Return the result of `function(*call)` for every call, in order. `seconds`: a time limit for each call.
+
+        The calls of an `async def` run concurrently in one process, 64 at a time. If one of them blocks the event loop,
+        all running ones time out. If three processes fail to load the function, every call has this error.
+        """
+        seconds = seconds or [self.seconds] * len(calls)
+        results, pending, failed_starts = [Result()] * len(calls), deque(range(len(calls))), 0
+        try:
+            while True:
+                for process in list(self.processes):
+                    for number, result in process.answers():
+                        results[number] = result
+                    if process.is_async is not None:
+                        self.is_async = process.is_async
+                    if process.end:
+                        self.processes.remove(process)
+                        pending.extendleft(reversed(process.asked))
+                        failed_starts += process.is_async is None
+                        while pending and failed_starts >= 3 and not self.processes:
+                            results[pending.pop()] = process.end
+                if not pending and not any(process.asked for process in self.processes):
+                    return results
+                if failed_starts < 3:  # retry: the first process may have been killed from outside
+                    self._start(len(pending))
+                self._send(calls, seconds, pending)
+                wait(self.processes)
+        finally:
+            for process in [process for process in self.processes if process.asked]:  # after Ctrl-C
+                self.processes.remove(process)
+                process.close()
+
+    def _start(self, pending: int) -> None:
+        """Start processes until there are enough for `pending` further calls."""
+        busy = sum(bool(process.asked) for process in self.processes)
+        # The first process reports whether the function is async; then this process is enough.
+        while len(self.processes) < min(self.size if self.is_async is False else 1, pending + busy):
+            self.processes.append(Process(self.server, self.start_seconds))
+
+    def _send(self, calls: Sequence[tuple], seconds: Sequence[float], pending: deque[int]) -> None:
+        """Send pending calls to processes with room in their queues."""
+        for process in self.processes:
+            # Near the end, queues are shorter, so that no call waits behind a slow one while another process is idle.
+            room = CONCURRENT if process.is_async else 1 + min(AHEAD, len(pending) // (2 * self.size))
+            while pending and process.is_async is not None and len(process.asked) < room:
+                number = pending.popleft()
+                process.ask(number, None, calls[number], seconds[number])
+
+    def close(self) -> None:
+        while self.processes:
+            self.processes.pop().close()
+        self.server.close()

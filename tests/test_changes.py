@@ -1,0 +1,40 @@
+"""The patches of docs/changes apply to the scripts, are short, and change the metrics of a short run as described."""
+
+import math
+import subprocess
+
+import pytest
+from helpers import ROOT, metrics, run
+
+PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
+SHORT = ("--max_steps", 3, "--eval_every", 0, "--prompts_per_step", 4, "--samples_per_prompt", 4)
+FLAGS = {
+    "curriculum": ("--save_every", 1),
+    "new-advantage": ("--advantage", "median"),
+    "new-loss": ("--loss", "spo"),
+    "second-kl": ("--old_beta", 0.1, "--minibatches", 2),
+}
+
+
+def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
+    page = (ROOT / "docs/changes/README.md").read_text()
+    assert len(PATCHES) == 7
+    for patch in PATCHES:
+        changed = [line for line in patch.read_text().splitlines()[2:] if line[0] in "+-" and line[1:].strip()]
+        assert len(changed) <= 15 and f"({patch.name})" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+def test_patched_script_runs(patch, small, tmp_path):
+    script, folder = tmp_path / "mine.py", tmp_path / "run"
+    script.write_text((ROOT / "grpo.py").read_text())
+    subprocess.run(["patch", script, patch], check=True, capture_output=True)
+    ranks = 2 if patch.stem in ("curriculum", "muon") else 1
+    run(ranks, script, *small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(math.isfinite(line["loss"]) for line in lines)
+    if patch.stem == "model-as-reward":
+        assert all(line["reward"] < -1 for line in lines)
+    if patch.stem == "metric-per-group":
+        assert all("groups/reward_range" in line for line in lines)

@@ -1,0 +1,77 @@
+"""The packages of common/ form layers: a package imports only from lower layers and itself, so that it can be
+understood without the higher ones, and modules have no import cycle."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+LAYERS = ["objectives parallel sandbox", "config", "data", "model metrics", "rewards", "rollout evaluate", "train"]
+LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages.split()}
+FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py")])
+PACKAGES = sorted(path for path in FILES if path.name == "__init__.py")
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+NAMES = {dotted(path) for path in FILES}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the project's modules that a file imports, at its top or inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return found & NAMES - {"common", dotted(path)}
+
+
+def package(name: str) -> str:
+    return name.split(".")[1]
+
+
+def test_package_imports_only_from_lower_layers():
+    assert {package(dotted(path)) for path in PACKAGES if dotted(path) != "common"} == LEVEL.keys()
+    edges = {(dotted(path), name) for path in FILES if dotted(path).count(".") == 2 for name in imported(path)}
+    wrong = {
+        (one, other)
+        for one, other in edges
+        if other.count(".") == 2 and package(one) != package(other) and LEVEL[package(one)] <= LEVEL[package(other)]
+    }
+    assert wrong == set()
+
+
+def test_imports_have_no_cycle_and_no_script_is_imported():
+    graph = {dotted(path): imported(path) for path in FILES}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+    scripts = {name for name in NAMES if "." not in name}
+    assert {name: found & scripts for name, found in graph.items() if found & scripts} == {}
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=dotted)
+def test_package_docstring_is_one_sentence(path):
+    (docstring,) = tree(path).body
+    text = docstring.value.value
+    assert text.endswith(".") and ". " not in text and "\n" not in text
+
+
+def test_objectives_take_tensors_and_numbers():
+    wrong = set()
+    for path in ROOT.glob("common/objectives/*.py"):
+        for function in (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)):
+            arguments = function.args
+            names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+            if names & {"args", "meter", "model", "policy"} or arguments.vararg:
+                wrong.add(f"{dotted(path)}.{function.name}")
+    assert wrong == set()
