@@ -6,6 +6,7 @@ run may still be active, and may delete it at any time (`--keep_last`).
 
 import json
 import os
+import pickle
 import shutil
 import socket
 import warnings
@@ -16,13 +17,44 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from common.model.loading import hub_name, hub_weights
+from common.model.loading import hub_name, hub_weights, load_config
 from common.model.lora import merge
 from common.parallel import distributed
 
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
 ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
+
+
+# Classes and functions in the `.metadata` of a checkpoint, by module.
+METADATA = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+    },
+    "pathlib": {"PosixPath"}, "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if name not in METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
+        return super().find_class(module, name)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reader of PyTorch's shards that runs no code of the folder: `.metadata` is a pickle, which torch trusts."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -58,6 +90,10 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
             return f"{name} is missing"
         if fingerprint(folder / name) != expected:
             return f"{name} was changed after it was written"
+    try:
+        CheckpointReader(folder).read_metadata()
+    except (OSError, pickle.UnpicklingError) as error:
+        return f".metadata: {getattr(error, 'strerror', None) or distributed.first_line(error)}"
     return None
 
 
@@ -104,10 +140,9 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint's model by their names on the hub, in the dtype of its config. They are read
     one at a time, in this process alone."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    stored, weights = FileSystemReader(folder).read_metadata().state_dict_metadata, {}
+    config = load_config(folder)
+    reader, weights = CheckpointReader(folder), {}
+    stored = reader.read_metadata().state_dict_metadata
     adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
 
     def read(name: str) -> torch.Tensor:
@@ -115,7 +150,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         whole = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
         with warnings.catch_warnings():  # about reading in a single process
             warnings.simplefilter("ignore", UserWarning)
-            dcp.load({key: whole}, checkpoint_id=folder, no_dist=True)
+            dcp.load({key: whole}, storage_reader=reader, no_dist=True)
         return whole
 
     for name in json.loads((folder / WEIGHTS).read_text()):

@@ -8,6 +8,7 @@ from pathlib import Path
 from common.config.groups import BaseArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.convert import as_model, checkpoints_in, is_checkpoint
+from common.model.loading import load_config
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 
@@ -40,7 +41,7 @@ def resolve_model(model: str, flag: str = "--model") -> str:
 def _require_files(label: str, folder: Path) -> None:
     """Check the files of a model, before a library fails on them. Raises `ValueError` if one is missing or damaged."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
@@ -53,7 +54,7 @@ def _require_files(label: str, folder: Path) -> None:
         except (OSError, ValueError) as error:
             raise ValueError(f"{label}: {file.name} is not valid JSON: {distributed.first_line(error)}") from error
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = load_config(folder)
     except StrictDataclassError as error:  # its first line has the field, its second the problem
         raise ValueError(f"{label}: config.json: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, KeyError) as error:
@@ -89,16 +90,16 @@ def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | Non
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
     """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given. Raises `ValueError` if it
     cannot be loaded, has no EOS, which ends completions, or has more tokens than the model."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     # KeyError: a tokenizer.json of another kind; ImportError: a slow tokenizer that needs further packages
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{flag} {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {path}: the tokenizer has no EOS token")
-    size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    size = load_config(path).get_text_config().vocab_size
     if size <= max(tokenizer.get_vocab().values()):
         raise ValueError(f"{flag} {path}: the model's vocabulary of {size} is smaller than its tokenizer's")
     if args is not None and args.chat_template is not None:
@@ -143,9 +144,7 @@ def save_ends(path: str, tokenizer, prompt_format: str, folder: Path) -> None:
 
 def context_length(path: str, args: BaseArgs) -> int:
     """Return the maximum length of prompt and completion together: the model's context, or the capacity of a pack."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    config = load_config(path).get_text_config()
     return min(getattr(config, "max_position_embeddings", args.room + 1), args.room + 1)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +21,13 @@ EXPERTS = dict(
     olmoe=("mlp", "gate_proj", "up_proj", "down_proj"),
     mixtral=("block_sparse_moe", "w1", "w3", "w2"),
 )
+
+
+def load_config(path: str | Path):
+    """Return the config of the model in a folder. Code in the folder does not run."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def hub_name(model_type: str, name: str) -> str:

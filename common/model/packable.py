@@ -7,19 +7,19 @@ from common.config.groups import BaseArgs
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
-from common.model.loading import EXPERTS
+from common.model.loading import EXPERTS, load_config
 from common.model.logprobs import TokenStats
 from common.parallel.distributed import first_line
 
 
 def packable_config(path: str, label: str):
     """Return the model's configuration without dropout. Raises `ValueError` if its rotary embeddings mix sequences."""
-    from transformers import AttentionInterface, AutoConfig
+    from transformers import AttentionInterface
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    config = AutoConfig.from_pretrained(path)  # resolve_model has checked that it can be read
+    config = load_config(path)  # resolve_model has checked that it can be read
     rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
     for kind in (each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)):
         if kind in ("dynamic", "longrope"):
@@ -35,7 +35,9 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
     packed attention, or is an unknown mixture of experts."""
     try:
         with torch.device("meta"):
-            hf = auto_class.from_config(config, attn_implementation="packed", dtype=torch.float32)
+            hf = auto_class.from_config(
+                config, attn_implementation="packed", dtype=torch.float32, trust_remote_code=False
+            )
     except (KeyError, ValueError) as error:  # GPT-J, for example, has an attention table of its own
         raise ValueError(f"{label}: {config.model_type} has no packed attention: {first_line(error)}") from error
     if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:

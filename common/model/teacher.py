@@ -17,6 +17,7 @@ from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.comparison import TopK, most_likely
+from common.model.loading import load_config
 from common.model.policy import Policy, load_policy
 from common.model.reference import digest_of
 from common.parallel import distributed
@@ -27,9 +28,7 @@ CHUNK = 512  # samples whose tokens share a file
 
 def shared_vocabulary(path: str, teacher_path: str, top_k: int) -> int:
     """Return how many tokens the models in two folders share. Raises `ValueError` if they are fewer than `--top_k`."""
-    from transformers import AutoConfig
-
-    shared = min(AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, teacher_path))
+    shared = min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
     if top_k > shared:
         raise ValueError(f"--top_k {top_k}: --model and --teacher share only {shared} tokens")
     return shared

@@ -13,6 +13,7 @@ from common.data.packing import pack, per_sample
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
+from common.model.loading import load_config
 from common.model.policy import PackedModel, ScalarModel, load_scalar_model
 from common.parallel.distributed import first_line
 from common.rewards.processes import Result
@@ -30,11 +31,9 @@ class RewardModel:
     def __init__(self, flag: str, path: str, args: SamplingArgs, rows: list[dict], tokenizer, device: torch.device):
         """Load the model. Raises `ValueError` naming `flag` if it is no reward model, or has another tokenizer than the
         policy and cannot read these rows."""
-        from transformers import AutoConfig
-
         self.flag = f"{flag} {path}"
         self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, flag=flag)
-        self.at_end_of_turn = AutoConfig.from_pretrained(path).to_dict().get("scored_at") == "end_of_turn"
+        self.at_end_of_turn = load_config(path).to_dict().get("scored_at") == "end_of_turn"
         self.same = _reads_alike(self.tokenizer, tokenizer)
         if not self.same:
             if args.environment is not None:

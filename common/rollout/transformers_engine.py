@@ -16,7 +16,9 @@ class TransformersEngine(Engine):
     def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        self.replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).to(self.device).eval()
+        self.replica = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, trust_remote_code=False).to(self.device).eval()
+        )
         self.replica.generation_config = GenerationConfig()  # without the penalties in the model's own
 
     def _advance(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.model.hub import context_length
-from common.model.loading import hub_weights
+from common.model.loading import hub_weights, load_config
 from common.parallel import distributed
 from common.rollout.engine import SLOTS, Engine, Request
 
@@ -59,9 +59,9 @@ class VLLMEngine(Engine):
     """vLLM with `external_launcher`: the torchrun ranks are its workers."""
 
     def _start(self, path: str) -> None:
-        from transformers import MODEL_MAPPING, AutoConfig
+        from transformers import MODEL_MAPPING
 
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
         self.model_type = config.model_type
         self._set_environment()
         with undone_changes(MODEL_MAPPING[type(config)]):

@@ -29,13 +29,14 @@ from common.model.convert import (
     MANIFEST,
     STATE,
     WEIGHTS,
+    CheckpointReader,
     checkpoints_in,
     damage,
     fingerprint,
     write_safetensors,
 )
 from common.model.hub import eos_token_ids, save_ends
-from common.model.loading import hub_weights
+from common.model.loading import hub_weights, load_config
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
 
@@ -161,7 +162,7 @@ class Checkpointer:
     def _load(self, path: Path) -> int:
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
         # state are flags, and its learning rate is set at each step.
-        dcp.load(self._tensors(), checkpoint_id=path)
+        dcp.load(self._tensors(), storage_reader=CheckpointReader(path))
         state = json.loads((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
@@ -230,9 +231,7 @@ def hf_files(model: PackedModel, tokenizer, prompt_format: str) -> dict[str, byt
     """Return the files of an export besides the weights, by name: config.json, generation_config.json and those of the
     tokenizer. A run reads them at start: its model may be a checkpoint that another run deletes later."""
 
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model.path)  # from disk: the loaded one has another attention and dtype
+    config = load_config(model.path)  # from disk: the loaded one has another attention and dtype
     config.architectures = [type(model.hf).__name__]
     # Not narrower than the compute dtype: bfloat16 would round away the changes of some dozen small steps.
     config.dtype = torch.promote_types(config.dtype or torch.float32, model.compute_dtype)
@@ -261,14 +260,12 @@ def exported_names(model: PackedModel) -> list[str]:
 
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
-    from transformers import AutoConfig
-
     state, weights = model.hf.state_dict(), {}
     work = folder.with_suffix(".tmp")
     if distributed.is_main():
         work.mkdir(parents=True)
         write_files(files, work)
-        dtype = AutoConfig.from_pretrained(work).dtype or torch.float32
+        dtype = load_config(work).dtype or torch.float32
     for name in exported_names(model):
         whole = lora.merged_weight(model.hf, name, lora.whole(state[name]), model.compute_dtype)
         if distributed.is_main():

@@ -1,6 +1,7 @@
 """A checkpoint is a model with the weights of its step's export, for every script; damaged ones are refused."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -148,6 +149,48 @@ def test_damaged_checkpoint_is_refused(damage, words, checkpoint):
     with pytest.raises(ValueError, match=f"^--reference_model {checkpoint}: {words}") as error:
         resolve_model(str(checkpoint), "--reference_model")
     assert "\n" not in str(error.value) and not list(checkpoint.glob("*hf*"))
+
+
+class Planted:
+    """Object whose pickle creates a file when it is loaded."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def test_a_checkpoint_runs_no_code(checkpoint, tmp_path, device):
+    """Neither as a model nor in a run that resumes: the run continues from the checkpoint before it, here from none."""
+    mark = tmp_path / "mark"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest[".metadata"] = convert.fingerprint(checkpoint / ".metadata")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    words = r"not a complete checkpoint: .metadata: it names pathlib.Path.touch, which is in no checkpoint"
+    with pytest.raises(ValueError, match=words):
+        resolve_model(str(checkpoint))
+    run = saved(checkpoint.parent.parent.with_name("other"), device)
+    run.checkpoints = checkpoint.parent
+    with pytest.raises(ValueError, match="all checkpoints are damaged"):
+        run.load_latest()
+    assert not mark.exists()
+
+
+def test_a_model_folder_runs_no_code(tmp_path, monkeypatch):
+    """Transformers would ask on the terminal whether the code may run."""
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    custom = config | dict(
+        model_type="custom", auto_map=dict(AutoConfig="code.Config", AutoModelForCausalLM="code.Model")
+    )
+    (folder / "config.json").write_text(json.dumps(custom))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question to the user"))
+    with pytest.raises(ValueError, match="^--model .*: config.json: ") as error:
+        resolve_model(str(folder))
+    assert "\n" not in str(error.value) and not (tmp_path / "mark").exists()
 
 
 @pytest.mark.slow
