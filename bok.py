@@ -41,10 +41,10 @@ from common.rollout.completions_file import read_completions, sample_completions
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.rollout.sampler import Sampler
-from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 SHOW = ("loss", "reward", "eval/pass_at_1", "time/step")
 

@@ -53,10 +53,10 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.checkpoint import prepare_output_dir
 from common.train.online import num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 COLUMNS = tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)  # a prompt and its completion
 SHOW = ("loss", "reverse_kl", "agreement", "eval_loss", "eval/pass_at_1", "time/step")

@@ -45,10 +45,10 @@ from common.model.scoring import weighted_logps
 from common.objectives import preference
 from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
-from common.train.checkpoint import prepare_output_dir
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
 CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins", "rewards/chosen",

@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from common.config.flags import MayChange, NotNegative, Positive, Several
 from common.config.groups import SamplingArgs
 from common.config.parse import parse
+from common.data import durable
 from common.data.encode import Encoder
 from common.data.packing import pack, per_sample
 from common.data.rows import rows_of_split
@@ -41,7 +42,7 @@ from common.rollout import completions_file
 from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns
-from common.train.checkpoint import prepare_output_dir
+from common.train.run_folder import prepare_output_dir
 
 OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 
@@ -298,8 +299,7 @@ def main(args: Args) -> None:
             break
         results = all_results(args, task, model, both)
         if distributed.is_main():
-            (place / "results.tmp").write_text(json.dumps(results, indent=2) + "\n")
-            (place / "results.tmp").rename(place / "results.json")
+            durable.write_text(place / "results.json", json.dumps(results, indent=2) + "\n")
             print_results(args, results)
             if place != folder:
                 checkpoint_curve.draw(folder, shown_ks(args, results["overall"]))

@@ -45,10 +45,10 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 # For each --loss: the level of its importance ratio (token or completion), and the flags that only this loss reads.
 CLIP = ("clip_low", "clip_high", "dual_clip")

@@ -40,10 +40,10 @@ from common.model.policy import Policy, load_policy
 from common.model.reference import reference_logps, reference_or_logps
 from common.objectives.preference import wpo_weights
 from common.parallel import distributed
-from common.train.checkpoint import prepare_output_dir
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
 CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",

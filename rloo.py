@@ -42,10 +42,10 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.checkpoint import prepare_output_dir
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 # ---- the objective ----
 

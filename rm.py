@@ -45,10 +45,10 @@ from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model
 from common.parallel import distributed
 from common.rewards.reward_model import at_end, score
-from common.train.checkpoint import prepare_output_dir
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
 CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins", "rewards/chosen",

@@ -36,10 +36,10 @@ from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.parallel import distributed
-from common.train.checkpoint import prepare_output_dir
 from common.train.offline import describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 ENCODE_FLAGS = ("max_length", "overlong", "train_on")  # read by encode_rows; part of its cache's digest
 SHOW = ("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from common.config.groups import TrainArgs
 from common.config.specs import eval_sets_of, weights_of
 from common.config.training import StreamArgs
+from common.data import durable
 from common.data.encode import Encoder
 from common.data.files import BadRows, open_shards, quiet_datasets
 from common.data.order import RowOrder, WeightedOrder, make_order
@@ -92,7 +93,7 @@ def load_samples(
         raise ValueError(f"{args.dataset_flag}: the files differ between machines; copy the same files to all")
     if digest := digests.pop():
         folder = Path(quiet_datasets().config.HF_DATASETS_CACHE) / "onefile_tokens" / digest
-        if tokenises and not folder.exists():
+        if tokenises and not _is_whole(folder):
             _write(folder, *task)
         distributed.barrier()
         training, held_out = _read(folder)
@@ -151,15 +152,16 @@ def _write(folder: Path, *task) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with Path(f"{incomplete}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a killed process
-            if folder.exists():
+            if _is_whole(folder):
                 return
+            shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(incomplete, ignore_errors=True)
             incomplete.mkdir()
             if distributed.is_main():
                 print(f"tokenising the data, once on this machine, into {folder.parent}", flush=True)
             try:
                 tokenise(incomplete, *task)
-                incomplete.rename(folder)
+                durable.rename(incomplete, folder)
             except OSError:
                 if not folder.exists():  # else another machine with the same disk was faster
                     raise
@@ -170,19 +172,31 @@ def _write(folder: Path, *task) -> None:
         raise distributed.RunError(f"the tokenised data: {why}") from error
 
 
+def _is_whole(folder: Path) -> bool:
+    """Return whether the folder has its files as they were written. Report a damaged folder: it is written again."""
+    if not folder.exists():
+        return False
+    try:
+        files = durable.read_json(folder / "about.json")["files"]
+        problem = "a file was changed" if durable.fingerprints(folder, files) != files else None
+    except (OSError, ValueError, KeyError) as error:
+        problem = distributed.first_line(error)
+    if problem:
+        print(f"{folder} is damaged ({problem}); tokenising the data again", flush=True)
+    return problem is None
+
+
 def _read(folder: Path) -> list[Part]:
     """Return the samples of a folder, and report its bad rows as the first start did."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    about, parts = json.loads((folder / "about.json").read_text()), []
+    about, parts = durable.read_json(folder / "about.json"), []
     reports = about["bad_rows"]
-    for name, num_rows in about["num_rows"].items():
+    for name in about["parts"]:
         files = [pa.memory_map(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
         tables = [pa.ipc.open_stream(file).read_all() for file in files]
-        if sum(table.num_rows for table in tables) != num_rows:
-            raise ValueError(f"{folder}: rows are missing; delete the folder")
         if not tables:
             parts.append(Part(Samples([], []), Counter(), []))
             continue

@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 from datasets import Dataset, Features, List, Value
 
+from common.data import durable
 from common.data.encode import Encoder
 from common.data.files import collect_bad_rows, quiet_datasets
 from common.data.rows import train_and_eval_columns
@@ -74,7 +75,6 @@ def write_samples(
     quiet_datasets()
     with collect_bad_rows() as reports:
         parts = dict(zip(("train", "held_out"), train_and_eval_columns(args, choices, kept), strict=True))
-    num_rows = {part: len(rows) for part, (rows, _) in parts.items()}
     encoder = Encoder(tokenizer, args)
     workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     for part, (rows, columns) in parts.items():
@@ -89,7 +89,8 @@ def write_samples(
             remove_columns=["row"], features=TOKENISED, num_proc=workers,
             cache_file_name=str(folder / f"{part}.arrow"), new_fingerprint=folder.name,
         )  # fmt: skip
-    (folder / "about.json").write_text(json.dumps(dict(num_rows=num_rows, bad_rows=reports)))
+    files = durable.fingerprints(folder, sorted(path.name for path in folder.glob("*.arrow")))
+    durable.write_json(folder / "about.json", dict(parts=list(parts), bad_rows=reports, files=files))
 
 
 def _encode_batch(

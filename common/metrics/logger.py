@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.config.groups import TrainArgs
 from common.config.launch import flags_of
+from common.data import durable
 from common.data.sample import Completion, Sample
 from common.parallel import distributed
 
@@ -178,7 +179,7 @@ def _keep_until(path: Path, last_step: int) -> None:
             kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
-        path.write_text("".join(kept), encoding="utf-8")
+        durable.write_text(path, "".join(kept))
 
 
 def _run_id(folder: Path) -> str:

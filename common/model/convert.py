@@ -7,10 +7,10 @@ run may still be active, and may delete it at any time (`--keep_last`).
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import warnings
-import zlib
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from common.data import durable
 from common.model.loading import hub_name, hub_weights, load_config
 from common.model.lora import merge
 from common.parallel import distributed
@@ -59,22 +60,14 @@ class CheckpointReader(FileSystemReader):
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, newest first."""
-    return sorted((p for p in folder.glob("step_*") if p.suffix == "" and p.is_dir()), reverse=True)
+    steps = {path: int(path.name[5:]) for path in folder.glob("step_*") if re.fullmatch(r"step_[0-9]{1,15}", path.name)}
+    return sorted((path for path in steps if path.is_dir()), key=steps.__getitem__, reverse=True)
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of this project, complete or not."""
     ours = any((folder / name).exists() for name in (STATE, MANIFEST)) or any(folder.glob("*.distcp"))
     return ours and not any(folder.glob("*.safetensors"))
-
-
-def fingerprint(path: Path) -> list[int]:
-    """Return [size in bytes, CRC-32], to find truncated and damaged files at the speed of the disk."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return [path.stat().st_size, crc]
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
@@ -88,7 +81,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     for name, expected in sorted(manifest.items())[rank::ranks]:
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if fingerprint(folder / name) != expected:
+        if durable.fingerprint(folder / name) != expected:
             return f"{name} was changed after it was written"
     try:
         CheckpointReader(folder).read_metadata()
@@ -125,7 +118,7 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
                 shutil.copy(folder / name, work / name)
         write_safetensors(read_weights(folder), work)
         if not hf.is_dir():
-            work.rename(hf)
+            durable.rename(work, hf)
             if distributed.is_main():
                 print(f"{folder} is a checkpoint: its weights are in {hf} now", flush=True)
     except (OSError, CheckpointException) as error:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.config.groups import BaseArgs
 from common.config.training import LoRAArgs
+from common.data import durable
 from common.model.loading import one_line_errors
 from common.parallel import distributed
 
@@ -232,8 +233,9 @@ def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None
         work.mkdir(parents=True)
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
         (work / CONFIG).write_text(json.dumps(config, indent=2))
+        durable.sync_tree(work)
         shutil.rmtree(folder, ignore_errors=True)
-        work.rename(folder)
+        durable.rename(work, folder)
     distributed.barrier()
 
 

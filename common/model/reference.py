@@ -2,7 +2,6 @@
 every step."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config.groups import TrainArgs
+from common.data import durable
 from common.data.packing import PackedBatch, pack, per_sample
 from common.data.sample import Sample
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
@@ -81,16 +81,14 @@ def store_reference_logps(
         logps = _reference_logps(_samples(parts), ends[-1], load_reference(), args.pack_tokens, device)
         stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
-            work = path.with_suffix(".tmp")
-            work.write_text(json.dumps(stored))
-            work.rename(path)
+            durable.write_json(path, stored)
     columns = np.split(np.array(stored["logps"]), ends[:-1])
     return [torch.from_numpy(x.reshape(shape)) for x, shape in zip(columns, shapes, strict=True)]
 
 
 def _read(path: Path, digest: str, count: int) -> dict:
     try:
-        stored = json.loads(path.read_text())
+        stored = durable.read_json(path)
         if stored["digest"] == digest and len(stored["logps"]) != count:
             raise ValueError("another number of samples")
     except (ValueError, TypeError, KeyError) as error:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.config.groups import TrainArgs
+from common.data import durable
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.comparison import TopK, most_likely
@@ -141,7 +142,7 @@ def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
     tensors = dict(logprobs=logprobs_MS, tokens=tokens_MK.int(), target=target_M, entropy=entropy_M)
     work = file.with_suffix(".tmp")
     save_file({name: x.contiguous() for name, x in tensors.items()}, work)
-    work.rename(file)
+    durable.rename(work, file)
 
 
 def _claim(folder: Path, digest: str) -> None:
@@ -151,8 +152,7 @@ def _claim(folder: Path, digest: str) -> None:
         folder.mkdir(exist_ok=True)
         for old in (mark, *folder.glob("*.safetensors")):  # the mark first: a kill may leave half of the files
             old.unlink(missing_ok=True)
-        mark.with_suffix(".tmp").write_text(digest)
-        mark.with_suffix(".tmp").rename(mark)
+        durable.write_text(mark, digest)
     distributed.barrier()
 
 

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.parallel.disk_errors import disk_error
+
 PROJECT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -283,6 +285,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         print(f"error: {error}", file=sys.stderr)
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
+    elif problem := disk_error(error):
+        print(f"error: {problem}", file=sys.stderr)
     elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
         print(f"error: rank {_launch_rank} lost another rank: {gloo_message(error)}", file=sys.stderr)
     elif stop_signal is not None:

@@ -1,4 +1,4 @@
-"""The run's folder: its ownership, resumable checkpoints, and the Hugging Face export.
+"""Resumable checkpoints, and the Hugging Face export.
 
 `checkpoints/step_000100/` contains PyTorch's distributed checkpoint of model and optimizer, which any number of ranks
 can load; `state.json` (step and data cursor); config and tokenizer, which make it a model (`model/convert.py`); and
@@ -7,22 +7,17 @@ interrupted save is ignored. All ranks must share the folder.
 """
 
 import json
-import os
-import secrets
 import shutil
-import socket
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import yaml
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from common.config.groups import BaseArgs, TrainArgs
-from common.config.launch import flags_of, may_change
+from common.config.groups import TrainArgs
+from common.data import durable
 from common.model import lora
 from common.model.convert import (
     ADAPTED,
@@ -32,89 +27,12 @@ from common.model.convert import (
     CheckpointReader,
     checkpoints_in,
     damage,
-    fingerprint,
     write_safetensors,
 )
 from common.model.hub import eos_token_ids, save_ends
 from common.model.loading import hub_weights, load_config
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
-
-# Contents of every run's folder. Scripts name their further files.
-FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
-FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline")
-
-
-def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
-    """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the script's further files.
-    Collective.
-
-    With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
-    not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
-    """
-    folder, problem = Path(args.output_dir), None
-    # A new name: network file systems cache the absence of files.
-    mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
-    if distributed.is_main():
-        try:
-            problem = _claim(folder, args, owned)
-            if not problem:
-                mark.mkdir()
-        except (OSError, yaml.YAMLError) as error:
-            problem = f"--output_dir {folder}: {distributed.first_line(error)}"
-    problem, name = distributed.gather_objects((problem, mark.name))[0]
-    if problem:
-        raise ValueError(problem)
-    mark = mark.with_name(name)
-    blind = [host for host in distributed.gather_objects(None if mark.is_dir() else socket.gethostname()) if host]
-    if distributed.is_main():
-        mark.rmdir()
-    if blind:
-        raise ValueError(
-            f"--output_dir {folder}: files of rank 0 are not visible on {blind[0]}; "
-            "use a folder that all machines share"
-        )
-
-
-def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
-    flags = folder / "args.yaml"
-    if args.resume == "never":
-        for flag in ("model", "adapter"):
-            start = getattr(args, flag, None)
-            if start and Path(start).exists() and folder.resolve() in Path(start).resolve().parents:
-                return f"--{flag} {start}: --resume never would delete it; name another --output_dir"
-        for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
-            file.unlink()
-        for old in (folder / name for name in FOLDERS):
-            shutil.rmtree(old, ignore_errors=True)
-        for old in checkpoints_in(folder):  # results of eval.py for each checkpoint
-            shutil.rmtree(old)
-    # eval.py and bok.py resume from these files
-    sampled = any(file for place in ("", "step_*/") for file in folder.glob(f"{place}completions.jsonl"))
-    if args.resume == "must" and not checkpoints_in(folder / "checkpoints") and not sampled:
-        return f"--resume must: {folder} has no checkpoint; use --resume auto"
-    begun = sampled or (folder / "metrics.jsonl").is_file()
-    if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # a run without steps does not count
-        then, now = yaml.safe_load(flags.read_text()) or {}, flags_of(args)
-        if not isinstance(then, dict):
-            return f"--output_dir {folder}: args.yaml is not from a run; name another folder"
-        then = flags_of(type(args)()) | then  # newer flags had their defaults
-        then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # one value
-        free = may_change(args, then)
-        changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
-        if changed:
-            what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            return (
-                f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); "
-                "name another folder, or use --resume never to delete that run and start over"
-            )
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    unfinished = ("checkpoints/step_*.tmp", *(f"{name}.tmp" for name in FOLDERS))
-    for stale in [path for name in unfinished for path in folder.glob(name)]:
-        shutil.rmtree(stale)
-    flags.write_text(yaml.safe_dump(flags_of(args), sort_keys=False))
-    return None
 
 
 class Checkpointer:
@@ -198,13 +116,13 @@ class Checkpointer:
             write_files(self.files, work)
         distributed.barrier()
         files = sorted(f for f in work.rglob("*") if f.is_file())[dist.get_rank() :: dist.get_world_size()]
-        shares = distributed.gather_objects({str(f.relative_to(work)): fingerprint(f) for f in files})
+        shares = distributed.gather_objects({str(f.relative_to(work)): durable.fingerprint(f) for f in files})
         if distributed.is_main():
             manifest = {name: expected for share in shares for name, expected in share.items()}
             (work / MANIFEST).write_text(json.dumps(manifest))
             if final.is_dir():
                 _delete(final)
-            work.rename(final)
+            durable.rename(work, final)
             for old in checkpoints_in(self.checkpoints)[self.keep_last :]:
                 _delete(old)
         distributed.barrier()
@@ -273,8 +191,9 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
                 weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
         write_safetensors(weights, work)
+        durable.sync_tree(work)
         shutil.rmtree(folder, ignore_errors=True)
-        os.rename(work, folder)
+        durable.rename(work, folder)
     distributed.barrier()
 
 

@@ -27,6 +27,7 @@ from common.model.policy import PackedModel
 from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
+from common.train.run_folder import unlock
 
 
 class Run:
@@ -204,3 +205,4 @@ class Run:
                 self.message(summary)
             self.message(f"done: {self.args.output_dir}/hf")
         self.logger.close()
+        unlock()

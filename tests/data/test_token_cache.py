@@ -165,13 +165,25 @@ def test_folder_of_a_killed_process_is_not_reused(args, cache, monkeypatch):
     assert len(load(args)[0][0]) > 30 and [file.suffix for file in cache.iterdir() if file.is_file()] == [".lock"]
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.mark.slow
-def test_damaged_folder_is_refused(args, cache):
-    load(args)
+@pytest.mark.parametrize(("name", "damage"), [
+    ("train*.arrow", Path.unlink), ("train*.arrow", flip_a_bit), ("about.json", Path.unlink),
+    ("about.json", flip_a_bit), ("about.json", lambda file: file.write_text("")),
+])  # fmt: skip
+def test_damaged_folder_is_written_again(name, damage, args, cache, capsys):
+    before = [sample.ids for sample in load(args)[0][0]]
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
-    next(folder.glob("train*.arrow")).unlink()
-    with pytest.raises(ValueError, match="rows are missing; delete the folder"):
-        load(args)
+    damage(next(folder.glob(name)))
+    assert [sample.ids for sample in load(args)[0][0]] == before
+    assert f"{folder} is damaged (" in capsys.readouterr().out
+    load(args)
+    assert "is damaged (" not in capsys.readouterr().out
 
 
 def kill_own_process(*_, **__):

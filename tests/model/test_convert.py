@@ -12,12 +12,14 @@ from model.test_policy import ARCHITECTURES, write_checkpoint
 from safetensors.torch import load_file
 
 from common.config.groups import TrainArgs
+from common.data import durable
 from common.model import convert
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
-from common.train.checkpoint import Checkpointer, prepare_output_dir
+from common.train.checkpoint import Checkpointer
 from common.train.optim import adamw
+from common.train.run_folder import prepare_output_dir
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -166,7 +168,7 @@ def test_a_checkpoint_runs_no_code(checkpoint, tmp_path, device):
     mark = tmp_path / "mark"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest[".metadata"] = convert.fingerprint(checkpoint / ".metadata")
+    manifest[".metadata"] = durable.fingerprint(checkpoint / ".metadata")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     words = r"not a complete checkpoint: .metadata: it names pathlib.Path.touch, which is in no checkpoint"
     with pytest.raises(ValueError, match=words):

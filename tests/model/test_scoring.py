@@ -81,7 +81,7 @@ def test_stored_logprobs_are_completion_sums_and_computed_once(tmp_path, device)
     assert store(data, never, tmp_path) == first
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"logps": []}', "null", "short"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"logps": []}', "null", "short", "digit"])
 def test_damaged_logprob_file_is_refused_by_name(text, tmp_path, device):
     data, file = samples(2), tmp_path / "reference_logps.json"
     if text == "short":
@@ -89,6 +89,10 @@ def test_damaged_logprob_file_is_refused_by_name(text, tmp_path, device):
         store(data, lambda: policy, tmp_path)
         stored = json.loads(file.read_text())
         text = json.dumps(stored | dict(logps=stored["logps"][:1]))
+    if text == "digit":
+        policy = load_policy(tiny_model(), ARGS, device, trainable=False)
+        store(data, lambda: policy, tmp_path)
+        text = file.read_text().replace(".", ".1", 1)
     file.write_text(text)
     with pytest.raises(ValueError, match="reference_logps.json is damaged; delete it: "):
         store(data, never, tmp_path)

@@ -17,7 +17,7 @@ import os, signal
 from pathlib import Path
 import torch
 from common.parallel import distributed
-from common.train.checkpoint import prepare_output_dir
+from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample

@@ -14,7 +14,8 @@ import torch
 from model.test_policy import samples, whole
 from common.parallel import distributed
 from common.train import optim
-from common.train.checkpoint import Checkpointer, prepare_output_dir
+from common.train.checkpoint import Checkpointer
+from common.train.run_folder import prepare_output_dir
 from common.config.groups import TrainArgs
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy

@@ -15,7 +15,7 @@ from test_grpo import REWARD
 import rloo
 from common.config.launch import flags_of
 from common.model.hub import load_tokenizer
-from common.train.checkpoint import prepare_output_dir
+from common.train.run_folder import prepare_output_dir
 from tests.rewards.test_reward_model import by_transformers, save_classifier
 
 pytestmark = pytest.mark.slow

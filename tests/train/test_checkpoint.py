@@ -3,21 +3,27 @@
 import dataclasses
 import json
 import re
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import ended, finished, start
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.groups import TrainArgs
+from common.model.convert import checkpoints_in
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.train.checkpoint import Checkpointer, export_hf, prepare_output_dir
+from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
+from common.train.run_folder import prepare_output_dir, unlock
 
 # ---- export ----
 
@@ -97,9 +103,57 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path):
     begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
     begin(tmp_path)
     assert (tmp_path / "args.yaml").read_text() != older
-    (tmp_path / "args.yaml").write_text("- 1\n")
-    with pytest.raises(ValueError, match="args.yaml is not from a run; name another folder"):
-        begin(tmp_path)
+    for damaged in ("", "- 1\n", "lr: [", before[: len(before) // 2] + "\x00"):
+        (tmp_path / "args.yaml").write_text(damaged)
+        with pytest.raises(ValueError, match="args.yaml is damaged; delete it to resume with the flags given now"):
+            begin(tmp_path)
+
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.write("process 7 on another"), file.flush(), print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_second_run_in_a_folder_is_refused(tmp_path):
+    begin(tmp_path)
+    unlock()
+    (tmp_path / "lock").unlink()
+    command = [sys.executable, "-c", HOLDER, tmp_path / "lock"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        for resume in ("auto", "never"):
+            with pytest.raises(ValueError, match=r"another run uses it \(process 7 on another\); wait for it or name"):
+                begin(tmp_path, resume=resume)
+        holder.stdin.close()
+    begin(tmp_path)
+
+
+def test_checkpoints_are_ordered_by_number_and_have_exact_names(tmp_path):
+    for name in ("step_999900", "step_1000000", "step_000004", "step_000004_backup", "step_000005.tmp", "step_x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000009").touch()
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step_1000000", "step_999900", "step_000004"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_full_disk_ends_a_run_with_one_line(ranks, small, tmp_path):
+    """A limit on the size of files stands for the full disk."""
+    flags = ("--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--output_dir", tmp_path / "run")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
+    try:
+        process = start(ranks, "sft.py", *small, *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    done = finished(ended(process), 1)
+    words = r"^error: writing to the disk failed: .*; files that were complete before are intact$"
+    assert re.search(words, done.stderr, re.MULTILINE)
+    assert "rank 0 failed" not in done.stderr and not checkpoints_in(tmp_path / "run" / "checkpoints")
 
 
 def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
@@ -117,7 +171,7 @@ def test_starting_over_deletes_only_the_files_of_a_run(tmp_path):
     begin(tmp_path)
     assert (tmp_path / "own.json").is_file() and not list(tmp_path.rglob("*.tmp"))
     prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0, resume="never"), owned=("own*.json",))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.yaml", "checkpoints", "other.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.yaml", "checkpoints", "lock", "other.json"]
     assert not list((tmp_path / "checkpoints").iterdir())
 
 

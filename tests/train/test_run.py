@@ -17,9 +17,9 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel import distributed
-from common.train.checkpoint import prepare_output_dir
 from common.train.optim import adamw
 from common.train.run import Run
+from common.train.run_folder import prepare_output_dir
 
 TOTAL = 5
 

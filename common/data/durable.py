@@ -1,0 +1,75 @@
+"""Files that survive a crash, and checks that they are as they were written.
+
+A kill or a power cut leaves the old file or the new one, never a part. Damage is found by sizes and CRC-32, at the
+speed of the disk.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder with all that is in it is on the disk."""
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def rename(work: Path, final: Path) -> None:
+    """Give a complete file or folder its name: after a power cut what has the name is complete."""
+    sync_tree(work)
+    work.rename(final)
+    sync(final.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file."""
+    work = path.with_name(f"{path.name}.tmp")
+    work.write_text(text, encoding="utf-8")
+    rename(work, path)
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Replace a file by a JSON object with a checksum, `crc`."""
+    write_text(path, json.dumps(value | dict(crc=_crc(value))))
+
+
+def read_json(path: Path) -> dict:
+    """Return the object of `write_json`. Raises `ValueError` if it is damaged."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict) or value.pop("crc", None) != _crc(value):
+        raise ValueError("it was changed after it was written")
+    return value
+
+
+def _crc(value: dict) -> int:
+    return zlib.crc32(json.dumps(value).encode())
+
+
+def fingerprint(path: Path) -> list[int]:
+    """Return [size in bytes, CRC-32]."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return [path.stat().st_size, crc]
+
+
+def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Return the fingerprints of files in a folder, read in parallel."""
+    names = list(names)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(lambda name: fingerprint(folder / name), names), strict=True))

@@ -1,0 +1,126 @@
+"""The output folder of a run: one run at a time, with one set of flags."""
+
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import yaml
+
+from common.config.groups import BaseArgs
+from common.config.launch import flags_of, may_change
+from common.data import durable
+from common.model.convert import checkpoints_in
+from common.parallel import distributed
+
+# Contents of every run's folder. Scripts name their further files.
+FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
+FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline")
+
+
+def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
+    """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the script's further files.
+    Collective.
+
+    With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
+    not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
+    """
+    folder, problem = Path(args.output_dir), None
+    # A new name: network file systems cache the absence of files.
+    mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
+    if distributed.is_main():
+        try:
+            problem = _lock(folder) or _claim(folder, args, owned)
+            if not problem:
+                mark.mkdir()
+        except OSError as error:
+            problem = f"--output_dir {folder}: {distributed.first_line(error)}"
+    problem, name = distributed.gather_objects((problem, mark.name))[0]
+    if problem:
+        raise ValueError(problem)
+    mark = mark.with_name(name)
+    blind = [host for host in distributed.gather_objects(None if mark.is_dir() else socket.gethostname()) if host]
+    if distributed.is_main():
+        mark.rmdir()
+    if blind:
+        raise ValueError(
+            f"--output_dir {folder}: files of rank 0 are not visible on {blind[0]}; "
+            "use a folder that all machines share"
+        )
+
+
+_locked: TextIO | None = None  # the lock of this process
+
+
+def _lock(folder: Path) -> str | None:
+    """Lock the folder until `unlock` or the end of this process. Return who else has locked it."""
+    global _locked
+    unlock()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return f"--output_dir {folder}: another run uses it ({file.read().strip()}); wait for it or name another folder"
+    except OSError as error:  # some network disks
+        print(f"--output_dir {folder}: no lock ({error.strerror}), so a second run in it would not be noticed")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _locked = file
+    return None
+
+
+def unlock() -> None:
+    """Let another run use the folder."""
+    if _locked is not None:
+        _locked.close()
+
+
+def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
+    flags = folder / "args.yaml"
+    if args.resume == "never":
+        for flag in ("model", "adapter"):
+            start = getattr(args, flag, None)
+            if start and Path(start).exists() and folder.resolve() in Path(start).resolve().parents:
+                return f"--{flag} {start}: --resume never would delete it; name another --output_dir"
+        for file in (file for name in (*FILES, *owned) for file in folder.glob(name)):
+            file.unlink()
+        for old in (folder / name for name in FOLDERS):
+            shutil.rmtree(old, ignore_errors=True)
+        for old in checkpoints_in(folder):  # results of eval.py for each checkpoint
+            shutil.rmtree(old)
+    # eval.py and bok.py resume from these files
+    sampled = any(file for place in ("", "step_*/") for file in folder.glob(f"{place}completions.jsonl"))
+    if args.resume == "must" and not checkpoints_in(folder / "checkpoints") and not sampled:
+        return f"--resume must: {folder} has no checkpoint; use --resume auto"
+    begun = sampled or (folder / "metrics.jsonl").is_file()
+    if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # a run without steps does not count
+        try:
+            then, now = yaml.safe_load(flags.read_text()), flags_of(args)
+        except (yaml.YAMLError, UnicodeDecodeError):
+            then = None
+        if not isinstance(then, dict):
+            return f"--output_dir {folder}: args.yaml is damaged; delete it to resume with the flags given now"
+        then = flags_of(type(args)()) | then  # newer flags had their defaults
+        then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # one value
+        free = may_change(args, then)
+        changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
+        if changed:
+            what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            return (
+                f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); "
+                "name another folder, or use --resume never to delete that run and start over"
+            )
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    unfinished = ("checkpoints/step_*.tmp", *(f"{name}.tmp" for name in FOLDERS))
+    for stale in [path for name in unfinished for path in folder.glob(name)]:
+        shutil.rmtree(stale)
+    durable.write_text(flags, yaml.safe_dump(flags_of(args), sort_keys=False))
+    return None
