@@ -7,7 +7,20 @@ import pytest
 from helpers import ROOT, metrics, run
 
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
-SHORT = ("--max_steps", 3, "--eval_every", 0, "--prompts_per_step", 4, "--samples_per_prompt", 4)
+SHORT = (
+    "--max_steps",
+    3,
+    "--eval_every",
+    0,
+    "--prompts_per_step",
+    4,
+    "--samples_per_prompt",
+    4,
+    "--engine",
+    "transformers",
+    "--max_new_tokens",
+    4,
+)
 FLAGS = {
     "curriculum": ("--save_every", 1),
     "new-advantage": ("--advantage", "median"),
@@ -26,13 +39,18 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
-def test_patched_script_runs(patch, small, tmp_path):
-    script, folder = tmp_path / "mine.py", tmp_path / "run"
+def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
+    name, folder = f"changed_{patch.stem.replace('-', '_')}", tmp_path / "run"
+    script = tmp_path / f"{name}.py"
     script.write_text((ROOT / "grpo.py").read_text())
     subprocess.run(["patch", script, patch], check=True, capture_output=True)
-    ranks = 2 if patch.stem in ("curriculum", "muon") else 1
-    run(ranks, script, *small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
-    lines = metrics(folder)
+    flags = (*small, *SHORT, *FLAGS.get(patch.stem, ()), "--output_dir", folder)
+    if patch.stem in ("curriculum", "muon"):
+        run(2, script, *flags)
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+        main(name, *flags)
+    lines = [line for line in metrics(folder) if line["step"] > 0]
     assert [line["step"] for line in lines] == [1, 2, 3] and all(math.isfinite(line["loss"]) for line in lines)
     if patch.stem == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)

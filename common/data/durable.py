@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+CHECKSUMS = "checksums.json"  # in exports: the fingerprints of their safetensors files
+
 
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
@@ -73,3 +75,20 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     names = list(names)
     with ThreadPoolExecutor() as pool:
         return dict(zip(names, pool.map(lambda name: fingerprint(folder / name), names), strict=True))
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the fingerprints of a folder's safetensors files beside them."""
+    write_json(folder / CHECKSUMS, fingerprints(folder, sorted(path.name for path in folder.glob("*.safetensors"))))
+
+
+def changed_file(folder: Path) -> str | None:
+    """Return a file that differs from the checksums in its folder, None without any or without checksums."""
+    if not (folder / CHECKSUMS).is_file():
+        return None
+    try:
+        written = read_json(folder / CHECKSUMS)
+    except ValueError:
+        return CHECKSUMS
+    found = fingerprints(folder, [name for name in written if (folder / name).is_file()])
+    return next((name for name in written if found.get(name) != written[name]), None)

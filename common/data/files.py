@@ -21,6 +21,7 @@ from common.parallel import distributed
 # Kinds of files: one JSON object per line, one JSON value, tables.
 LINES, WHOLE = (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".json", ".json.gz", ".json.zst")
 TABLES = (".parquet", ".arrow", ".csv")
+LONGEST = 1 << 26  # characters of a line
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv"
 
 _reports: ContextVar[list[list[str]] | None] = ContextVar("reports", default=None)
@@ -142,20 +143,24 @@ def _read_file(label: str, path: Path, streaming: bool, bad: BadRows) -> Iterato
         table = _load_dataset(label, kind[1:], data_files=glob.escape(str(path)), split="train", streaming=streaming)
         yield from _table_rows(label, path.name, table, bad)
         return
-    lines = _lines(label, path)
+    lines = _lines(label, path, -1 if kind in WHOLE else LONGEST)
     for number, text in enumerate(["\n".join(lines)] if kind in WHOLE else lines, 1):
         if text.strip():
             yield from _parsed(label, path.name, kind, number, text, bad)
 
 
-def _lines(label: str, path: Path) -> Iterator[str]:
-    """Yield the lines of a file. `load_dataset("text")` would read a truncated .zst file without an error, and
-    `str.splitlines` would also split at U+2028, which JSON strings may contain."""
+def _lines(label: str, path: Path, longest: int) -> Iterator[str]:
+    """Yield the lines of a file, shorter than `longest` characters unless it is -1. `load_dataset("text")` would read a
+    truncated .zst file without an error, and `str.splitlines` would also split at U+2028, which JSON may contain."""
     import pyarrow
 
     try:
         with pyarrow.input_stream(str(path), compression="detect") as stream:
-            for line in io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"):
+            file, number = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"), 0
+            while line := file.readline(longest):
+                number += 1
+                if len(line) == longest:
+                    raise ValueError(f"{label}: line {number} has {longest:,} characters or more")
                 yield line.removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{label}: {distributed.first_line(error)}") from error
@@ -165,8 +170,9 @@ def _parsed(label: str, name: str, kind: str, number: int, text: str, bad: BadRo
     """Yield the row of a line, or the rows of a whole .json file. `number` is the line number."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        problem = ValueError(f"{label}: line {number + error.lineno - 1} is not valid JSON: {error.msg}")
+    except (ValueError, RecursionError) as error:  # besides bad syntax: numbers of 5,000 digits, deep nesting
+        line, what = getattr(error, "lineno", 1), getattr(error, "msg", None) or distributed.first_line(error)
+        problem = ValueError(f"{label}: line {number + line - 1} is not valid JSON: {what}")
         if kind in WHOLE:
             raise problem from error
         return bad.add(problem, label)

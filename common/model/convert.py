@@ -177,7 +177,8 @@ def _read_base(base: str, model_type: str, name: str) -> dict[str, torch.Tensor]
 
 
 def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write safetensors files of at most 5 GB, with an index if there are several."""
+    """Write safetensors files of at most 5 GB with their checksums, and an index if there are several."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder)
+    durable.write_checksums(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.config.groups import BaseArgs
 from common.data.chat import end_of_turn, use_template
 from common.model.convert import as_model, checkpoints_in, is_checkpoint
-from common.model.loading import load_config
+from common.model.loading import load_config, require_unchanged
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 
@@ -61,6 +61,7 @@ def _require_files(label: str, folder: Path) -> None:
         raise ValueError(f"{label}: config.json: {distributed.first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
+    require_unchanged(label, folder)
 
 
 def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from common.data import durable
 from common.parallel import distributed
 
 # Supported mixtures of experts: names in checkpoints of the module, and of an expert's gate, up and down matrices.
@@ -28,6 +30,13 @@ def load_config(path: str | Path):
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def require_unchanged(label: str, folder: Path) -> None:
+    """Raise `ValueError` if a file of an export is damaged. One rank of each machine reads the files."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0 and (name := durable.changed_file(folder)):
+        why = f"{name} is not as it was written; use another copy"
+        raise ValueError(f"{label}: {why}, or delete {durable.CHECKSUMS} if you changed it yourself")
 
 
 def hub_name(model_type: str, name: str) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common.config.groups import BaseArgs
 from common.config.training import LoRAArgs
 from common.data import durable
-from common.model.loading import one_line_errors
+from common.model.loading import one_line_errors, require_unchanged
 from common.parallel import distributed
 
 # Names of the PEFT library: files, and the prefix of the model's names.
@@ -232,6 +232,7 @@ def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None
         work = folder.with_suffix(".tmp")
         work.mkdir(parents=True)
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
+        durable.write_checksums(work)
         (work / CONFIG).write_text(json.dumps(config, indent=2))
         durable.sync_tree(work)
         shutil.rmtree(folder, ignore_errors=True)
@@ -244,6 +245,7 @@ def _read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     label, folder = f"--adapter {args.adapter}", Path(args.adapter).expanduser()
+    require_unchanged(label, folder)
     with one_line_errors(label):
         config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -1,11 +1,13 @@
 """Every file format loads, held-out rows are never trained on, and errors name the file and the row."""
 
+import gzip
 import json
 
 import pytest
 
 from common.config.groups import TrainArgs
 from common.config.specs import eval_sets_of, weights_of
+from common.data import files
 from common.data.rows import (
     PROMPT_COLUMNS,
     SFT_COLUMNS,
@@ -390,6 +392,9 @@ FILE_ERRORS = [
     ("blank.jsonl", "\n\n", "blank.jsonl: no rows in it"),
     ("broken.jsonl", '{"prompt": "a"}\n\n{"prompt": oops\n', "line 3 is not valid JSON"),
     ("broken.json", '[{"prompt": "a"},\n {"prompt":}]', "line 2 is not valid JSON"),
+    ("deep.jsonl", '{"prompt": "a"}\n' + "[" * 100_000, "line 2 is not valid JSON: maximum recursion depth"),
+    ("digits.jsonl", '{"prompt": ' + "1" * 5000 + "}", "line 1 is not valid JSON: Exceeds the limit"),
+    ("garbage.arrow", b"\x00\xff" * 999, "cannot be read"),
     ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
     ("number.json", '[{"prompt": "a"}, 3]', "number.json:2 is not an object"),
     ("bytes.jsonl", b"\xff\xfe", "can't decode"),
@@ -406,6 +411,17 @@ def test_bad_data_file_is_refused_by_name(name, text, words, tmp_path):
     with pytest.raises(ValueError) as error:
         load_rows("--dataset", str(path), "train")
     assert str(error.value).startswith(f"--dataset {path}: ") and words in str(error.value)
+
+
+def test_endless_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+    """A few kilobytes of .gz may hold gigabytes; a whole .json file may be one long line."""
+    monkeypatch.setattr(files, "LONGEST", 1000)
+    text = json.dumps(dict(prompt="a")) + "\n" + json.dumps(dict(prompt="b" * 2000))
+    (tmp_path / "long.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(ValueError, match=r"long.jsonl.gz: line 2 has 1,000 characters or more$"):
+        load_rows("--dataset", str(tmp_path / "long.jsonl.gz"), "train")
+    (tmp_path / "long.json").write_text(json.dumps([dict(prompt="b" * 2000)]))
+    assert len(load_rows("--dataset", str(tmp_path / "long.json"), "train")) == 1
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,20 @@ def test_a_checkpoint_runs_no_code(checkpoint, tmp_path, device):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "checksums.json"])
+def test_damaged_export_is_refused(name, checkpoint, tmp_path):
+    """A flipped bit in a weight would load without an error."""
+    hf = shutil.copytree(resolve_model(str(checkpoint)), tmp_path / "copy")
+    assert resolve_model(str(hf)) == str(hf)
+    content = bytearray((hf / name).read_bytes())
+    content[-20] ^= 1
+    (hf / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--model {hf}: {name} is not "):
+        resolve_model(str(hf))
+    (hf / "checksums.json").unlink()
+    assert resolve_model(str(hf)) == str(hf)
+
+
 def test_a_model_folder_runs_no_code(tmp_path, monkeypatch):
     """Transformers would ask on the terminal whether the code may run."""
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
