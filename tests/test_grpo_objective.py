@@ -38,6 +38,19 @@ def unbiased_kl(logprobs, ref_logprobs, old_logprobs, **changed):
     return logged["kl"]
 
 
+def test_engine_correction_multiplies_the_policy_loss_but_not_the_kl():
+    logprobs, ids = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64), torch.arange(3)
+    advantages, weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), [2.0, 0.5, 9.0]
+    rollout_logprobs = logprobs - torch.tensor(weights, dtype=torch.float64).log()
+    args = flags(correction="token", correction_high=4.0, beta=0.3, kl_estimator="k1")
+    total, _ = grpo.loss(
+        logprobs, logprobs, rollout_logprobs, logprobs - 1, torch.zeros(3), advantages, ids >= 0, ids, torch.tensor(3),
+        torch.tensor(3), args,
+    )  # fmt: skip
+    policy = sum(-min(w, 4.0) * a for w, a in zip(weights, advantages.tolist(), strict=True))
+    assert total.item() == pytest.approx((policy + 3 * 0.3 * 1.0) / 3)
+
+
 # ---- the loss of a token ----
 
 
