@@ -6,6 +6,7 @@ speed of the disk.
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,14 @@ def sync_tree(folder: Path) -> None:
 def rename(work: Path, final: Path) -> None:
     """Give a complete file or folder its name: after a power cut what has the name is complete."""
     sync_tree(work)
+    work.rename(final)
+    sync(final.parent)
+
+
+def replace_folder(work: Path, final: Path) -> None:
+    """Put a complete folder in the place of an old one, which is deleted when the new one is on the disk."""
+    sync_tree(work)
+    shutil.rmtree(final, ignore_errors=True)
     work.rename(final)
     sync(final.parent)
 

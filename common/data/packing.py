@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.data.sample import Completion, Sample
-from common.objectives.reduction import sequence_mean, sequence_sum
 from common.parallel import distributed
 from common.parallel.placement import TokenIds, Tokens, assign, context_group_size
 
@@ -63,19 +62,6 @@ class PackedBatch(Tokens):
         trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
         sums = torch.zeros(len(self.offsets) - 1, dtype=torch.float64, device=x_T.device)
         return sums.index_add(0, self.sequence_ids_T, trained_T)[: len(self.samples)]
-
-    def sequence_sum_T(self, x_T: Tensor) -> Tensor:
-        """Return the sum over the trained tokens of a sequence, on each of its tokens: [T], float64."""
-        return sequence_sum(x_T, self.loss_mask_T, self.sequence_ids_T)
-
-    def sequence_mean_T(self, x_T: Tensor) -> Tensor:
-        """Return the mean over the trained tokens of a sequence, or 0, on each of its tokens: [T], float64."""
-        return sequence_mean(x_T, self.loss_mask_T, self.sequence_ids_T)
-
-    @property
-    def lengths_T(self) -> Tensor:
-        """Number of trained tokens of a sequence, on each of its tokens: [T], float64."""
-        return self.sequence_sum_T(self.loss_mask_T)
 
     def per_sequence(self, values: Iterable[float]) -> Tensor:
         """Return one number per sample as a tensor on the device: [N], float64."""

@@ -93,7 +93,7 @@ def load_samples(
         raise ValueError(f"{args.dataset_flag}: the files differ between machines; copy the same files to all")
     if digest := digests.pop():
         folder = Path(quiet_datasets().config.HF_DATASETS_CACHE) / "onefile_tokens" / digest
-        if tokenises and not _is_whole(folder):
+        if tokenises and _damage(folder):
             _write(folder, *task)
         distributed.barrier()
         training, held_out = _read(folder)
@@ -152,8 +152,10 @@ def _write(folder: Path, *task) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with Path(f"{incomplete}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a killed process
-            if _is_whole(folder):
+            if not (problem := _damage(folder)):
                 return
+            if folder.exists():
+                print(f"{folder} is damaged ({problem}); tokenising the data again", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(incomplete, ignore_errors=True)
             incomplete.mkdir()
@@ -172,18 +174,13 @@ def _write(folder: Path, *task) -> None:
         raise distributed.RunError(f"the tokenised data: {why}") from error
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether the folder has its files as they were written. Report a damaged folder: it is written again."""
-    if not folder.exists():
-        return False
+def _damage(folder: Path) -> str | None:
+    """Return what is wrong with the files in the folder, None if they are as they were written."""
     try:
         files = durable.read_json(folder / "about.json")["files"]
-        problem = "a file was changed" if durable.fingerprints(folder, files) != files else None
+        return "a file was changed" if durable.fingerprints(folder, files) != files else None
     except (OSError, ValueError, KeyError) as error:
-        problem = distributed.first_line(error)
-    if problem:
-        print(f"{folder} is damaged ({problem}); tokenising the data again", flush=True)
-    return problem is None
+        return distributed.first_line(error)
 
 
 def _read(folder: Path) -> list[Part]:

@@ -9,7 +9,6 @@ Shapes: R rank, I inputs and O outputs of a layer.
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import torch
@@ -234,9 +233,7 @@ def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
         durable.write_checksums(work)
         (work / CONFIG).write_text(json.dumps(config, indent=2))
-        durable.sync_tree(work)
-        shutil.rmtree(folder, ignore_errors=True)
-        durable.rename(work, folder)
+        durable.replace_folder(work, folder)
     distributed.barrier()
 
 

@@ -12,10 +12,9 @@ def disk_error(error: BaseException) -> str | None:
     Libraries raise other errors while they handle the disk's, and PyTorch's checkpoints collect the errors of all ranks
     in `failures`.
     """
-    pending, seen = [error], set()
+    pending, seen, intact = [error], set(), "files that were complete before are intact"
     while pending:
         one = pending.pop()
-        intact = "files that were complete before are intact"
         if isinstance(one, OSError) and one.errno in DISK:
             where = f" ({one.filename})" if one.filename else ""
             return f"writing to the disk failed: {os.strerror(one.errno)}{where}; {intact}"

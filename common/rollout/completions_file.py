@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import TypedDict  # before Python 3.12 pydantic needs this one
 
 from common.config.groups import SamplingArgs
+from common.data import durable
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
@@ -116,8 +117,7 @@ def sample_completions(
     """
     lines = list(lines)
     if distributed.is_main() and len(lines) < len(prompts):  # removes a line that a kill has truncated
-        _write(file.with_suffix(".tmp"), "w", lines)
-        file.with_suffix(".tmp").rename(file)
+        durable.write_text(file, "".join(map(_as_text, lines)))
     while len(lines) < len(prompts) and not distributed.stop_requested():
         start, end = len(lines), len(lines) + batch_size
         batch = Prompts(prompts.ids[start:end], prompts.rows[start:end])
@@ -125,14 +125,14 @@ def sample_completions(
         new = make_lines(generate(batch, seeds), batch, rewards, greedy, to_train_on)
         lines += new
         if distributed.is_main():
-            _write(file, "a", new)
+            with file.open("a", encoding="utf-8") as out:
+                out.writelines(map(_as_text, new))
             print(f"{len(lines)} of {len(prompts)} prompts sampled", flush=True)
     return lines
 
 
-def _write(file: Path, mode: str, lines: Iterable[dict]) -> None:
-    with file.open(mode, encoding="utf-8") as out:
-        out.writelines(json.dumps(line) + "\n" for line in lines)
+def _as_text(line: dict) -> str:
+    return json.dumps(line) + "\n"
 
 
 def greedy_and_sampled(

@@ -148,7 +148,6 @@ def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = 
 def hf_files(model: PackedModel, tokenizer, prompt_format: str) -> dict[str, bytes]:
     """Return the files of an export besides the weights, by name: config.json, generation_config.json and those of the
     tokenizer. A run reads them at start: its model may be a checkpoint that another run deletes later."""
-
     config = load_config(model.path)  # from disk: the loaded one has another attention and dtype
     config.architectures = [type(model.hf).__name__]
     # Not narrower than the compute dtype: bfloat16 would round away the changes of some dozen small steps.
@@ -191,9 +190,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
                 weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
         write_safetensors(weights, work)
-        durable.sync_tree(work)
-        shutil.rmtree(folder, ignore_errors=True)
-        durable.rename(work, folder)
+        durable.replace_folder(work, folder)
     distributed.barrier()
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from common.data.packing import pack, pack_groups, pack_minibatches, per_sample
 from common.data.sample import Completion, Sample
+from common.objectives.reduction import sequence_mean, sequence_sum
 
 CPU = torch.device("cpu")
 
@@ -98,8 +99,8 @@ def test_sequence_sums_count_only_trained_tokens():
 def test_broadcast_sequence_sums_and_means_count_only_trained_tokens():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
     x_T = torch.tensor([float("nan"), 2, float("inf"), 4, float("nan"), 32]).requires_grad_()
-    assert mb.sequence_sum_T(x_T).tolist() == [6] * 4 + [32] * 2
-    means_T = mb.sequence_mean_T(x_T)
+    assert sequence_sum(x_T, mb.loss_mask_T, mb.sequence_ids_T).tolist() == [6] * 4 + [32] * 2
+    means_T = sequence_mean(x_T, mb.loss_mask_T, mb.sequence_ids_T)
     assert means_T.tolist() == [3] * 4 + [32] * 2 and means_T.dtype == torch.float64
     means_T.sum().backward()
     assert x_T.grad.tolist() == [0, 2, 0, 2, 0, 2]  # 4 tokens get a mean over 2, 2 tokens get a mean over 1
@@ -109,7 +110,8 @@ def test_mean_of_a_sequence_without_trained_tokens_is_zero():
     masked = sample(4)
     masked.loss_mask = [False] * 4
     (mb,) = pack([masked], 100, CPU)
-    assert mb.sequence_mean_T(torch.ones(3)).tolist() == [0, 0, 0] and mb.sequence_sums(torch.ones(3)).tolist() == [0]
+    assert sequence_mean(torch.ones(3), mb.loss_mask_T, mb.sequence_ids_T).tolist() == [0, 0, 0]
+    assert mb.sequence_sums(torch.ones(3)).tolist() == [0]
 
 
 @given(st.lists(st.integers(2, 15), min_size=1, max_size=12))
@@ -130,8 +132,9 @@ def test_padding_pack_has_a_token_and_no_sequences():
     (filler,) = pack([], 10, CPU)
     assert filler.on_tokens(torch.zeros(0)).tolist() == filler.on_tokens(torch.ones(2, 3)).tolist() == [0.0]
     assert filler.select(torch.ones(2, 3)).shape == filler.per_sequence([]).shape == (0,)
-    assert filler.ends_N.tolist() == [] and filler.sequence_mean_T(torch.ones(1)).tolist() == [0.0]
-    assert filler.lengths_T.tolist() == [0.0]
+    where = filler.loss_mask_T, filler.sequence_ids_T
+    assert filler.ends_N.tolist() == [] and sequence_mean(torch.ones(1), *where).tolist() == [0.0]
+    assert sequence_sum(filler.loss_mask_T, *where).tolist() == [0.0]
 
 
 def test_group_values_are_assigned_to_the_samples_of_every_minibatch():

@@ -56,6 +56,7 @@ from common.config.groups import TrainArgs
 from common.model.policy import load_policy, load_scalar_model
 from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
+from common.objectives.reduction import sequence_mean, sequence_sum
 from model.test_policy import LLAMA3_ROPE, small
 
 folder, context, recompute = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "recompute"
@@ -98,7 +99,7 @@ for name, config in CONFIGS.items():
     for mb in packs:
         logprobs_T, entropy_T, correct_T, collision_T = policy(mb)
         assert correct_T.dtype == torch.bool and len(correct_T) == len(mb.targets_T)
-        means_T = mb.sequence_mean_T(logprobs_T)
+        means_T = sequence_mean(logprobs_T, mb.loss_mask_T, mb.sequence_ids_T)
         loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages[rank::ranks]))
         (loss * ranks).backward()
         total += loss.item()
