@@ -178,8 +178,9 @@ class Ranks:
     def end(self) -> subprocess.CompletedProcess:
         """Wait until all ranks have ended or one has failed; then terminate the others, as torchrun does. The exit code
         of several ranks is 1 if one failed."""
-        while not any(p.exitcode for p in self.processes) and any(p.exitcode is None for p in self.processes):
-            running = [p for p in self.processes if p.exitcode is None]
+        while (running := [p for p in self.processes if p.exitcode is None]) and not any(
+            p.exitcode for p in self.processes
+        ):
             if not multiprocessing.connection.wait([p.sentinel for p in running], PATIENCE):
                 for process in running:
                     os.kill(process.pid, signal.SIGUSR1)  # writes its stacks to stderr
@@ -204,7 +205,9 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
     sys.argv = words
     try:
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    except Exception:  # multiprocessing would report the exception itself; a script has its own hook
+    except SystemExit:
+        raise
+    except BaseException:  # multiprocessing would report the exception itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
