@@ -272,6 +272,7 @@ GOOD = '{"completion": "2"}\n'
         (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: `source` is rows.jsonl:7, but"),
         (GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n', "line 11: `prompt_ids` are not the prompt"),
         (GOOD * 10 + '["1"]\n', "line 11: Input should be an object"),
+        (GOOD * 10 + '{"completions": ["1"], "crc": 7}\n', "line 11: it was changed after it was written"),
         (None, "No such file"),
     ],
 )  # fmt: skip

@@ -75,7 +75,7 @@ def read_yaml(args_class: type, path: str) -> dict[str, Any]:
         flags = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(flags, dict):
         raise ValueError(f"--config {path}: expected `flag: value` lines")

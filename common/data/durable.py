@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-CHECKSUMS = "checksums.json"  # in exports: the fingerprints of their safetensors files
+CHECKSUMS = "checksums.json"  # in exports: the fingerprints of their files
+OLD = ".old.tmp"  # end of the name of a folder while a new one takes its place
 
 
 def sync(path: Path) -> None:
@@ -41,9 +42,23 @@ def rename(work: Path, final: Path) -> None:
 def replace_folder(work: Path, final: Path) -> None:
     """Put a complete folder in the place of an old one, which is deleted when the new one is on the disk."""
     sync_tree(work)
-    shutil.rmtree(final, ignore_errors=True)
+    old = final.with_name(f"{final.name}{OLD}")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
     work.rename(final)
     sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_folder(final: Path) -> None:
+    """Complete or undo what an interrupted `replace_folder` left, and delete its unfinished folders."""
+    work, old = (final.with_name(f"{final.name}{end}") for end in (".tmp", OLD))
+    if old.is_dir() and not final.exists():
+        old.rename(final)
+    for unfinished in (work, old):
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -58,9 +73,17 @@ def write_json(path: Path, value: dict) -> None:
     write_text(path, json.dumps(value | dict(crc=_crc(value))))
 
 
+def parse_json(text: str) -> object:
+    """Return the value of a JSON text. Raises `ValueError`, also for text that is nested thousands deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deep", text[:1], 0) from error
+
+
 def read_json(path: Path) -> dict:
     """Return the object of `write_json`. Raises `ValueError` if it is damaged."""
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict) or value.pop("crc", None) != _crc(value):
         raise ValueError("it was changed after it was written")
     return value
@@ -79,6 +102,12 @@ def fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, crc]
 
 
+def begins_as_written(path: Path, written: list[int]) -> bool:
+    """Return whether a file that grows still begins with the content that has the fingerprint `written`."""
+    with path.open("rb") as file:
+        return [written[0], zlib.crc32(file.read(written[0]))] == written and path.stat().st_size >= written[0]
+
+
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Return the fingerprints of files in a folder, read in parallel."""
     names = list(names)
@@ -87,8 +116,9 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the fingerprints of a folder's safetensors files beside them."""
-    write_json(folder / CHECKSUMS, fingerprints(folder, sorted(path.name for path in folder.glob("*.safetensors"))))
+    """Write the fingerprints of a folder's files beside them."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    write_json(folder / CHECKSUMS, fingerprints(folder, names))
 
 
 def changed_file(folder: Path) -> str | None:

@@ -19,6 +19,8 @@ from common.data import durable
 from common.data.sample import Completion, Sample
 from common.parallel import distributed
 
+LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
+
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """Return the 95% Wilson interval of a probability, estimated as a `fraction` of `count` independent trials."""
@@ -33,7 +35,12 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 class RunLogger:
     """Logger of rank 0; a no-op elsewhere. `show`: metrics beside the progress bar; `curves`: metrics to draw."""
 
-    def __init__(self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str]):
+    def __init__(
+        self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str],
+        history: list[int] | None = None,
+    ):  # fmt: skip
+        """Delete the lines after `first_step`, which will be logged again. `history`: see `sync`. Raises `ValueError`
+        if the lines before it are damaged."""
         self.active, self.folder = distributed.is_main(), Path(args.output_dir)
         self.total_steps, self.show, self.curves = total_steps, show, curves
         self.progress = self.wandb = self.tensorboard = None
@@ -42,7 +49,10 @@ class RunLogger:
         from rich.console import Console
 
         self.console = Console()
-        for name in ("metrics.jsonl", "samples.jsonl"):  # later steps will be logged again
+        metrics = self.folder / "metrics.jsonl"
+        if history and metrics.is_file() and not durable.begins_as_written(metrics, history):
+            raise ValueError(f"{metrics} was changed after it was written; delete it to continue without it")
+        for name in LINES:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
         if "wandb" in args.log:
             import wandb
@@ -144,6 +154,17 @@ class RunLogger:
             table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}")
         self.console.print(table)
 
+    def sync(self) -> list[int] | None:
+        """Bring the lines of all steps to the disk, before a checkpoint from which later runs continue. Return the
+        fingerprint of metrics.jsonl."""
+        if not self.active:
+            return None
+        for path in filter(Path.is_file, (self.folder / name for name in LINES)):
+            durable.sync(path)
+        durable.sync(self.folder)
+        metrics = self.folder / "metrics.jsonl"
+        return durable.fingerprint(metrics) if metrics.is_file() else None
+
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
@@ -176,7 +197,7 @@ def _keep_until(path: Path, last_step: int) -> None:
     if path.is_file():
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may cut the last; texts may contain U+2028
         try:
-            kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
+            kept = [line + "\n" for line in lines if durable.parse_json(line)["step"] <= last_step]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
         durable.write_text(path, "".join(kept))

@@ -73,7 +73,7 @@ def is_checkpoint(folder: Path) -> bool:
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every `ranks`-th file."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = durable.parse_json((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
         return f"{MANIFEST}: {getattr(error, 'strerror', None) or distributed.first_line(error)}"
     if not isinstance(manifest, dict) or STATE not in manifest:
@@ -177,7 +177,7 @@ def _read_base(base: str, model_type: str, name: str) -> dict[str, torch.Tensor]
 
 
 def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write safetensors files of at most 5 GB with their checksums, and an index if there are several."""
+    """Write safetensors files of at most 5 GB, an index if there are several, and the checksums of all files there."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from common.config.groups import BaseArgs
+from common.data import durable
 from common.data.chat import end_of_turn, use_template
 from common.model.convert import as_model, checkpoints_in, is_checkpoint
 from common.model.loading import load_config, require_unchanged
@@ -50,7 +51,7 @@ def _require_files(label: str, folder: Path) -> None:
         raise ValueError(f"{label}: the folder has no *.safetensors weights")
     for file in sorted(folder.glob("*.json")):
         try:
-            json.loads(file.read_text(encoding="utf-8"))
+            durable.parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"{label}: {file.name} is not valid JSON: {distributed.first_line(error)}") from error
     try:

@@ -129,4 +129,6 @@ def one_line_errors(label: str):
     try:
         yield
     except (OSError, EOFError, json.JSONDecodeError, SafetensorError, CheckpointException) as error:
+        if isinstance(error, CheckpointException):
+            ((error, _), *_) = error.failures.values()
         raise ValueError(f"{label}: cannot read the checkpoint: {distributed.first_line(error)}") from error

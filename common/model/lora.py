@@ -231,8 +231,8 @@ def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None
         work = folder.with_suffix(".tmp")
         work.mkdir(parents=True)
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
-        durable.write_checksums(work)
         (work / CONFIG).write_text(json.dumps(config, indent=2))
+        durable.write_checksums(work)
         durable.replace_folder(work, folder)
     distributed.barrier()
 
@@ -244,7 +244,7 @@ def _read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
     label, folder = f"--adapter {args.adapter}", Path(args.adapter).expanduser()
     require_unchanged(label, folder)
     with one_line_errors(label):
-        config, tensors = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+        config, tensors = durable.parse_json((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ValueError(f"{label}: {CONFIG} is not that of a LoRA adapter (peft_type LORA)")
     for key, flag in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"), ("use_rslora", "lora_rslora")):

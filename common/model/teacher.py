@@ -142,6 +142,7 @@ def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
     tensors = dict(logprobs=logprobs_MS, tokens=tokens_MK.int(), target=target_M, entropy=entropy_M)
     work = file.with_suffix(".tmp")
     save_file({name: x.contiguous() for name, x in tensors.items()}, work)
+    durable.write_json(file.with_suffix(".json"), dict(fingerprint=durable.fingerprint(work)))
     durable.rename(work, file)
 
 
@@ -159,6 +160,8 @@ def _claim(folder: Path, digest: str) -> None:
 def _read(file: Path, count: int) -> list[Tensor]:
     """Return the columns of a file of `count` tokens, memory-mapped."""
     try:
+        if durable.read_json(file.with_suffix(".json"))["fingerprint"] != durable.fingerprint(file):
+            raise ValueError("it was changed after it was written")
         found = load_file(file)
         columns = [found[name] for name in ("logprobs", "tokens", "target", "entropy")]
         if any(len(x) != count for x in columns):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
@@ -18,6 +19,8 @@ def disk_error(error: BaseException) -> str | None:
         if isinstance(one, OSError) and one.errno in DISK:
             where = f" ({one.filename})" if one.filename else ""
             return f"writing to the disk failed: {os.strerror(one.errno)}{where}; {intact}"
+        if (number := re.search(r"\(os error (\d+)\)", str(one))) and int(number[1]) in DISK:  # a library in Rust
+            return f"writing to the disk failed: {os.strerror(int(number[1]))}; {intact}"
         if isinstance(one, RuntimeError) and "inline_container" in str(one):  # PyTorch's writer hides the error
             return f"writing to the disk failed: it is full or damaged; {intact}"
         if isinstance(one, BaseException) and id(one) not in seen:

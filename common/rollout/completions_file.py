@@ -11,6 +11,7 @@ Shapes: P prompts on this rank, S completions of each.
 """
 
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,8 @@ from common.rollout.engine import Engine
 from common.rollout.engines import make_engine, whole_weights
 from common.rollout.episodes import Episodes, Group, PromptRequest
 from common.rollout.prompts import Prompts
+
+CRC = ', "crc": '  # ends the lines that this module writes; lines of other programs have none
 
 # Prompts and a seed for each -> the completions of this rank's share of them. Collective.
 Generate = Callable[[Prompts, list[int]], list[Group]]
@@ -132,7 +135,8 @@ def sample_completions(
 
 
 def _as_text(line: dict) -> str:
-    return json.dumps(line) + "\n"
+    body = json.dumps(line).removesuffix("}")
+    return f"{body}{CRC}{zlib.crc32(body.encode())}}}\n"
 
 
 def greedy_and_sampled(
@@ -259,6 +263,9 @@ def read_completions(
 
 def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
     """Return the line of prompt i with a list `completions`. Raises `ValueError`."""
+    body, written, crc = text.rpartition(CRC)
+    if written and crc != f"{zlib.crc32(body.encode())}}}":
+        raise ValueError("it was changed after it was written; if you changed it yourself, remove its `crc`")
     try:
         line = LINE.validate_json(text)
     except ValidationError as error:

@@ -30,7 +30,7 @@ from common.model.convert import (
     write_safetensors,
 )
 from common.model.hub import eos_token_ids, save_ends
-from common.model.loading import hub_weights, load_config
+from common.model.loading import hub_weights, load_config, one_line_errors
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
 
@@ -80,8 +80,9 @@ class Checkpointer:
     def _load(self, path: Path) -> int:
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
         # state are flags, and its learning rate is set at each step.
-        dcp.load(self._tensors(), storage_reader=CheckpointReader(path))
-        state = json.loads((path / STATE).read_text())
+        with one_line_errors(str(path)):
+            dcp.load(self._tensors(), storage_reader=CheckpointReader(path))
+            state = durable.parse_json((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
         if distributed.is_main():
@@ -95,6 +96,16 @@ class Checkpointer:
             out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer, options=options)
         return out
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of a checkpoint, nearly: those of the trained weights and two moments of each."""
+        return sum(3 * p.nbytes for model, _ in self.trained.values() for p in model.parameters() if p.requires_grad)
+
+    def free_space(self) -> int:
+        """Return the free bytes of the disk with the checkpoints. Collective."""
+        free = shutil.disk_usage(self.folder).free if distributed.is_main() else 0
+        return distributed.gather_objects(free)[0]
+
     def save(self, step: int) -> None:
         """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`. Collective.
 
@@ -102,6 +113,9 @@ class Checkpointer:
         """
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
+        if (free := self.free_space()) < self.size:
+            need = f"a checkpoint needs {self.size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
+            raise distributed.RunError(f"--output_dir {self.folder}: {need}; older checkpoints are intact")
         if distributed.is_main():
             work.mkdir(parents=True)
         distributed.barrier()

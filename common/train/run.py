@@ -57,22 +57,28 @@ class Run:
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
         self.data = next(part for part in stateful.values() if hasattr(part, "cursor"))
         self.num_tokens, self.latest = 0, {}
+        self.history: list[int] | None = None  # fingerprint of metrics.jsonl at the last checkpoint
         self.best: float | None = None  # best value of --keep_best
         self.best_step = self.without_gain = 0  # its step; evaluations since then
         self.checkpointer = Checkpointer(args, model, optimizer, tokenizer, value=value, totals=self, **stateful)
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
-        self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves)
+        self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves, history=self.history)
         self.timeline = Timeline(args.output_dir)
         self.told_to_stop = False
         if line := memory.expected(model, args):
             self.message(line)
+        saves = min(args.keep_last + 1, math.ceil((total_steps - self.finished) / args.save_every))
+        if (free := self.checkpointer.free_space()) < (needed := saves * self.checkpointer.size):
+            problem = f"{free / 1e9:.3g} GB are free, {saves} checkpoints need {needed / 1e9:.3g} GB"
+            self.message(f"--output_dir {args.output_dir}: {problem}; free some, or lower --keep_last")
 
     def state_dict(self) -> dict:
         best = dict(metric=self.args.keep_best, value=self.best, step=self.best_step, without_gain=self.without_gain)
-        return dict(num_tokens=self.num_tokens) | (dict(best=best) if self.args.keep_best else {})
+        known = dict(num_tokens=self.num_tokens, history=self.history)
+        return known | (dict(best=best) if self.args.keep_best else {})
 
     def load_state_dict(self, state: dict) -> None:
-        self.num_tokens = state["num_tokens"]
+        self.num_tokens, self.history = state["num_tokens"], state.get("history")
         best = state.get("best", {})
         if best and best["metric"] == self.args.keep_best:  # another metric starts from none
             self.best, self.best_step, self.without_gain = best["value"], best["step"], best["without_gain"]
@@ -100,6 +106,7 @@ class Run:
 
     def _save(self) -> None:
         with self.meter.time("save"):  # logged with the next step
+            self.history = self.logger.sync()
             self.checkpointer.save(self.finished)
         self.saved = self.finished
         self.logger.draw_curves()

@@ -103,7 +103,7 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
     if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # a run without steps does not count
         try:
             then, now = yaml.safe_load(flags.read_text()), flags_of(args)
-        except (yaml.YAMLError, UnicodeDecodeError):
+        except (yaml.YAMLError, ValueError, RecursionError):
             then = None
         if not isinstance(then, dict):
             return f"--output_dir {folder}: args.yaml is damaged; delete it to resume with the flags given now"
@@ -119,8 +119,9 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
                 "name another folder, or use --resume never to delete that run and start over"
             )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    unfinished = ("checkpoints/step_*.tmp", *(f"{name}.tmp" for name in FOLDERS))
-    for stale in [path for name in unfinished for path in folder.glob(name)]:
-        shutil.rmtree(stale)
+    for name in FOLDERS:
+        durable.recover_folder(folder / name)
+    for unfinished in list(folder.glob("checkpoints/step_*.tmp")):
+        shutil.rmtree(unfinished)
     durable.write_text(flags, yaml.safe_dump(flags_of(args), sort_keys=False))
     return None

@@ -48,6 +48,22 @@ def test_resume_removes_steps_that_will_be_logged_again(tmp_path, capsys):
     assert "step 4/4  loss 0.25" in capsys.readouterr().out
 
 
+def test_history_that_was_changed_is_refused_and_may_be_deleted(tmp_path):
+    log = logger(tmp_path)
+    log.log(1, dict(loss=1.5))
+    history, path = log.sync(), tmp_path / "metrics.jsonl"
+    log.log(2, dict(loss=0.5))  # after the checkpoint
+    args = TrainArgs(output_dir=str(tmp_path))
+    RunLogger(args, 1, 4, (), (), history)
+    assert steps(path) == [(1, 0)]
+    for text in (path.read_text().replace("1.5", "1.6"), path.read_text()[:-3]):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="metrics.jsonl was changed after it was written; delete it to continue"):
+            RunLogger(args, 1, 4, (), (), history)
+    path.unlink()
+    RunLogger(args, 1, 4, (), (), history)
+
+
 @pytest.mark.parametrize("character", ["\u2028", "\x85"])
 def test_resume_keeps_line_separators_in_a_completion(character, tmp_path):
     log = logger(tmp_path)

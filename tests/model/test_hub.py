@@ -37,6 +37,7 @@ def test_missing_model_is_refused_by_name(model, words, monkeypatch):
         ("model.safetensors", None, "the folder has no *.safetensors weights"),
         ("config.json", "{oops", "config.json is not valid JSON"),
         ("tokenizer.json", "{oops", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json is not valid JSON: nested too deep"),
         ("tokenizer.json", "{}", "the tokenizer cannot be loaded"),
         ("tokenizer.json", None, "the tokenizer cannot be loaded"),
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),

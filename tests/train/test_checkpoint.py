@@ -1,6 +1,8 @@
 """The run's folder and its checkpoints, whole or damaged; exports equal the trained weights."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import re
 import resource
@@ -8,19 +10,25 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import ended, finished, start
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.groups import TrainArgs
+from common.data import durable
 from common.model.convert import checkpoints_in
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
+from common.parallel.disk_errors import disk_error
+from common.parallel.distributed import RunError
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
 from common.train.run_folder import prepare_output_dir, unlock
@@ -264,6 +272,47 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
     for _ in range(2):  # the second time too, when it has been set aside
         with pytest.raises(ValueError, match=f"{folder}: all checkpoints are damaged; start over with --resume never"):
             checkpointer.load_latest()
+
+
+def test_save_is_refused_before_it_writes_if_the_disk_has_no_room(checkpointer, tmp_path, monkeypatch):
+    before = sum(f.stat().st_size for f in (tmp_path / "checkpoints" / "step_000003").iterdir())
+    assert before == pytest.approx(checkpointer.size, rel=0.2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
+    with pytest.raises(RunError, match=r"a checkpoint needs 0.0\d+ GB, 0.005 GB are free; older"):
+        checkpointer.save(4)
+    assert steps_in(tmp_path) == ["step_000001", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(renames, tmp_path, monkeypatch):
+    final, work, done = tmp_path / "hf", tmp_path / "hf.tmp", []
+    for folder in (final, work):
+        folder.mkdir()
+        (folder / folder.name).touch()
+    rename = Path.rename
+
+    def interrupted(path: Path, to: Path) -> None:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(path, to))
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(Path, "rename", interrupted)
+        durable.replace_folder(work, final)
+    durable.recover_folder(final)
+    assert [path.name for path in final.iterdir()] == ["hf" if renames < 2 else "hf.tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "full"), SafetensorError("Error while serializing: I/O error: full (os error 28)")],
+)
+def test_error_of_the_disk_is_found_below_other_errors(error):
+    outer = RuntimeError("outer")
+    outer.__context__ = CheckpointException("several ranks", {0: (error, None)})
+    assert disk_error(outer).startswith("writing to the disk failed: No space left on device")
+    assert disk_error(RuntimeError("outer (os error 2)")) is None
 
 
 def test_missing_checkpoint_starts_at_step_0(checkpointer, tmp_path):

@@ -11,6 +11,7 @@ from model.test_policy import whole
 from safetensors.torch import load_file
 
 from common.config.groups import TrainArgs
+from common.data import durable
 from common.data.order import RowOrder
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer
@@ -99,7 +100,8 @@ def test_run_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, cap
 def test_state_has_step_data_and_totals(parts, tmp_path):
     Steps(parts, tmp_path).go()
     state = json.loads((tmp_path / "checkpoints" / "step_000005" / "state.json").read_text())
-    assert state == dict(step=5, totals=dict(num_tokens=15), order=dict(epoch=0, index=10, num_rows=10))
+    metrics = tmp_path / "metrics.jsonl"
+    assert state == dict(step=5, totals=dict(num_tokens=15, history=durable.fingerprint(metrics)), order=dict(epoch=0, index=10, num_rows=10))
 
 
 @pytest.mark.parametrize("every", [1, 3, 5, 100])
