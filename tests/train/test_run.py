@@ -101,7 +101,11 @@ def test_state_has_step_data_and_totals(parts, tmp_path):
     Steps(parts, tmp_path).go()
     state = json.loads((tmp_path / "checkpoints" / "step_000005" / "state.json").read_text())
     metrics = tmp_path / "metrics.jsonl"
-    assert state == dict(step=5, totals=dict(num_tokens=15, history=durable.fingerprint(metrics)), order=dict(epoch=0, index=10, num_rows=10))
+    assert state == dict(
+        step=5,
+        totals=dict(num_tokens=15, history=durable.fingerprint(metrics)),
+        order=dict(epoch=0, index=10, num_rows=10),
+    )
 
 
 @pytest.mark.parametrize("every", [1, 3, 5, 100])

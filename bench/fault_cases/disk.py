@@ -1,0 +1,153 @@
+"""Faults of the disk: an operation that fails, and a power cut that loses what was not synced."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegible
+
+# ---- disk: an operation fails once, or from then on as on a full disk ----
+
+
+def disk(setting: Setting) -> Iterator[Case]:
+    """Yield a case for each operation of a run on each path, and each fault; for a new run and for a resumed one."""
+    for begun in (False, True):
+        for operation, pattern in operations(setting, begun):
+            for kind in ("full", "broken", "kill", *(["short"] if operation == "write" else [])):
+                fault = Fault(kind, operation, pattern)
+                name = f"{setting.script}/{'resumed' if begun else 'new'}/{operation}:{pattern}/{kind}"
+                yield Case("disk", name, survives, (setting, begun, fault))
+
+
+def survives(folder: Path, setting: Setting, begun: bool, fault: Fault) -> str | None:
+    """The run ends with one line or succeeds, and the same command completes it with the same numbers."""
+    run = folder / "run"
+    if begun:
+        shutil.copytree(interrupted(setting), run)
+    done = setting.run(run, fault)
+    if fault.kind == "kill":
+        if done.returncode == 0:
+            return "the fault never happened"
+    elif problem := illegible(done):
+        return problem
+    if done.returncode == 0 and (problem := differs(setting, run)):
+        return f"succeeds with {problem}"
+    return after(setting, run)
+
+
+@cache
+def interrupted(setting: Setting) -> Path:
+    """Return the folder of a run that was killed before it renamed its last checkpoint."""
+    folder = Path(tempfile.mkdtemp(prefix="faults_")) / "run"
+    setting.run(folder, Fault("kill", "rename", f"checkpoints/step_{setting.steps:06d}.tmp"))
+    return folder
+
+
+@cache
+def traced(setting: Setting, begun: bool) -> tuple[list[list[str]], Path]:
+    """Return the operations of a run as (operation, path, second path), and the folder with the files' contents: after
+    operation I, a synced file is in the file I."""
+    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    (folder / "copies").mkdir()
+    if begun:
+        shutil.copytree(interrupted(setting), folder / "run")
+    done = setting.run(folder / "run", Fault("none", trace=folder / "trace", copies=folder / "copies"))
+    assert done.returncode == 0, done.stderr
+    return [line.split("\t") for line in (folder / "trace").read_text().splitlines()], folder / "copies"
+
+
+def operations(setting: Setting, begun: bool) -> list[tuple[str, str]]:
+    """Return the distinct operations with patterns of their paths, without random names."""
+    found = {}
+    for operation, path, _ in traced(setting, begun)[0]:
+        pattern = re.sub(r"(?<=\.tmp)\w{6}$", "*", re.sub(r"step_[0-9a-f]{16}", "step_*", path))
+        found[operation.removesuffix("_folder"), pattern] = None
+    return list(found)
+
+
+# ---- powercut: what was not synced is lost ----
+
+
+class Node:
+    """File or folder on a disk: what a process sees, and what a power cut leaves."""
+
+    def __init__(self, entries: dict | None = None):
+        self.entries, self.synced_entries = entries, None if entries is None else {}
+        self.content: Path | None = None  # of a file, when it was last synced
+
+
+def states(trace: list[list[str]], copies: Path) -> Iterator[tuple[str, Node]]:
+    """Yield the disk before and after each rename."""
+    root = Node({})
+
+    def find(path: str) -> tuple[dict, str]:
+        node, (*above, name) = root, path.split("/")
+        for part in above:
+            node = node.entries[part]
+        return node.entries, name
+
+    for i, (operation, path, second) in enumerate(trace):
+        if not path:  # the run's folder itself, whose own name is taken as synced
+            if operation == "fsync_folder":
+                root.synced_entries = dict(root.entries)
+            continue
+        entries, name = find(path)
+        if operation == "mkdir":
+            entries.setdefault(name, Node({}))
+        elif operation in ("open", "truncate", "write"):
+            entries.setdefault(name, Node())
+        elif operation == "unlink":
+            entries.pop(name, None)
+        elif operation == "fsync":
+            entries.setdefault(name, Node()).content = copies / str(i)
+        elif operation == "fsync_folder":
+            entries[name].synced_entries = dict(entries[name].entries)
+        elif operation == "rename":
+            yield f"{i}-before-{path}", root
+            there, new = find(second)
+            there[new] = entries.pop(name)
+            yield f"{i}-after-{path}", root
+
+
+def restore(node: Node, folder: Path, names_synced: bool) -> None:
+    """Write what a power cut leaves: content that was synced, under names that were synced, or under all names."""
+    folder.mkdir(parents=True)
+    for name, child in (node.synced_entries if names_synced else node.entries).items():
+        if child.entries is not None:
+            restore(child, folder / name, names_synced)
+        elif child.content is None:
+            (folder / name).touch()
+        else:
+            shutil.copy(child.content, folder / name)
+
+
+def powercut(setting: Setting) -> Iterator[Case]:
+    """Yield a power cut at each rename of a run, in which new names are lost with the content or are kept."""
+    trace, copies = traced(setting, begun=False)
+    for i, (name, _) in enumerate(states(trace, copies)):
+        for names in ("synced", "all"):
+            keep = dict(setting.flags)["keep_last"]
+            full = f"{setting.script}/keep_{keep}/{name}/{names}_names"
+            yield Case("powercut", full, recovers, (setting, i, names == "synced"))
+
+
+def recovers(folder: Path, setting: Setting, position: int, names_synced: bool) -> str | None:
+    """The same command finishes with the same numbers, and loses at most one save interval."""
+    trace, copies = traced(setting, begun=False)
+    for i, (_, root) in enumerate(states(trace, copies)):  # a state changes while the next one is made
+        if i == position:
+            restore(root, folder / "run", names_synced)
+            break
+    at = int(_.partition("-")[0])
+    renamed = [re.fullmatch(r"checkpoints/step_(\d+)", line[2]) for line in trace[: at + ("after" in _)]]
+    saved = max((int(found[1]) for found in renamed if found), default=0)
+    done = setting.run(folder / "run")
+    resumed = re.search(r"\(step (\d+)\)", done.stdout)
+    if done.returncode:
+        return f"the same command fails: {done.stderr.strip()[-300:]}"
+    if saved - int(resumed[1] if resumed else 0) > setting.save_every:
+        return f"resumes after step {resumed and resumed[1]}, though step {saved} was saved"
+    return differs(setting, folder / "run")
