@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegible
+from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegible, work
 
 # ---- disk: an operation fails once, or from then on as on a full disk ----
 
@@ -43,7 +43,7 @@ def survives(folder: Path, setting: Setting, begun: bool, fault: Fault) -> str |
 @cache
 def interrupted(setting: Setting) -> Path:
     """Return the folder of a run that was killed before it renamed its last checkpoint."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_")) / "run"
+    folder = Path(tempfile.mkdtemp(dir=work())) / "run"
     setting.run(folder, Fault("kill", "rename", f"checkpoints/step_{setting.steps:06d}.tmp"))
     return folder
 
@@ -52,7 +52,7 @@ def interrupted(setting: Setting) -> Path:
 def traced(setting: Setting, begun: bool) -> tuple[list[list[str]], Path]:
     """Return the operations of a run as (operation, path, second path), and the folder with the files' contents: after
     operation I, a synced file is in the file I."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    folder = Path(tempfile.mkdtemp(dir=work()))
     (folder / "copies").mkdir()
     if begun:
         shutil.copytree(interrupted(setting), folder / "run")
