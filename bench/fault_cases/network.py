@@ -67,8 +67,7 @@ def network() -> Iterator[Case]:
         yield Case("network", f"partition of {seconds} s", heals, (seconds,))
     for victim in (0, 1):
         yield Case("network", f"machine {victim} is killed", dies, (victim,))
-    for retries in (15, 5):
-        yield Case("network", f"partition that stays, tcp_retries2 {retries}", cut, (retries,))
+    yield Case("network", "partition that stays, with net.ipv4.tcp_retries2=5", cut, (5,))
 
 
 def poor(folder: Path, quality: tuple) -> str | None:
