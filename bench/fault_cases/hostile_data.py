@@ -131,7 +131,7 @@ DATA: list[tuple[str, str, Source, str] | tuple[str, str, Source, str, tuple]] =
     ("socket in a folder", "sft", made("x.jsonl", listening, True), "data"),
     ("folder x.jsonl", "sft", made("x.jsonl", Path.mkdir), "no .jsonl"),
     ("folder x.jsonl in a folder", "grpo", made("x.jsonl", Path.mkdir, True), "data"),
-    ("dangling link", "sft", made("x.jsonl", lambda path: path.symlink_to("/absent")), "no such file"),
+    ("dangling link", "sft", made("x.jsonl", lambda path: path.symlink_to("/absent")), "broken link"),
     ("dangling link in a folder", "sft", made("x.jsonl", lambda path: path.symlink_to("/absent"), True), "data"),
     ("link to itself", "sft", made("x.jsonl", lambda path: path.symlink_to(path)), "x.jsonl"),
     ("link to itself in a folder", "sft", made("x.jsonl", lambda path: path.symlink_to(path), True), "data"),
