@@ -17,14 +17,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-
-from bench.fault_cases import disk, fuzz, kill
+from bench.fault_cases import disk, fuzz, kill, network
 from bench.fault_cases.case import Case, Setting, Skip, work
+from bench.fault_cases.hostile_code import hostile_code
+from bench.fault_cases.hostile_data import hostile_data
 from bench.fault_cases.shim import shim
 
 SFT, GRPO = Setting("sft"), Setting("grpo", steps=4)
@@ -38,6 +40,8 @@ KINDS = dict(
     twice=lambda rng: kill.twice(rng, 20),
     clock=lambda rng: kill.clock(rng, 20),
     soak=lambda rng: kill.soak(),
+    hostile=lambda rng: [*hostile_data(), *hostile_code()],
+    network=lambda rng: network.network(),
 )
 
 
@@ -73,7 +77,7 @@ def main() -> int:
         random.Random(args.seed).shuffle(cases)
         counts = table[kind] = Counter(cases=len(cases))
         for case in cases:
-            if args.only and args.only != f"{kind}/{case.name}":
+            if args.only and not fnmatch(f"{kind}/{case.name}", args.only):
                 continue
             if time.monotonic() > ends:
                 break

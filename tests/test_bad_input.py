@@ -255,6 +255,7 @@ USER, ANSWER = dict(role="user", content="1+1="), dict(role="assistant", content
         (dict(messages=[USER, "2"]), "column messages must list objects with string role and content"),
         (dict(messages=[USER, dict(role="assistant")]), "column messages must list objects"),
         (dict(messages=[USER, dict(role=1, content="2")]), "column messages must list objects"),
+        (dict(messages=[USER, ANSWER], tools="[" * 99_999), "a value is nested too deeply"),
     ],
 )
 def test_bad_row_is_refused_by_name(bad, words, tokenizer, tmp_path):

@@ -8,6 +8,7 @@ import contextlib
 import glob
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from common.parallel import distributed
 # Kinds of files: one JSON object per line, one JSON value, tables.
 LINES, WHOLE = (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".json", ".json.gz", ".json.zst")
 TABLES = (".parquet", ".arrow", ".csv")
-LONGEST = 1 << 26  # characters of a line
+LONGEST, LARGEST = 1 << 26, 1 << 30  # characters of a line, and of a whole .json file
 KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv"
 
 _reports: ContextVar[list[list[str]] | None] = ContextVar("reports", default=None)
@@ -88,14 +89,16 @@ def open_shards(
         return [Shard(partial(_task_rows, dataset, split))] if split in ("train", "test") else None
     if files := files_of(path):
         files = files if split == "train" else []
-    elif path.is_dir() and not _is_saved(path):
+    elif os.path.isdir(path) and not _is_saved(path):
         files = _files_of_split(label, path, split)
-    elif path.is_dir():
+    elif os.path.isdir(path):
         return _shards_of_table(label, f"{path.name}/{split}", _saved_split(label, path, split))
     elif is_file_name(dataset):
         raise ValueError(f"{label}: no such file")
     else:
         return _shards_of_table(label, f"{dataset}/{split}", _hub_split(label, dataset, split, config, streaming))
+    if other := [file for file in files if not file.is_file()]:
+        raise ValueError(f"{label}: {other[0]} is a broken link or no regular file; delete it")
     return [Shard(partial(_read_file, f"{flag} {file}", file, streaming), (file,)) for file in files] or None
 
 
@@ -105,10 +108,10 @@ def kind_of(path: Path) -> str:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the file, or the sorted files that match a pattern; none for a folder or a missing file."""
-    if path.exists():
+    """Return the file, or whatever matches a pattern except folders, sorted; none for a folder or a missing file."""
+    if os.path.exists(path):  # unlike Path.exists, also of names that are too long
         return [path] if path.is_file() else []
-    return [file for name in sorted(glob.glob(str(path), recursive=True)) if (file := Path(name)).is_file()]
+    return [file for name in sorted(glob.glob(str(path), recursive=True)) if not (file := Path(name)).is_dir()]
 
 
 def is_file_name(dataset: str) -> bool:
@@ -118,7 +121,7 @@ def is_file_name(dataset: str) -> bool:
 
 def _files_of_split(label: str, folder: Path, split: str) -> list[Path]:
     """Return the files `train.jsonl`, `train-00000-of-00002.parquet`, ... All are `train` if none has such a name."""
-    files = sorted(f for f in folder.rglob("*") if kind_of(f))
+    files = sorted(f for f in folder.rglob("*") if kind_of(f) and not f.is_dir())
     if not files:
         raise ValueError(f"{label}: no {KINDS} files in it")
     splits = {file: file.stem.split("-")[0].split(".")[0] for file in files}
@@ -143,26 +146,27 @@ def _read_file(label: str, path: Path, streaming: bool, bad: BadRows) -> Iterato
         table = _load_dataset(label, kind[1:], data_files=glob.escape(str(path)), split="train", streaming=streaming)
         yield from _table_rows(label, path.name, table, bad)
         return
-    lines = _lines(label, path, -1 if kind in WHOLE else LONGEST)
-    for number, text in enumerate(["\n".join(lines)] if kind in WHOLE else lines, 1):
+    for number, text in enumerate(_texts(label, path, kind in WHOLE), 1):
         if text.strip():
             yield from _parsed(label, path.name, kind, number, text, bad)
 
 
-def _lines(label: str, path: Path, longest: int) -> Iterator[str]:
-    """Yield the lines of a file, shorter than `longest` characters unless it is -1. `load_dataset("text")` would read a
-    truncated .zst file without an error, and `str.splitlines` would also split at U+2028, which JSON may contain."""
+def _texts(label: str, path: Path, whole: bool) -> Iterator[str]:
+    """Yield the lines of a file, or all of it at once. `load_dataset("text")` would read a truncated .zst file without
+    an error, and `str.splitlines` would also split at U+2028, which JSON may contain."""
     import pyarrow
 
     try:
         with pyarrow.input_stream(str(path), compression="detect") as stream:
-            file, number = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8", newline="\n"), 0
-            while line := file.readline(longest):
+            # utf-8-sig: without the byte order mark of some editors
+            file, number = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="\n"), 0
+            while text := file.read(LARGEST) if whole else file.readline(LONGEST):
                 number += 1
-                if len(line) == longest:
-                    raise ValueError(f"{label}: line {number} has {longest:,} characters or more")
-                yield line.removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
+                if len(text) == (LARGEST if whole else LONGEST):
+                    what = "convert it to .jsonl; it" if whole else f"line {number}"
+                    raise ValueError(f"{label}: {what} has {len(text):,} characters or more")
+                yield text.removesuffix("\n")
+    except (OSError, UnicodeError) as error:  # of the content, or of the file's name
         raise ValueError(f"{label}: {distributed.first_line(error)}") from error
 
 

@@ -30,8 +30,9 @@ def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> It
     for row in rows:
         try:
             value = encode(row)
-        except ValueError as error:
-            bad.add(error, row["_source"])
+        except (ValueError, RecursionError) as error:
+            deep = ValueError(f"{row['_source']}: a value is nested too deeply")
+            bad.add(deep if isinstance(error, RecursionError) else error, row["_source"])
         else:
             yield row, value
     bad.report()
@@ -78,6 +79,8 @@ def load_rows(
         return None
     bad = BadRows(on_bad_row)
     rows = [row for shard in shards for row in shard.read(bad)]
+    for row in rows:
+        row.pop("_dataset", None)  # ours, see `_marked`
     bad.report()
     if not rows:
         raise ValueError(f"{flag} {dataset}: {'every row was skipped' if bad.errors else 'no rows in it'}")

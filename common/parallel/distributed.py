@@ -268,8 +268,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     if _store is not None:
         try:
             first = _store.add("failed", 1) == 1
-        except (dist.DistNetworkError, dist.DistStoreError):  # the store's host is gone, so another rank failed first
-            first = False
+        except dist.DistError:  # its host is gone, where a rank failed first; every other machine prints a line
+            first = _launch_rank > 0 and os.environ["LOCAL_RANK"] == "0"
     if not first:
         # Wait for the launcher's SIGTERM. If our handler already received it, no other comes for 30 seconds.
         if in_main_thread:
@@ -282,12 +282,12 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     ours = bool(frames) and _is_ours(Path(frames[-1].filename).resolve())
     bad_input = ours and issubclass(kind, ValueError)
     if issubclass(kind, RunError) or bad_input:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # a name of a file may have line breaks
     elif issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif problem := disk_error(error):
         print(f"error: {problem}", file=sys.stderr)
-    elif isinstance(error, RuntimeError) and "by peer" in str(error):  # gloo: connection closed, or reset, by peer
+    elif isinstance(error, RuntimeError) and ("by peer" in str(error) or "Connection timed out" in str(error)):
         print(f"error: rank {_launch_rank} lost another rank: {gloo_message(error)}", file=sys.stderr)
     elif stop_signal is not None:
         print(f"error: stopped by signal {stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)

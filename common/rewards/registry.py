@@ -40,7 +40,7 @@ def require_usable_row(name: str, function: Reward, row: dict) -> None:
     if hasattr(function, "check"):
         try:
             function.check(row)
-        except (Exception, SystemExit) as error:  # perhaps a user's code, which may raise anything
+        except BaseException as error:  # perhaps a user's code, which may raise anything
             problem = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
             raise ValueError(f"{row['_source']}: {problem} (--reward {name})") from error
 

@@ -20,7 +20,7 @@ def load_callable(flag: str, spec: str) -> Callable:
     try:
         with distributed.signals_end_the_process():  # it may hang, and there is nothing to save yet
             module = load_file(path)
-    except (Exception, SystemExit) as error:  # a user's file may raise anything
+    except BaseException as error:  # a user's file may raise anything
         problem = f"{type(error).__name__}: {distributed.first_line(error)}"
         raise ValueError(f"{flag} {spec}: {path} fails to import: {problem}") from error
     if not callable(getattr(module, name, None)):
@@ -40,6 +40,8 @@ def reward_form(name: str, function: Callable) -> tuple[bool, bool]:
         names = list(signature.parameters)
         if misplaced := [p for i, p in enumerate(names) if POSITIONS.get(p, i) != i]:
             raise TypeError(f"{misplaced[0]!r} stands elsewhere")
+        if not isinstance(columns := getattr(function, "columns", ()), tuple | list):
+            raise TypeError(f"its attribute columns is {columns!r}, not a tuple of names")
         with_ids = names[2:3] == ["ids"]
         signature.bind("", {}, *[[]] * with_ids)
     except (TypeError, ValueError) as error:

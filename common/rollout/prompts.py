@@ -104,7 +104,7 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[Message]] | 
 def _first_messages(environment: Callable, row: dict, where: str) -> list[Message]:
     try:
         messages = environment().reset(copy.deepcopy(row))
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
         what = f"{type(error).__name__}: {distributed.first_line(error)}"
         raise ValueError(f"{where} fails in reset: {what}") from error
     if not (isinstance(messages, list) and messages and all(map(is_message, messages))):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
@@ -34,6 +35,12 @@ def load(path, split: str = "train") -> list[dict] | None:
 
 
 ROWS = [dict(prompt="a\u2028b", completion="c\x85d"), dict(prompt="\u00e9", completion="\n")]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_byte_order_mark_and_columns_of_ours_are_ignored(name, tmp_path):
+    (tmp_path / name).write_bytes(b'\xef\xbb\xbf{"prompt": "a", "_dataset": ["of a user"]}')
+    assert load(tmp_path / name) == [dict(prompt="a")]
 
 
 def test_jsonl_splits_lines_only_at_newlines(tmp_path):
@@ -422,6 +429,39 @@ def test_endless_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypatc
         load_rows("--dataset", str(tmp_path / "long.jsonl.gz"), "train")
     (tmp_path / "long.json").write_text(json.dumps([dict(prompt="b" * 2000)]))
     assert len(load_rows("--dataset", str(tmp_path / "long.json"), "train")) == 1
+    monkeypatch.setattr(files, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"long.json: convert it to .jsonl; it has 1,000 characters or more$"):
+        load_rows("--dataset", str(tmp_path / "long.json"), "train")
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def broken_link(path):
+    path.symlink_to("/absent")
+
+
+def link_to_a_device(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [fifo, broken_link, link_to_a_device])
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl"])
+def test_folder_with_another_thing_than_files_is_refused(make, pattern, tmp_path):
+    """Reading it could block or never end; ignoring it could lose rows."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "folder.jsonl").mkdir()
+    assert len(load_rows("--dataset", f"{tmp_path}{pattern}", "train")) == 1
+    make(tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match=r"--dataset .*/b.jsonl is a broken link or no regular file; delete it$"):
+        load_rows("--dataset", f"{tmp_path}{pattern}", "train")
+
+
+def test_name_that_is_not_utf_8_is_refused(tmp_path):
+    os.close(os.open(os.fsencode(tmp_path) + b"/\xff.jsonl", os.O_CREAT))
+    with pytest.raises(ValueError, match="--dataset .*codec can't encode character"):
+        load_rows("--dataset", str(tmp_path), "train")
 
 
 @pytest.mark.parametrize(
@@ -429,6 +469,7 @@ def test_endless_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypatc
     [
         ("/absent.jsonl", "no such file"),
         ("absent.csv", "no such file"),
+        ("/x" * 2500 + ".jsonl", "no such file"),
         ("absent/absent", "no such file or folder, and not found on the hub"),
         ("a/b/c", "no such file or folder, and not found on the hub"),
     ],

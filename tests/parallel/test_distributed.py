@@ -1,6 +1,7 @@
 """Reductions and gathers are equal on all ranks, a signal to one rank stops all, and a seed depends on all its
 parts."""
 
+import os
 import signal
 import socket
 
@@ -108,3 +109,30 @@ def test_second_signal_ends_the_process(monkeypatch):
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+class LostStore:
+    def add(self, *_: object) -> int:
+        raise torch.distributed.DistNetworkError("no host")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "store", "error", "printed"),
+    [
+        (0, 0, None, distributed.RunError("a\nb"), "error: a b\n"),
+        (0, 0, LostStore(), distributed.RunError("a"), ""),
+        (1, 1, LostStore(), distributed.RunError("a"), ""),
+        (1, 0, LostStore(), distributed.RunError("a"), "error: a\n"),
+        (0, 0, None, RuntimeError("Connection timed out"), "error: rank 0 lost another rank: Connection timed out\n"),
+    ],
+)
+def test_error_is_one_line_on_each_machine(rank, local_rank, store, error, printed, monkeypatch, capfd):
+    """The machine of rank 0 has the store. If it is lost, the ranks of other machines have only each other."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(distributed, "_launch_rank", rank)
+    monkeypatch.setattr(distributed, "_store", store)
+    monkeypatch.setattr(distributed.time, "sleep", lambda _: None)
+    if (child := os.fork()) == 0:
+        distributed._report_and_exit(type(error), error, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert capfd.readouterr().err == printed

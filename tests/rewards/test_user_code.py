@@ -11,6 +11,7 @@ FILES = {
     "missing.py": "import nonesuch",
     "syntax.py": "def f(:",
     "leaves.py": "raise SystemExit(0)",
+    "base.py": "raise BaseException('no')",
     "raises.py": "raise RuntimeError('first\\nsecond')",
     "notes.txt": "def f(): ...",
 }
@@ -33,6 +34,7 @@ def folder(tmp_path):
         ("missing.py:f", "fails to import: ModuleNotFoundError: No module named 'nonesuch'"),
         ("syntax.py:f", "fails to import: SyntaxError"),
         ("leaves.py:f", "fails to import: SystemExit"),
+        ("base.py:f", "fails to import: BaseException: no"),
         ("raises.py:f", "fails to import: RuntimeError: first"),
     ],
 )
@@ -97,6 +99,7 @@ def test_parameters_determine_the_form(function, form):
         (lambda completion, ids, row: 0, "'ids' stands elsewhere"),
         (lambda completion, row, *, ids: 0, "too many positional arguments"),
         (lambda row, completion: 0, "'row' stands elsewhere"),
+        (type("OfNumber", (Judge,), dict(columns=5))(), "its attribute columns is 5, not a tuple of names"),
     ],
 )
 def test_unknown_parameters_are_refused(function, words):
