@@ -184,7 +184,9 @@ class Ranks:
                 for process in running:
                     os.kill(process.pid, signal.SIGUSR1)  # writes its stacks to stderr
                     time.sleep(1)
-                raise AssertionError("the ranks hang:\n" + Path(self.folder.name, "stderr").read_text()[-8000:])
+                states = [Path(f"/proc/{process.pid}/status").read_text().split("\n")[2] for process in running]
+                text = Path(self.folder.name, "stderr").read_text()[-8000:]
+                raise AssertionError(f"{len(running)} ranks hang, {states}:\n{text}")
         for process in self.processes:
             process.terminate()
             process.join(30)  # then __exit__ kills the rank
@@ -204,7 +206,9 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
     sys.argv = words
     try:
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
-    except Exception:  # multiprocessing would report the exception itself; a script has its own hook
+    except SystemExit:
+        raise
+    except BaseException:  # multiprocessing would report the exception itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
 
