@@ -8,6 +8,7 @@ import warnings
 
 import torch
 from helpers import ROOT
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from common.config.parse import parse
 from common.metrics.logger import RunLogger
@@ -41,6 +42,7 @@ if "vllm.v1.worker.cpu_worker" in sys.modules:  # most of the time of an engine'
     type(current_platform).register_triton_kernel_overrides = lambda _: None
     configure_logging(LoggingConfig())
     CPUWorker.determine_available_memory = lambda _: 1 << 27  # bytes of cache to fill with zeros, instead of a GiB
+get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it
 atexit.register(unfreeze)

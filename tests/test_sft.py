@@ -4,9 +4,6 @@ import json
 import math
 import random
 import shutil
-import socket
-import subprocess
-import sys
 
 import helpers
 import pytest
@@ -128,20 +125,12 @@ def test_two_ranks_set_a_damaged_checkpoint_aside(two_ranks, data, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_give_the_metrics_of_one_node(two_ranks, data, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
-    flags = [*TEN_STEPS, "--dataset", data, "--output_dir", tmp_path]
-    agents = [
-        subprocess.Popen(
-            [*launch, f"--rdzv_endpoint={endpoint}", "--rdzv_id=1", str(ROOT / "sft.py"), *map(str, flags)],
-            cwd=ROOT, env=helpers.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    outputs = [agent.communicate(timeout=600)[0] for agent in agents]
-    assert all(agent.returncode == 0 for agent in agents), outputs
+    """Each rank is the only one of its machine; tests/parallel/test_nodes.py has a torchrun for each machine."""
+    (tmp_path / "node.py").write_text(
+        "import os, runpy, sys\nos.environ |= dict(LOCAL_RANK='0', LOCAL_WORLD_SIZE='1')\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
+    run(2, tmp_path / "node.py", *TEN_STEPS, "--dataset", data, "--output_dir", tmp_path)
     assert_same_weights(two_ranks, tmp_path)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=0)
 
