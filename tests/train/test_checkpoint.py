@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ended, finished, start
+from helpers import run
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -151,14 +150,13 @@ def test_checkpoints_are_ordered_by_number_and_have_exact_names(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_disk_ends_a_run_with_one_line(ranks, small, tmp_path):
     """A limit on the size of files stands for the full disk."""
+    (tmp_path / "limited.py").write_text(
+        "import resource, runpy\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
     flags = ("--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--output_dir", tmp_path / "run")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
-    try:
-        process = start(ranks, "sft.py", *small, *flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    done = finished(ended(process), 1)
+    done = run(ranks, tmp_path / "limited.py", *small, *flags, code=1)
     words = r"^error: writing to the disk failed: .*; files that were complete before are intact$"
     assert re.search(words, done.stderr, re.MULTILINE)
     assert "rank 0 failed" not in done.stderr and not checkpoints_in(tmp_path / "run" / "checkpoints")

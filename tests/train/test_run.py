@@ -26,10 +26,10 @@ TOTAL = 5
 
 
 @pytest.fixture(scope="module")
-def parts(device):
+def parts(small, device):
     """Return a shared model and optimizer; restored state is reset before each test."""
     args = TrainArgs(dtype="float32")
-    model = load_policy(tiny_model(), args, device)
+    model = load_policy(str(small[1]), args, device)
     return model, adamw(model, args)
 
 
