@@ -12,7 +12,7 @@ from unittest import mock
 
 from helpers import Ranks, metrics
 
-from bench.fault_cases.case import illegible, inputs, outcome
+from bench.fault_cases.case import illegible, inputs, outcome, work
 
 SECONDS, MEMORY = 60, 4 << 20  # limits of a run; kB
 SAME, FINE = "the same numbers", "exit 0"  # other expectations are text of the error line; "" allows any one line
@@ -98,7 +98,7 @@ def unexpected(done: subprocess.CompletedProcess | str, wanted: str, run: Path, 
 @cache
 def usual(script: str, code: str = "") -> dict[str, object]:
     """Return the outcome of a run on good rows, with a reward `code`, and the names of its files."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    folder = Path(tempfile.mkdtemp(dir=work()))
     (folder / "user.py").write_text(code)
     (folder / "x.jsonl").write_bytes(lines(rows_of(script)))
     done = ended(script, folder, dataset=folder / "x.jsonl", **(dict(reward=folder / "user.py:f") if code else {}))
