@@ -7,6 +7,7 @@ speed of the disk.
 import json
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,19 +94,13 @@ def _crc(value: dict) -> int:
     return zlib.crc32(json.dumps(value).encode())
 
 
-def fingerprint(path: Path) -> list[int]:
-    """Return [size in bytes, CRC-32]."""
-    crc = 0
+def fingerprint(path: Path, end: int = sys.maxsize) -> list[int]:
+    """Return [size in bytes, CRC-32] of a file, or of its first `end` bytes."""
+    size = crc = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return [path.stat().st_size, crc]
-
-
-def begins_as_written(path: Path, written: list[int]) -> bool:
-    """Return whether a file that grows still begins with the content that has the fingerprint `written`."""
-    with path.open("rb") as file:
-        return [written[0], zlib.crc32(file.read(written[0]))] == written and path.stat().st_size >= written[0]
+        while block := file.read(min(1 << 22, end - size)):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
 
 
 def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:

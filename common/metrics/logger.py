@@ -50,7 +50,7 @@ class RunLogger:
 
         self.console = Console()
         metrics = self.folder / "metrics.jsonl"
-        if history and metrics.is_file() and not durable.begins_as_written(metrics, history):
+        if history and metrics.is_file() and durable.fingerprint(metrics, history[0]) != history:
             raise ValueError(f"{metrics} was changed after it was written; delete it to continue without it")
         for name in LINES:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
