@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from bench.fault_cases import disk, fuzz, kill, network
-from bench.fault_cases.case import Case, Setting, Skip, start_warm_process
+from bench.fault_cases.case import Case, Setting, Skip, work
 from bench.fault_cases.hostile_code import hostile_code
 from bench.fault_cases.hostile_data import hostile_data
+from bench.fault_cases.shim import shim
 
 SFT, GRPO = Setting("sft"), Setting("grpo", steps=4)
 KINDS = dict(
@@ -46,7 +47,7 @@ KINDS = dict(
 
 def run(case: Case, seed: int) -> dict:
     """Return the record of a case."""
-    folder, began = Path(tempfile.mkdtemp(prefix="faults_")), time.monotonic()
+    folder, began = Path(tempfile.mkdtemp(dir=work())), time.monotonic()
     try:
         wrong = case.check(folder, *case.values)
         record = dict(wrong=wrong)
@@ -67,7 +68,8 @@ def main() -> int:
     parser.add_argument("--only", help="pattern of case names")
     args = parser.parse_args()
     os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    start_warm_process()
+    if not shim():
+        parser.error("it needs a C compiler, `cc`")
     table = {}
     for kind in args.kinds:
         ends = time.monotonic() + args.minutes * 60 / len(args.kinds)

@@ -11,19 +11,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from subprocess import PIPE
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from bench.fault_cases.shim import shim
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -143,7 +145,7 @@ def warm() -> BaseContext:
     context.set_forkserver_preload(["preload"])
     # vLLM reads these at its import, and not again in a rank.
     vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_LEVEL="ERROR")
-    with mock.patch.dict(os.environ, environment(PYTHONPATH=ROOT / "tests", **vllm)):
+    with mock.patch.dict(os.environ, environment(PYTHONPATH=ROOT / "tests", LD_PRELOAD=shim(), **vllm)):
         forkserver.ensure_running()
     return context
 
@@ -152,7 +154,7 @@ class Ranks:
     """Ranks of a script without the start-up of torchrun. As a context manager, it terminates all of them on exit."""
 
     def __init__(self, ranks: int, script: str | Path, *flags: object):
-        self.folder, words = TemporaryDirectory(), [str(word) for word in (script, *flags)]
+        self.folder, words = tempfile.TemporaryDirectory(), [str(word) for word in (script, *flags)]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         for rank in range(ranks):

@@ -1,8 +1,8 @@
 """Short runs, the faults that they meet, and the verdict on what they leave."""
 
+import atexit
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers import Ranks, metrics, warm
+from helpers import Ranks, metrics
 from transformers import AutoModelForCausalLM
 
 from common.data.tasks import arithmetic_rows
@@ -36,19 +36,18 @@ class Skip(Exception):
     """This machine does not allow a case; the reason."""
 
 
-def start_warm_process() -> None:
-    """Start the process that ranks are forked from, with the shim."""
-    library = Path(tempfile.mkdtemp(prefix="faults_")) / "shim.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "shim.c", "-ldl"], check=True)
-    os.environ["LD_PRELOAD"] = str(library)
-    warm()
-    del os.environ["LD_PRELOAD"]
+@cache
+def work() -> str:
+    """Return a folder that is deleted at exit."""
+    folder = tempfile.TemporaryDirectory(prefix="faults_")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 @cache
 def inputs() -> Path:
     """Return a folder with a model of one layer, rows for all scripts and a reward function."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    folder = Path(tempfile.mkdtemp(dir=work()))
     shutil.copytree(tiny_model(), folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", num_hidden_layers=1, layer_types=["full_attention"])
     model.save_pretrained(folder / "model")
@@ -118,7 +117,7 @@ class Fault(NamedTuple):
 @cache
 def reference(setting: Setting) -> Path:
     """Return the folder of an undisturbed run."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_")) / "run"
+    folder = Path(tempfile.mkdtemp(dir=work())) / "run"
     done = setting.run(folder)
     assert done.returncode == 0, done.stderr
     return folder
@@ -127,7 +126,7 @@ def reference(setting: Setting) -> Path:
 @cache
 def seconds(setting: Setting) -> float:
     """Return how long a run takes, in a process like those before it."""
-    with tempfile.TemporaryDirectory(prefix="faults_") as folder:
+    with tempfile.TemporaryDirectory(dir=work()) as folder:
         began = time.monotonic()
         setting.run(Path(folder) / "run")
         return time.monotonic() - began

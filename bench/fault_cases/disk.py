@@ -1,13 +1,15 @@
 """Faults of the disk: an operation that fails, and a power cut that loses what was not synced."""
 
+import itertools
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
-from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegible
+from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegible, work
 
 # ---- disk: an operation fails once, or from then on as on a full disk ----
 
@@ -41,7 +43,7 @@ def survives(folder: Path, setting: Setting, begun: bool, fault: Fault) -> str |
 @cache
 def interrupted(setting: Setting) -> Path:
     """Return the folder of a run that was killed before it renamed its last checkpoint."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_")) / "run"
+    folder = Path(tempfile.mkdtemp(dir=work())) / "run"
     setting.run(folder, Fault("kill", "rename", f"checkpoints/step_{setting.steps:06d}.tmp"))
     return folder
 
@@ -50,7 +52,7 @@ def interrupted(setting: Setting) -> Path:
 def traced(setting: Setting, begun: bool) -> tuple[list[list[str]], Path]:
     """Return the operations of a run as (operation, path, second path), and the folder with the files' contents: after
     operation I, a synced file is in the file I."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    folder = Path(tempfile.mkdtemp(dir=work()))
     (folder / "copies").mkdir()
     if begun:
         shutil.copytree(interrupted(setting), folder / "run")
@@ -79,9 +81,17 @@ class Node:
         self.content: Path | None = None  # of a file, when it was last synced
 
 
-def states(trace: list[list[str]], copies: Path) -> Iterator[tuple[str, Node]]:
+class Moment(NamedTuple):
+    name: str
+    disk: Node
+    """changes while the next moment is made"""
+    saved: int
+    """step of the newest checkpoint that has its name"""
+
+
+def moments(trace: list[list[str]], copies: Path) -> Iterator[Moment]:
     """Yield the disk before and after each rename."""
-    root = Node({})
+    root, saved = Node({}), 0
 
     def find(path: str) -> tuple[dict, str]:
         node, (*above, name) = root, path.split("/")
@@ -97,7 +107,9 @@ def states(trace: list[list[str]], copies: Path) -> Iterator[tuple[str, Node]]:
         entries, name = find(path)
         if operation == "mkdir":
             entries.setdefault(name, Node({}))
-        elif operation in ("open", "truncate", "write"):
+        elif operation == "truncate":
+            entries.setdefault(name, Node()).content = None
+        elif operation in ("open", "write"):
             entries.setdefault(name, Node())
         elif operation == "unlink":
             entries.pop(name, None)
@@ -106,10 +118,12 @@ def states(trace: list[list[str]], copies: Path) -> Iterator[tuple[str, Node]]:
         elif operation == "fsync_folder":
             entries[name].synced_entries = dict(entries[name].entries)
         elif operation == "rename":
-            yield f"{i}-before-{path}", root
+            yield Moment(f"{i}-before-{path}", root, saved)
             there, new = find(second)
             there[new] = entries.pop(name)
-            yield f"{i}-after-{path}", root
+            if found := re.fullmatch(r"checkpoints/step_(\d+)", second):
+                saved = int(found[1])
+            yield Moment(f"{i}-after-{path}", root, saved)
 
 
 def restore(node: Node, folder: Path, names_synced: bool) -> None:
@@ -126,28 +140,21 @@ def restore(node: Node, folder: Path, names_synced: bool) -> None:
 
 def powercut(setting: Setting) -> Iterator[Case]:
     """Yield a power cut at each rename of a run, in which new names are lost with the content or are kept."""
-    trace, copies = traced(setting, begun=False)
-    for i, (name, _) in enumerate(states(trace, copies)):
+    keep = dict(setting.flags)["keep_last"]
+    for i, moment in enumerate(moments(*traced(setting, begun=False))):
         for names in ("synced", "all"):
-            keep = dict(setting.flags)["keep_last"]
-            full = f"{setting.script}/keep_{keep}/{name}/{names}_names"
-            yield Case("powercut", full, recovers, (setting, i, names == "synced"))
+            name = f"{setting.script}/keep_{keep}/{moment.name}/{names}_names"
+            yield Case("powercut", name, recovers, (setting, i, names == "synced"))
 
 
 def recovers(folder: Path, setting: Setting, position: int, names_synced: bool) -> str | None:
     """The same command finishes with the same numbers, and loses at most one save interval."""
-    trace, copies = traced(setting, begun=False)
-    for i, (_, root) in enumerate(states(trace, copies)):  # a state changes while the next one is made
-        if i == position:
-            restore(root, folder / "run", names_synced)
-            break
-    at = int(_.partition("-")[0])
-    renamed = [re.fullmatch(r"checkpoints/step_(\d+)", line[2]) for line in trace[: at + ("after" in _)]]
-    saved = max((int(found[1]) for found in renamed if found), default=0)
+    moment = next(itertools.islice(moments(*traced(setting, begun=False)), position, None))
+    restore(moment.disk, folder / "run", names_synced)
     done = setting.run(folder / "run")
     resumed = re.search(r"\(step (\d+)\)", done.stdout)
     if done.returncode:
         return f"the same command fails: {done.stderr.strip()[-300:]}"
-    if saved - int(resumed[1] if resumed else 0) > setting.save_every:
-        return f"resumes after step {resumed and resumed[1]}, though step {saved} was saved"
+    if moment.saved - int(resumed[1] if resumed else 0) > setting.save_every:
+        return f"resumes after step {resumed and resumed[1]}, though step {moment.saved} was saved"
     return differs(setting, folder / "run")

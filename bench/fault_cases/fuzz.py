@@ -16,7 +16,7 @@ from unittest import mock
 
 from helpers import Ranks
 
-from bench.fault_cases.case import HERE, Case, Setting, illegible, inputs, outcome, reference
+from bench.fault_cases.case import HERE, Case, Setting, illegible, inputs, outcome, reference, work
 from bench.fault_cases.disk import interrupted
 from common.data import durable
 
@@ -95,7 +95,7 @@ SCENARIOS = dict(
 @cache
 def golden(name: str) -> tuple[Path, object]:
     """Return a scenario's files, and the result without damage."""
-    scenario, folder = SCENARIOS[name], Path(tempfile.mkdtemp(prefix="faults_"))
+    scenario, folder = SCENARIOS[name], Path(tempfile.mkdtemp(dir=work()))
     (folder / "place").mkdir()
     scenario.prepare(folder / "place")
     shutil.copytree(folder / "place", folder / "work")
@@ -161,20 +161,19 @@ DAMAGE = (flip_a_bit, flip_bits, change_a_digit, truncate, empty, zero_a_block, 
 def fuzz(rng: random.Random, count: int, names: tuple[str, ...] = tuple(SCENARIOS)) -> Iterator[Case]:
     """Yield `count` corruptions, spread over the scenarios, then their planted programs."""
     for i in range(count):
-        name = names[i % len(names)]
-        seed = rng.randrange(1 << 32)
-        yield Case("fuzz", f"{name}/{DAMAGE[i // len(names) % len(DAMAGE)].__name__}/{seed}", damaged, (name, i, seed))
+        name, damage, seed = names[i % len(names)], DAMAGE[i // len(names) % len(DAMAGE)], rng.randrange(1 << 32)
+        yield Case("fuzz", f"{name}/{damage.__name__}/{seed}", damaged, (name, damage, seed))
     for name, plant in PLANTS:
         if name in names:
             yield Case("fuzz", f"{name}/{plant.__name__}", planted, (name, plant))
 
 
-def damaged(folder: Path, name: str, i: int, seed: int) -> str | None:
+def damaged(folder: Path, name: str, damage: Callable, seed: int) -> str | None:
     """The command succeeds with the same result, or ends with one line."""
     (place, expected), rng, scenario = golden(name), random.Random(seed), SCENARIOS[name]
     shutil.copytree(place, folder / "place")
     paths = sorted(path for pattern in scenario.files for path in (folder / "place").glob(pattern) if path.is_file())
-    path, damage = rng.choice(paths), DAMAGE[i // len(SCENARIOS) % len(DAMAGE)]
+    path = rng.choice(paths)
     data = bytearray(path.read_bytes() or b"\n")
     before = bytes(data)
     damage(rng, data)

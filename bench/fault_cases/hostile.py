@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from helpers import Ranks, metrics
+from helpers import Ranks, metrics, warm
 
-from bench.fault_cases.case import illegible, inputs, outcome
+from bench.fault_cases.case import illegible, inputs, outcome, work
 
 SECONDS, MEMORY = 60, 4 << 20  # limits of a run; kB
 SAME, FINE = "the same numbers", "exit 0"  # other expectations are text of the error line; "" allows any one line
@@ -51,6 +51,7 @@ def ended(script: str, folder: Path, **flags: object) -> subprocess.CompletedPro
     flags = flags_of(script) | dict(output_dir=folder / "run") | flags
     words = [word.format(inputs=inputs(), folder=folder) if "{" in word else word
              for name, value in flags.items() for word in (f"--{name}", *str(value).split("\t"))]  # fmt: skip
+    warm()  # its processes must not have the mark of this run
     with mock.patch.dict(os.environ, FAULTS=str(folder)), Ranks(1, f"{script}.py", *words) as started:
         (pid,), deadline = started.pids, time.monotonic() + SECONDS
         while started.processes[0].exitcode is None:
@@ -98,7 +99,7 @@ def unexpected(done: subprocess.CompletedProcess | str, wanted: str, run: Path, 
 @cache
 def usual(script: str, code: str = "") -> dict[str, object]:
     """Return the outcome of a run on good rows, with a reward `code`, and the names of its files."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    folder = Path(tempfile.mkdtemp(dir=work()))
     (folder / "user.py").write_text(code)
     (folder / "x.jsonl").write_bytes(lines(rows_of(script)))
     done = ended(script, folder, dataset=folder / "x.jsonl", **(dict(reward=folder / "user.py:f") if code else {}))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers import alive, kill
 
-from bench.fault_cases.case import Case
+from bench.fault_cases.case import Case, work
 from bench.fault_cases.hostile import FINE, SAME, ended, lines, rows_of, unexpected, usual
 from bench.fault_cases.hostile_data import ANSWER, USER, chat
 
@@ -124,7 +124,7 @@ CLASSES = {
 @cache
 def chatting() -> Path:
     """Return a model whose turns are short: one that is not trained rarely ends a turn."""
-    folder = Path(tempfile.mkdtemp(prefix="faults_"))
+    folder = Path(tempfile.mkdtemp(dir=work()))
     (folder / "x.jsonl").write_bytes(lines(chat(USER, ANSWER)))
     done = ended("sft", folder, dataset=folder / "x.jsonl", max_steps=40, lr=1e-2, lr_schedule="constant")
     assert not isinstance(done, str) and done.returncode == 0, done

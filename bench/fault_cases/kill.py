@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from helpers import Ranks, alive, descendants, kill, metrics
@@ -26,9 +26,9 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 # ---- kill ----
 
 
-def kills(rng: random.Random, count: int) -> Iterator[Case]:
+def kills(rng: random.Random, count: int, layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[Case]:
     """Yield `count` events for each layout, at random moments."""
-    for layout in LAYOUTS:
+    for layout in layouts:
         for i in range(count):
             event = list(EVENTS)[i % len(EVENTS)]
             moment, victim = rng.random(), rng.randrange(LAYOUTS[layout].ranks)

@@ -42,7 +42,7 @@ class ForkServer:
     """Process that forks itself. It starts at the first use, and again if it has died. Server and forks end at `close`,
     when the parent ends in any way, and on Linux when the thread that started the server ends."""
 
-    def __init__(self, target: str, *, shared: bool, memory_gib: float | None = None, grace: float = 0.0):
+    def __init__(self, target: str, *, shared: bool, memory_gib: float = 4.0, grace: float = 0.0):
         """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before the forks; then a
         fork takes milliseconds, but all forks share the files that the target has opened. `memory_gib`: limit of what a
         fork allocates after loading the target (Linux). `grace`: seconds for a fork to clean up after its connection
@@ -76,8 +76,7 @@ class ForkServer:
             self.process = None
 
     def _start(self) -> None:
-        if self.process is not None:
-            self.control.close()
+        self.close(hangs=True)
         self.control, theirs = socket.socketpair()
         self.control.settimeout(START_SECONDS)
         setup = dict(path=sys.path, control=theirs.fileno(), parent=os.getpid(), target=self.target)

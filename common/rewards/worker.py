@@ -20,17 +20,18 @@ from functools import cache
 
 HEADER = struct.Struct("!qQ")  # header of a message: number of the question, size of the pickle that follows
 LOADED, DIED = -1, -2  # numbers of other messages: the target has loaded or failed to load; the process died
-NAMES = {int(number): number.name for number in signal.Signals}
+DEATHS = {os.EX_PROTOCOL: "it closed a file that it had not opened"} | {-n: n.name for n in signal.Signals}
+OUTPUT = 1 << 20  # bytes that all workers of a server may print
 
 
 class ForkServer:
-    """Forks a worker for each connection that the parent sends.
+    """Forks a worker for each connection that the parent sends, and relays the output of the workers.
 
     It keeps a copy of each connection, on which it reports the death of a worker. If the parent closes its end of a
-    connection, the server kills the worker after `grace` seconds.
+    connection, the server kills the worker after `grace` seconds. It adopts and kills all processes of a dead worker.
     """
 
-    def __init__(self, control: int, parent: int, target: str, shared: bool, memory_gib: float | None, grace: float):
+    def __init__(self, control: int, parent: int, target: str, shared: bool, memory_gib: float, grace: float):
         end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
         self.control = socket.socket(fileno=control)
         self.control.set_inheritable(False)
@@ -38,11 +39,14 @@ class ForkServer:
         if shared:
             with suppress(BaseException):  # each worker loads it again and reports the error
                 load(target)
-        self.workers: dict[int, socket.socket | None] = {}  # process id -> connection, or None after it is closed
+        # Process id -> connection, or None after it is closed, and for processes that the user's file has started.
+        self.workers: dict[int, socket.socket | None] = dict.fromkeys(children())
+        (self.output, self.printer), self.room = os.pipe(), OUTPUT
         self.loop, self.stopping = asyncio.new_event_loop(), False
         self.loop.add_signal_handler(signal.SIGCHLD, self.reap)
         self.loop.add_signal_handler(signal.SIGTERM, self.stop)
         self.loop.add_reader(self.control, self.read)
+        self.loop.add_reader(self.output, self.relay)
         end_with(parent, signal.SIGTERM)  # SIGTERM, to have time to kill the processes that workers have started
         self.loop.run_forever()
 
@@ -73,18 +77,17 @@ class ForkServer:
         try:
             os.setsid()  # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
             end_with(server, signal.SIGKILL)
+            os.dup2(os.dup2(self.printer, 1), 2)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             for other in filter(None, (self.control, *self.workers.values())):
                 other.close()
-            if (
-                "numpy.random" in sys.modules
-            ):  # otherwise all workers draw the same numbers; Python reseeds its own generator
+            if "numpy.random" in sys.modules:  # all workers would draw the same numbers; Python reseeds its generator
                 sys.modules["numpy.random"].seed()
-            with suppress(ConnectionError):  # the parent has closed the connection before it read everything
+            with suppress(OSError):  # the connection was closed by the parent, or by the user's code
                 Worker(connection).run(self.target, self.memory_gib)
-            os._exit(0)
+            os._exit(os.EX_PROTOCOL)  # which is reported if the parent has not closed the connection
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
@@ -92,39 +95,61 @@ class ForkServer:
 
     def end(self, pid: int) -> None:
         """Close the connection of a worker. The worker then ends by itself, unless it hangs."""
-        self.workers[pid].close()
+        if connection := self.workers[pid]:
+            connection.close()
         self.workers[pid] = None
         self.loop.call_later(self.grace, self.kill, pid)
 
     def kill(self, pid: int) -> None:
-        """Kill a worker that is not reaped yet, and all processes that it has started."""
-        if pid in self.workers:
-            kill_group(pid)
-            os.kill(pid, signal.SIGKILL)  # the worker may have no process group yet
+        if pid in self.workers:  # not reaped yet
+            os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
         """End all workers. This process ends after the last one."""
         self.stopping = True
         self.loop.remove_reader(self.control)
-        for pid in [pid for pid, connection in self.workers.items() if connection]:
+        for pid in self.workers:
             self.end(pid)
         self.reap()
 
     def reap(self) -> None:
-        """Report the workers that have died."""
+        """Report the workers that have died, and kill the processes that they have left, which are orphans."""
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, code = found[0], os.waitstatus_to_exitcode(found[1])
-                kill_group(pid)  # processes that it has started
+                with suppress(ProcessLookupError, PermissionError):  # PermissionError: on macOS, a group of zombies
+                    os.killpg(pid, signal.SIGKILL)
                 if connection := self.workers.pop(pid, None):
-                    report_death(connection, NAMES.get(-code, f"signal {-code}") if code < 0 else f"exit {code}")
-        if self.stopping and not self.workers:
+                    report_death(connection, DEATHS.get(code, f"exit {code}" if code >= 0 else f"signal {-code}"))
+        if not kill_children(set(self.workers)) and self.stopping and not self.workers:
             self.loop.stop()
 
+    def relay(self) -> None:
+        """Copy output of the workers to stderr, `OUTPUT` bytes in all."""
+        data = os.read(self.output, 1 << 16)
+        shown, self.room = data[: self.room], max(0, self.room - len(data))
+        if shown and not self.room:
+            shown += f"\n{self.target}: printed {OUTPUT >> 20} MiB, the rest is dropped; write to a file\n".encode()
+        os.write(2, shown)
 
-def kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
-        os.killpg(pid, signal.SIGKILL)
+
+def children() -> set[int]:
+    """Return the children of this process. Linux only: elsewhere an empty set."""
+    found = set()
+    with suppress(OSError, AttributeError):  # there are none, which is a fast answer; or this is not Linux
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:  # the thread may have ended
+                found |= {*map(int, file.read().split())}
+    return found
+
+
+def kill_children(spared: set[int]) -> set[int]:
+    """Kill the children of this process that are not in `spared`, and return them."""
+    for pid in (found := children() - spared):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return found
 
 
 def report_death(connection: socket.socket, how: str) -> None:
@@ -142,12 +167,14 @@ class Worker:
     def __init__(self, connection: socket.socket):
         self.connection, self.stream, self.pid = connection, connection.makefile("rb"), os.getpid()
         self.object: object = None
+        self.kept, self.tasks = set(), set()  # processes of the load; calls: the loop has weak references
         self.loop = asyncio.new_event_loop()  # a single loop: clients in the user's file stay bound to it
         asyncio.set_event_loop(self.loop)
 
-    def run(self, target: str, memory_gib: float | None) -> None:
+    def run(self, target: str, memory_gib: float) -> None:
         try:
             self.target = load(target)
+            self.kept = children()
             limit_memory(memory_gib)
             is_async = inspect.iscoroutinefunction(self.target)
         except BaseException as error:
@@ -166,10 +193,8 @@ class Worker:
             self.send(number, *result)
 
     async def answer_concurrently(self) -> None:
-        tasks = set()  # the event loop has only weak references
         while received := await self.loop.run_in_executor(None, self.receive):
-            tasks.add(task := self.loop.create_task(self.answer_async(*received)))
-            task.add_done_callback(tasks.discard)
+            self.tasks.add(self.loop.create_task(self.answer_async(*received)))
 
     async def answer_async(self, number: int, payload: bytes) -> None:
         scope = None
@@ -180,6 +205,7 @@ class Worker:
         except BaseException as error:
             late = scope is not None and scope.expired()  # the function may raise TimeoutError itself
             result = None, f"no answer within {seconds:g} s" if late else one_line(error), late
+        self.tasks.discard(asyncio.current_task())
         self.send(number, *result)
 
     def receive(self) -> tuple[int, bytes] | None:
@@ -191,9 +217,12 @@ class Worker:
         return number, self.stream.read(length)
 
     def send(self, number: int, *result: object) -> None:
-        """Send an answer: the fields of a `processes.Result`."""
+        """Send an answer: the fields of a `processes.Result`. First end the processes of a function's calls."""
         if os.getpid() != self.pid:  # a child that the function has forked: only its parent answers
             os._exit(0)
+        while self.object is None and not self.tasks and kill_children(self.kept):  # then their orphans
+            with suppress(ChildProcessError):
+                os.waitpid(-1, 0)
         try:
             payload = pickle.dumps(result)
         except BaseException as error:
@@ -209,11 +238,13 @@ def question(payload: bytes) -> tuple:
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Make this process receive a signal when its parent, or the thread that started it, ends. Linux only."""
+    """Make this process receive a signal when its parent, or the thread that started it, ends, and adopt the orphans
+    among its descendants. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     if os.getppid() != parent:  # the parent died before the call above
         os._exit(0)
 
@@ -235,9 +266,9 @@ def load_file(path: str):
     return module
 
 
-def limit_memory(gib: float | None) -> None:
-    """Limit the address space to the present use plus `gib`. None: no limit."""
-    if gib is not None and sys.platform == "linux":
+def limit_memory(gib: float) -> None:
+    """Limit the address space to the present use plus `gib`. Linux only."""
+    if sys.platform == "linux":
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -49,7 +49,7 @@ def test_nonpositive_sizes_are_refused():
 @pytest.mark.parametrize(
     "how, text",
     [(("leave", 3), "exit 3"), (("leave", 0), "exit 0"), (("segfault",), "SIGSEGV"), (("kill",), "SIGKILL"),
-     (("close_all",), "exit 1")],
+     (("close_all",), "it closed a file that it had not opened")],
 )  # fmt: skip
 def test_dying_process_loses_only_its_call(how, text, shared, tmp_path):
     with watched(DO, 2, shared=shared) as (pool, counts):
@@ -128,8 +128,27 @@ def test_children_of_a_hanging_call_are_killed(monkeypatch, tmp_path):
     file = tmp_path / "pid"
     with opened(DO, 1, 10.0) as pool:
         StillClock(monkeypatch, [pool], {0}, reached=lambda: file.is_file() and file.read_text().endswith(" "))
-        assert pool.map([("spawn", str(file))])[0].timed_out
-        until(lambda: not alive(int(file.read_text())))
+        assert pool.map([("spawn_and_hang", str(file))])[0].timed_out
+        until(lambda: not any(map(alive, map(int, file.read_text().split()))))
+
+
+@pytest.mark.parametrize("target, call", [(DO, ("spawn",)), (WAIT, (0.0, "spawn"))], ids=["sync", "async"])
+def test_children_of_a_call_end_with_it(target, call):
+    with opened(target, 1) as pool:
+        for result in pool.map([call] * 2):
+            assert len(result.value) == 3 and not any(map(alive, result.value))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_children_of_the_file_end_with_the_pool(shared, tmp_path):
+    start = "subprocess.Popen(['sleep', '9999'], start_new_session=True)"
+    (tmp_path / "start.py").write_text(
+        f"import subprocess\nchild = {start}\ndef f():\n    {start}\n    return child.pid"
+    )
+    with opened(f"{tmp_path}/start.py:f", 1, shared=shared) as pool:
+        [pid] = {result.value for result in pool.map([()] * 3)}
+        assert alive(pid)
+    assert not alive(pid)
 
 
 def test_large_rows_do_not_block_the_parent(monkeypatch):
@@ -275,7 +294,7 @@ def test_interrupted_map_leaves_no_answers_for_the_next():
 def test_processes_end_after_their_parent_is_killed(tmp_path):
     """Processes are in C code that holds the GIL, in a wait, or idle, and have children; a fork of the parent may
     survive."""
-    files = [tmp_path / name for name in ("power", "deaf", "spawn")]
+    files = [tmp_path / name for name in ("power", "deaf", "spawn_and_hang")]
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})

@@ -58,6 +58,19 @@ def say(text):
     return sys.stdin.read()
 
 
+def flood(line):
+    for _ in range(3 * 2**20 // len(line)):
+        os.write(1, line)
+    subprocess.run(["echo", "far"])
+
+
+def spawn():
+    """Start a child, one in a session of its own, and an orphan in another; return their process ids."""
+    children = [subprocess.Popen(["sleep", "9999"], start_new_session=own).pid for own in (False, True)]
+    orphan = "sleep 9999 >/dev/null & echo $!"
+    return *children, int(subprocess.run(orphan, shell=True, start_new_session=True, stdout=-1).stdout)
+
+
 def meet(folder, number):
     """Return the process id once as many processes have arrived."""
     open(os.path.join(folder, str(os.getpid())), "w").close()
@@ -149,10 +162,9 @@ def deaf(path=None):
     time.sleep(9999)
 
 
-def spawn(path):
-    child = subprocess.Popen(["sleep", "9999"])
+def spawn_and_hang(path):
     with open(path, "w") as file:
-        file.write(f"{child.pid} ")
+        file.writelines(f"{pid} " for pid in spawn())
     time.sleep(9999)
 
 
@@ -170,6 +182,8 @@ async def wait(seconds=0.0, how="sleep", what=None):
         if how == "block":
             began(what)
             time.sleep(9999)
+        if how == "spawn":
+            return spawn()
         if how == "own":
             raise TimeoutError("from a server")
         if how == "exit":

@@ -119,7 +119,8 @@ RAISE_OR_DIE = {
     "os._exit(3)": "the process died (exit 3)",
     "os.kill(os.getpid(), signal.SIGSEGV)": "the process died (SIGSEGV)",
     "os.kill(os.getpid(), 40)": "the process died (signal 40)",
-    "os.closerange(3, 99)": "the process died (exit 1)",
+    "os.closerange(3, 99)": "the process died (it closed a file that it had not opened)",
+    "bytearray(5 * 2**30)": "MemoryError",
 }
 RETURN = {
     "'no tuple'": "ValueError: too many values to unpack (expected 3)",
@@ -129,7 +130,7 @@ RETURN = {
 }
 
 
-def test_error_ends_only_its_episode(doers):
+def test_error_ends_only_its_episode(doers, capfd):
     for number, do in enumerate(RAISE_OR_DIE | RETURN):
         doers.reset(number, row())
         for turn in (FINE, do, FINE):
@@ -151,12 +152,15 @@ def test_error_ends_only_its_episode(doers):
         "reset: ValueError: the call cannot be pickled: TypeError: cannot pickle '_thread.lock' object"
     ]
     assert found[201] == [fine(1), fine(2), fine(3)] and doers.outstanding == 0
+    doers.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_output_and_forks_do_not_affect_answers(doers, capfd):
     doers.reset(0, row(do="print('hello'), os.write(1, b'directly'), subprocess.run(['echo', 'far'])"))
     doers.step(0, f"(os.fork(), {FINE})[1:]")
     assert all_answers(doers) == {0: [fine(1)]}
+    doers.close()
     out, err = capfd.readouterr()
     assert out == "" and err.count("hello") == err.count("directly") == err.count("far") == 1
 
@@ -243,7 +247,7 @@ def test_finished_episode_gives_no_answer_and_cleans_up(doers, tmp_path):
 def test_processes_of_an_environment_end_with_it(doers, tmp_path):
     for number, then in enumerate(("([], 0, True)", "os._exit(0)", "([], 0, True)")):
         doers.reset(number, row(pid=str(tmp_path / str(number))))
-        start = "open(self.row['pid'], 'w').write(str(subprocess.Popen(['sleep', '9999']).pid))"
+        start = "open(self.row['pid'], 'w').write(str(subprocess.Popen(['sleep', '9999'], start_new_session=True).pid))"
         doers.step(number, f"({start}, {then})[1]")
     all_answers(doers)
     pids = [int((tmp_path / str(number)).read_text()) for number in range(3)]

@@ -1,0 +1,32 @@
+"""Sixty faults of the campaign of bench/faults.py, drawn by a fixed seed: runs survive them or end with one line."""
+
+import random
+import shutil
+from functools import partial
+
+import pytest
+
+from bench.fault_cases import disk, fuzz, kill
+from bench.fault_cases.case import Setting
+
+SFT = Setting("sft")
+QUICK = ("resume", "model", "checkpoint", "reference")  # scenarios whose undisturbed runs take a second
+KINDS = dict(
+    disk=(10, lambda rng: disk.disk(SFT)),
+    powercut=(8, lambda rng: disk.powercut(Setting("sft", flags=(("keep_last", 1),)))),
+    fuzz=(36, partial(fuzz.fuzz, count=80, names=QUICK)),
+    kill=(2, partial(kill.kills, count=6, layouts=("one rank",))),
+    twice=(2, partial(kill.twice, count=4)),
+    clock=(2, partial(kill.clock, count=4)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_survive_faults_or_end_with_one_line(kind, tmp_path):
+    count, cases = KINDS[kind]
+    rng = random.Random(0)
+    for case in rng.sample(list(cases(rng)), count):
+        (folder := tmp_path / str(hash(case.name))).mkdir()
+        assert case.check(folder, *case.values) is None, case.name
