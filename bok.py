@@ -68,9 +68,9 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class Args(OnlineArgs):
-    output_dir: str = "runs/bok"
     """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/; with
     --offline completions.jsonl too"""
+
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 4
     """completions sampled for each prompt (G, the k of best-of-k)"""

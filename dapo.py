@@ -117,7 +117,6 @@ def next_draw(kept: int, drawn: int, args: "Args") -> int:
 
 @dataclass
 class Args(CorrectionArgs, OnlineArgs):
-    output_dir: str = "runs/dapo"
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G): a group, whose rewards are compared"""

@@ -103,7 +103,6 @@ def loss(
 @dataclass
 class Args(CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
-    output_dir: str = "runs/distill"
     samples_per_prompt: Positive[int] = 1
     reward: Several[str] = ()
     """rewards by which completions are measured (docs/rewards.md lists all); trained on only with --reward_coef"""

@@ -80,7 +80,6 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 class Args(PreferenceArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | dict(beta=1.0, sft_weight=1.0)
-    output_dir: str = "runs/dpo"
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

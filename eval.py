@@ -54,8 +54,8 @@ class Args(SamplingArgs):
     by one and drawn as a curve; tiny: a built-in, untrained model"""
     dataset_split: str = "test"
     """split to evaluate on; a file, which has no splits, is taken whole"""
-    output_dir: str = "runs/eval"
-    """folder for all that is written: args.yaml, completions.jsonl, results.json"""
+    output_dir: str = ""
+    """folder for all that is written: args.yaml, completions.jsonl, results.json; default: runs/eval"""
     max_prompts: Positive[int] | None = None
     """number of prompts to evaluate on, the first rows of the data; default: all"""
     samples_per_prompt: NotNegative[int] = 4

@@ -178,7 +178,6 @@ class Args(CorrectionArgs, OnlineArgs):
         "preset": dict(dapo="python dapo.py")
         | {old: f"python reinforce.py --preset {old}" for old in ("reinforce", "reinforce++", "reinforce++_baseline")}
     }
-    output_dir: str = "runs/grpo"
     samples_per_prompt: AtLeast2 = 8
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None

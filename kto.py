@@ -61,7 +61,6 @@ def loss(log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, arg
 @dataclass
 class Args(TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | dict(lr=5e-4, beta=1.0)
-    output_dir: str = "runs/kto"
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

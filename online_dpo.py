@@ -127,7 +127,6 @@ def measure_policy(meter: Meter, pairs: Pairs, loss_N: Tensor, args: "Args") -> 
 class Args(PreferenceArgs, OnlineArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=1.0, sft_weight=1.0)
-    output_dir: str = "runs/online_dpo"
     samples_per_prompt: AtLeast2 = 2
     """completions sampled for each prompt (G); the best and the worst are the pair"""
     lr: Positive[float] = 1e-6

@@ -119,7 +119,6 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(value_lr=5e-3, beta=0.01)
-    output_dir: str = "runs/ppo"
     value_model: str | None = None
     """Hugging Face id or folder that the value model starts from: a reward model with its head, or a language model,
     which gets a new head; default: `model`"""

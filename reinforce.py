@@ -113,7 +113,6 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs):
         "reinforce++_baseline": dict(loss="clip", reduction="token", advantage="reinforce++_baseline", beta=0.01,
                                      kl_in="loss", kl_estimator="k2", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
-    output_dir: str = "runs/reinforce"
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
     """flags of a published variant (table in docs/reinforce.md); another value for one of them is an error"""

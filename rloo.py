@@ -74,7 +74,6 @@ def loss(
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=0.01)
-    output_dir: str = "runs/rloo"
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G); the baseline of each is the mean reward of the others"""
     lr: Positive[float] = 1e-6

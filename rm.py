@@ -66,9 +66,9 @@ def loss(
 
 @dataclass
 class Args(TrainArgs):
-    output_dir: str = "runs/rm"
+    output_dir: str = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; with --eval_only
-    scores.jsonl"""
+    scores.jsonl; default: runs/ and the name of the script"""
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

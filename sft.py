@@ -54,7 +54,6 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 @dataclass
 class Args(StreamArgs, TrainArgs):
-    output_dir: str = "runs/sft"
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

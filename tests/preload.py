@@ -3,9 +3,12 @@
 import atexit
 import gc
 import importlib
+import sys
+import warnings
 
 import torch
 from helpers import ROOT
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from common.config.parse import parse
 from common.metrics.logger import RunLogger
@@ -28,5 +31,18 @@ parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])  # tyro imports m
 RunLogger.draw_curves = lambda _: None  # half the time of a short run; tests/metrics and tests/train draw
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)
+if "vllm.v1.worker.cpu_worker" in sys.modules:  # most of the time of an engine's start
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    with warnings.catch_warnings(action="ignore"):
+        current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda _: None
+    configure_logging(LoggingConfig())
+    CPUWorker.determine_available_memory = lambda _: 1 << 27  # bytes of cache to fill with zeros, instead of a GiB
+get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them
-atexit.register(gc.unfreeze)
+unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it
+atexit.register(unfreeze)

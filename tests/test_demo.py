@@ -1,25 +1,38 @@
 """The demo's result, on a part of its recipe: SFT learns a part, GRPO learns more, and the engine agrees."""
 
+import shutil
+
 import pytest
 from helpers import ROOT, metrics, run
+from transformers import AutoModelForCausalLM
 
 import demo
+from common.model.tiny import tiny_model
 
 LESS = {  # than in the recipes
-    "sft.py": ("--batch_size", 64, "--eval_every", 320),
-    "grpo.py": ("--max_steps", 14, "--eval_every", 14),
+    "sft.py": ("--batch_size", 64, "--eval_every", 320, "--eval_size", 100),
+    "grpo.py": ("--max_steps", 16, "--eval_every", 16, "--eval_size", 200, "--prompts_per_step", 16),
 }
 
 
+@pytest.fixture
+def model(tmp_path_factory):
+    """Return the folder of the tiny model with two of its four layers."""
+    folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("two_layers") / "model")
+    layers = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    AutoModelForCausalLM.from_pretrained(folder, **layers).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(tmp_path, monkeypatch, capsys):
+def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(model, tmp_path, monkeypatch, capsys):
     """demo.py runs unchanged except for its launches."""
     launched = []
 
     def train(script: str, *flags: str) -> None:
         launched.append((script, *flags))
-        start = ("--model", tmp_path / "sft" / "hf") if script == "grpo.py" else ()
-        run(1, script, *flags, *LESS[script], *start, "--output_dir", tmp_path / script.removesuffix(".py"))
+        start = tmp_path / "sft" / "hf" if script == "grpo.py" else model
+        run(1, script, *flags, *LESS[script], "--model", start, "--output_dir", tmp_path / script.removesuffix(".py"))
 
     monkeypatch.setattr(demo, "OUT", tmp_path)
     monkeypatch.setattr(demo, "train", train)
@@ -30,7 +43,7 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(tmp_path, monkeypatch, c
     ]
     lines = metrics(tmp_path / "grpo")
     scores = [line["eval/pass_at_1"] for line in lines if "eval/pass_at_1" in line]
-    assert scores[0] <= 0.5 and scores[-1] >= 0.65, scores  # 260 steps: 0.94
+    assert 0.2 <= scores[0] <= 0.5 and scores[-1] >= scores[0] + 0.15, scores  # the whole recipe: 0.94
     assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in lines) <= 1e-4
     assert "five held-out questions" in capsys.readouterr().out and (tmp_path / "curves.png").stat().st_size > 10_000
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from functools import partial
 
 import helpers
 import pytest
@@ -21,6 +22,7 @@ from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rewards.reward_model import score
+from common.rollout import completions_file
 from common.rollout.completions_file import read_completions
 from common.rollout.prompts import Prompts
 from common.train.checkpoint import Checkpointer, export_hf
@@ -272,7 +274,6 @@ GOOD = '{"completion": "2"}\n'
         (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: `source` is rows.jsonl:7, but"),
         (GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n', "line 11: `prompt_ids` are not the prompt"),
         (GOOD * 10 + '["1"]\n', "line 11: Input should be an object"),
-        (GOOD * 10 + '{"completions": ["1"], "crc": 7}\n', "line 11: it was changed after it was written"),
         (None, "No such file"),
     ],
 )  # fmt: skip
@@ -283,6 +284,18 @@ def test_bad_files_of_completions_are_refused(text, words, device, tmp_path):
     with pytest.raises(ValueError, match=words) as error:
         read_completions("--completions", tmp_path / "c.jsonl", prompts, load_tokenizer(tiny_model()))
     assert str(error.value).startswith(f"--completions {tmp_path / 'c.jsonl'}") and "\n" not in str(error.value)
+
+
+def test_changed_line_is_refused_in_the_file_of_the_run_itself(device, tmp_path):
+    prompts, file = Prompts([[7]], [dict(_source="rows.jsonl:1")]), tmp_path / "c.jsonl"
+    stored = dict(text="1", reward=1.0, score=1.0, rewards={}, ids=[9], sampled=[1])
+    file.write_text(completions_file._as_text(dict(source="rows.jsonl:1", completions=[stored])))
+    read = partial(read_completions, "--x", file, prompts, load_tokenizer(tiny_model()))
+    assert read(own=True)[0]["completions"][0]["reward"] == 1.0
+    file.write_text(file.read_text().replace("1.0", "2.0"))
+    assert read()[0]["completions"][0]["reward"] == 2.0  # users may change a file that they name
+    with pytest.raises(ValueError, match="line 1: it was changed after it was written; delete the file to sample"):
+        read(own=True)
 
 
 @pytest.mark.slow

@@ -39,25 +39,25 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(data, tmp_path_factory):
+def two_ranks(small, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    run(2, "rm.py", *FLAGS, "--dataset", data, "--output_dir", folder)
+    run(2, "rm.py", *FLAGS, *small[:2], "--dataset", data, "--output_dir", folder)
     return folder
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, data, tmp_path, main):
+def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, small, data, tmp_path, main):
     flags = ("--pack_tokens", 1000, "--max_length", 400, "--dataset", data, "--output_dir", tmp_path)
-    main("rm", *FLAGS, *flags)
+    main("rm", *FLAGS, *small[:2], *flags)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1.0)  # rewards are of size 1
     assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_run_resumes_exactly(data, tmp_path, main):
-    main("rm", *FLAGS, "--dataset", data, "--output_dir", tmp_path / "run")
+def test_run_resumes_exactly(small, data, tmp_path, main):
+    flags = (*FLAGS, *small[:2], "--dataset", data)
+    main("rm", *flags, "--output_dir", tmp_path / "run")
     assert [line["step"] for line in metrics(tmp_path / "run") if "eval_loss" in line] == [3, 6]
-    flags = (*FLAGS, "--dataset", data)
     assert_resumes_exactly(main, "rm", *flags, folder=tmp_path / "run", finished=6)
 
 
@@ -161,11 +161,11 @@ def test_new_head_depends_only_on_the_seed(device):
 
 
 @pytest.mark.slow
-def test_model_learns_arithmetic_preferences(tmp_path, main):
+def test_model_learns_arithmetic_preferences(small, tmp_path, main):
     """Training starts from the untrained model; from the demo's checkpoint the accuracy is more than 0.95
     (docs/rm.md)."""
-    flags = ("--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80,
-             "--eval_size", 500)  # fmt: skip
+    flags = (*small[:2], "--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80,
+             "--eval_size", 200)  # fmt: skip
     file = few_of_the_task(tmp_path)
     sets = ("--dataset", file, "--eval_dataset", "arithmetic", f"known={file}")
     main("rm", *flags, *sets, "--output_dir", tmp_path)

@@ -1,5 +1,7 @@
 """Groups of flags for models, data and training."""
 
+import sys
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import model_validator
@@ -88,13 +90,20 @@ class RunArgs:
     once per step; default: the ranks of a machine, or all ranks if machines have different numbers of them"""
     nccl_timeout: MayChange[Positive[float]] = 30.0
     """NCCL timeout in minutes"""
-    output_dir: MayChange[str] = "runs/run"
-    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/"""
+    output_dir: MayChange[str] = ""
+    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/;
+    default: runs/ and the name of the script"""
     seed: int = 0
     """seed of data order and sampling"""
     resume: MayChange[Literal["auto", "never", "must"]] = "auto"
     """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there is one; must: the
     same, but fail if there is none; never: delete the earlier run and start over"""
+
+    @model_validator(mode="after")
+    def _check_output_dir(self) -> Self:
+        script = getattr(sys.modules.get(type(self).__module__), "__file__", None) or "run"
+        self.output_dir = self.output_dir or f"runs/{Path(script).stem}"
+        return self
 
 
 @dataclass(config=STRICT)

@@ -35,7 +35,7 @@ from common.rollout.engines import make_engine, whole_weights
 from common.rollout.episodes import Episodes, Group, PromptRequest
 from common.rollout.prompts import Prompts
 
-CRC = ', "crc": '  # ends the lines that this module writes; lines of other programs have none
+CRC = ', "crc": '  # ends the lines that this module writes
 
 # Prompts and a seed for each -> the completions of this rank's share of them. Collective.
 Generate = Callable[[Prompts, list[int]], list[Group]]
@@ -250,6 +250,9 @@ def read_completions(
     records: list[dict] = []
     for i, line in enumerate(lines):
         try:
+            body, crc, value = line.rpartition(CRC)
+            if own and crc and value != f"{zlib.crc32(body.encode())}}}":
+                raise ValueError("it was changed after it was written")
             record = _parse_line(line, i, prompts)
             record["completions"] = [_whole(stored, required, tokenizer, own) for stored in record["completions"]]
             records.append(record)
@@ -263,9 +266,6 @@ def read_completions(
 
 def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
     """Return the line of prompt i with a list `completions`. Raises `ValueError`."""
-    body, written, crc = text.rpartition(CRC)
-    if written and crc != f"{zlib.crc32(body.encode())}}}":
-        raise ValueError("it was changed after it was written; if you changed it yourself, remove its `crc`")
     try:
         line = LINE.validate_json(text)
     except ValidationError as error:

@@ -210,6 +210,10 @@ class Run:
                 self.message(f"no gain in {name} {since}, {self.without_gain} evaluations: ended after {self.finished}")
             if summary:
                 self.message(summary)
-            self.message(f"done: {self.args.output_dir}/hf")
+            if self.finished == self.first_step:
+                more = "raise --max_steps or --epochs to continue it, name another --output_dir, or use --resume never"
+                self.message(f"nothing to do: the run in {self.args.output_dir} has finished; {more}")
+            else:
+                self.message(f"done: {self.args.output_dir}/hf")
         self.logger.close()
         unlock()

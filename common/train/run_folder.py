@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -18,7 +19,7 @@ from common.model.convert import checkpoints_in
 from common.parallel import distributed
 
 # Contents of every run's folder. Scripts name their further files.
-FILES = ("args.yaml", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
+FILES = ("args.yaml", "code.json", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
 FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline")
 
 
@@ -124,4 +125,17 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
     for unfinished in list(folder.glob("checkpoints/step_*.tmp")):
         shutil.rmtree(unfinished)
     durable.write_text(flags, yaml.safe_dump(flags_of(args), sort_keys=False))
+    if not begun or not (folder / "code.json").is_file():
+        durable.write_json(folder / "code.json", _code(args))
+    then, now = durable.read_json(folder / "code.json"), _code(args)
+    for file in (file for file in then if then[file] != now.get(file)):
+        print(f"{file} has changed since the run in {folder} began; --resume never starts over")
     return None
+
+
+def _code(args: BaseArgs) -> dict[str, list[int]]:
+    """Return the fingerprints of the script and of the user's rewards and environment."""
+    specs = (*getattr(args, "reward", ()), getattr(args, "environment", None) or "")
+    users = [Path(spec.rpartition(":")[0]).expanduser() for spec in specs]
+    files = [Path(getattr(sys.modules.get(type(args).__module__), "__file__", None) or ""), *users]
+    return {str(file): durable.fingerprint(file) for file in files if file.suffix == ".py" and file.is_file()}

@@ -87,9 +87,13 @@ def test_flags_do_not_depend_on_the_order_of_bases(script):
     special = ("__annotations__", "__post_init__")
     body = {name: value for name, value in vars(args_class).items() if name in special or not name.startswith("__")}
     for bases in permutations(args_class.__bases__):
-        permuted = dataclass(type("Args", bases, body))
+        permuted = dataclass(type("Args", bases, body | dict(__module__=script)))
         assert dataclasses.asdict(permuted()) == dataclasses.asdict(args_class())
         assert may_change(permuted(), {}) == may_change(args_class(), {})
+
+
+def test_output_folder_has_the_name_of_the_script():
+    assert [args_of(script)().output_dir for script in ALGORITHMS] == [f"runs/{script}" for script in ALGORITHMS]
 
 
 def bounds(hint) -> list:

@@ -166,12 +166,13 @@ def test_data_without_streaming_support_is_refused(dataset, words, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(data, tmp_path, main):
+def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(small, data, tmp_path, main):
     rng = random.Random(0)
     held_out = [dict(question=str(i), answer=str(rng.random())) for i in range(5)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
-    flags = ("--streaming", "true", "--dataset", data, "--eval_dataset", tmp_path / "held_out.jsonl", "--max_steps", 6,
-             "--batch_size", 8, "--save_every", 3, "--shuffle_buffer", 10, "--eval_every", 4, "--lr", 1e-3)  # fmt: skip
+    flags = (*small[:2], "--streaming", "true", "--dataset", data, "--eval_dataset", tmp_path / "held_out.jsonl",
+             "--max_steps", 6, "--batch_size", 8, "--save_every", 3, "--shuffle_buffer", 10, "--eval_every", 4,
+             "--lr", 1e-3)  # fmt: skip
     main("sft", *flags, "--output_dir", tmp_path / "run")
     assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=6)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")

@@ -292,8 +292,8 @@ FLAGS = ("--on_bad_row", "skip", "--max_length", 150, "--eval_size", 10, "--batc
 
 
 @pytest.mark.slow
-def test_run_from_disk_equals_the_run_in_memory_bitwise_and_resumes(args, cache, tmp_path, main, monkeypatch):
-    flags = (*FLAGS, "--dataset", *args.dataset)
+def test_run_from_disk_equals_the_run_in_memory_bitwise_and_resumes(small, args, cache, tmp_path, main, monkeypatch):
+    flags = (*FLAGS, *small[:2], "--dataset", *args.dataset)
     in_memory(lambda: main("sft", *flags, "--output_dir", tmp_path / "in_memory"), monkeypatch)
     main("sft", *flags, "--output_dir", tmp_path / "cached")
     same = ("loss", "grad_norm", "epoch", "epoch/a", "loss/b", "eval_loss", "eval_loss/a", "num_tokens")
@@ -307,19 +307,6 @@ def with_all_data_large(script: str, folder: Path) -> Path:
     code += "from common.data import token_cache\ntoken_cache.SMALLEST = 0\n"
     (folder / script).write_text(code + (ROOT / script).read_text())
     return folder / script
-
-
-@pytest.mark.slow
-def test_one_rank_per_machine_tokenises(args, cache, tmp_path):
-    script = with_all_data_large("sft.py", tmp_path)
-    flags = (*FLAGS, "--dataset", *args.dataset)
-    run(2, "sft.py", *flags, "--output_dir", tmp_path / "in_memory")
-    first = run(2, script, *flags, "--output_dir", tmp_path / "cached").stdout
-    assert first.count("tokenising the data, once on this machine") == 1
-    assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
-    assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", ("loss", "epoch/a", "eval_loss/b"), rel=0)
-    failed = helpers.run(2, script, *flags, "--output_dir", tmp_path / "bad", "--on_bad_row", "error", code=1)
-    assert failed.stderr.count("error: ") == 1 and "line 10 is not valid JSON" in failed.stderr, failed.stderr
 
 
 # ---- preferences ----
@@ -368,9 +355,9 @@ PREFERENCES = ("--max_length", 150, "--eval_size", 10, "--batch_size", 8, "--max
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["rm", "dpo", "kto"])
 def test_preference_run_from_disk_equals_the_run_in_memory_and_resumes(
-    script, pairs, cache, tmp_path, main, monkeypatch
+    script, small, pairs, cache, tmp_path, main, monkeypatch
 ):
-    flags = (*PREFERENCES, "--dataset", *pairs, *(["--ld_alpha", 0.5] if script == "dpo" else []))
+    flags = (*PREFERENCES, *small[:2], "--dataset", *pairs, *(["--ld_alpha", 0.5] if script == "dpo" else []))
     in_memory(lambda: main(script, *flags, "--output_dir", tmp_path / "in_memory"), monkeypatch)
     assert not cache.exists()
     main(script, *flags, "--output_dir", tmp_path / "cached")
@@ -384,10 +371,13 @@ def test_preference_run_from_disk_equals_the_run_in_memory_and_resumes(
 
 
 @pytest.mark.slow
-def test_reference_scores_pairs_from_disk(pairs, cache, tmp_path):
-    flags = (*PREFERENCES, "--dataset", *pairs)
+def test_one_rank_per_machine_tokenises(small, pairs, cache, tmp_path):
+    """The reference scores pairs from disk. Both ranks end if a row is bad."""
+    script, flags = with_all_data_large("dpo.py", tmp_path), (*PREFERENCES, *small[:2], "--dataset", *pairs)
     run(2, "dpo.py", *flags, "--output_dir", tmp_path / "in_memory")
-    run(2, with_all_data_large("dpo.py", tmp_path), *flags, "--output_dir", tmp_path / "cached")
-    assert cache.exists()
+    first = run(2, script, *flags, "--output_dir", tmp_path / "cached").stdout
+    assert first.count("tokenising the data, once on this machine") == 1 and cache.exists()
     assert_same_weights(tmp_path / "in_memory", tmp_path / "cached")
     assert_close_metrics(tmp_path / "in_memory", tmp_path / "cached", ("loss", "epoch/c", "eval_loss/d"), rel=0)
+    failed = run(2, script, *flags, "--output_dir", tmp_path / "bad", "--on_bad_row", "error", code=1)
+    assert failed.stderr.count("error: ") == 1 and "c.jsonl:8: column chosen" in failed.stderr, failed.stderr

@@ -91,10 +91,12 @@ def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp
 
 
 @pytest.mark.slow
-def test_compiled_blocks_give_equal_numbers(path, device):
+def test_compiled_blocks_give_equal_numbers(tmp_path, device):
     """Dynamo traces the layer, with the eager backend."""
-    with torch.compiler.set_stance("default", force_backend="eager"):
+    path = write_checkpoint(transformers.Qwen3Config(**small(head_dim=16, num_hidden_layers=1)), tmp_path)
+    with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
         plain, compiled = (move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True))
+    with torch.compiler.set_stance("default", force_backend="eager"):
         (mb,) = pack(samples(), 1000, device)
         grads = []
         for policy in (plain, compiled):
@@ -539,6 +541,12 @@ def test_reward_model_resumes_exactly_and_its_adapter_has_the_head(pairs, tmp_pa
     assert torch.equal(adapter["base_model.model.score.weight"], exported["score.weight"])
 
 
+@pytest.fixture(scope="module")
+def model(request):
+    """Return the tiny model with one layer. `small` of tests/conftest.py has the name of a function here."""
+    return request.getfixturevalue("small")[1]
+
+
 ONLINE = ("--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--max_new_tokens", 5, "--lr", 1e-2,
           "--eval_every", 0, "--save_every", 1, "--keep_last", 2, "--lora_rank", 4, "--beta", 0.1,
           "--engine", "transformers")  # fmt: skip
@@ -546,13 +554,15 @@ ONLINE = ("--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path, main):
+def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, tmp_path, main):
     """The checkpoints contain the adapters of the value model and its head; a reference is used too."""
     (tmp_path / "reward.py").write_text("def digits(completion, row): return sum(map(str.isdigit, completion)) / 5")
     extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
     flags = (
         *ONLINE,
         *extra,
+        "--model",
+        model,
         "--reward",
         f"{tmp_path}/reward.py:digits",
         "--max_logprob_difference",
@@ -563,17 +573,17 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, tmp_path
     main(script, *flags, "--output_dir", tmp_path / "run")
     assert_resumes_exactly(main, script, *flags, folder=tmp_path / "run", finished=2)
     adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
-    assert len(adapter) == 2 * 7 * 4 and all(tensor.any() for tensor in adapter.values())
+    assert len(adapter) == 2 * 7 and all(tensor.any() for tensor in adapter.values())
     kl = [line["objective/kl" if script == "ppo" else "kl"] for line in metrics(tmp_path / "run")]
     assert kl[0] == 0 != kl[1]
 
 
 @pytest.mark.slow
-def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(tmp_path, main):
+def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(model, tmp_path, main):
     """The second value model has the same weights in another folder. Four ranks agree too: two replicas of the models
     on two ranks each, context groups of two, offloaded to the host."""
-    copied = shutil.copytree(tiny_model(), tmp_path / "copied")
-    flags = (*ONLINE, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
+    copied = shutil.copytree(model, tmp_path / "copied")
+    flags = (*ONLINE, "--model", model, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
     names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")
     main("ppo", *flags, "--output_dir", tmp_path / "one")
     main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")

@@ -22,7 +22,6 @@ from common.model.policy import load_policy
 from common.train.optim import adamw, optimizer_step
 from common.data.packing import pack
 from common.rollout.engines import whole_weights
-from common.model.tiny import tiny_model
 
 device, rank, size = distributed.setup(0)
 folder, batch = Path(sys.argv[1]), samples((18, 41, 41, 6, 64, 2, 90, 33, 12, 77, 5, 8), vocabulary=300)
@@ -30,7 +29,7 @@ folder, batch = Path(sys.argv[1]), samples((18, 41, 41, 6, 64, 2, 90, 33, 12, 77
 
 def begin(shard_ranks):
     args = TrainArgs(dtype="float32", lr=1e-3, shard_ranks=shard_ranks, output_dir=str(folder))
-    return args, load_policy(tiny_model(), args, device)
+    return args, load_policy(sys.argv[2], args, device)
 
 
 def backward(model, pack_tokens):
@@ -82,7 +81,7 @@ for pack_tokens in (90, 1000):
 if folder.is_dir():  # one gradient, also of another number of ranks
     assert difference(plain, torch.load(folder / "gradient.pt")) < 1e-6
 
-tokenizer = load_tokenizer(tiny_model())
+tokenizer = load_tokenizer(sys.argv[2])
 def checkpointer(shard_ranks):
     args, model = begin(shard_ranks)
     optimizer = adamw(model, args)
@@ -117,21 +116,21 @@ distributed.cleanup()
 
 
 @pytest.mark.slow
-def test_replicas_train_like_one_model(tmp_path):
+def test_replicas_train_like_one_model(small, tmp_path):
     """Gradients, norms and clipping agree, with one and with several packs. Every layout resumes the checkpoints of
     every other, also with more and fewer ranks; the engine gets the model's weights."""
     (tmp_path / "rank.py").write_text(RANK)
     for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
-        done = run(ranks, tmp_path / "rank.py", tmp_path / "run")
+        done = run(ranks, tmp_path / "rank.py", tmp_path / "run", small[1])
         assert f"layouts {layouts}" in done.stdout
         assert f"hybrid sharding: {ranks} copies of each model, each on 1 of the {ranks} ranks" in done.stdout
 
 
 @pytest.mark.slow
-def test_ppo_with_replicas_trains_like_one_model(tmp_path):
+def test_ppo_with_replicas_trains_like_one_model(small, tmp_path):
     """PPO trains two models in one loop. The engine agrees with the trainer at every rollout."""
-    flags = ("--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--max_steps", 2, "--lr", 1e-3,
-             "--minibatches", 2, "--epochs_per_rollout", 1,
+    flags = (*small[:2], "--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--max_steps", 2,
+             "--lr", 1e-3, "--minibatches", 2, "--epochs_per_rollout", 1,
              "--engine", "transformers", "--pack_tokens", 40, "--eval_every", 0, "--check_every", 1)  # fmt: skip
     for name, extra in (("one", ()), ("two", ("--shard_ranks", 1))):
         run(2, "ppo.py", *flags, *extra, "--output_dir", tmp_path / name)

@@ -160,14 +160,14 @@ def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, t
         ),
     ],
 )
-def test_scripts_with_context_ranks_train_like_one_rank(main, script, ranks, flags, both, sums, tmp_path):
+def test_scripts_with_context_ranks_train_like_one_rank(main, script, ranks, flags, both, small, tmp_path):
     """Two context groups of two ranks, or one beside a dedicated rollout rank. Cases include two replicas of a model,
     with adapters, on the host."""
     if script == "dpo":  # with the flags of the built-in task
-        data = ("--dataset", sums, "--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
+        data = ("--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
     else:
-        data = ("--engine", "transformers", "--prompts_per_step", 16)
-    steps = ("--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *data, *both)
+        data = ("--engine", "transformers", "--prompts_per_step", 16, "--max_new_tokens", 16)
+    steps = (*small, "--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *data, *both)
     main(script, *steps, "--output_dir", tmp_path / "one")
     run(ranks, f"{script}.py", *steps, *flags, "--output_dir", tmp_path / "many")
     assert_close_metrics(tmp_path / "one", tmp_path / "many", ("loss", "grad_norm"), rel=1e-4, floor=0.1)

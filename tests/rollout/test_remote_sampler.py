@@ -24,7 +24,7 @@ STEPS, PROMPTS = 6, 8
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def flags(small, tmp_path_factory):
     """Return flags with 48 different prompts: an epoch has six steps."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "reward.py").write_text(REWARD)
@@ -32,6 +32,7 @@ def flags(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
     return (
+        *small[:2],
         "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
         "--reward", f"{folder / 'reward.py'}:digits", "--prompts_per_step", PROMPTS, "--samples_per_prompt", 4,
         "--max_new_tokens", 8, "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--save_every", 2,
@@ -96,10 +97,10 @@ def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
 
 
 @pytest.mark.parametrize("extra", [("--engine", "vllm", "--oversample", 1.5), (*FAST, "--partial_rollouts", "false")])
-def test_every_step_sends_new_weights_to_in_flight_completions(extra, flags, small, tmp_path):
+def test_every_step_sends_new_weights_to_in_flight_completions(extra, flags, tmp_path):
     """The number of interrupted completions depends on timing. test_engine.py shows that a token has the log-prob of
     its weights, and test_episodes.py that begun episodes can be finished first."""
-    flags = (*flags, *small[:2], "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
+    flags = (*flags, "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
     run(2, "rloo.py", *flags, *extra, "--max_staleness", 2, "--output_dir", tmp_path)
     lines = metrics(tmp_path)
     assert all(line["sampling/version_spread/max"] <= line["sampling/staleness/max"] <= 2 for line in lines)
@@ -108,9 +109,9 @@ def test_every_step_sends_new_weights_to_in_flight_completions(extra, flags, sma
     assert {line["what"] for line in timeline(tmp_path, 0)} >= {"rollout", "train", "step", "sync"}
 
 
-def test_reward_models_score_complete_groups_during_sampling(flags, small, tmp_path):
+def test_reward_models_score_complete_groups_during_sampling(flags, tmp_path):
     judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
-    extra = (*small[:2], "--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
+    extra = ("--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
     where = ("--rollout_ranks", 1, "--max_staleness", 2, "--oversample", 1.5, "--output_dir", folder)
     run(3, "rloo.py", *flags, *extra, *where)
     tokenizer = load_tokenizer(str(judge))
@@ -132,8 +133,8 @@ def timeline(folder, rank: int) -> list[dict]:
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
-def test_every_online_script_runs_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, small, tmp_path):
-    where = (*small[:2], "--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
+def test_every_online_script_runs_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, tmp_path):
+    where = ("--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
     run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
     assert all(line["sampling/staleness/max"] <= 1 for line in metrics(tmp_path)[1:])
@@ -170,8 +171,8 @@ def test_resumed_run_may_change_rollout_ranks_but_not_max_staleness(tmp_path, de
 
 def test_rollout_ranks_end_if_trainers_fail_at_start(flags, tmp_path):
     bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
-    stderr = run(2, "rloo.py", *flags, *FAST, *bad, code=1, torchrun=True).stderr
-    assert [line for line in stderr.splitlines() if line.startswith("error: ")][0].startswith(
-        "error: --reward nonsense"
-    )
-    assert "forcefully" not in stderr, "the launcher waited 30 seconds for it and killed it"
+    with Ranks(2, "rloo.py", *flags, *FAST, *bad) as ranks:
+        stderr = ranks.end().stderr
+        assert all(process.exitcode is not None for process in ranks.processes), "a signal did not end a rank"
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: --reward nonsense")

@@ -5,23 +5,23 @@ import dataclasses
 import errno
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from helpers import ended, finished, start
+from helpers import run
 from model.test_policy import ARCHITECTURES, ARGS, whole, write_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.groups import TrainArgs
+from common.config.groups import OnlineArgs, TrainArgs
 from common.data import durable
 from common.model.convert import checkpoints_in
 from common.model.hub import load_tokenizer
@@ -79,9 +79,9 @@ def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, devi
 # ---- the folder ----
 
 
-def begin(folder, **flags) -> None:
+def begin(folder, kind: type[TrainArgs] = TrainArgs, **flags) -> None:
     """Prepare a folder up to its first checkpoint."""
-    prepare_output_dir(TrainArgs(output_dir=str(folder), **flags))
+    prepare_output_dir(kind(output_dir=str(folder), **flags))
     (folder / "checkpoints" / "step_000001").mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
@@ -151,14 +151,13 @@ def test_checkpoints_are_ordered_by_number_and_have_exact_names(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_disk_ends_a_run_with_one_line(ranks, small, tmp_path):
     """A limit on the size of files stands for the full disk."""
+    (tmp_path / "limited.py").write_text(
+        "import resource, runpy\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
     flags = ("--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--output_dir", tmp_path / "run")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limit[1]))
-    try:
-        process = start(ranks, "sft.py", *small, *flags)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    done = finished(ended(process), 1)
+    done = run(ranks, tmp_path / "limited.py", *small, *flags, code=1)
     words = r"^error: writing to the disk failed: .*; files that were complete before are intact$"
     assert re.search(words, done.stderr, re.MULTILINE)
     assert "rank 0 failed" not in done.stderr and not checkpoints_in(tmp_path / "run" / "checkpoints")
@@ -171,6 +170,24 @@ def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
         prepare_output_dir(TrainArgs(output_dir=str(tmp_path), resume="must"))
 
 
+def test_changed_script_or_reward_is_named_at_a_resume(tmp_path, capsys):
+    scripts, rewards = tmp_path / "mine.py", tmp_path / "reward.py"
+    for file in (scripts, rewards):
+        file.write_text("def f(completion, row):\n    return 1.0\n")
+    mine = dataclasses.make_dataclass("Args", [], bases=(OnlineArgs,), namespace=dict(__module__="mine"))
+
+    def begin_mine() -> str:
+        with mock.patch.dict(sys.modules, mine=SimpleNamespace(__file__=str(scripts))):
+            begin(tmp_path / "run", kind=mine, reward=(f"{rewards}:f", "exact_match"))
+        return capsys.readouterr().out
+
+    assert begin_mine() == begin_mine() == ""
+    rewards.write_text("def f(completion, row):\n    return 2.0\n")
+    assert begin_mine() == f"{rewards} has changed since the run in {tmp_path}/run began; --resume never starts over\n"
+    scripts.write_text("")
+    assert f"{scripts} has changed since" in begin_mine()
+
+
 def test_starting_over_deletes_only_the_files_of_a_run(tmp_path):
     begin(tmp_path)
     for name in ("own.json", "other.json", "hf.tmp/x", "checkpoints/step_000002.tmp/x"):
@@ -179,7 +196,13 @@ def test_starting_over_deletes_only_the_files_of_a_run(tmp_path):
     begin(tmp_path)
     assert (tmp_path / "own.json").is_file() and not list(tmp_path.rglob("*.tmp"))
     prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0, resume="never"), owned=("own*.json",))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["args.yaml", "checkpoints", "lock", "other.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "args.yaml",
+        "checkpoints",
+        "code.json",
+        "lock",
+        "other.json",
+    ]
     assert not list((tmp_path / "checkpoints").iterdir())
 
 

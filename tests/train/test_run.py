@@ -26,10 +26,10 @@ TOTAL = 5
 
 
 @pytest.fixture(scope="module")
-def parts(device):
+def parts(small, device):
     """Return a shared model and optimizer; restored state is reset before each test."""
     args = TrainArgs(dtype="float32")
-    model = load_policy(tiny_model(), args, device)
+    model = load_policy(str(small[1]), args, device)
     return model, adamw(model, args)
 
 
@@ -268,7 +268,7 @@ def test_early_stop_ends_the_run_also_after_a_resume(scores, parts, tmp_path, ca
     capsys.readouterr()
     once_more = Steps(parts, tmp_path / "whole", **flags)
     assert once_more.go(scores=scores) == ended and once_more.begun == [] == once_more.saves
-    assert f"done: {tmp_path}/whole/hf" in capsys.readouterr().out
+    assert f"nothing to do: the run in {tmp_path}/whole has finished; raise --max_steps" in capsys.readouterr().out
     patient = Steps(parts, tmp_path / "whole", **flags | dict(early_stop=3))
     assert patient.run.without_gain == 2 and patient.go(scores=scores)[-1] > ended[-1]
 

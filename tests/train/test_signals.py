@@ -2,15 +2,15 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from helpers import SIGNAL_AT, assert_same_weights, ended, kill, logged, metrics, run, start, until
+from helpers import SIGNAL_AT, Ranks, alive, assert_same_weights, ended, kill, logged, metrics, run, start, until
 
 pytestmark = pytest.mark.slow
 
 SFT = ["--batch_size", 4, "--eval_every", 0, "--save_every", 1000, "--lr", 1e-3]
+ENDLESS = [*SFT, "--max_steps", 100_000]
 GRPO = ["--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--eval_size", 4,
         "--save_every", 1000, "--engine", "transformers", "--max_steps", 5]  # fmt: skip
 
@@ -24,9 +24,9 @@ def stopped_at(folder: Path) -> int:
 # ---- a signal in the middle of step 3 ----
 
 
-def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(sums, tmp_path):
+def test_signal_to_one_rank_stops_all_and_the_same_command_resumes(small, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    flags = [*SFT, "--dataset", sums, "--max_steps", 8]
+    flags = [*SFT, *small, "--max_steps", 8]
     run(2, "sft.py", *flags, "--output_dir", whole)
     moment = (1, "torch.optim.AdamW.step", stopped, 2, int(signal.SIGTERM))
     done = run(2, SIGNAL_AT, *moment, "sft.py", *flags, "--output_dir", stopped)
@@ -48,9 +48,9 @@ def test_rollout_stopped_by_a_signal_is_repeated(small, tmp_path):
     assert_same_weights(whole, stopped)
 
 
-def test_second_signal_stops_at_once(sums, tmp_path):
+def test_second_signal_stops_at_once(small, tmp_path):
     twice = f"{int(signal.SIGTERM)},{int(signal.SIGTERM)}"
-    flags = [*SFT, "--dataset", sums, "--max_steps", 8, "--output_dir", tmp_path]
+    flags = [*SFT, *small, "--max_steps", 8, "--output_dir", tmp_path]
     run(1, SIGNAL_AT, 0, "torch.optim.AdamW.step", tmp_path, 2, twice, "sft.py", *flags, code=-signal.SIGTERM)
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
 
@@ -58,32 +58,33 @@ def test_second_signal_stops_at_once(sums, tmp_path):
 # ---- with torchrun ----
 
 
-def interrupted(victim: int | None, signum: int, sums: Path, folder: Path) -> subprocess.CompletedProcess:
-    """Run sft.py on two ranks, send a rank or the launcher a signal after step 2, and wait for the end."""
-    endless = (*SFT, "--dataset", sums, "--max_steps", 100_000, "--output_dir", folder)
-    with start(2, "sft.py", *endless) as launcher:
+def test_launcher_forwards_the_signal(sums, tmp_path):
+    """The launcher gets the signal after step 2."""
+    with start(2, "sft.py", *ENDLESS, "--dataset", sums, "--output_dir", tmp_path) as launcher:
         ranks = []
         try:
-            until(lambda: launcher.poll() is not None or logged(folder, 2))
+            until(lambda: launcher.poll() is not None or logged(tmp_path, 2))
             children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
             ranks += map(int, children.read_text().split())
-            os.kill(launcher.pid if victim is None else ranks[victim], signum)
-            return ended(launcher, ranks)
+            launcher.send_signal(signal.SIGINT)
+            done = ended(launcher, ranks)
         except BaseException:
             kill(launcher.pid, *ranks)
             raise
-
-
-def test_launcher_forwards_the_signal(sums, tmp_path):
-    done = interrupted(None, signal.SIGINT, sums, tmp_path)
     assert f"stopped after step {stopped_at(tmp_path)}" in done.stdout, done.stderr
     assert "forcefully exiting" not in done.stderr, "a rank did not end at the signal, and was killed"
 
 
-def test_killed_rank_ends_the_run(sums, tmp_path):
-    done = interrupted(1, signal.SIGKILL, sums, tmp_path)
+# ---- other ends ----
+
+
+def test_killed_rank_ends_the_run(small, tmp_path):
+    with Ranks(2, "sft.py", *ENDLESS, *small, "--output_dir", tmp_path) as ranks:
+        until(lambda: logged(tmp_path, 2) or not alive(ranks.pids[0]))
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        until(lambda: not alive(ranks.pids[0]))  # without the signal of a launcher
+        done = ranks.end()
     assert done.returncode == 1 and "error: rank 0 lost another rank: " in done.stderr, done.stderr
-    assert "forcefully exiting" not in done.stderr, "a rank did not end at the signal, and was killed"
 
 
 @pytest.mark.parametrize("signals, code, said", [(1, 1, "error: heard\n"), (2, -signal.SIGTERM, "")])
