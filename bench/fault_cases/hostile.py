@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from helpers import Ranks, metrics
+from helpers import Ranks, metrics, warm
 
 from bench.fault_cases.case import illegible, inputs, outcome, work
 
@@ -51,6 +51,7 @@ def ended(script: str, folder: Path, **flags: object) -> subprocess.CompletedPro
     flags = flags_of(script) | dict(output_dir=folder / "run") | flags
     words = [word.format(inputs=inputs(), folder=folder) if "{" in word else word
              for name, value in flags.items() for word in (f"--{name}", *str(value).split("\t"))]  # fmt: skip
+    warm()  # its processes must not have the mark of this run
     with mock.patch.dict(os.environ, FAULTS=str(folder)), Ranks(1, f"{script}.py", *words) as started:
         (pid,), deadline = started.pids, time.monotonic() + SECONDS
         while started.processes[0].exitcode is None:
