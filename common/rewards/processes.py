@@ -128,9 +128,12 @@ class Process:
                 result = Result(*pickle.loads(payload))
             except Exception as error:  # unpickling runs code of the returned object
                 result = Result(error=f"the result cannot be unpickled: {one_line(error)}")
-            if number >= 0:
+            if number in self.asked:
                 del self.asked[number]
                 found.append((number, result))
+            elif number >= 0:
+                self.end = Result(error="it wrote to a file that it had not opened")
+                break
             elif number == DIED or result.error:
                 self.end = self.end or result
             else:
@@ -164,7 +167,7 @@ class Process:
         return time.monotonic() + seconds + (LATE if self.is_async else 0.0)
 
     def _flush(self) -> None:
-        with suppress(BlockingIOError, ConnectionError):  # `_receive` notices a lost connection
+        with suppress(OSError):  # it is full, lost or closed: `_receive` notices a lost connection
             while self.outgoing:
                 del self.outgoing[: self.socket.send(self.outgoing)]
 
@@ -175,8 +178,8 @@ class Process:
                 self.incoming += data
         except BlockingIOError:
             return True
-        except ConnectionError:
-            pass
+        except OSError:  # lost or closed
+            return False
         return False
 
     def _messages(self) -> Iterator[tuple[int, bytes]]:
@@ -193,6 +196,8 @@ def wait(processes: Iterable[Process], until: float = math.inf) -> None:
     """Block until one process has sent bytes, accepts bytes or is late, at most until the time `until`."""
     poll = select.poll()
     for process in processes:
+        if process.end:  # its questions have their answer
+            return
         poll.register(process.socket, select.POLLIN | (select.POLLOUT if process.outgoing else 0))
         until = min(until, process.deadline)
     poll.poll(1000 * max(0.0, until - time.monotonic()))

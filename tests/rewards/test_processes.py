@@ -49,7 +49,8 @@ def test_nonpositive_sizes_are_refused():
 @pytest.mark.parametrize(
     "how, text",
     [(("leave", 3), "exit 3"), (("leave", 0), "exit 0"), (("segfault",), "SIGSEGV"), (("kill",), "SIGKILL"),
-     (("close_all",), "it closed a file that it had not opened")],
+     (("close_all",), "it closed a file that it had not opened"),
+     (("scribble",), "it wrote to a file that it had not opened")],
 )  # fmt: skip
 def test_dying_process_loses_only_its_call(how, text, shared, tmp_path):
     with watched(DO, 2, shared=shared) as (pool, counts):

@@ -156,6 +156,16 @@ def test_error_ends_only_its_episode(doers, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_process_that_dies_after_its_answer_is_the_error_of_the_next_step(doers):
+    doers.reset(0, row())
+    pid = pid_of(doers, 0)
+    doers.step(0, f"(threading.Timer(0.01, os._exit, [7]).start(), {FINE})[1:]")
+    until(lambda: not alive(pid))
+    assert all_answers(doers)[0] == [fine(2)]  # comes with the report of the death
+    doers.step(0, FINE)
+    assert all_answers(doers)[0] == [Answer([], 0.0, True, "step 3: the process died (exit 7)")]
+
+
 def test_output_and_forks_do_not_affect_answers(doers, capfd):
     doers.reset(0, row(do="print('hello'), os.write(1, b'directly'), subprocess.run(['echo', 'far'])"))
     doers.step(0, f"(os.fork(), {FINE})[1:]")
