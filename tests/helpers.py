@@ -33,9 +33,6 @@ BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virt
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")
 
 
-# ---- processes ----
-
-
 def environment(**variables: object) -> dict[str, str]:
     return os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | {k: str(v) for k, v in variables.items()}
 
@@ -120,12 +117,8 @@ def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.Com
     return done
 
 
-def run(
-    ranks: int, script: str | Path, *flags: object, code: int = 0, torchrun: bool = False
-) -> subprocess.CompletedProcess:
-    """Run a script to its end, in forked ranks or under torchrun, and check how it ended."""
-    if torchrun:
-        return finished(ended(start(ranks, script, *flags)), code)
+def run(ranks: int, script: str | Path, *flags: object, code: int = 0) -> subprocess.CompletedProcess:
+    """Run a script to its end in forked ranks, and check how it ended."""
     with Ranks(ranks, script, *flags) as started:
         return finished(started.end(), code)
 
@@ -185,8 +178,7 @@ class Ranks:
                     os.kill(process.pid, signal.SIGUSR1)  # writes its stacks to stderr
                     time.sleep(1)
                 states = [Path(f"/proc/{process.pid}/status").read_text().split("\n")[2] for process in running]
-                text = Path(self.folder.name, "stderr").read_text()[-8000:]
-                raise AssertionError(f"{len(running)} ranks hang, {states}:\n{text}")
+                raise AssertionError(f"ranks hang, {states}:\n" + Path(self.folder.name, "stderr").read_text()[-8000:])
         for process in self.processes:
             process.terminate()
             process.join(30)  # then __exit__ kills the rank
