@@ -35,9 +35,6 @@ BAD_ENDS = ("CUDA Error", "Traceback", "Aborted", "terminate called", "pure virt
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not here")
 
 
-# ---- processes ----
-
-
 def environment(**variables: object) -> dict[str, str]:
     return os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | {k: str(v) for k, v in variables.items()}
 
@@ -122,12 +119,8 @@ def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.Com
     return done
 
 
-def run(
-    ranks: int, script: str | Path, *flags: object, code: int = 0, torchrun: bool = False
-) -> subprocess.CompletedProcess:
-    """Run a script to its end, in forked ranks or under torchrun, and check how it ended."""
-    if torchrun:
-        return finished(ended(start(ranks, script, *flags)), code)
+def run(ranks: int, script: str | Path, *flags: object, code: int = 0) -> subprocess.CompletedProcess:
+    """Run a script to its end in forked ranks, and check how it ended."""
     with Ranks(ranks, script, *flags) as started:
         return finished(started.end(), code)
 

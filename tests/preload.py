@@ -7,17 +7,16 @@ import sys
 import warnings
 
 import torch
+import transformers.conversion_mapping as conversions
 from helpers import ROOT
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from common.config.parse import parse
 from common.metrics.logger import RunLogger
 
 # Imports inside functions of the scripts. If vLLM is not installed, the fork server ignores the last ones.
 LATER = (
-    "fsspec rich.table torch.distributed.checkpoint._fsspec_filesystem transformers.generation.utils "
-    "transformers.models.auto.modeling_auto transformers.models.qwen3.modeling_qwen3 "
-    "common.rollout.transformers_engine common.rollout.vllm_engine"
+    "fsspec rich.table torch.distributed.checkpoint._fsspec_filesystem transformers.models.auto.modeling_auto "
+    "transformers.models.qwen3.modeling_qwen3 common.rollout.transformers_engine common.rollout.vllm_engine"
 )
 VLLM = (
     "vllm.entrypoints.llm vllm.entrypoints.launchers.cli_args vllm.v1.core.sched.scheduler vllm.v1.worker.cpu_worker "
@@ -31,18 +30,13 @@ parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])  # tyro imports m
 RunLogger.draw_curves = lambda _: None  # half the time of a short run; tests/metrics and tests/train draw
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)
-if "vllm.v1.worker.cpu_worker" in sys.modules:  # most of the time of an engine's start
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging
-    from vllm.platforms import current_platform
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
+if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of an engine's start
     with warnings.catch_warnings(action="ignore"):
-        current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = lambda _: None
-    configure_logging(LoggingConfig())
-    CPUWorker.determine_available_memory = lambda _: 1 << 27  # bytes of cache to fill with zeros, instead of a GiB
-get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
+        vllm.current_platform.register_triton_kernel_overrides()
+    type(vllm.current_platform).register_triton_kernel_overrides = lambda _: None
+    sys.modules["vllm.logger"].configure_logging(sys.modules["vllm.config.logging"].LoggingConfig())
+    vllm.CPUWorker.determine_available_memory = lambda _: 1 << 27  # bytes of zeros, instead of a GiB
+conversions.get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it
 atexit.register(unfreeze)

@@ -11,7 +11,18 @@ import typing
 import helpers
 import pytest
 import torch
-from helpers import GSM8K, ROOT, assert_close_metrics, assert_same_weights, metrics, needs_gsm8k, run
+from helpers import (
+    GSM8K,
+    ROOT,
+    assert_close_metrics,
+    assert_same_weights,
+    ended,
+    finished,
+    metrics,
+    needs_gsm8k,
+    run,
+    start,
+)
 
 import grpo
 from common.config.parse import parse
@@ -203,13 +214,21 @@ def test_engine_and_trainer_agree_on_every_step(with_vllm):
 
 @pytest.mark.slow
 def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp_path):
-    extra = ("--tensor_parallel_size", 2, "--max_steps", 1, "--output_dir", tmp_path)
-    # vLLM unlinks its shared memory when Python exits, not a fork.
-    done = run(2, "grpo.py", *flags, *extra, torchrun=True)
-    # On a CPU without AVX-512 vLLM has no shared memory and gathers with a function of torch that warns.
-    lines = [line for line in done.stderr.splitlines() if "all_gather_into_tensor` is deprecated" not in line]
-    assert not any(word in line for line in lines for word in ("UserWarning", "FutureWarning", "Triton")), done.stderr
+    (tmp_path / "rank.py").write_text(
+        "import os, pathlib, runpy\nrunpy.run_path('grpo.py', run_name='__main__')\n"
+        "# With AVX-512 vLLM has shared memory, and unlinks it when a process exits that is no fork.\n"
+        "for file in pathlib.Path('/dev/shm').glob(f'*{os.environ[\"VLLM_DIST_IDENT\"]}-*cpushm*'):\n"
+        "    file.unlink(missing_ok=True)\n"
+    )
+    run(2, tmp_path / "rank.py", *flags, "--tensor_parallel_size", 2, "--max_steps", 1, "--output_dir", tmp_path)
     assert [s["completion"] for s in samples(with_vllm, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
+
+
+@pytest.mark.slow
+def test_start_and_end_of_vllm_print_no_warnings(flags, tmp_path):
+    """The run has its own process, with all imports."""
+    done = finished(ended(start(1, "grpo.py", *flags, "--max_steps", 1, "--output_dir", tmp_path)))
+    assert not any(word in done.stderr for word in ("UserWarning", "FutureWarning", "Triton")), done.stderr
 
 
 # ---- whole runs: transformers engine, every part of the objective ----
