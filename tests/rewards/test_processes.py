@@ -38,6 +38,13 @@ def test_map_returns_values_in_order_from_all_processes(tmp_path):
         assert [r.value for r in pool.map([(9,), (4,)])] == [3, 2]
 
 
+def test_answer_to_no_question_ends_the_process():
+    with opened(DO, 1) as pool:
+        culprit, *others = pool.map([("scribble",), ("value", 1), ("value", 2)])
+        assert culprit.error == "it wrote to a file that it had not opened"
+        assert [result.value for result in others] == [1, 2]
+
+
 def test_nonpositive_sizes_are_refused():
     for size, seconds, named in ((0, 1, {}), (1, 0, {}), (1, float("nan"), {}), (1, 1, dict(memory_gib=0)),
                                  (1, 1, dict(start_seconds=-1))):  # fmt: skip
@@ -49,8 +56,7 @@ def test_nonpositive_sizes_are_refused():
 @pytest.mark.parametrize(
     "how, text",
     [(("leave", 3), "exit 3"), (("leave", 0), "exit 0"), (("segfault",), "SIGSEGV"), (("kill",), "SIGKILL"),
-     (("close_all",), "it closed a file that it had not opened"),
-     (("scribble",), "it wrote to a file that it had not opened")],
+     (("close_all",), "it closed a file that it had not opened")],
 )  # fmt: skip
 def test_dying_process_loses_only_its_call(how, text, shared, tmp_path):
     with watched(DO, 2, shared=shared) as (pool, counts):
