@@ -189,6 +189,7 @@ def test_killed_run_resumes_with_equal_results(one_rank, flags, models, main, tm
 @pytest.fixture(scope="module")
 def checkpoints(models, device):
     """Return a run's folder with the checkpoints of three steps."""
+    (models / "run").mkdir()
     args = TrainArgs(output_dir=str(models / "run"), dtype="float32", keep_last=3)
     policy = load_policy(str(models / "policy"), args, device)
     saves = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))

@@ -3,6 +3,7 @@
 import atexit
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 
 @cache
 def shim() -> str:
-    """Return a library that makes file operations fail once a rank arms it; empty without a C compiler."""
-    if not shutil.which("cc"):
+    """Return a library that makes file operations fail once a rank arms it; empty without a C compiler on Linux."""
+    if sys.platform != "linux" or not shutil.which("cc"):
         return ""
     library = Path(tempfile.mkdtemp()) / "shim.so"
     atexit.register(shutil.rmtree, library.parent)
