@@ -20,7 +20,7 @@ from common.data.tasks import arithmetic_rows
 from common.model.tiny import tiny_model
 
 HERE = Path(__file__).resolve().parent
-TIMED = ("time/", "speed/", "memory/", "idle/", "tokens_per_second")
+TIMED = ("time/", "speed/", "memory/", "idle/", "engine/", "tokens_per_second")
 
 
 class Case(NamedTuple):

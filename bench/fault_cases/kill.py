@@ -1,5 +1,6 @@
 """Processes that are killed, stopped, started twice, run for long, or whose clock jumps."""
 
+import contextlib
 import os
 import random
 import re
@@ -17,7 +18,7 @@ from bench.fault_cases.case import HERE, Case, Setting, Skip, after, differs, il
 LAYOUTS = {
     "one rank": Setting("sft"),
     "two ranks": Setting("sft", ranks=2),
-    "rollout ranks": Setting("grpo", ranks=2, flags=(("rollout_ranks", 1),), steps=4),
+    "rollout ranks": Setting("grpo", ranks=2, flags=(("rollout_ranks", 1), ("max_staleness", 0)), steps=4),
     "context ranks": Setting("sft", ranks=2, flags=(("context_ranks", 2),)),
 }
 WITHIN = 10  # seconds in which a launch must end after the death of a rank
@@ -46,7 +47,8 @@ def sigterm(pid: int) -> None:
 def sigterm_twice(pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
     time.sleep(0.1)
-    os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 def ctrl_c(pid: int) -> None:
