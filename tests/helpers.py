@@ -150,6 +150,8 @@ class Ranks:
         self.folder, words = tempfile.TemporaryDirectory(), [str(word) for word in (script, *flags)]
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
+        for name in ("stdout", "stderr"):
+            Path(self.folder.name, name).touch()
         for rank in range(ranks):
             place = dict(
                 RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1",

@@ -287,7 +287,7 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         print("interrupted", file=sys.stderr)
     elif problem := disk_error(error):
         print(f"error: {problem}", file=sys.stderr)
-    elif isinstance(error, RuntimeError) and ("by peer" in str(error) or "Connection timed out" in str(error)):
+    elif isinstance(error, RuntimeError) and ("by peer" in str(error) or "gloo/transport" in str(error)):
         print(f"error: rank {_launch_rank} lost another rank: {gloo_message(error)}", file=sys.stderr)
     elif stop_signal is not None:
         print(f"error: stopped by signal {stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
