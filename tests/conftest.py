@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
     """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C stops pytest."""
-    handlers = mock.patch.object(distributed, "install_signal_handlers")
+    handlers = mock.patch.multiple(distributed, install_signal_handlers=mock.DEFAULT, default_signals=mock.DEFAULT)
     with mock.patch.dict("os.environ"), mock.patch.object(sys, "excepthook"), handlers:
         device, _, _ = distributed.setup(0)
     yield device

@@ -69,6 +69,7 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
     Exits with one line if the other ranks cannot be reached.
     """
     global _store, _launch_rank, training_ranks, rollout_ranks
+    default_signals()  # ranks wait for each other inside a library, with nothing to save
     if "RANK" not in os.environ:  # plain python; the engine reads these variables too
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
@@ -98,9 +99,7 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
     if device.type == "cuda":
         dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=nccl_timeout))
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
-    if num_rollout_ranks:
-        default_signals()  # until both roles have met: they wait inside a library, with nothing to save
-    else:
+    if not num_rollout_ranks:  # otherwise when both roles have met
         install_signal_handlers()
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # ranks end with a torchrun that is killed
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
