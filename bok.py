@@ -46,7 +46,7 @@ from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-SHOW = ("loss", "reward", "eval/pass_at_1", "time/step")
+SHOW = ("loss", "reward", "eval/solved", "time/step")
 
 
 # ---- the objective ----

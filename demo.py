@@ -52,9 +52,7 @@ def main() -> None:
     train("sft.py", "--config", "configs/demo_sft.yaml")
     train("grpo.py", "--config", "configs/demo_grpo.yaml")
 
-    scores = [
-        line["eval/pass_at_1"] for line in read_metrics(ROOT / OUT / "grpo/metrics.jsonl") if "eval/pass_at_1" in line
-    ]
+    scores = [line["eval/solved"] for line in read_metrics(ROOT / OUT / "grpo/metrics.jsonl") if "eval/solved" in line]
     rows = arithmetic_rows("test")[:5]
     columns = answers(ROOT / OUT / "sft/hf", rows), answers(ROOT / OUT / "grpo/hf", rows)
     table = Table(
@@ -69,7 +67,7 @@ def main() -> None:
     )
     draw_curves(
         [ROOT / OUT / "sft/metrics.jsonl", ROOT / OUT / "grpo/metrics.jsonl"],
-        ["loss", "eval_loss", "eval_mean_token_accuracy", "eval/pass_at_1", "reward", "entropy"],
+        ["loss", "eval_loss", "eval_mean_token_accuracy", "eval/solved", "reward", "entropy"],
         ROOT / OUT / "curves.png",
         labels=["sft.py", "grpo.py"],
     )

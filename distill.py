@@ -59,8 +59,8 @@ from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
 COLUMNS = tuple(pair for pair in SFT_COLUMNS if len(pair) == 2)  # a prompt and its completion
-SHOW = ("loss", "reverse_kl", "agreement", "eval_loss", "eval/pass_at_1", "time/step")
-CURVES = ("loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/pass_at_1", "entropy",
+SHOW = ("loss", "reverse_kl", "agreement", "eval_loss", "eval/solved", "time/step")
+CURVES = ("loss", "eval_loss", "reverse_kl", "data/reverse_kl", "agreement", "eval/solved", "entropy",
           "teacher_entropy", "completions/mean_length", "grad_norm")  # fmt: skip
 
 # ---- the objective ----
@@ -102,7 +102,7 @@ def loss(
 
 @dataclass
 class Args(CorrectionArgs, OnlineArgs):
-    TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(prompts_per_step=256, samples_per_prompt=1, on_policy_fraction=0.5)
+    TINY_DEFAULTS: ClassVar = TINY_ONLINE | dict(prompts_per_step=256, samples_per_prompt=1, reward="exact_match")
     samples_per_prompt: Positive[int] = 1
     reward: Several[str] = ()
     """rewards by which completions are measured (docs/rewards.md lists all); trained on only with --reward_coef"""

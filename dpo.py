@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import Fraction, Positive, require_default
-from common.config.groups import TINY_TRAINING, TrainArgs
+from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
+from common.config.sampling import GenerateArgs
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
 from common.data.packing import PackedBatch, pack_groups
 from common.data.rows import PAIR_COLUMNS
@@ -45,14 +46,15 @@ from common.model.scoring import weighted_logps
 from common.objectives import preference
 from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
+from common.train.generation import Generation
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
-CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins", "rewards/chosen",
-          "rewards/rejected", "grad_norm")  # fmt: skip
+SHOW = ("eval/solved", "loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
+CURVES = ("eval/solved", "loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
+          "rewards/chosen", "rewards/rejected", "grad_norm")  # fmt: skip
 
 # ---- the objective ----
 
@@ -77,9 +79,9 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(PreferenceArgs, TrainArgs):
+class Args(PreferenceArgs, GenerateArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
-    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | dict(beta=1.0, sft_weight=1.0)
+    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(beta=1.0, sft_weight=1.0)
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
@@ -211,7 +213,7 @@ def main(args: Args) -> None:
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.room // 2 + 1)
+    fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, (*PAIR_FLAGS, "ld_alpha")
@@ -223,6 +225,7 @@ def main(args: Args) -> None:
     needed = not set(args.loss) <= REFERENCE_FREE
     reference, (stored, eval_stored) = reference_or_logps(policy, (pairs, eval_pairs), tokenizer, args, device, needed)
     optimizer = adamw(policy, args)
+    generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, pairs), order=order, show=SHOW, curves=CURVES)
@@ -230,6 +233,8 @@ def main(args: Args) -> None:
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
     meter = run.meter
+    if run.first_step == 0:
+        run.log(0, generation.evaluate(0))
 
     for step in run.steps():
         # ---- 1. batch: the same global pairs on any number of ranks; every rank takes its share ----
@@ -256,9 +261,11 @@ def main(args: Args) -> None:
             metrics |= evaluate_sets(eval_pairs, lambda mine: evaluate(
                 policy, reference, [eval_pairs[i] for i in mine], eval_stored[mine], args, device
             ))  # fmt: skip
+            metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run, eval_pairs))
+    generation.close()
     distributed.cleanup()
 
 

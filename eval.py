@@ -1,4 +1,4 @@
-"""Measure a checkpoint: greedy score, pass@k, majority vote, reward-model score, win rate, perplexity.
+"""Measure a checkpoint: prompts solved, pass@k, majority vote, reward-model score, win rate, perplexity.
 
     torchrun --nproc_per_node 8 eval.py --model runs/grpo/hf --config configs/eval_gsm8k.yaml --samples_per_prompt 16
 
@@ -41,7 +41,7 @@ from common.rewards.scoring import Rewards
 from common.rollout import completions_file
 from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
-from common.rollout.prompts import Prompts, encode_prompts, prompt_columns
+from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
 from common.train.run_folder import prepare_output_dir
 
 OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
@@ -49,9 +49,9 @@ OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
 
 @dataclass
 class Args(SamplingArgs):
-    model: str = "tiny"
+    model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints, which are evaluated one
-    by one and drawn as a curve; tiny: a built-in, untrained model"""
+    by one and drawn as a curve; tiny, tiny-sft: built-in models"""
     dataset_split: str = "test"
     """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = ""
@@ -112,8 +112,9 @@ def measure(args: Args, lines: list[dict]) -> dict:
         majority_at_k([final_answer(c["text"]) for c in group], right_S, rng)
         for group, right_S in zip(sampled, right, strict=True)
     ]
-    out = dict(prompts=len(lines), greedy=mean_of(lambda c: c["score"] if c["greedy"] else None, everything))
-    out |= dict(pass_at_k={}, majority_at_k={})
+    greedy = [[c for c in group if c["greedy"]] for group in everything]
+    out = dict(prompts=len(lines), solved=mean_of(lambda c: None if c["score"] is None else c["score"] >= 1, greedy))
+    out |= dict(reward=mean_of(lambda c: c["reward"], greedy), pass_at_k={}, majority_at_k={})
     for k in range(1, max(map(len, right)) + 1):
         enough = [i for i, right_S in enumerate(right) if len(right_S) >= k]  # a reward may be missing
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
@@ -156,7 +157,9 @@ def print_results(args: Args, results: dict) -> None:
 
     def shown(m: dict) -> dict[str, tuple[dict, float]]:
         """Return the columns: name -> (mean and interval, scale)."""
-        out = dict(greedy=(m["greedy"], 100.0)) | {f"pass@{k}": (m["pass_at_k"].get(k), 100.0) for k in ks}
+        out = dict(solved=(m["solved"], 100.0), reward=(m["reward"], 1.0)) | {
+            f"pass@{k}": (m["pass_at_k"].get(k), 100.0) for k in ks
+        }
         out |= {f"majority@{k}": (m["majority_at_k"].get(k), 100.0) for k in ks if k > 2}
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
@@ -197,6 +200,7 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     rows = rows[: args.max_prompts]
     columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
+    show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
     others, files, episodes = {}, {}, args.environment is not None
     named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)

@@ -26,8 +26,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
-from common.config.groups import TINY_TRAINING, TrainArgs
+from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
+from common.config.sampling import GenerateArgs
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs, truncate
 from common.data.order import make_order
 from common.data.packing import PackedBatch, pack
@@ -40,13 +41,14 @@ from common.model.policy import Policy, load_policy
 from common.model.reference import reference_logps, reference_or_logps
 from common.objectives.preference import wpo_weights
 from common.parallel import distributed
+from common.train.generation import Generation
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
-CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",
+SHOW = ("eval/solved", "loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
+CURVES = ("eval/solved", "loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",
           "rewards/rejected", "grad_norm")  # fmt: skip
 
 
@@ -59,8 +61,8 @@ def loss(log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, arg
 
 
 @dataclass
-class Args(TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | dict(lr=5e-4, beta=1.0)
+class Args(GenerateArgs, TrainArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, beta=1.0)
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
@@ -204,7 +206,7 @@ def main(args: Args) -> None:
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.room + 1)
+    fit_max_length(args, path, room=args.room)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
         encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, PAIR_FLAGS, kept=("label",)
@@ -217,12 +219,15 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)
     reference, (stored, eval_stored) = reference_or_logps(policy, (groups, eval_groups), tokenizer, args, device)
     optimizer = adamw(policy, args)
+    generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)
     run.message(*describe(args, groups, eval_groups, counts, eval_counts))
     run.logger.preview(groups[0][0], tokenizer)
     meter = run.meter
+    if run.first_step == 0:
+        run.log(0, generation.evaluate(0))
 
     for step in run.steps():
         # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
@@ -247,9 +252,11 @@ def main(args: Args) -> None:
             metrics |= evaluate_sets(eval_groups, lambda mine: evaluate(
                 policy, reference, [eval_groups[i] for i in mine], eval_stored[mine], args, device
             ))  # fmt: skip
+            metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run, eval_groups))
+    generation.close()
     distributed.cleanup()
 
 

@@ -126,7 +126,9 @@ def measure_policy(meter: Meter, pairs: Pairs, loss_N: Tensor, args: "Args") -> 
 @dataclass
 class Args(PreferenceArgs, OnlineArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
-    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=1.0, sft_weight=1.0)
+    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(
+        beta=1.0, sft_weight=1.0, prompts_per_step=64, samples_per_prompt=4
+    )
     samples_per_prompt: AtLeast2 = 2
     """completions sampled for each prompt (G); the best and the worst are the pair"""
     lr: Positive[float] = 1e-6

@@ -52,7 +52,7 @@ from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-SHOW = ("reward", "objective/kl", "eval/pass_at_1", "time/step")
+SHOW = ("reward", "objective/kl", "eval/solved", "time/step")
 
 # ---- the objective ----
 
@@ -118,7 +118,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs):
-    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(value_lr=5e-3, beta=0.01)
+    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(value_lr=1e-3, beta=0.01)
     value_model: str | None = None
     """Hugging Face id or folder that the value model starts from: a reward model with its head, or a language model,
     which gets a new head; default: `model`"""

@@ -17,15 +17,16 @@ prediction of targets_T[t].
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive
-from common.config.groups import TrainArgs
+from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
+from common.config.sampling import GenerateArgs
 from common.config.training import StreamArgs
 from common.data.encode import Encoder
 from common.data.packing import pack
@@ -36,14 +37,15 @@ from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.parallel import distributed
+from common.train.generation import Generation
 from common.train.offline import describe, num_steps
 from common.train.optim import adamw, optimizer_step
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
 ENCODE_FLAGS = ("max_length", "overlong", "train_on")  # read by encode_rows; part of its cache's digest
-SHOW = ("loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
-CURVES = ("loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr")
+SHOW = ("eval/solved", "loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
+CURVES = ("eval/solved", "loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr")
 
 
 def loss(name: str, logprobs_T: Tensor) -> Tensor:
@@ -53,7 +55,8 @@ def loss(name: str, logprobs_T: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(StreamArgs, TrainArgs):
+class Args(GenerateArgs, StreamArgs, TrainArgs):
+    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(max_steps=300, eval_every=50)
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
@@ -120,7 +123,7 @@ def main(args: Args) -> None:
 
     # ---- data: token ids with masks, and their order ----
     path = resolve_model(args.model)
-    fit_max_length(args, path, room=args.room + 1)
+    fit_max_length(args, path, room=args.room)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_rows, SFT_COLUMNS, tokenizer, args, ENCODE_FLAGS
@@ -132,12 +135,15 @@ def main(args: Args) -> None:
     if args.router_aux_loss_coef:
         policy.watch_experts("--router_aux_loss_coef")
     optimizer = adamw(policy, args)
+    generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, samples), order=order, show=SHOW, curves=CURVES)
     run.message(*describe(args, samples, eval_samples, counts, eval_counts))
     run.logger.preview(samples[0], tokenizer)
     meter = run.meter
+    if run.first_step == 0:
+        run.log(0, generation.evaluate(0))
 
     for step in run.steps():
         # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
@@ -168,9 +174,11 @@ def main(args: Args) -> None:
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(eval_samples, lambda mine: evaluate(policy, eval_samples, mine, args, device))
+            metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 
     run.end()
+    generation.close()
     distributed.cleanup()
 
 

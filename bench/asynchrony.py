@@ -75,7 +75,7 @@ def main() -> None:
             lines = measured(name, seed)
             steps = [line for line in lines if line["step"] > 0]
             seconds[name].append(sum(line["time/step"] for line in steps))
-            scores[name].append(steps[-1]["eval/pass_at_1"])
+            scores[name].append(steps[-1]["eval/solved"])
             parts = f"step {median(line['time/step'] for line in steps):.3f} s"
             for kind in ("rollout_ranks", "training_ranks"):
                 if f"idle/{kind}" in steps[-1]:
@@ -83,7 +83,7 @@ def main() -> None:
                     parts += f", {kind.replace('_', ' ')} idle {100 * idle:.0f}%"
             stale = fmean(line.get("sampling/staleness/mean", 0) for line in steps)
             print(f"{name:19s} seed {seed}: {seconds[name][-1]:6.1f} s, {parts}, staleness {stale:.2f}, "
-                  f"greedy {lines[0]['eval/pass_at_1']:.3f} -> {scores[name][-1]:.3f}", flush=True)  # fmt: skip
+                  f"greedy {lines[0]['eval/solved']:.3f} -> {scores[name][-1]:.3f}", flush=True)  # fmt: skip
     for name in SETTINGS:
         ratios = [alternating / own for alternating, own in zip(seconds["S = 0"], seconds[name], strict=True)]
         print(f"{name:19s}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as S = 0; greedy exact match "

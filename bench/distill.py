@@ -53,13 +53,11 @@ def curve(name: str, seed: int) -> list[tuple[int, float, float]]:
         launch(folder, "sft.py", *SFT, "--dataset", str(FOLDER / "answers.jsonl"), "--seed", str(seed))
         measured = folder.with_name(f"sft_{seed}_eval")
         launch(measured, "eval.py", "--model", str(folder / "checkpoints"), "--max_prompts", "500", *GREEDY)
-        scores = {line["step"]: line["greedy"] for line in read_metrics(measured / "metrics.jsonl")}
+        scores = {line["step"]: line["solved"] for line in read_metrics(measured / "metrics.jsonl")}
     else:
         steps = () if name == "distill" else ("--max_steps", "60", "--eval_every", "15")
         launch(folder, f"{name}.py", "--config", f"configs/demo_{name}.yaml", *steps, "--seed", str(seed))
-        scores = {
-            x["step"]: x["eval/pass_at_1"] for x in read_metrics(folder / "metrics.jsonl") if "eval/pass_at_1" in x
-        }
+        scores = {x["step"]: x["eval/solved"] for x in read_metrics(folder / "metrics.jsonl") if "eval/solved" in x}
     steps = [line["time/step"] for line in read_metrics(folder / "metrics.jsonl") if line["step"] > 0]
     seconds = [0.0, *accumulate(steps)]
     return [(step, seconds[step], score) for step, score in sorted(scores.items())]

@@ -63,9 +63,9 @@ def draw_both_scores(runs: dict[str, list[Path]], picture: Path) -> None:
     for axis, (name, folders) in zip(axes.flat, runs.items(), strict=True):
         other = axis.twinx()
         for seed, folder in enumerate(folders):
-            lines = [line for line in read_metrics(folder / "metrics.jsonl") if "eval/pass_at_1" in line]
+            lines = [line for line in read_metrics(folder / "metrics.jsonl") if "eval/solved" in line]
             steps = [line["step"] for line in lines]
-            axis.plot(steps, [line["eval/pass_at_1"] for line in lines], "o-", color="C0", label="exact match")
+            axis.plot(steps, [line["eval/solved"] for line in lines], "o-", color="C0", label="exact match")
             scores = [line["eval/rewards/model/mean"] for line in lines]
             other.plot(steps, scores, "s--", color="C1", label="reward model")
             if seed == 0:
@@ -95,7 +95,7 @@ def draw(runs: dict[str, list[Path]], picture: Path) -> None:
         for seed, folder in enumerate(folders):
             lines = read_metrics(folder / "metrics.jsonl")
             rewards = [(line["step"], line["reward"]) for line in lines if "reward" in line]
-            scores = [(line["step"], line["eval/pass_at_1"]) for line in lines if "eval/pass_at_1" in line]
+            scores = [(line["step"], line["eval/solved"]) for line in lines if "eval/solved" in line]
             axis.plot(*zip(*rewards, strict=True), color=f"C{seed}", label=f"seed {seed}", linewidth=1)
             if scores:
                 axis.plot(*zip(*scores, strict=True), "o--", color=f"C{seed}", label=f"seed {seed}, greedy, held out")
@@ -150,9 +150,9 @@ def main() -> None:
             seconds += launch(folder, *command, "--seed", str(seed))
             lines = read_metrics(folder / "metrics.jsonl")
             rewards = [line["reward"] for line in lines if "reward" in line]
-            scores = ", ".join(f"{line['eval/pass_at_1']:.3f}" for line in lines if "eval/pass_at_1" in line)
+            scores = ", ".join(f"{line['eval/solved']:.3f}" for line in lines if "eval/solved" in line)
             if against_a_model:
-                told = (f"{x['eval/rewards/model/mean']:.2f}" for x in lines if "eval/pass_at_1" in x)
+                told = (f"{x['eval/rewards/model/mean']:.2f}" for x in lines if "eval/solved" in x)
                 scores += f" (reward model: {', '.join(told)})"
             first, last = fmean(rewards[:5]), fmean(rewards[-5:])
             print(f"| {name} | {seed} | {first:.3f} | {last:.3f} | {scores} | {seconds:.0f} |", flush=True)

@@ -169,12 +169,12 @@ def compare(workload: str, seeds: int, steps: int | None, before: Path | None) -
             for side, (its_flags, root) in sides.items():
                 name = f"{workload}_{setting.replace(' ', '').replace(',', '_')}_{steps}_seed{seed}_{side}"
                 lines[side].append(run(RUNS / name, steps, seed, its_flags, root))
-                took, first, last = seconds(lines[side][-1]), *(lines[side][-1][i]["eval/pass_at_1"] for i in (0, -1))
+                took, first, last = seconds(lines[side][-1]), *(lines[side][-1][i]["eval/solved"] for i in (0, -1))
                 print(f"{name}: {took:.3f} s/step, greedy {first:.3f} -> {last:.3f}", flush=True)
                 if "rollout_ranks" in " ".join(map(str, its_flags)):
                     print(f"  idle: {idle(lines[side][-1])}", flush=True)
         took = {side: median(map(seconds, of_side)) for side, of_side in lines.items()}
-        scores = {side: " ".join(f"{x[-1]['eval/pass_at_1']:.3f}" for x in of_side) for side, of_side in lines.items()}
+        scores = {side: " ".join(f"{x[-1]['eval/solved']:.3f}" for x in of_side) for side, of_side in lines.items()}
         each = [seconds(old) / seconds(new) for old, new in zip(lines.get("before", ()), lines["after"], strict=False)]
         ratio = f"{took['before'] / took['after']:.2f}x ({min(each):.2f} to {max(each):.2f})" if before else "-"
         cells = (f"{took['before']:.3f}" if before else "-", f"{took['after']:.3f}", ratio)

@@ -245,7 +245,7 @@ def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
         assert before["eval/agreement"] == pytest.approx(trained["data/agreement"])
     main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "sampled")
     line = metrics(tmp_path / "sampled")[-1]
-    assert line["eval_loss"] == line["eval/reverse_kl"] > 0 and "eval/pass_at_1" in line
+    assert line["eval_loss"] == line["eval/reverse_kl"] > 0 and "eval/solved" in line
 
 
 @pytest.mark.slow
@@ -254,7 +254,7 @@ def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_pa
     data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--eval_every", 1, "--max_steps", 1)
     main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
     assert "no eval_loss: the held-out rows have no completions" in capsys.readouterr().out
-    assert all("eval_loss" not in line and "eval/pass_at_1" in line for line in metrics(tmp_path / "run"))
+    assert all("eval_loss" not in line and "eval/solved" in line for line in metrics(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -381,7 +381,7 @@ def test_student_as_its_teacher_has_zero_divergence_without_a_reward(main, flags
     assert before["step"] == 0 and before["eval_loss"] == pytest.approx(0, abs=1e-6) and before["eval/agreement"] == 1
     assert line["eval_loss"] >= 0
     assert line["reverse_kl"] == pytest.approx(0, abs=1e-6) and line["agreement"] == line["data/agreement"] == 1
-    assert not {"reward", "eval/pass_at_1"} & line.keys() and line["completions/mean_length"] > 0
+    assert not {"reward", "eval/solved"} & line.keys() and line["completions/mean_length"] > 0
 
 
 def test_missing_reward_functions_give_nan(device):

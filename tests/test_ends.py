@@ -68,7 +68,9 @@ def test_export_ends_completions_like_training(base, tmp_path):
         folder = tmp_path / prompt_format
         folder.mkdir()
         save_ends(str(base), tokenizer, prompt_format, folder)
-        assert json.loads((folder / "generation_config.json").read_text()) == dict(eos_token_id=ends, top_k=20)
+        assert json.loads((folder / "generation_config.json").read_text()) == dict(
+            eos_token_id=ends, top_k=20, prompt_format=prompt_format
+        )
         assert load_eos(folder) == token and tokenizer.eos_token == EOS
     save_ends(tiny_model(), tokenizer, "auto", folder)  # its configs list the token
     assert load_eos(folder) == EOS

@@ -88,7 +88,7 @@ def test_results_equal_those_of_the_written_completions(one_rank):
     assert all([c["greedy"] for c in line["completions"]] == [True] + [False] * 4 for line in lines)
     scores = [[c["score"] for c in line["completions"]] for line in lines]
     assert all(s in (0.0, 1.0) for group in scores for s in group)
-    assert found["overall"]["greedy"]["mean"] == pytest.approx(sum(s[0] for s in scores) / 11)
+    assert found["overall"]["solved"]["mean"] == pytest.approx(sum(s[0] for s in scores) / 11)
     for k in (1, 2, 3, 4):
         subsets = [any(subset) for group in scores for subset in itertools.combinations(group[1:], k)]
         assert found["overall"]["pass_at_k"][str(k)]["mean"] == pytest.approx(sum(subsets) / len(subsets))
@@ -101,8 +101,8 @@ def test_results_equal_those_of_the_written_completions(one_rank):
         sum(c["finish_reason"] == "length" for line in lines for c in line["completions"]) / 55
     )
     assert {name: m["prompts"] for name, m in found["domains"].items()} == dict(a=6, b=5)
-    parts = [found["domains"][name]["greedy"]["mean"] * n for name, n in (("a", 6), ("b", 5))]
-    assert sum(parts) / 11 == pytest.approx(found["overall"]["greedy"]["mean"])
+    parts = [found["domains"][name]["solved"]["mean"] * n for name, n in (("a", 6), ("b", 5))]
+    assert sum(parts) / 11 == pytest.approx(found["overall"]["solved"]["mean"])
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_file_of_completions_gives_the_results_of_its_run(one_rank, flags, main,
     run(2, "eval.py", *flags, "--completions", tmp_path / "texts.jsonl", "--against", tmp_path / "greedy.jsonl",
         "--output_dir", tmp_path / "texts")  # fmt: skip
     found = results(tmp_path / "texts")
-    assert found["overall"]["pass_at_k"]["1"]["mean"] == results(one_rank)["overall"]["greedy"]["mean"]
-    assert found["overall"]["greedy"] == {} and found["win_rate"]["mean"] == 0.5
+    assert found["overall"]["pass_at_k"]["1"]["mean"] == results(one_rank)["overall"]["solved"]["mean"]
+    assert found["overall"]["solved"] == {} and found["win_rate"]["mean"] == 0.5
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_all_checkpoints_have_the_results_of_separate_evaluations(
     assert completions(alone) == completions(curve / "step_000020") and results(alone) == results(curve / "step_000020")
     assert completions(alone) != completions(curve / "step_000010")
     found, line = results(alone)["overall"], metrics(curve)[1]
-    assert (line["greedy"], line["pass_at_4"]) == (found["greedy"]["mean"], found["pass_at_k"]["4"]["mean"])
+    assert (line["greedy"], line["pass_at_4"]) == (found["solved"]["mean"], found["pass_at_k"]["4"]["mean"])
 
     shutil.rmtree(checkpoints / "step_000010")  # deleted by its run, which continues; the known results remain
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)

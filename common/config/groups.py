@@ -15,11 +15,12 @@ from common.config.flags import STRICT
 from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
 from common.config.training import CheckpointArgs, DataArgs, HeldOutArgs, LoRAArgs, ModelArgs, OptimArgs, RunArgs
 
-# Defaults for the built-in model and task, which need other values than real ones.
+# Defaults for the built-in models and task, which need other values than real ones (parse.py).
+BUILT_IN_MODELS = ("tiny", "tiny-sft")
 TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20)
-TINY_ONLINE = TINY_TRAINING | dict(
-    max_steps=60, reward="characters", prompts_per_step=16, samples_per_prompt=16, max_new_tokens=5
-)
+TINY_GENERATE = dict(eval_generate=256, eval_new_tokens=5)
+TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
+                   samples_per_prompt=16, max_new_tokens=5)  # fmt: skip
 
 
 @dataclass(config=STRICT)
@@ -27,7 +28,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     """Flags of every script."""
 
     TINY_DEFAULTS: ClassVar[dict] = {}
-    """defaults for the built-in model and task"""
+    """defaults for the built-in models and task; for other data, the learning rates only"""
     PRESETS: ClassVar[dict[str, dict]] = {}
     """flags that each value of `--preset` sets"""
     MOVED: ClassVar[dict[str, dict[str, str]]] = {}
@@ -52,7 +53,9 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, BaseArgs):
         if self.max_new_tokens is None:
             self.max_new_tokens = min(256, max(1, self.room // 2))
         if self.max_new_tokens >= self.room:
-            raise ValueError(f"--max_new_tokens {self.max_new_tokens} leaves no room for a prompt in {self.room_flags}")
+            raise ValueError(
+                f"--max_new_tokens {self.max_new_tokens} leaves no room for a prompt in {self.room_flags}; raise it"
+            )
         return self
 
 
@@ -61,6 +64,7 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
     """Flags of every script that trains on its own samples."""
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE
+    model: str = "tiny-sft"
 
     @property
     def updates_per_rollout(self) -> int:

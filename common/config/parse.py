@@ -1,6 +1,6 @@
 """The command line: flags and `--help` by tyro, values checked by pydantic, `--config FILE.yaml`, `--preset NAME`.
 
-Precedence: default < for the built-in model and task < preset < file < command line. An error is one line.
+Precedence: default < default for the built-in model or LoRA < preset < file < command line. An error is one line.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tyro import _errors as refusals  # private, hence the pinned version: what 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from common.config.flags import as_tuple
-from common.config.groups import BaseArgs
+from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.config.launch import check_ranks
 from common.parallel import distributed
 
@@ -42,17 +42,17 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
             given = read_yaml(args_class, path) | given
         require_not_moved(args_class, given)
         preset = args_class.PRESETS.get(str(given.get("preset")), {})
-        tiny = tiny_flags(args_class, preset | given)
-        args = args_class(**(tiny | preset | given))
+        why, adapted = adapted_defaults(args_class, preset | given)
+        args = args_class(**(adapted | preset | given))
         for name, value in preset.items():
             if (got := getattr(args, name)) != value:
                 raise ValueError(f"--{name} {got} contradicts --preset {given['preset']}, which sets {value}")
         check_ranks(args, distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
-    if tiny and distributed.is_main():
-        print("for the built-in model and task:", *(f"--{name}={value}" for name, value in tiny.items()), flush=True)
-    if getattr(args, "max_new_tokens", 256) < 256 and "max_new_tokens" not in tiny | given and distributed.is_main():
+    if adapted and distributed.is_main():
+        print(f"defaults for {why}:", *(f"--{name} {value}" for name, value in adapted.items()), flush=True)
+    if getattr(args, "max_new_tokens", 256) < 256 and "max_new_tokens" not in adapted | given and distributed.is_main():
         print(f"--max_new_tokens {args.max_new_tokens}: half of {args.room_flags}", flush=True)
     return args
 
@@ -94,12 +94,19 @@ def require_not_moved(args_class: type[BaseArgs], given: dict[str, Any]) -> None
                 raise ValueError(f"--{flag} {value} is another script; run {commands[value]}")
 
 
-def tiny_flags(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults for the built-in model and task that are not given, if both are used."""
-    dataset = as_tuple(given.get("dataset", "arithmetic"))
-    if given.get("model", "tiny") != "tiny" or dataset not in (("arithmetic",), ["arithmetic"]):
-        return {}
-    return {name: value for name, value in args_class.TINY_DEFAULTS.items() if name not in given}
+def adapted_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the defaults that depend on the `given` flags, without those that are given, and what they are for: the
+    built-in models and task, or LoRA, which needs a higher learning rate (docs/lora.md)."""
+    fields, found, why = args_class.__dataclass_fields__, {}, ""
+    if given.get("model", fields["model"].default) in BUILT_IN_MODELS:
+        built_in_task = tuple(as_tuple(given.get("dataset", "arithmetic")) or ()) == ("arithmetic",)
+        why = "the built-in model and task" if built_in_task else "the built-in model"
+        found = {name: x for name, x in args_class.TINY_DEFAULTS.items() if built_in_task or name.endswith("lr")}
+        if str(given.get("eval_generate")) == "0":
+            found.pop("eval_new_tokens", None)
+    elif "lora_rank" in fields and str(given.get("lora_rank", 0)) != "0":
+        why, found = "LoRA", dict(lr=float(f"{10 * fields['lr'].default:g}"))
+    return why, {name: value for name, value in found.items() if name not in given}
 
 
 def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:

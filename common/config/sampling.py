@@ -1,6 +1,6 @@
 """Groups of flags for sampling: completions, rewards, inference engine, rollouts."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -76,6 +76,27 @@ class ScoringArgs:
             raise ValueError("--reward needs at least one value")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise ValueError(f"--reward_weights has {len(self.reward_weights)} values for {len(self.reward)} rewards")
+        return self
+
+
+@dataclass(config=STRICT)
+class GenerateArgs:
+    """Evaluation by generation"""
+
+    eval_generate: MayChange[NotNegative[int]] = 0
+    """number of held-out prompts that are completed greedily before training and at each evaluation, for eval/solved
+    and eval/reward; 0: off"""
+    eval_reward: MayChange[Several[str]] = ("exact_match",)
+    """rewards of these completions (docs/rewards.md lists all)"""
+    eval_new_tokens: MayChange[Positive[int]] = 256
+    """maximum length of these completions, in tokens"""
+
+    @model_validator(mode="after")
+    def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`
+        if not self.eval_generate:
+            require_default(self, ("eval_reward", "eval_new_tokens"), "with --eval_generate 0")
+        elif not self.eval_every:
+            raise ValueError(f"--eval_generate {self.eval_generate} needs evaluations; set --eval_every above 0")
         return self
 
 

@@ -16,7 +16,8 @@ class ModelArgs:
     """Model and compute"""
 
     model: str = "tiny"
-    """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random parameters"""
+    """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random parameters; tiny-sft: the
+    same after supervised fine-tuning on the task arithmetic"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """data type of forward and backward passes; master weights, gradient reduction and the loss are always float32.
     auto: bfloat16 on CUDA, float32 elsewhere"""
@@ -57,8 +58,8 @@ class DataArgs:
     """treatment of rows that are malformed, empty, too long (where this is an error), or unusable by a prompt template,
     environment or reward. error: end the run; skip: leave them out, and report their number and the reasons"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat for lists of
-    messages, and for `question` columns if the tokenizer has a template; else plain"""
+    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat for chat models,
+    lists of messages and, if the tokenizer has a template, `question` columns; else plain"""
     system_prompt: str | None = None
     """system turn, added to conversations without one; needs chat format"""
     chat_template: str | None = None
@@ -116,9 +117,9 @@ class HeldOutArgs:
     set aside if there is no such split"""
     eval_split: str = "test"
     """held-out split of `eval_dataset`, or of `dataset`"""
-    eval_size: Positive[int] = 256
+    eval_size: Positive[int] | None = None
     """maximum rows to evaluate on, per held-out data set; also the number of training rows that are set aside if there
-    is no held-out data"""
+    is no held-out data; default: 256, and at most a tenth of the rows that are set aside from"""
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -170,7 +171,7 @@ class CheckpointArgs:
     keep_last: MayChange[Positive[int]] = 2
     """number of newest checkpoints to keep"""
     keep_best: MayChange[str | None] = None
-    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/pass_at_1 or eval_loss/hard; the
+    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or eval_loss/hard; the
     lowest value is best if the name ends with loss or perplexity, else the highest"""
     early_stop: MayChange[NotNegative[int]] = 0
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""

@@ -195,7 +195,10 @@ class ChatTemplate:
     def render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with `add_generation_prompt` up to the start of the next reply."""
         if (tools := tools_field(row)) and "tools" not in self.reads:
-            raise ValueError(f"{row['_source']}: column tools: the chat template does not read it; set --chat_template")
+            raise ValueError(
+                f"{row['_source']}: column tools: the chat template does not read it; set --chat_template "
+                "to one that does, such as the file of a Qwen3 model"
+            )
         options = self.kwargs | dict(tools=tools, add_generation_prompt=add_generation_prompt)
         return rendered(self.tokenizer, messages, f"{row.get('_source')}: the", **options)
 

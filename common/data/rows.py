@@ -20,7 +20,12 @@ SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), 
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
 KTO_COLUMNS = (("prompt", "completion", "label"),)
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
+ALIASES = dict(  # usual names of columns
+    prompt=("question", "instruction", "problem", "query", "input"), messages=("conversations", "conversation"),
+    completion=("answer", "response", "output", "solution", "target"),
+)  # fmt: skip
 OUR_COLUMNS = ("_source", "_dataset")
+EVAL_SIZE = 256  # default of --eval_size; of training rows at most a tenth is set aside
 
 
 def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> Iterator[tuple[dict, T]]:
@@ -131,11 +136,12 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
     `--eval_dataset` or of one with a name have the column `_dataset`. With `--eval_every 0` there are no held-out rows.
     """
     sources, train, held_out = sources_of(args.dataset), [], []
-    if args.eval_every and args.eval_size < len(sources):
+    size = args.eval_size or EVAL_SIZE
+    if args.eval_every and size < len(sources):
         problem = f"less than one row for each of {len(sources)} datasets"
-        raise ValueError(f"--eval_size {args.eval_size}: {problem}; raise it or set --eval_every 0")
+        raise ValueError(f"--eval_size {size}: {problem}; raise it or set --eval_every 0")
     for name, (datasets, _) in sources.items():
-        source_train, source_held_out = _train_and_own_held_out(datasets, args, args.eval_size // len(sources))
+        source_train, source_held_out = _train_and_own_held_out(datasets, args, size // len(sources))
         train += _marked(source_train, name)
         held_out += _marked(source_held_out, name)
     if args.eval_every and args.eval_dataset is not None:
@@ -158,7 +164,7 @@ def held_out_rows(args: TrainArgs) -> list[dict]:
     held_out, sets = [], eval_sets_of(args.eval_dataset)
     for name, dataset in named(sets).items():
         rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
-        rows = random.Random(0).sample(rows, min(args.eval_size, len(rows)))
+        rows = random.Random(0).sample(rows, min(args.eval_size or EVAL_SIZE, len(rows)))
         held_out += _marked(rows, name if len(sets) > 1 or sets[dataset] else "")
     return held_out
 
@@ -180,6 +186,8 @@ def _train_and_own_held_out(datasets: Sequence[str], args: TrainArgs, size: int)
     order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
     if held_out:
         return train, order.sample(held_out, min(size, len(held_out)))
+    if args.eval_size is None:
+        size = max(1, min(size, len(train) // 10))
     if len(train) <= size:
         raise ValueError(f"--eval_size {size}: no training rows left of {len(train)}; lower it or set --eval_every 0")
     order.shuffle(train)
@@ -208,9 +216,19 @@ def require_columns(
             if "input" in columns and "instruction" in found:
                 raise ValueError(f"{flag}: columns instruction and input; join them in one column prompt")
             return columns
-    wanted = ", or ".join(" and ".join(columns) for columns in choices)
+    wanted = ", or ".join(" and ".join(columns) for columns in choices) + renaming(found, choices)
     where = ", ".join(row["_source"] for row in first_rows)
     raise ValueError(f"{flag} has the columns {', '.join(found)} ({where}); needed: {wanted}")
+
+
+def renaming(found: Sequence[str], choices: Sequence[tuple[str, ...]]) -> str:
+    """Return the `--columns` that give the data one of `choices`, for a message; empty if no usual names are found."""
+    for columns in choices:
+        names = {new: next((old for old in ALIASES.get(new, ()) if old in found), None) for new in columns}
+        names = {new: old for new, old in names.items() if new not in found}
+        if None not in names.values():
+            return "; with --columns " + " ".join(f"{new}={old}" for new, old in names.items())
+    return ""
 
 
 def has(row: dict, columns: Sequence[str]) -> bool:

@@ -20,6 +20,7 @@ from common.data.sample import Completion, Sample
 from common.parallel import distributed
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
+SPEEDS = ("time/", "tokens_per_second")  # beginnings of metrics whose change says nothing about the model
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
@@ -54,6 +55,10 @@ class RunLogger:
             raise ValueError(f"{metrics} was changed after it was written; delete it to continue without it")
         for name in LINES:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
+        self.first: dict[str, float] = {}  # first and latest value of each metric in `show`
+        self.latest: dict[str, float] = {}
+        for line in read_metrics(metrics):
+            self._remember(line)
         if "wandb" in args.log:
             import wandb
 
@@ -85,11 +90,29 @@ class RunLogger:
         if self.tensorboard is not None:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
-        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.show if name in metrics)
+        self._remember(metrics)
+        shown = "  ".join(f"{name} {value:.4g}{self._change(name)}" for name, value in self.latest.items())
         if self.progress is not None:
             self.progress.update(self.task, completed=step, description=shown)
         elif step == self.total_steps or step % max(1, self.total_steps // 20) == 0:
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
+
+    def _remember(self, metrics: dict[str, float]) -> None:
+        known = self.latest | {name: metrics[name] for name in self.show if name in metrics}
+        self.latest = {name: known[name] for name in self.show if name in known}
+        self.first = self.latest | self.first
+
+    def _change(self, name: str) -> str:
+        """Return the change of a metric since the start, in brackets; empty for speeds and without a change."""
+        change = f"{self.latest[name] - self.first[name]:+.3g}"
+        return "" if name.startswith(SPEEDS) or float(change) == 0 else f" ({change})"
+
+    def summary(self) -> str:
+        """Return the first and the last value of each metric that has changed: `reward 0.4 -> 0.8`. Rank 0 only."""
+        return ", ".join(
+            f"{name} {self.first[name]:.3g} -> {value:.3g}"
+            for name, value in self.latest.items() if self._change(name)
+        )  # fmt: skip
 
     def message(self, text: str) -> None:
         """Print a line on the console."""

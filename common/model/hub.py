@@ -1,11 +1,11 @@
-"""Checkpoints and tokenizers: `tiny`, a folder or a Hugging Face id -> a local folder, its tokenizer and its limits."""
+"""Checkpoints: a built-in model, a folder or a Hugging Face id -> a local folder, its tokenizer and its limits."""
 
 import copy
 import json
 import os
 from pathlib import Path
 
-from common.config.groups import BaseArgs
+from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.data import durable
 from common.data.chat import end_of_turn, use_template
 from common.model.convert import as_model, checkpoints_in, is_checkpoint
@@ -15,13 +15,13 @@ from common.parallel import distributed
 
 
 def resolve_model(model: str, flag: str = "--model") -> str:
-    """Return the local folder, with config.json, safetensors and a tokenizer, of `tiny`, a folder or a Hugging Face id.
+    """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json, safetensors, tokenizer.
 
     The model of a resumable checkpoint is `hf/` in it, which is written if it does not exist. One rank of each machine
     writes or downloads. Collective. Raises `ValueError` naming `flag` for a model that is not found.
     """
-    if model == "tiny":
-        return tiny_model()
+    if model in BUILT_IN_MODELS:
+        return tiny_model(model)
     if not model:
         raise ValueError(f"{flag}: the name is empty")
     folder = Path(model).expanduser()
@@ -90,8 +90,9 @@ def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | Non
 
 
 def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model"):
-    """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given. Raises `ValueError` if it
-    cannot be loaded, has no EOS, which ends completions, or has more tokens than the model."""
+    """Return the tokenizer of a checkpoint, with the `--chat_template` of `args` if given; without it, choose the
+    `--prompt_format` of `args`. Raises `ValueError` if the tokenizer cannot be loaded, has no EOS, which ends
+    completions, or has more tokens than the model."""
     from transformers import AutoTokenizer
 
     try:
@@ -106,7 +107,28 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         raise ValueError(f"{flag} {path}: the model's vocabulary of {size} is smaller than its tokenizer's")
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
+    elif args is not None and (end := chat_end(path, tokenizer)):
+        if args.prompt_format == "plain" and distributed.is_main():
+            print(f"warning: --prompt_format plain: a chat model, it ends its turns with {end}", flush=True)
+        elif args.prompt_format == "auto" and distributed.is_main():
+            print(f"--prompt_format chat: a chat model, it ends its turns with {end}", flush=True)
+        args.prompt_format = "plain" if args.prompt_format == "plain" else "chat"
     return tokenizer
+
+
+def chat_end(path: str, tokenizer) -> str | None:
+    """Return the token that ends the turns of a chat model: the chat template writes it, and it is an EOS of the model.
+    None for a base model, and for a model that was trained by onefile in another format, which its export records."""
+    end = end_of_turn(tokenizer) if tokenizer.chat_template is not None else None
+    if end is None or end[0] not in eos_token_ids(path, tokenizer, "plain"):
+        return None
+    recorded = _generation_config(path).get("prompt_format", "chat")
+    return tokenizer.convert_ids_to_tokens(end[0]) if recorded == "chat" else None
+
+
+def _generation_config(path: str | Path) -> dict:
+    file = Path(path) / "generation_config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
@@ -134,10 +156,11 @@ def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int
 
 def save_ends(path: str, tokenizer, prompt_format: str, folder: Path) -> None:
     """Write the tokenizer and generation_config.json for an export of the checkpoint `path`. Sampling from the export
-    ends at all of `eos_token_ids`, as in training. An end-of-turn token that only the template has becomes the EOS."""
-    file, ends = Path(path) / "generation_config.json", eos_token_ids(path, tokenizer, prompt_format)
-    generation = json.loads(file.read_text()) if file.is_file() else {}
-    (folder / file.name).write_text(json.dumps(generation | dict(eos_token_id=ends), indent=2) + "\n")
+    ends at all of `eos_token_ids`, as in training, and later runs find the `prompt_format`. An end-of-turn token that
+    only the template has becomes the EOS."""
+    ends = eos_token_ids(path, tokenizer, prompt_format)
+    generation = _generation_config(path) | dict(eos_token_id=ends, prompt_format=prompt_format)
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     if new := set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
         tokenizer = copy.deepcopy(tokenizer)  # the run keeps its own
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(new.pop())

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common.config.groups import BaseArgs
+from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.config.training import LoRAArgs
 from common.data import durable
 from common.model.loading import one_line_errors, require_unchanged
@@ -219,7 +219,7 @@ def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None
         targets = {name.rpartition(".")[2] for name in adapted}
         matched = {name for name, module in hf.named_modules()
                    if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets}  # fmt: skip
-        here = args.model == "tiny" or Path(args.model).expanduser().exists()
+        here = args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists()
         base = str(Path(path).resolve()) if here else args.model
         config = dict(
             peft_type="LORA", base_model_name_or_path=base, r=args.lora_rank, lora_alpha=args.lora_alpha,

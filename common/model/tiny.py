@@ -1,7 +1,8 @@
-"""Built-in model, `--model tiny`: a randomly initialised Qwen3 of a million parameters with a character tokenizer.
+"""Built-in models, Qwen3s of a million parameters with a character tokenizer. `--model tiny` has random weights.
+`--model tiny-sft` is `tiny` after sft.py on the task `arithmetic`, of which it solves 0.4: a start for RL.
 
-It needs no download, trains in seconds on a CPU core, and uses the same code as a large checkpoint. The built-in tasks
-(common/data/tasks.py) are data for it.
+They need no download, train in seconds on a CPU core, and use the same code as a large checkpoint. The built-in tasks
+(common/data/tasks.py) are data for them. `python tools/make_tiny_sft.py` makes the weights of tiny-sft.
 """
 
 import os
@@ -15,7 +16,8 @@ import torch
 PAD, EOS, TURN, END_OF_TURN = "<|pad|>", "<|eos|>", "<|turn|>", "<|end_of_turn|>"
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 CONTEXT = 2048  # tokens
-REVISION = 1  # part of the folder's name; raise it when anything below changes
+REVISION = 2  # part of the folder's name; raise it when anything below changes
+SFT_WEIGHTS = Path(__file__).with_name("tiny_sft.safetensors")  # bfloat16
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -25,19 +27,24 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_model() -> str:
-    """Return the folder of the `tiny` checkpoint, which is made on first use, with the same weights everywhere."""
+def tiny_model(name: str = "tiny") -> str:
+    """Return the folder of `tiny` or `tiny-sft`, which is made on first use, with the same weights everywhere."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
-    folder = cache / f"tiny-{REVISION}"
+    folder = cache / f"{name}-{REVISION}"
     if folder.exists():
         return str(folder)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=cache))
     except OSError as error:
-        raise ValueError(f"--model tiny: cannot write {cache} ({error.strerror}); set XDG_CACHE_HOME") from error
+        raise ValueError(f"--model {name}: cannot write {cache} ({error.strerror}); set XDG_CACHE_HOME") from error
     build_tokenizer().save_pretrained(work)
-    build_model().save_pretrained(work)
+    model = build_model()
+    if name == "tiny-sft":
+        from safetensors.torch import load_file
+
+        model.load_state_dict(load_file(SFT_WEIGHTS), strict=False)  # without the tied head
+    model.save_pretrained(work)
     try:
         work.rename(folder)  # the first of several ranks wins; all make the same bytes
     except OSError:
@@ -91,5 +98,7 @@ def build_model():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, prompt_format="auto"
+    )
     return model

@@ -44,7 +44,15 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
     prompts, held_out = (encode_prompts(these, columns, encoder, room, args) for these in (rows, held_out_rows))
     too_long = f", {held_out.dropped} are too long: see --max_new_tokens and --pack_tokens"
     require_held_out(held_out_rows, held_out.rows, too_long)
+    show_first(prompts, tokenizer)
     return prompts, held_out
+
+
+def show_first(prompts: Prompts, tokenizer) -> None:
+    """Print the first prompt as the model reads it, on rank 0."""
+    if distributed.is_main():
+        text = tokenizer.decode(prompts.ids[0])
+        print(f"the first prompt:\n{text if len(text) <= 2000 else text[:1000] + ' ... ' + text[-1000:]}", flush=True)
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:

@@ -172,14 +172,15 @@ def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
 def evaluate(rollouts: Sampler, step: int, held_out: Prompts, rewards: Rewards) -> dict[str, float]:
     """Return the metrics of greedy completions of all held-out prompts after `step` steps; {} without prompts.
 
-    pass@1 is the fraction of completions whose first reward is at least 1. If rows name their data set, `metric/name`
-    is the metric of that set alone. Collective."""
+    `eval/solved` is the fraction of completions whose first reward is at least 1, `eval/reward` the mean weighted sum.
+    If rows name their data set, `metric/name` is the metric of that set alone. Collective."""
     if not held_out:
         return {}
     meter, sets = Meter(), defaultdict(list)
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
     rewards_PG, parts, numbers = rewards(groups, Meter())
-    means = {"eval/pass_at_1": (rewards.first(parts) >= 1).double(), "eval/reward": rewards_PG}
+    first_PG = rewards.first(parts)
+    means = {"eval/solved": first_PG.ge(1).double().masked_fill(first_PG.isnan(), math.nan), "eval/reward": rewards_PG}
     means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
     for i, (sample,) in enumerate(groups):
         for end in {"", f"/{sample.row['_dataset']}"} if "_dataset" in sample.row else {""}:

@@ -7,8 +7,8 @@ from common.parallel import distributed
 from common.rollout.prompts import Prompts
 from common.rollout.sampler import Sampler
 
-SHOW = ("reward", "kl", "eval/pass_at_1", "completions/mean_length", "time/step")  # beside the progress bar
-CURVES = ("reward", "rewards/*/mean", "eval/pass_at_1", "kl", "entropy", "completions/mean_length", "grad_norm",
+SHOW = ("reward", "kl", "eval/solved", "completions/mean_length", "time/step")  # beside the progress bar
+CURVES = ("reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completions/mean_length", "grad_norm",
           "sampling/sampling_logp_difference/max")  # fmt: skip
 
 
@@ -20,8 +20,9 @@ def num_steps(args: OnlineArgs, prompts: Prompts) -> int:
 def describe(args: OnlineArgs, prompts: Prompts, held_out: Prompts, rollouts: Sampler) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of a run, and about its preset."""
     updates, ranks = args.updates_per_rollout, distributed.world_size()
-    mode = f"off-policy, {updates} update{'s' * (updates > 1)} per rollout"
-    mode = "on-policy" if updates == 1 and not rollouts.prefetch_steps else mode
+    mode = [f"{updates} updates per rollout"] if updates > 1 else []
+    mode += [f"weights up to {args.max_staleness} steps old"] if rollouts.prefetch_steps else []
+    mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
     steps = f"{num_steps(args, prompts)} steps on {ranks} rank{'s' * (ranks > 1)}"
     lines = [f"{prompts}, {held_out} held out, {steps}, {rollouts}, {mode}"]
     if args.PRESETS and args.preset:

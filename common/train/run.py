@@ -11,6 +11,7 @@ Nothing here depends on the algorithm.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -164,7 +165,7 @@ class Run:
         self.logger.log(finished, metrics)
         self.timeline.add(self.meter.spans)
         self.meter.spans = []
-        if self.args.keep_best and self.evaluates(finished):
+        if self.args.keep_best and self.evaluates(finished) and (finished or self.args.keep_best in metrics):
             self._keep_best(finished, metrics)
 
     def _keep_best(self, finished: int, metrics: dict[str, float]) -> None:
@@ -214,6 +215,18 @@ class Run:
                 more = "raise --max_steps or --epochs to continue it, name another --output_dir, or use --resume never"
                 self.message(f"nothing to do: the run in {self.args.output_dir} has finished; {more}")
             else:
-                self.message(f"done: {self.args.output_dir}/hf")
+                self.message(*self._results())
         self.logger.close()
         unlock()
+
+    def _results(self) -> list[str]:
+        """Return the last lines of a run: what has changed, where its files are, and what to do next. Rank 0 only."""
+        if not distributed.is_main():
+            return []
+        folder, changed = self.args.output_dir, self.logger.summary()
+        files = [f"{folder}/{name}" for name in ("curves.png", "samples.jsonl") if Path(folder, name).is_file()]
+        lines = [f"after {self.finished} steps: {changed}"] if changed else []
+        lines += [f"look at {' and '.join(files)}"] if files else []
+        if hasattr(self.args, "reward"):
+            lines += [f"next: python eval.py --model {folder}/hf, or your own --model, --dataset and --reward"]
+        return [*lines, f"done: {folder}/hf"]

@@ -15,6 +15,7 @@ from helpers import ROOT
 from pydantic.dataclasses import dataclass
 
 import grpo
+import ppo
 from common.config.flags import AtLeast2, MayChange, Positive
 from common.config.groups import OnlineArgs
 from common.config.launch import check_ranks, flags_of
@@ -301,15 +302,29 @@ def test_command_line_imports_no_slow_library():
 
 def test_bare_command_uses_and_prints_the_values_for_the_built_in_model(capsys):
     bare = parse(grpo.Args, [])
-    assert (bare.lr, bare.reward, bare.max_steps) == (3e-3, ("characters",), 60)
+    assert (bare.lr, bare.model, bare.max_steps) == (4e-4, "tiny-sft", 60)
     said = capsys.readouterr().out
-    assert said.startswith("for the built-in model and task: --lr=0.003 ") and said.count("\n") == 1
+    assert said.startswith("defaults for the built-in model and task: --lr 0.0004 ") and said.count("\n") == 1
     given = parse(grpo.Args, ["--lr", "0.1", "--max_steps=7", "--model", "tiny"])
     assert (given.lr, given.max_steps, given.prompts_per_step) == (0.1, 7, bare.prompts_per_step)
-    assert "--lr" not in capsys.readouterr().out
+    assert "--lr " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [["--model", "other"], ["--model=other"], ["--dataset", "rows.jsonl"]])
+def test_built_in_model_with_other_data_keeps_its_learning_rates(capsys):
+    args = parse(ppo.Args, ["--dataset", "rows.jsonl", "--lr", "1e-4"])
+    assert capsys.readouterr().out == f"defaults for the built-in model: --value_lr {args.value_lr}\n"
+    assert args.value_lr == ppo.Args.TINY_DEFAULTS["value_lr"] and args.lr == 1e-4 and args.max_steps is None
+
+
+def test_lora_has_ten_times_the_learning_rate(capsys):
+    lora = ["--model", "other", "--lora_rank", "8"]
+    assert parse(grpo.Args, lora).lr == pytest.approx(10 * grpo.Args().lr)
+    assert capsys.readouterr().out == "defaults for LoRA: --lr 1e-05\n"
+    assert parse(grpo.Args, [*lora, "--lr", "3e-6"]).lr == 3e-6
+    assert parse(grpo.Args, [*lora[:2], "--lora_rank=0"]).lr == grpo.Args().lr
+
+
+@pytest.mark.parametrize("argv", [["--model", "other"], ["--model=other"]])
 def test_defaults_apply_to_other_models_and_data(argv, capsys, tmp_path):
     args, defaults = parse(grpo.Args, argv), grpo.Args()
     assert (args.lr, args.reward, args.max_steps) == (defaults.lr, defaults.reward, None)

@@ -50,7 +50,7 @@ def test_demo_learns_and_exits_cleanly(tmp_path):
         [sys.executable, "demo.py"], cwd=tmp_path, capture_output=True, text=True, timeout=6 * PATIENCE
     )
     assert "greedy exact match" in finished(done).stdout
-    scores = [line["eval/pass_at_1"] for line in metrics(tmp_path / "runs/demo/grpo") if "eval/pass_at_1" in line]
+    scores = [line["eval/solved"] for line in metrics(tmp_path / "runs/demo/grpo") if "eval/solved" in line]
     assert scores[0] < 0.6 and scores[-1] > 0.8, scores
 
 

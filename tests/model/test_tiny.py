@@ -1,15 +1,20 @@
-"""The built-in model: its tokenizer restores every text, and its weights are the same on every machine."""
+"""The built-in models: their tokenizer restores every text, and their weights are the same on every machine."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import SIGNAL_AT, metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from common.model.tiny import CONTEXT, build_model, build_tokenizer, tiny_model
+from common.data.tasks import arithmetic_rows
+from common.model.tiny import CONTEXT, SFT_WEIGHTS, build_model, build_tokenizer, tiny_model
 
 TOKENIZER = build_tokenizer()
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -44,3 +49,26 @@ def test_unwritable_cache_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ValueError, match="--model tiny: cannot write .*set XDG_CACHE_HOME"):
         tiny_model()
+
+
+def test_tiny_sft_solves_two_of_five_held_out_questions():
+    rows = arithmetic_rows("test")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("tiny-sft"))
+    ids = torch.tensor([TOKENIZER(row["prompt"])["input_ids"] for row in rows])
+    texts = TOKENIZER.batch_decode(model.generate(ids, max_new_tokens=4)[:, 6:], skip_special_tokens=True)
+    solved = [text == row["answer"] for text, row in zip(texts, rows, strict=True)]
+    assert 0.35 < sum(solved) / len(solved) < 0.5 and SFT_WEIGHTS.stat().st_size < 2.5e6
+
+
+@pytest.mark.slow
+def test_recorded_command_makes_tiny_sft(tmp_path):
+    """The file records its command and the loss of every step. The command is stopped after six of its steps."""
+    with safe_open(SFT_WEIGHTS, "pt") as stored:
+        recorded = stored.metadata()
+    moment = (0, "torch.optim.AdamW.step", tmp_path, 5, int(signal.SIGTERM))
+    run(1, SIGNAL_AT, *moment, *recorded["command"].split(), "--output_dir", tmp_path, "--eval_every", 0)
+    losses = json.loads(recorded["losses"])
+    assert {
+        str(line["step"]): pytest.approx(line["loss"], rel=1e-3) for line in metrics(tmp_path)
+    }.items() <= losses.items()
+    assert len(losses) == 320 and len(metrics(tmp_path)) == 6

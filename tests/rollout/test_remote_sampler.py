@@ -64,7 +64,7 @@ def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signa
     assert "resuming from" in run(2, "rloo.py", *flags, "--output_dir", tmp_path).stdout
     assert_same_weights(colocated, tmp_path)
     assert lines(colocated) == lines(tmp_path)
-    numbers = ("loss", "kl", "grad_norm", "reward", "eval/pass_at_1", "eval/reward", "epoch", "num_tokens")
+    numbers = ("loss", "kl", "grad_norm", "reward", "eval/solved", "eval/reward", "epoch", "num_tokens")
     assert_close_metrics(colocated, tmp_path, numbers, rel=0)
 
 

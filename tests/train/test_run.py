@@ -223,9 +223,9 @@ def test_lowest_loss_of_one_held_out_set_is_best(parts, tmp_path):
     for step, hard in enumerate((3, 1, 2), 1):
         steps.run.log(step, {"eval_loss": step, "eval_loss/hard": hard})
     assert (steps.run.best, steps.run.best_step, steps.run.without_gain) == (1, 2, 1)
-    steps.run.args.keep_best, steps.run.best = "eval/pass_at_1/loss", None  # the set's name, not the metric's
+    steps.run.args.keep_best, steps.run.best = "eval/solved/loss", None  # the set's name, not the metric's
     for step, score in enumerate((3, 1, 4), 1):
-        steps.run.log(step, {"eval/pass_at_1": 0, "eval/pass_at_1/loss": score})
+        steps.run.log(step, {"eval/solved": 0, "eval/solved/loss": score})
     assert (steps.run.best, steps.run.best_step) == (4, 3)
 
 
@@ -241,8 +241,8 @@ def test_only_evaluated_steps_can_be_best(parts, tmp_path):
 
 
 def test_unknown_keep_best_metric_is_refused(parts, tmp_path):
-    steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval/pass_at_1", eval_every=2))
-    with pytest.raises(ValueError, match="^--keep_best eval/pass_at_1: no such metric; choose .*: eval_score$"):
+    steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval/solved", eval_every=2))
+    with pytest.raises(ValueError, match="^--keep_best eval/solved: no such metric; choose .*: eval_score$"):
         steps.go(scores=[1] * 5)
     assert steps.begun == [0, 1]  # the first of them
     with pytest.raises(ValueError, match="no such metric; choose one of the evaluation: none$"):
