@@ -81,7 +81,8 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 @dataclass
 class Args(PreferenceArgs, GenerateArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
-    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(beta=1.0, sft_weight=1.0)
+    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
+    model: str = "tiny-sft"
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

@@ -177,11 +177,21 @@ class CheckpointArgs:
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline), tensorboard"""
+    wandb_project: MayChange[str] = "onefile"
+    """project in wandb"""
+    wandb_name: MayChange[str | None] = None
+    """name of the run in wandb; default: wandb chooses one"""
+    wandb_group: MayChange[str | None] = None
+    """group of the run in wandb, such as runs with different seeds"""
+    wandb_tags: MayChange[Several[str]] = ()
+    """tags of the run in wandb"""
 
     @model_validator(mode="after")
     def _check_evaluations(self) -> Self:
         if self.keep_best is not None and not self.eval_every:
             raise ValueError(f"--keep_best {self.keep_best} needs evaluations; set --eval_every above 0")
+        if "wandb" not in self.log:
+            require_default(self, ("wandb_project", "wandb_name", "wandb_group", "wandb_tags"), "without --log wandb")
         if self.early_stop and self.keep_best is None:
             raise ValueError(f"--early_stop {self.early_stop} needs a metric to improve; set --keep_best")
         return self

@@ -6,6 +6,7 @@ Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request. A progre
 import fnmatch
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from itertools import chain, zip_longest
@@ -45,6 +46,7 @@ class RunLogger:
         self.active, self.folder = distributed.is_main(), Path(args.output_dir)
         self.total_steps, self.show, self.curves = total_steps, show, curves
         self.progress = self.wandb = self.tensorboard = None
+        self.drawn, self.drawing = time.monotonic(), 0.0  # when curves.png was last drawn, and for how many seconds
         if not self.active:
             return
         from rich.console import Console
@@ -60,10 +62,7 @@ class RunLogger:
         for line in read_metrics(metrics):
             self._remember(line)
         if "wandb" in args.log:
-            import wandb
-
-            self.wandb = wandb.init(project="onefile", dir=args.output_dir, config=flags_of(args), resume="allow",
-                                    id=_run_id(self.folder))  # fmt: skip
+            self.wandb = _start_wandb(args, self.folder)
         if "tensorboard" in args.log:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -96,6 +95,9 @@ class RunLogger:
             self.progress.update(self.task, completed=step, description=shown)
         elif step == self.total_steps or step % max(1, self.total_steps // 20) == 0:
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
+        since = time.monotonic() - self.drawn
+        if (step % 20 == 0 or since > 60) and since > 20 * self.drawing:  # at most a twentieth of the time
+            self.draw_curves()
 
     def _remember(self, metrics: dict[str, float]) -> None:
         known = self.latest | {name: metrics[name] for name in self.show if name in metrics}
@@ -170,6 +172,12 @@ class RunLogger:
         lines = [line for position in sorted(of_position) for line in of_position[position]]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        if self.wandb is not None:
+            import wandb
+
+            columns = list(lines[0]) if lines else []
+            rows_of_step = [list(line.values()) for line in lines]
+            self.wandb.log(dict(samples=wandb.Table(columns=columns, data=rows_of_step)), step=step)
         from rich.table import Table
 
         table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
@@ -191,7 +199,10 @@ class RunLogger:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
+            began = time.monotonic()
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
+            self.drawn = time.monotonic()
+            self.drawing = self.drawn - began
 
     def close(self) -> None:
         if self.progress is not None:
@@ -224,6 +235,21 @@ def _keep_until(path: Path, last_step: int) -> None:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is damaged; repair or delete it: {error}") from error
         durable.write_text(path, "".join(kept))
+
+
+def _start_wandb(args: TrainArgs, folder: Path):
+    """Return the wandb run of this folder. Raises `ValueError` without a key, for which wandb would ask, or if wandb
+    refuses the run."""
+    import wandb
+
+    known = dict(project=args.wandb_project, name=args.wandb_name, group=args.wandb_group, tags=args.wandb_tags)
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    if online and wandb.api.api_key is None:
+        raise ValueError("--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+    try:
+        return wandb.init(**known, dir=folder, config=flags_of(args), resume="allow", id=_run_id(folder))
+    except wandb.Error as error:
+        raise ValueError(f"--log wandb: {distributed.first_line(error)}") from error
 
 
 def _run_id(folder: Path) -> str:
