@@ -176,6 +176,8 @@ class CheckpointArgs:
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline), tensorboard"""
+    push_to_hub: MayChange[str | None] = None
+    """repository on the hub, as user/name, that gets the finished model; a new one is private (docs/after.md)"""
 
     @model_validator(mode="after")
     def _check_evaluations(self) -> Self:
