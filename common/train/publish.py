@@ -80,7 +80,8 @@ def publish(args: BaseArgs, upload: bool = False) -> str | None:
     upload `hf/`, and `adapter/` as a folder beside it. Return a problem, None without one."""
     from huggingface_hub import HfApi
 
-    if (name := getattr(args, "push_to_hub", None)) is None or not distributed.is_main():
+    name = args.push_to_hub if isinstance(args, TrainArgs) and distributed.is_main() else None
+    if name is None:
         return None
     api, hf = HfApi(), Path(args.output_dir, "hf")
     try:
