@@ -80,8 +80,7 @@ def publish(args: BaseArgs, upload: bool = False) -> str | None:
     upload `hf/`, and `adapter/` as a folder beside it. Return a problem, None without one."""
     from huggingface_hub import HfApi
 
-    name = args.push_to_hub if isinstance(args, TrainArgs) and distributed.is_main() else None
-    if name is None:
+    if not isinstance(args, TrainArgs) or (name := args.push_to_hub) is None or not distributed.is_main():
         return None
     api, hf = HfApi(), Path(args.output_dir, "hf")
     try:
