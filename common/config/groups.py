@@ -17,10 +17,10 @@ from common.config.training import CheckpointArgs, DataArgs, HeldOutArgs, LoRAAr
 
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).
 BUILT_IN_MODELS = ("tiny", "tiny-sft")
-TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20)
+TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20, prompt_format="plain")
 TINY_GENERATE = dict(eval_generate=256, eval_new_tokens=5)
 TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
-                   samples_per_prompt=16, max_new_tokens=5)  # fmt: skip
+                   samples_per_prompt=16, max_new_tokens=5, prompt_format="plain")  # fmt: skip
 
 
 @dataclass(config=STRICT)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKSUMS = "checksums.json"  # in exports: the fingerprints of their files
+UNCHECKED = ("README.md", "curves.png")  # of the model card, which users may edit
 OLD = ".old.tmp"  # end of the name of a folder while a new one takes its place
 
 
@@ -111,9 +112,9 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the fingerprints of a folder's files beside them."""
+    """Write the fingerprints of a folder's files, except `UNCHECKED`, beside them."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    write_json(folder / CHECKSUMS, fingerprints(folder, names))
+    write_json(folder / CHECKSUMS, fingerprints(folder, [name for name in names if name not in UNCHECKED]))
 
 
 def changed_file(folder: Path) -> str | None:

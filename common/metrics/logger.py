@@ -243,10 +243,9 @@ def _start_wandb(args: TrainArgs, folder: Path):
     import wandb
 
     known = dict(project=args.wandb_project, name=args.wandb_name, group=args.wandb_group, tags=args.wandb_tags)
-    online = os.environ.get("WANDB_MODE", "online") == "online"
-    if online and wandb.api.api_key is None:
-        raise ValueError("--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
     try:
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
+            raise ValueError("--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         return wandb.init(**known, dir=folder, config=flags_of(args), resume="allow", id=_run_id(folder))
     except wandb.Error as error:
         raise ValueError(f"--log wandb: {distributed.first_line(error)}") from error

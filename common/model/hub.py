@@ -122,11 +122,15 @@ def chat_end(path: str, tokenizer) -> str | None:
     end = end_of_turn(tokenizer) if tokenizer.chat_template is not None else None
     if end is None or end[0] not in eos_token_ids(path, tokenizer, "plain"):
         return None
-    recorded = _generation_config(path).get("prompt_format", "chat")
-    return tokenizer.convert_ids_to_tokens(end[0]) if recorded == "chat" else None
+    return tokenizer.convert_ids_to_tokens(end[0]) if recorded_format(path) in (None, "chat") else None
 
 
-def _generation_config(path: str | Path) -> dict:
+def recorded_format(path: str) -> str | None:
+    """Return the `--prompt_format` of the run that exported a model; None for other models."""
+    return _generation_config(path).get("prompt_format")
+
+
+def _generation_config(path: str) -> dict:
     file = Path(path) / "generation_config.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 

@@ -44,6 +44,7 @@ def tiny_model(name: str = "tiny") -> str:
         from safetensors.torch import load_file
 
         model.load_state_dict(load_file(SFT_WEIGHTS), strict=False)  # without the tied head
+        model.generation_config.prompt_format = "plain"
     model.save_pretrained(work)
     try:
         work.rename(folder)  # the first of several ranks wins; all make the same bytes

@@ -9,6 +9,8 @@ interrupted save is ignored. All ranks must share the folder.
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +35,7 @@ from common.model.hub import eos_token_ids, save_ends
 from common.model.loading import hub_weights, load_config, one_line_errors
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
+from common.train.publish import card_files
 
 
 class Checkpointer:
@@ -141,17 +144,18 @@ class Checkpointer:
                 _delete(old)
         distributed.barrier()
 
-    def export_hf(self, name: str = "hf") -> None:
+    def export_hf(self, name: str = "hf", curves: Sequence[str] = ()) -> None:
         """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer. Adapters are
-        merged, and also written alone to `adapter/` (`best_adapter/` for `best/`). Collective.
+        merged, and also written alone to `adapter/` (`best_adapter/` for `best/`). A model card in both has the metrics
+        `curves`. Collective.
 
-        Weights are gathered one at a time and kept on rank 0's host only. The new folder replaces the old one at the
-        end.
+        Weights are gathered one at a time, to rank 0's host only. The new folder replaces the old one at the end.
         """
-        _export(self.model, self.files, self.folder / name)
+        card = partial(card_files, self.args, self.model, curves) if distributed.is_main() else lambda _: {}
+        _export(self.model, self.files | card(folder := self.folder / name), folder)
         if lora.has_adapters(self.args):
             adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")
-            lora.save_adapter(self.model.hf, self.model.path, self.args, adapter)
+            lora.save_adapter(self.model.hf, self.model.path, self.args, adapter, card(adapter))
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:

@@ -28,6 +28,7 @@ from common.model.policy import PackedModel
 from common.parallel import distributed
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
+from common.train.publish import publish
 from common.train.run_folder import unlock
 
 
@@ -178,7 +179,7 @@ class Run:
         sign = -1 if whole.endswith(("loss", "perplexity")) else 1
         if not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
             self.best, self.best_step, self.without_gain = value, finished, 0
-            self.checkpointer.export_hf("best")
+            self.checkpointer.export_hf("best", self.logger.curves)
             self.message(f"best {name} so far: {value:.4g} after step {finished}, in {self.args.output_dir}/best")
         else:
             self.without_gain += 1
@@ -202,7 +203,7 @@ class Run:
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # else nothing was trained
-            self.checkpointer.export_hf()
+            self.checkpointer.export_hf(curves=self.logger.curves)
         if stopped:
             self.message(f"stopped after step {self.finished}; the same command resumes from there")
         else:
@@ -218,6 +219,9 @@ class Run:
                 self.message(*self._results())
         self.logger.close()
         unlock()
+        with distributed.signals_end_the_process():  # everything is saved
+            if not stopped and (problem := publish(self.args, upload=True)):
+                raise distributed.RunError(problem)
 
     def _results(self) -> list[str]:
         """Return the last lines of a run: what has changed, where its files are, and what to do next. Rank 0 only."""
@@ -228,5 +232,5 @@ class Run:
         lines = [f"after {self.finished} steps: {changed}"] if changed else []
         lines += [f"look at {' and '.join(files)}"] if files else []
         if hasattr(self.args, "reward"):
-            lines += [f"next: python eval.py --model {folder}/hf, or your own --model, --dataset and --reward"]
+            lines += [f"next: python tools/chat.py --model {folder}/hf, or your own --model, --dataset and --reward"]
         return [*lines, f"done: {folder}/hf"]

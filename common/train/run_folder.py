@@ -17,6 +17,7 @@ from common.config.launch import flags_of, may_change
 from common.data import durable
 from common.model.convert import checkpoints_in
 from common.parallel import distributed
+from common.train.publish import publish
 
 # Contents of every run's folder. Scripts name their further files.
 FILES = ("args.yaml", "code.json", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
@@ -35,7 +36,7 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
-            problem = _lock(folder) or _claim(folder, args, owned)
+            problem = publish(args) or _lock(folder) or _claim(folder, args, owned)
             if not problem:
                 mark.mkdir()
         except OSError as error:

@@ -23,7 +23,7 @@ from common.train.run_folder import prepare_output_dir
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in durable.UNCHECKED}
 
 
 def saved(folder: Path, device, path: str = "", load=load_policy, **flags) -> Checkpointer:

@@ -1,0 +1,215 @@
+"""Chat with a model in the terminal; a second model may answer beside it.
+
+    python tools/chat.py --model runs/sft/hf --system_prompt 'Be brief.'
+    python tools/chat.py --model Qwen/Qwen3-0.6B --adapter runs/grpo/adapter --compare Qwen/Qwen3-0.6B
+    echo 247+5= | python tools/chat.py --model runs/grpo/hf
+
+Each line of the input is a turn of a conversation. Without a chat template the model continues each line by itself.
+/reset starts over, /system TEXT also sets the system prompt, /quit or Ctrl-D ends, Ctrl-C stops an answer. With
+--environment each line is the prompt of an episode, in which the environment answers the model. docs/after.md
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
+from transformers.utils import logging
+
+from common.config.groups import BaseArgs
+from common.config.parse import one_line
+from common.config.training import LoRAArgs
+from common.data import durable
+from common.data.encode import Encoder
+from common.data.tasks import TASKS
+from common.model import lora
+from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
+from common.model.loading import load_config, one_line_errors
+from common.parallel import distributed
+from common.rollout.environments import load_environment
+
+TURNS = 8  # of the model in an episode, as the default of --max_turns
+
+
+def note(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
+    """Merge the adapter in `folder`, of a run or of the PEFT library. Raises `ValueError` if it does not fit."""
+    with one_line_errors(f"--adapter {folder}"):
+        config = durable.parse_json((Path(folder).expanduser() / lora.CONFIG).read_text(encoding="utf-8"))
+    flags = dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules", lora_rslora="use_rslora")
+    try:
+        args = LoRAArgs(adapter=folder, **{flag: config[key] for flag, key in flags.items() if key in config})
+        stored = lora.add_adapters(hf, args, f"--model {model}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"--adapter {folder} does not fit --model {model}: {one_line(error)}") from error
+    for name, layer in lora.layers_of(hf).items():
+        a_RI, b_OR = (stored[f"{name}.lora_{which}"].to(layer.weight) for which in "AB")
+        plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        plain.weight, plain.bias = nn.Parameter(lora.merge(layer.weight, a_RI, b_OR, layer.scale)), layer.bias
+        hf.set_submodule(name, plain)
+
+
+class Printer(TextStreamer):
+    """Streamer that prints an answer without the tokens that end it, and keeps its text."""
+
+    def __init__(self, tokenizer, ends: list[int]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.ends, self.text = {*ends} & {*tokenizer.added_tokens_decoder}, ""
+
+    def put(self, value) -> None:
+        if self.next_tokens_are_prompt or int(value) not in self.ends:
+            super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        super().on_finalized_text(text, stream_end)
+
+
+class Speaker:
+    """Model with its conversation."""
+
+    def __init__(self, flag: str, model: str, options: argparse.Namespace):
+        """Load the model. Raises `ValueError` that names the flag."""
+        self.name, self.options, self.messages, path = model, options, [], resolve_model(model, flag)
+        if options.prompt_format == "auto" and recorded_format(path) == "plain" and not options.environment:
+            note(f"{model} was trained on plain text: each line is continued, --prompt_format chat makes turns")
+            options.prompt_format = "plain"
+        kwargs = dict(system_prompt=options.system_prompt or None, template_kwargs=tuple(options.template_kwargs))
+        self.tokenizer, config = load_tokenizer(path, flag=flag), load_config(path)
+        self.encoder = Encoder(self.tokenizer, BaseArgs(prompt_format=options.prompt_format, **kwargs))
+        self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
+        self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
+        if config.architectures and "CausalLM" not in config.architectures[0]:
+            raise ValueError(f"{flag} {model}: {config.architectures[0]} is not a language model")
+        if options.environment and self.encoder.chat is None:
+            raise ValueError(f"--environment {options.environment} needs a chat template; {model} has none")
+        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        with one_line_errors(f"{flag} {model}"):
+            self.hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(device).eval()
+        if options.adapter is not None and flag == "--model":
+            merge_adapter(self.hf, options.adapter, model)
+        self.hf.generation_config = GenerationConfig()  # without top-k and penalties, as in training
+
+    @torch.no_grad()
+    def answer(self, row: dict) -> tuple[str, bool]:
+        """Print the answer to the column `prompt`, text or messages. Return it and whether Ctrl-C stopped it."""
+        prompt = self.encoder.prompt(row | dict(_source="the conversation"), ("prompt",))
+        if (room := self.context - len(prompt)) < 1:
+            problem = f"{len(prompt)} tokens do not fit in the context of {self.name}, {self.context}"
+            raise ValueError(f"{problem}; the line is dropped, /reset starts over")
+        limit, temperature = min(self.options.max_new_tokens, room), self.options.temperature
+        sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
+        ids, printer = torch.tensor([prompt], device=self.hf.device), Printer(self.tokenizer, self.ends)
+        sampling |= dict(max_new_tokens=limit, eos_token_id=self.ends, pad_token_id=self.ends[0], streamer=printer)
+        try:
+            out = self.hf.generate(ids, attention_mask=torch.ones_like(ids), **sampling)
+        except KeyboardInterrupt:
+            printer.end()
+            note("stopped")
+            return printer.text, True
+        if out.shape[1] == len(prompt) + limit and out[0, -1] not in self.ends:
+            note(f"cut off after {limit} tokens" + (": the context is full" if limit == room else ""))
+        return printer.text, False
+
+    def read(self, line: str, row: dict) -> None:
+        """Obey a command, play an episode, or answer a line: within the conversation if there is a chat template."""
+        if line == "/reset" or line.startswith("/system "):
+            self.messages = []
+            self.encoder.system_prompt = line[8:] or self.encoder.system_prompt
+            return
+        if self.options.compare is not None:
+            print(f"{self.name}:", flush=True)
+        if self.options.environment:
+            return self.play(row)
+        messages = [*self.messages, dict(role="user", content=line)]
+        text, _ = self.answer(dict(prompt=messages if self.encoder.chat else line))
+        self.messages = [*messages, dict(role="assistant", content=text)]
+
+    def play(self, row: dict) -> None:
+        """Play an episode of at most `TURNS` turns, with the prompt and the other columns of `row`."""
+        environment, total = load_environment(self.options.environment)(), 0.0
+        messages = environment.reset(dict(row))
+        for turn in range(1, TURNS + 1):
+            text, stopped = self.answer(row | dict(prompt=messages))
+            if stopped:
+                return
+            replies, reward, done = environment.step(text)
+            total += reward
+            messages = [*messages, dict(role="assistant", content=text), *replies]
+            for reply in replies:
+                print(f"{reply['role']}: {reply['content']}", flush=True)
+            if done:
+                return note(f"the episode ends after {turn} turns with reward {total:g}")
+        note(f"the episode does not end within {TURNS} turns")
+
+
+def read_options() -> argparse.Namespace:
+    """Return the options. Exits with one line if one is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error, add = lambda message: distributed.fail(message, code=2), parser.add_argument
+    add("--model", required=True, help="folder, checkpoint or Hugging Face id; tiny: the built-in model")
+    add("--adapter", help="adapter to merge into --model: the adapter/ of a run, or one of the PEFT library")
+    add("--compare", metavar="MODEL", help="second model, which answers after the first one")
+    add("--system_prompt", "--system", help="system turn of the conversation")
+    add("--temperature", type=float, default=0.7, help="sampling temperature, 0: greedy; default: 0.7")
+    add("--max_new_tokens", type=int, default=512, help="maximum tokens of an answer; default: 512")
+    add("--environment", help="calculator, guess_number, sliding_puzzle or file.py:Class")
+    add("--row", type=json.loads, help="columns of the environment's row, as JSON; default: rows of the built-in task")
+    add("--prompt_format", choices=("auto", "chat", "plain"), default="auto", help="default: as in training")
+    add("--template_kwargs", nargs="*", default=(), metavar="NAME=VALUE", help="variables for the chat template")
+    add("--seed", type=int, default=0, help="seed of the answers, the same for both models")
+    options = parser.parse_args()
+    if not 0 <= options.temperature < math.inf or options.max_new_tokens < 1:
+        parser.error("--temperature must be finite and at least 0, --max_new_tokens at least 1")
+    if options.row is not None and not (isinstance(options.row, dict) and options.environment):
+        parser.error("--row must be a JSON object, and needs --environment")
+    return options
+
+
+def load(options: argparse.Namespace) -> list[Speaker]:
+    """Load the models. Exits with one line if an option is wrong."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    named = (("--model", options.model), ("--compare", options.compare))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # answers alone go to stdout
+            if options.environment is not None:
+                load_environment(options.environment)
+            return [Speaker(flag, model, options) for flag, model in named if model is not None]
+    except (ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
+        distributed.fail(" ".join(one_line(error).split()), code=2)
+
+
+def main() -> None:
+    options = read_options()
+    speakers = load(options)
+    rows = TASKS.get(options.environment, lambda _: [{}])("test")
+    sys.stdin.reconfigure(errors="replace")
+    for number in itertools.count():
+        if (line := input("> " if sys.stdin.isatty() else "").strip()) == "/quit":
+            break
+        row = (options.row or rows[number % len(rows)]) | (dict(prompt=line) if line else {})
+        for speaker in speakers if line or (options.environment and "prompt" in row) else ():
+            torch.manual_seed(distributed.fold_seed(options.seed, number))
+            try:
+                speaker.read(line, row)
+            except Exception as error:  # of the template, the environment or the memory: the chat goes on
+                note(f"{type(error).__name__}: {distributed.first_line(error)}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
+    with contextlib.suppress(EOFError, KeyboardInterrupt):  # Ctrl-D, or Ctrl-C at the prompt
+        main()
