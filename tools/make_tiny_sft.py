@@ -20,7 +20,7 @@ from common.metrics.logger import read_metrics
 from common.model.tiny import SFT_WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMAND = ("sft.py", "--config", "configs/demo_sft.yaml", "--eval_generate", "0")
+COMMAND = ("sft.py", "--config", "configs/demo_sft.yaml")
 
 
 def main() -> None:
