@@ -12,6 +12,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -105,8 +106,14 @@ def tiny_flags(args_class: type[BaseArgs], given: dict[str, Any]) -> dict[str, A
 def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
     """Return the flags on the command line, `config` among them. For `--help` print it and exit."""
     assert is_pydantic_dataclass(args_class), "Args needs the decorator of pydantic.dataclasses"
-    console = io.StringIO()
-    helps = texts(args_class) if {"-h", "--help"} & {*argv} else {}
+    console, helps = io.StringIO(), {}
+    description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0]
+    if at := next((i for i, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):
+        helps, words = texts(args_class), list(takewhile(lambda word: not word.startswith("-"), argv[at:]))
+        if words:
+            helps, argv, description = with_words(helps, words), ["--help"], f"The flags with: {' '.join(words)}"
+        else:
+            description += f"\n`{script_of(args_class).name} --help WORD ...` lists only the flags with these words."
     refuse = functools.partial(raise_refusal, args_class)
     try:
         with contextlib.redirect_stdout(console), refusals.on_parse_error(refuse):
@@ -114,7 +121,7 @@ def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
                 flag_type(args_class, helps),
                 prog=script_of(args_class).name,
                 args=argv,
-                description=(sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0],
+                description=description,
                 use_underscores=True,
                 registry=registry,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
@@ -157,12 +164,17 @@ def flag_type(args_class: type, helps: dict[str, str]) -> type:
     groups: dict[type, list] = {args_class: []}
     for field in dataclasses.fields(args_class):
         kind = types[field.name]
+        if helps and field.name not in helps:  # of --help WORD
+            continue
         if text := helps.get(field.name):
             kind = Annotated[kind, tyro.conf.arg(help=text, help_behavior_hint=functools.partial(default_hint, text))]
         flag = field.name, kind, dataclasses.field(default=field.default)
         groups.setdefault(owners[field.name], []).append(flag)
-    sections = [("config", str | None, dataclasses.field(default=None, metadata=dict(help=CONFIG_HELP)))]
+    config = [("config", str | None, dataclasses.field(default=None, metadata=dict(help=CONFIG_HELP)))]
+    sections = config if not helps or "config" in helps else []
     for group, flags in groups.items():
+        if not flags:
+            continue
         name = group.__name__.removesuffix("Args").lower()
         title, text = (name, group.__doc__) if name else (script_of(group).stem, "")
         section = dataclasses.make_dataclass(title, flags)
@@ -180,9 +192,24 @@ def default_hint(text: str, default: str) -> str:
 
 
 def texts(args_class: type) -> dict[str, str]:
-    """Return the text under each flag: the script's own, or that of the group."""
+    """Return the text of each flag: the script's own, or that of the group."""
     parsed = [docstring_parser.parse_from_object(cls) for cls in reversed(args_class.__mro__[:-1])]
-    return {flag.arg_name: " ".join(flag.description.split()) for docstring in parsed for flag in docstring.params}
+    flags = {flag.arg_name: " ".join(flag.description.split()) for docstring in parsed for flag in docstring.params}
+    return flags | dict(config=CONFIG_HELP)
+
+
+def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:
+    """Return the flags whose name or text contains all words. Raises `ValueError` if there is none."""
+    found = {name: f"{name} {text}".lower().replace("-", "_") for name, text in helps.items()}
+    wanted = [word.lower().replace("-", "_") for word in words]
+    if hits := {name: helps[name] for name, text in found.items() if all(word in text for word in wanted)}:
+        return hits
+    known = {part for text in found.values() for part in re.findall(r"[a-z]{3,}", text)}
+    missing = next((word for word in wanted if not any(word in text for text in found.values())), "")
+    raise ValueError(
+        f"--help {' '.join(words)}: no flag has {'all words' if words[1:] else 'this word'}"
+        f" in its name or text{similar(missing, sorted(known))}"
+    )
 
 
 def raise_refusal(args_class: type, event: refusals.ParseErrorEvent) -> None:

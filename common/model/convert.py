@@ -14,10 +14,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from common.data import durable
 from common.model.loading import hub_name, hub_weights, load_config
@@ -26,36 +22,6 @@ from common.parallel import distributed
 
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
 ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
-
-
-# Classes and functions in the `.metadata` of a checkpoint, by module.
-METADATA = {
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-        "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-    },
-    "pathlib": {"PosixPath"}, "pathlib._local": {"PosixPath"},
-}  # fmt: skip
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if name not in METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
-        return super().find_class(module, name)
-
-
-class CheckpointReader(FileSystemReader):
-    """Reader of PyTorch's shards that runs no code of the folder: `.metadata` is a pickle, which torch trusts."""
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -72,6 +38,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every `ranks`-th file."""
+    from common.model.shards import CheckpointReader
+
     try:
         manifest = durable.parse_json((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -105,6 +73,8 @@ def as_model(flag: str, folder: Path) -> Path:
 
 def _write_hf(folder: Path, hf: Path) -> str | None:
     """Write `hf/` under another name and rename it when it is complete. Return what is wrong, None if nothing is."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if problem := damage(folder):
         return f"not a complete checkpoint: {problem}"
     if not (folder / WEIGHTS).is_file():
@@ -133,6 +103,10 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint's model by their names on the hub, in the dtype of its config. They are read
     one at a time, in this process alone."""
+    import torch.distributed.checkpoint as dcp
+
+    from common.model.shards import CheckpointReader
+
     config = load_config(folder)
     reader, weights = CheckpointReader(folder), {}
     stored = reader.read_metadata().state_dict_metadata

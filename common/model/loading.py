@@ -6,16 +6,16 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.data import durable
 from common.parallel import distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Supported mixtures of experts: names in checkpoints of the module, and of an expert's gate, up and down matrices.
 EXPERTS = dict(
@@ -51,6 +51,9 @@ def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[st
     [experts, ...], checkpoints have three matrices per expert. The matrices are views. A sharded parameter gives the
     matrices of this rank, which are complete because FSDP divides the first dimension.
     """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     name = hub_name(model_type, name)
     stem, _, kind = name.rpartition(".")
     if model_type not in EXPERTS or not stem.endswith(".experts"):
@@ -72,6 +75,9 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError` if names or shapes
     of the checkpoint are not those of the model.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
     hf.to_empty(device=device)
     # Modules recompute the buffers that no checkpoint has (rotary frequencies); a remaining NaN shows a failure. The
     # mark keeps parameters of such a module (Gemma's embedding) from random initialisation.
@@ -113,8 +119,10 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     return new_head
 
 
-def draw_head(head: DTensor, seed: int) -> None:
+def draw_head(head: "DTensor", seed: int) -> None:
     """Fill a scalar head [1, D] from N(0, 1 / (D + 1)), the same on any number of ranks. Collective."""
+    from torch.distributed.tensor import distribute_tensor
+
     width, generator = head.shape[1], torch.Generator().manual_seed(seed)
     drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
     head.copy_(distribute_tensor(drawn.to(head.device), head.device_mesh, head.placements))

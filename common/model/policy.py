@@ -5,8 +5,6 @@ Shapes: T packed tokens of this rank, t tokens that it computes, D hidden size, 
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
@@ -226,6 +224,9 @@ def shard(
     The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if there is no backward.
     With `--offload all` FSDP keeps shards and their gradients on the host, and gathers weights on the device.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
+
     model.device, model.compute_dtype = device, compute_dtype(args, device)
     precision = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     mesh, model.copies = shard_mesh(device, args.shard_ranks, args.nccl_timeout)

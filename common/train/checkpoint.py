@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from common.config.groups import TrainArgs
 from common.data import durable
@@ -24,7 +22,6 @@ from common.model.convert import (
     MANIFEST,
     STATE,
     WEIGHTS,
-    CheckpointReader,
     checkpoints_in,
     damage,
     write_safetensors,
@@ -78,6 +75,10 @@ class Checkpointer:
         return 0
 
     def _load(self, path: Path) -> int:
+        import torch.distributed.checkpoint as dcp
+
+        from common.model.shards import CheckpointReader
+
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
         # state are flags, and its learning rate is set at each step.
         with one_line_errors(str(path)):
@@ -91,6 +92,8 @@ class Checkpointer:
 
     def _tensors(self) -> dict[str, dict]:
         """Return the state of the trained weights and their optimizers. Frozen weights are read from `--model`."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
         out, options = {}, StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
             out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer, options=options)
@@ -111,6 +114,8 @@ class Checkpointer:
 
         An earlier checkpoint of the same step is replaced.
         """
+        import torch.distributed.checkpoint as dcp
+
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
         if (free := self.free_space()) < self.size:

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as adamw_update
 
 from common.config.groups import TrainArgs
@@ -54,6 +53,8 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
