@@ -42,6 +42,7 @@ from common.objectives.preference import wpo_weights
 from common.parallel import distributed
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -203,7 +204,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("reference_logps.json",))
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     fit_max_length(args, path, room=args.room + 1)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
@@ -211,6 +212,8 @@ def main(args: Args) -> None:
     )
     groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
     require_both_labels(rows)
+    frozen = [args.reference_model or path] if args.reference_logprobs == "online" else []
+    dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=counts + eval_counts)
     order = make_order(groups.rows, args)
 
     # ---- models: FSDP2 shards of float32 masters; the frozen reference scores the data before training ----

@@ -25,7 +25,7 @@ from tyro import _errors as refusals  # private, hence the pinned version: what 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from common.config.flags import as_tuple
-from common.config.groups import BaseArgs
+from common.config.groups import BaseArgs, TrainArgs
 from common.config.launch import check_ranks
 from common.parallel import distributed
 
@@ -48,7 +48,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         for name, value in preset.items():
             if (got := getattr(args, name)) != value:
                 raise ValueError(f"--{name} {got} contradicts --preset {given['preset']}, which sets {value}")
-        check_ranks(args, distributed.world_size())
+        planned = args.planned if isinstance(args, TrainArgs) else None
+        check_ranks(args, planned[0] if planned else distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
     if tiny and distributed.is_main():
@@ -144,12 +145,12 @@ def unconverted(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """Leave numbers, booleans and choices to pydantic, which checks text as in a file. `--compile` alone is true."""
     if typing.get_origin(info.type) is typing.Literal:
         metavar = "{" + ",".join(typing.get_args(info.type)) + "}"
-    elif info.type in (bool, int, float):
-        metavar = "[{true,false}]" if info.type is bool else info.type.__name__.upper()
+    elif info.type in (bool, bool | str, int, float):
+        metavar = {bool: "[{true,false}]", bool | str: "[GPUSxGB]"}.get(info.type) or info.type.__name__.upper()
     else:
         return None
     return PrimitiveConstructorSpec(
-        nargs="*" if info.type is bool else 1,
+        nargs="*" if info.type in (bool, bool | str) else 1,
         metavar=metavar,
         instance_from_str=lambda words: " ".join(words) or True,
         is_instance=lambda value: isinstance(value, int | float | str),

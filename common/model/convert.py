@@ -24,6 +24,40 @@ STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # besi
 ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
 
 
+# Classes and functions in the `.metadata` of a checkpoint, by module.
+METADATA = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+    },
+    "pathlib": {"PosixPath"}, "pathlib._local": {"PosixPath"},
+}  # fmt: skip
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if name not in METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
+        return super().find_class(module, name)
+
+
+def checkpoint_reader(folder: Path):
+    """Return a reader of PyTorch's shards that does not trust `.metadata`, a pickle, as torch does."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class CheckpointReader(FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return CheckpointReader(folder)
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, newest first."""
     steps = {path: int(path.name[5:]) for path in folder.glob("step_*") if re.fullmatch(r"step_[0-9]{1,15}", path.name)}
@@ -38,8 +72,6 @@ def is_checkpoint(folder: Path) -> bool:
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every `ranks`-th file."""
-    from common.model.shards import CheckpointReader
-
     try:
         manifest = durable.parse_json((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -52,7 +84,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         if durable.fingerprint(folder / name) != expected:
             return f"{name} was changed after it was written"
     try:
-        CheckpointReader(folder).read_metadata()
+        checkpoint_reader(folder).read_metadata()
     except (OSError, pickle.UnpicklingError) as error:
         return f".metadata: {getattr(error, 'strerror', None) or distributed.first_line(error)}"
     return None
@@ -105,10 +137,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     one at a time, in this process alone."""
     import torch.distributed.checkpoint as dcp
 
-    from common.model.shards import CheckpointReader
-
     config = load_config(folder)
-    reader, weights = CheckpointReader(folder), {}
+    reader, weights = checkpoint_reader(folder), {}
     stored = reader.read_metadata().state_dict_metadata
     adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
 

@@ -6,16 +6,12 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from common.data import durable
 from common.parallel import distributed
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # Supported mixtures of experts: names in checkpoints of the module, and of an expert's gate, up and down matrices.
 EXPERTS = dict(
@@ -51,16 +47,15 @@ def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[st
     [experts, ...], checkpoints have three matrices per expert. The matrices are views. A sharded parameter gives the
     matrices of this rank, which are complete because FSDP divides the first dimension.
     """
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     name = hub_name(model_type, name)
     stem, _, kind = name.rpartition(".")
     if model_type not in EXPERTS or not stem.endswith(".experts"):
         yield name, weight
         return
     (_, gate, up, down), first = EXPERTS[model_type], 0
-    if isinstance(weight, DTensor):
+    if hasattr(weight, "to_local"):  # a DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         weight = weight.to_local()
     matrices = dict(gate_up_proj=(gate, up), down_proj=(down,))[kind]
@@ -119,7 +114,7 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     return new_head
 
 
-def draw_head(head: "DTensor", seed: int) -> None:
+def draw_head(head: Tensor, seed: int) -> None:
     """Fill a scalar head [1, D] from N(0, 1 / (D + 1)), the same on any number of ranks. Collective."""
     from torch.distributed.tensor import distribute_tensor
 

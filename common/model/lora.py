@@ -202,9 +202,7 @@ def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its shards. Collective if it is sharded."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a DTensor
 
 
 def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path) -> None:

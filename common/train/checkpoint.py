@@ -22,6 +22,7 @@ from common.model.convert import (
     MANIFEST,
     STATE,
     WEIGHTS,
+    checkpoint_reader,
     checkpoints_in,
     damage,
     write_safetensors,
@@ -77,12 +78,10 @@ class Checkpointer:
     def _load(self, path: Path) -> int:
         import torch.distributed.checkpoint as dcp
 
-        from common.model.shards import CheckpointReader
-
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
         # state are flags, and its learning rate is set at each step.
         with one_line_errors(str(path)):
-            dcp.load(self._tensors(), storage_reader=CheckpointReader(path))
+            dcp.load(self._tensors(), storage_reader=checkpoint_reader(path))
             state = durable.parse_json((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])

@@ -53,9 +53,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
