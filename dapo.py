@@ -17,7 +17,7 @@ Differences from the paper (docs/dapo.md): truncated importance weights c_t = pi
 the difference between engine and trainer, and a step trains on fewer groups if --max_draws do not give enough.
 
 Shapes: P prompts on this rank, B of all draws and ranks of a step, G completions per prompt, T packed tokens of a
-micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes targets_T[t].
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
 import fractions

@@ -162,7 +162,7 @@ def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB)
     host = f"; on the host {on_the_host(models, plan) / GIB:.1f}" if plan.offload != "none" else ""
     of = f" of {capacity / GIB:.1f}" if capacity else ""
-    return f"{sum(parts.values()) / GIB:.3g} GiB{of} ({listed}{host})"
+    return f"{sum(parts.values()) / GIB:.1f} GiB{of} ({listed}{host})"
 
 
 def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
