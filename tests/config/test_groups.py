@@ -123,7 +123,7 @@ MAY_CHANGE = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "keep_last", "resume", "log",
     "keep_best", "early_stop", "nccl_timeout", "check_every", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
-    "reward_workers", "max_reward_errors", "environment_timeout", "partial_rollouts",
+    "reward_workers", "max_reward_errors", "environment_timeout", "partial_rollouts", "dry_run",
 }  # fmt: skip
 
 
