@@ -10,11 +10,9 @@ The student pi samples, and on each of its tokens its distribution is pulled tow
               A_t = teacher_coef log(q(y_t) / pi_old(y_t)) + reward_coef A       rho_t = pi(y_t) / pi_old(y_t)
               A   = (R - mean of the R of its prompt) / their standard deviation                    advantages()
 
-`--on_policy_fraction` below 1 takes the other completions of a step from the data.
-
-Differences from the papers (docs/distill.md): the fraction is of each step's prompts, not a coin for each step; the
-sampling has no gradient (as in GKD); only `sampled` learns from a reward; bounded c_t = pi_old(y_t) / pi_engine(y_t)
-correct for the difference between engine and trainer.
+`--on_policy_fraction` below 1 takes the other completions of a step from the data. Differences from the papers
+(docs/distill.md): the fraction is of each step's prompts, not a coin for each step; the sampling has no gradient (as in
+GKD); only `sampled` learns from a reward; bounded weights c_t = pi_old(y_t) / pi_engine(y_t).
 
 Shapes: P prompts on this rank, G completions per prompt, T packed tokens of a micro-batch. Per-token tensors are
 aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
@@ -55,6 +53,7 @@ from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.train.online import num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -112,7 +111,7 @@ class Args(CorrectionArgs, OnlineArgs):
     on_policy_fraction: Fraction = 1.0
     """fraction of a step's prompts that the student completes (the paper's lambda); the data completes other rows"""
     divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
-    """divergence of student and teacher at each token, over the whole vocabulary (docs/distill.md has the equations)"""
+    """divergence of student p and teacher q. reverse_kl: KL(p || q); forward_kl: KL(q || p); jsd: both to a mixture"""
     jsd_beta: OpenFraction = 0.5
     """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like reverse_kl"""
     top_k: NotNegative[int] = 0
@@ -222,7 +221,7 @@ def evaluate(
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
+    device, rank, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     args.check_own_prompts(world_size)
@@ -231,7 +230,8 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("teacher_logprobs/*",))
 
     # ---- data: prompts as token ids; `given`: completions of the data ----
-    path, teacher_path = resolve_model(args.model), resolve_model(args.teacher, "--teacher")
+    path = resolve_model(args.model, weights=not args.dry_run)
+    teacher_path = resolve_model(args.teacher, "--teacher", not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--teacher", teacher_path, tokenizer)
     vocabulary = shared_vocabulary(path, teacher_path, args.top_k)
@@ -241,6 +241,7 @@ def main(args: Args) -> None:
     given_held_out = read_samples(held_out, encoder, args, needed=False)
     order = make_order([s.row for s in given] or prompts.rows, replace(args, seed=distributed.fold_seed(args.seed, 1)))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [teacher_path] * (args.teacher_logprobs == "live"))
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

@@ -49,6 +49,7 @@ from common.parallel import distributed
 from common.train.generation import Generation
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -213,17 +214,19 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("reference_logps.json",))
 
     # ---- data: pairs of token ids with masks, and their order ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, (*PAIR_FLAGS, "ld_alpha")
     )
+    needed = not set(args.loss) <= REFERENCE_FREE
+    frozen = [args.reference_model or path] if needed and args.reference_logprobs == "online" else []
+    dry_run(args, path, tokenizer, pairs, eval_pairs, frozen=frozen, counts=counts + eval_counts)
     order = pairs.order(args)
 
     # ---- models: FSDP2 shards of float32 masters; the frozen reference scores the pairs before training ----
     policy = load_policy(path, args, device)
-    needed = not set(args.loss) <= REFERENCE_FREE
     reference, (stored, eval_stored) = reference_or_logps(policy, (pairs, eval_pairs), tokenizer, args, device, needed)
     optimizer = adamw(policy, args)
     generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate

@@ -10,10 +10,8 @@ The policy samples G completions of every prompt. The advantage of each is its r
 
 There is no value model, and no reference model unless `--beta` is positive. `--loss`, `--reduction` and `--advantage`
 select a variant of the family, and `--preset` selects that of a paper. dapo.py and reinforce.py have further variants.
-
 Differences from the paper, without a preset (docs/grpo.md): the mean is over the tokens of the global minibatch and the
-clip bounds differ (both as in DAPO, arXiv:2503.14476). The KL term is off. Truncated importance weights correct for the
-difference between the probabilities of the inference engine and of the trainer.
+clip bounds differ (both as in DAPO, arXiv:2503.14476); no KL term; truncated importance weights pi_old / pi_engine.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, K rewards, T packed tokens of a micro-batch.
 Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
@@ -47,6 +45,7 @@ from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -137,8 +136,7 @@ def loss(
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
     if args.off_policy_threshold is not None:  # mask if A < 0 and the policy has moved far away
-        streams = logprobs_T, rollout_logprobs_T, advantages_T
-        loss_T = loss_T * off_policy_mask(*streams, *where, args.off_policy_threshold)
+        loss_T *= off_policy_mask(logprobs_T, rollout_logprobs_T, advantages_T, *where, args.off_policy_threshold)
     if flags == CLIP:
         bounds = args.clip_low, args.clip_high, args.dual_clip
         logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), advantages_T, *bounds)
@@ -174,21 +172,23 @@ class Args(CorrectionArgs, OnlineArgs):
         "liteppo": dict(loss="clip", reduction="token", advantage="group_mean_batch_std", clip_low=0.2, clip_high=0.2),
         "gdpo": dict(loss="clip", reduction="token", advantage="gdpo", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
-    MOVED: ClassVar[dict] = {
-        "preset": dict(dapo="python dapo.py")
-        | {old: f"python reinforce.py --preset {old}" for old in ("reinforce", "reinforce++", "reinforce++_baseline")}
-    }
+    MOVED: ClassVar[dict] = dict(preset=dict(dapo="python dapo.py") | {
+        old: f"python reinforce.py --preset {old}" for old in ("reinforce", "reinforce++", "reinforce++_baseline")
+    })  # fmt: skip
     samples_per_prompt: AtLeast2 = 8
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
     """published variant: sets the flags in its row of the table in docs/grpo.md; contradicting flags are an error"""
     loss: Literal[tuple(LOSSES)] = "clip"
-    """policy loss of each token (docs/grpo.md has the equations)"""
+    """policy loss (docs/grpo.md). clip: PPO; reinforce: -A log p; cispo: clips the weight of the gradient; sapo: soft
+    clip; gspo: clip, ratio of the whole completion, per token; sequence_clip: the same, summed; topr: clips the
+    completion's ratio if A < 0; vespo: smooth weight by the completion's ratio"""
     reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
-    """reduction of the loss of all tokens. token: mean over tokens; sequence: mean over completions of their means;
-    sequence_sum: mean over completions of their sums; constant: sum / (completions x max_new_tokens)"""
+    """reduction of the loss. token: mean over tokens; sequence: mean over completions of their means; sequence_sum:
+    mean over completions of their sums; constant: sum / (completions x max_new_tokens)"""
     advantage: Literal["group", "group_mean", "group_mean_batch_std", "leave_one_out", "gdpo"] = "group"
-    """advantage of each completion, computed from rewards (docs/grpo.md has the equations)"""
+    """advantage by reward r. group: (r - mean) / std of its group; group_mean: r - mean; group_mean_batch_std: with
+    the batch's std; leave_one_out: r - mean of the others; gdpo: group of each reward, summed, whitened"""
     clip_low: BelowOne = 0.2
     """clip, gspo, sequence_clip: distance from 1 of the lower bound of the importance ratio"""
     clip_high: NotNegative[float] = 0.28
@@ -243,16 +243,17 @@ class Args(CorrectionArgs, OnlineArgs):
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [])
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

@@ -44,6 +44,7 @@ from common.parallel import distributed
 from common.train.generation import Generation
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -205,7 +206,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("reference_logps.json",))
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     fit_max_length(args, path, room=args.room)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
@@ -213,6 +214,8 @@ def main(args: Args) -> None:
     )
     groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
     require_both_labels(rows)
+    frozen = [args.reference_model or path] if args.reference_logprobs == "online" else []
+    dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=counts + eval_counts)
     order = make_order(groups.rows, args)
 
     # ---- models: FSDP2 shards of float32 masters; the frozen reference scores the data before training ----

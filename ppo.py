@@ -11,8 +11,7 @@ Each token y_t of a sampled completion is an action. A second model predicts its
     rho_t = pi(y_t) / pi_old(y_t)                         pi_old, V: the models at the time of the rollout
 
 Differences from the papers (docs/ppo.md): value and policy are separate models with an optimizer each, advantages are
-whitened over the rollout and not over a minibatch, and truncated importance weights c_t = pi_old(y_t) / pi_engine(y_t)
-correct for the difference between engine and trainer.
+whitened over the rollout and not over a minibatch, and truncated importance weights c_t = pi_old(y_t) / pi_engine(y_t).
 
 Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a micro-batch. Per-token
 tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t]; values_T[t] is the value of the
@@ -49,6 +48,7 @@ from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -215,18 +215,19 @@ def whiten(rollout: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
-    path = resolve_model(args.model)
-    value_path = path if args.value_model is None else resolve_model(args.value_model, "--value_model")
+    path, weights = resolve_model(args.model, weights=not args.dry_run), not args.dry_run
+    value_path = path if args.value_model is None else resolve_model(args.value_model, "--value_model", weights)
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--value_model", value_path, tokenizer)
     prompts, held_out = load_prompts(args, tokenizer, min(context_length(path, args), context_length(value_path, args)))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [], value_path)
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----

@@ -44,6 +44,7 @@ from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -88,16 +89,17 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs):
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks, args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [])
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import NotNegative, Positive
+from common.config.flags import NotNegative, Positive, require_default
 from common.config.groups import TrainArgs
 from common.config.parse import parse
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
@@ -47,6 +47,7 @@ from common.parallel import distributed
 from common.rewards.reward_model import at_end, score
 from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -92,6 +93,8 @@ class Args(TrainArgs):
             raise ValueError(f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}")
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
+        if self.eval_only or self.relabel:
+            require_default(self, ("dry_run",), "with --eval_only")
 
 
 def encode_rows(
@@ -214,7 +217,7 @@ def main(args: Args) -> None:
         prepare_output_dir(args)
 
     # ---- data: pairs of token ids with masks, and their order ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     fit_max_length(args, path, room=args.room // 2)
     tokenizer = load_tokenizer(path, args)
     if not training:
@@ -223,6 +226,7 @@ def main(args: Args) -> None:
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, PAIR_FLAGS, kept=("margin",)
     )
+    dry_run(args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path)
     order = pairs.order(args)
 
     # ---- model: FSDP2 shards of float32 masters, with a scalar head ----

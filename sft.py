@@ -40,6 +40,7 @@ from common.parallel import distributed
 from common.train.generation import Generation
 from common.train.offline import describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -122,12 +123,13 @@ def main(args: Args) -> None:
     prepare_output_dir(args)
 
     # ---- data: token ids with masks, and their order ----
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, weights=not args.dry_run)
     fit_max_length(args, path, room=args.room)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_rows, SFT_COLUMNS, tokenizer, args, ENCODE_FLAGS
     )
+    dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
     order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters ----

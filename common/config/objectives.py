@@ -79,7 +79,11 @@ class PreferenceArgs:
     """Preference losses"""
 
     loss: Several[Literal[tuple(READS)]] = ("sigmoid",)
-    """losses on pairs, added up (docs/dpo.md has the equations)"""
+    """losses on pairs, added up (equations: docs/dpo.md). sigmoid: DPO; robust: DPO for noisy labels; hinge: SLiC; ipo:
+    squared distance to a margin; sigmoid_norm: DPO per token; exo_pair: KL to smoothed labels; nca_pair, bco_pair: each
+    side against zero; sppo_hard: each side to a target; apo_zero: chosen up, rejected down; apo_down: both down; aot,
+    aot_unpaired: on the sorted batch; discopop: logistic and exponential. Without a reference: simpo: margin per token;
+    orpo: odds ratio; cpo: DPO and likelihood"""
     loss_weights: Several[NotNegative[float]] = ()
     """weight of each loss; default: all 1"""
     beta: Positive[float] = 0.1
@@ -89,7 +93,8 @@ class PreferenceArgs:
     length_normalize: bool = True
     """ipo: log-ratios per token; false: summed over the completion, as in the paper"""
     f_divergence: FDivergence = "reverse_kl"
-    """sigmoid, robust, hinge, exo_pair, discopop: divergence that keeps the policy close to the reference"""
+    """sigmoid, robust, hinge, exo_pair, discopop: divergence that keeps the policy close to the reference (js:
+    Jensen-Shannon; alpha: see --f_alpha)"""
     f_alpha: Real = 0.5
     """order of --f_divergence alpha; 1: reverse_kl, 0: forward_kl"""
     simpo_gamma: Real = 0.5

@@ -12,6 +12,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,7 +25,7 @@ from tyro import _errors as refusals  # private, hence the pinned version: what 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from common.config.flags import as_tuple
-from common.config.groups import BUILT_IN_MODELS, BaseArgs
+from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.config.launch import check_ranks
 from common.parallel import distributed
 
@@ -47,7 +48,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         for name, value in preset.items():
             if (got := getattr(args, name)) != value:
                 raise ValueError(f"--{name} {got} contradicts --preset {given['preset']}, which sets {value}")
-        check_ranks(args, distributed.world_size())
+        planned = args.planned if isinstance(args, TrainArgs) else None
+        check_ranks(args, planned[0] if planned else distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
     if adapted and distributed.is_main():
@@ -112,8 +114,14 @@ def adapted_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> tuple
 def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
     """Return the flags on the command line, `config` among them. For `--help` print it and exit."""
     assert is_pydantic_dataclass(args_class), "Args needs the decorator of pydantic.dataclasses"
-    console = io.StringIO()
-    helps = texts(args_class) if {"-h", "--help"} & {*argv} else {}
+    console, helps = io.StringIO(), {}
+    description = (sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0]
+    if at := next((i for i, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):
+        helps, words = texts(args_class), list(takewhile(lambda word: not word.startswith("-"), argv[at:]))
+        if words:
+            helps, argv, description = with_words(helps, words), ["--help"], f"The flags with: {' '.join(words)}"
+        else:
+            description += f"\n`{script_of(args_class).name} --help WORD ...` lists only the flags with these words."
     refuse = functools.partial(raise_refusal, args_class)
     try:
         with contextlib.redirect_stdout(console), refusals.on_parse_error(refuse):
@@ -121,7 +129,7 @@ def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
                 flag_type(args_class, helps),
                 prog=script_of(args_class).name,
                 args=argv,
-                description=(sys.modules[args_class.__module__].__doc__ or "").partition("\n\n")[0],
+                description=description,
                 use_underscores=True,
                 registry=registry,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
@@ -144,12 +152,12 @@ def unconverted(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """Leave numbers, booleans and choices to pydantic, which checks text as in a file. `--compile` alone is true."""
     if typing.get_origin(info.type) is typing.Literal:
         metavar = "{" + ",".join(typing.get_args(info.type)) + "}"
-    elif info.type in (bool, int, float):
-        metavar = "[{true,false}]" if info.type is bool else info.type.__name__.upper()
+    elif info.type in (bool, bool | str, int, float):
+        metavar = {bool: "[{true,false}]", bool | str: "[GPUSxGB]"}.get(info.type) or info.type.__name__.upper()
     else:
         return None
     return PrimitiveConstructorSpec(
-        nargs="*" if info.type is bool else 1,
+        nargs="*" if info.type in (bool, bool | str) else 1,
         metavar=metavar,
         instance_from_str=lambda words: " ".join(words) or True,
         is_instance=lambda value: isinstance(value, int | float | str),
@@ -164,12 +172,17 @@ def flag_type(args_class: type, helps: dict[str, str]) -> type:
     groups: dict[type, list] = {args_class: []}
     for field in dataclasses.fields(args_class):
         kind = types[field.name]
+        if helps and field.name not in helps:  # of --help WORD
+            continue
         if text := helps.get(field.name):
             kind = Annotated[kind, tyro.conf.arg(help=text, help_behavior_hint=functools.partial(default_hint, text))]
         flag = field.name, kind, dataclasses.field(default=field.default)
         groups.setdefault(owners[field.name], []).append(flag)
-    sections = [("config", str | None, dataclasses.field(default=None, metadata=dict(help=CONFIG_HELP)))]
+    config = [("config", str | None, dataclasses.field(default=None, metadata=dict(help=CONFIG_HELP)))]
+    sections = config if not helps or "config" in helps else []
     for group, flags in groups.items():
+        if not flags:
+            continue
         name = group.__name__.removesuffix("Args").lower()
         title, text = (name, group.__doc__) if name else (script_of(group).stem, "")
         section = dataclasses.make_dataclass(title, flags)
@@ -187,9 +200,24 @@ def default_hint(text: str, default: str) -> str:
 
 
 def texts(args_class: type) -> dict[str, str]:
-    """Return the text under each flag: the script's own, or that of the group."""
+    """Return the text of each flag: the script's own, or that of the group."""
     parsed = [docstring_parser.parse_from_object(cls) for cls in reversed(args_class.__mro__[:-1])]
-    return {flag.arg_name: " ".join(flag.description.split()) for docstring in parsed for flag in docstring.params}
+    flags = {flag.arg_name: " ".join(flag.description.split()) for docstring in parsed for flag in docstring.params}
+    return flags | dict(config=CONFIG_HELP)
+
+
+def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:
+    """Return the flags whose name or text contains all words. Raises `ValueError` if there is none."""
+    found = {name: f"{name} {text}".lower().replace("-", "_") for name, text in helps.items()}
+    wanted = [word.lower().replace("-", "_") for word in words]
+    if hits := {name: helps[name] for name, text in found.items() if all(word in text for word in wanted)}:
+        return hits
+    known = {part for text in found.values() for part in re.findall(r"[a-z]{3,}", text)}
+    missing = next((word for word in wanted if not any(word in text for text in found.values())), "")
+    raise ValueError(
+        f"--help {' '.join(words)}: no flag has {'all words' if words[1:] else 'this word'}"
+        f" in its name or text{similar(missing, sorted(known))}"
+    )
 
 
 def raise_refusal(args_class: type, event: refusals.ParseErrorEvent) -> None:

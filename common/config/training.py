@@ -1,5 +1,6 @@
 """Groups of flags for models, data and training."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -175,6 +176,9 @@ class CheckpointArgs:
     lowest value is best if the name ends with loss or perplexity, else the highest"""
     early_stop: MayChange[NotNegative[int]] = 0
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""
+    dry_run: MayChange[bool | str] = False
+    """check flags, all data and the rewards of ten rows, print the first batch, the predicted memory and the plan, and
+    end without loading weights or writing files. 8x80GB: plan for 8 GPUs of 80 GB, on any machine"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
     """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline), tensorboard"""
     wandb_project: MayChange[str] = "onefile"
@@ -196,7 +200,16 @@ class CheckpointArgs:
             require_default(self, ("wandb_project", "wandb_name", "wandb_group", "wandb_tags"), "without --log wandb")
         if self.early_stop and self.keep_best is None:
             raise ValueError(f"--early_stop {self.early_stop} needs a metric to improve; set --keep_best")
+        self.dry_run = dict(true=True, false=False).get(str(self.dry_run).lower(), self.dry_run)
+        if isinstance(self.dry_run, str) and not self.planned:
+            raise ValueError(f"--dry_run {self.dry_run}: expected GPUs and the memory of each, such as 8x80GB")
         return self
+
+    @property
+    def planned(self) -> tuple[int, int] | None:
+        """Number of GPUs and the bytes of each in `--dry_run 8x80GB`."""
+        match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})(GB)?", str(self.dry_run), re.IGNORECASE)
+        return (int(match[1]), int(match[2]) * 10**9) if match else None
 
 
 @dataclass(config=STRICT)

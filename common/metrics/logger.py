@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 
 from torch import Tensor
@@ -122,21 +122,9 @@ class RunLogger:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer) -> None:
-        """Print one decoded sample, with its trained tokens in colour, or between marks without a terminal."""
-        if not self.active:
-            return
-        from itertools import groupby
-
-        from rich.text import Text
-
-        text, position = Text(), 0
-        for trained, tokens in groupby(sample.loss_mask):
-            length = len(list(tokens))
-            piece = tokenizer.decode(sample.ids[position : position + length])
-            position += length
-            plain = f"⟦{piece}⟧" if trained and not self.console.is_terminal else piece
-            text.append(plain, style="bold green" if trained else "dim")
-        self.console.print(Text("a training sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
+        """Print one decoded sample."""
+        if self.active:
+            preview(sample, tokenizer, self.console)
 
     def samples(
         self,
@@ -212,6 +200,20 @@ class RunLogger:
             self.wandb.finish()
         if self.tensorboard is not None:
             self.tensorboard.close()
+
+
+def preview(sample: Sample, tokenizer, console) -> None:
+    """Print one decoded sample, with its trained tokens in colour, or between marks without a terminal."""
+    from rich.text import Text
+
+    text, position = Text(), 0
+    for trained, tokens in groupby(sample.loss_mask):
+        length = len(list(tokens))
+        piece = tokenizer.decode(sample.ids[position : position + length])
+        position += length
+        plain = f"⟦{piece}⟧" if trained and not console.is_terminal else piece
+        text.append(plain, style="bold green" if trained else "dim")
+    console.print(Text("a sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
 
 def _asked(row: dict) -> str | None:

@@ -53,7 +53,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
     return attention_by_length(query, key, value, kwargs["pack"], scaling, sliding_window, softcap), None
 
 
-@torch.compiler.disable  # torch.compile would compile it again for every list of offsets
+# torch.compile would compile it again for every list of offsets. Like torch.compiler.disable, but imports when called.
+@torch._disable_dynamo
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, pack: Tokens, scaling: float, sliding_window: int | None,
     softcap: float | None,

@@ -14,10 +14,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from common.data import durable
 from common.model.loading import hub_name, hub_weights, load_config
@@ -48,14 +44,18 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class CheckpointReader(FileSystemReader):
-    """Reader of PyTorch's shards that runs no code of the folder: `.metadata` is a pickle, which torch trusts."""
+def checkpoint_reader(folder: Path):
+    """Return a reader of PyTorch's shards that does not trust `.metadata`, a pickle, as torch does."""
+    from torch.distributed.checkpoint import FileSystemReader
 
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+    class CheckpointReader(FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return CheckpointReader(folder)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -84,7 +84,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
         if durable.fingerprint(folder / name) != expected:
             return f"{name} was changed after it was written"
     try:
-        CheckpointReader(folder).read_metadata()
+        checkpoint_reader(folder).read_metadata()
     except (OSError, pickle.UnpicklingError) as error:
         return f".metadata: {getattr(error, 'strerror', None) or distributed.first_line(error)}"
     return None
@@ -105,6 +105,8 @@ def as_model(flag: str, folder: Path) -> Path:
 
 def _write_hf(folder: Path, hf: Path) -> str | None:
     """Write `hf/` under another name and rename it when it is complete. Return what is wrong, None if nothing is."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if problem := damage(folder):
         return f"not a complete checkpoint: {problem}"
     if not (folder / WEIGHTS).is_file():
@@ -133,8 +135,10 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint's model by their names on the hub, in the dtype of its config. They are read
     one at a time, in this process alone."""
+    import torch.distributed.checkpoint as dcp
+
     config = load_config(folder)
-    reader, weights = CheckpointReader(folder), {}
+    reader, weights = checkpoint_reader(folder), {}
     stored = reader.read_metadata().state_dict_metadata
     adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
 

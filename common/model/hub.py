@@ -14,8 +14,9 @@ from common.model.tiny import tiny_model
 from common.parallel import distributed
 
 
-def resolve_model(model: str, flag: str = "--model") -> str:
-    """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json, safetensors, tokenizer.
+def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
+    """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json, tokenizer and, unless
+    `weights` is false, safetensors.
 
     The model of a resumable checkpoint is `hf/` in it, which is written if it does not exist. One rank of each machine
     writes or downloads. Collective. Raises `ValueError` naming `flag` for a model that is not found.
@@ -28,18 +29,18 @@ def resolve_model(model: str, flag: str = "--model") -> str:
     if not folder.is_dir():
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise ValueError(f"{flag} {model}: no such folder")
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        patterns = ["*.json", "*.jinja", "*.txt", "*.model", *["*.safetensors"] * weights]
         folder = Path(download(f"{flag} {model}", model, "model", patterns))
-    if is_checkpoint(folder):
+    if weights and is_checkpoint(folder):
         folder = as_model(f"{flag} {model}", folder)
     found = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
     if found and not (folder / "config.json").exists():
         raise ValueError(f"{flag} {model}: a folder of checkpoints; name one of them, such as {found[0]}")
-    _require_files(f"{flag} {model}", folder)
+    _require_files(f"{flag} {model}", folder, weights)
     return str(folder)
 
 
-def _require_files(label: str, folder: Path) -> None:
+def _require_files(label: str, folder: Path, weights: bool) -> None:
     """Check the files of a model, before a library fails on them. Raises `ValueError` if one is missing or damaged."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -47,7 +48,7 @@ def _require_files(label: str, folder: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ValueError(f"{label}: the folder has no {name}")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise ValueError(f"{label}: the folder has no *.safetensors weights")
     for file in sorted(folder.glob("*.json")):
         try:
@@ -62,7 +63,8 @@ def _require_files(label: str, folder: Path) -> None:
         raise ValueError(f"{label}: config.json: {distributed.first_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
-    require_unchanged(label, folder)
+    if weights:
+        require_unchanged(label, folder)
 
 
 def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:

@@ -8,11 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from common.data import durable
 from common.parallel import distributed
@@ -57,7 +53,9 @@ def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple[st
         yield name, weight
         return
     (_, gate, up, down), first = EXPERTS[model_type], 0
-    if isinstance(weight, DTensor):
+    if hasattr(weight, "to_local"):  # a DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         _, (first, *_) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         weight = weight.to_local()
     matrices = dict(gate_up_proj=(gate, up), down_proj=(down,))[kind]
@@ -72,6 +70,9 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError` if names or shapes
     of the checkpoint are not those of the model.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
     hf.to_empty(device=device)
     # Modules recompute the buffers that no checkpoint has (rotary frequencies); a remaining NaN shows a failure. The
     # mark keeps parameters of such a module (Gemma's embedding) from random initialisation.
@@ -113,8 +114,10 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     return new_head
 
 
-def draw_head(head: DTensor, seed: int) -> None:
+def draw_head(head: Tensor, seed: int) -> None:
     """Fill a scalar head [1, D] from N(0, 1 / (D + 1)), the same on any number of ranks. Collective."""
+    from torch.distributed.tensor import distribute_tensor
+
     width, generator = head.shape[1], torch.Generator().manual_seed(seed)
     drawn = torch.randn(1, width, generator=generator) / math.sqrt(width + 1)
     head.copy_(distribute_tensor(drawn.to(head.device), head.device_mesh, head.placements))

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.config.training import LoRAArgs
@@ -144,6 +143,8 @@ def _trained(hf: nn.Module) -> dict[str, nn.Parameter]:
 def fill_adapters(hf: nn.Module, stored: dict[str, Tensor], seed: int) -> None:
     """Fill sharded adapters with `stored` weights, or new ones: A ~ U(-1 / sqrt(I), 1 / sqrt(I)) and B = 0, the same on
     any number of ranks. Collective."""
+    from torch.distributed.tensor import distribute_tensor
+
     for number, (name, parameter) in enumerate(_trained(hf).items()):
         if name in stored:
             value = stored[name].float()
@@ -201,7 +202,7 @@ def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its shards. Collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # of a DTensor
 
 
 def save_adapter(hf: nn.Module, path: str, args: LoRAArgs, folder: Path, card: dict | None = None) -> None:

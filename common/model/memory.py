@@ -161,7 +161,8 @@ def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
     parts = predict(models, plan)
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB)
     host = f"; on the host {on_the_host(models, plan) / GIB:.1f}" if plan.offload != "none" else ""
-    return f"{sum(parts.values()) / GIB:.1f} GiB of {capacity / GIB:.1f} ({listed}{host})"
+    of = f" of {capacity / GIB:.1f}" if capacity else ""
+    return f"{sum(parts.values()) / GIB:.1f} GiB{of} ({listed}{host})"
 
 
 def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
@@ -214,23 +215,30 @@ def plan_of(model: nn.Module, args: TrainArgs, capacity: float) -> Plan:
     """Return the plan for a sharded model and the flags."""
     parameter = next(model.parameters())
     mesh, placements = parameter.device_mesh, parameter.placements
+    ranks = next(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
+    return make_plan(loaded(), args, ranks, model.device, model.compute_dtype, capacity)
+
+
+def make_plan(
+    models: Sequence[Shapes], args: TrainArgs, ranks: int, device: torch.device, dtype: torch.dtype, capacity: float
+) -> Plan:
+    """Return the plan for models with the compute `dtype` that are sharded over `ranks` devices of this type."""
     engine, stays, engine_ranks = 0.0, False, 1
     if isinstance(args, SamplingArgs) and not (isinstance(args, OnlineArgs) and args.rollout_ranks):
-        stays = args.engine == "transformers" or importlib.util.find_spec("vllm") is None
+        stays = args.engine == "transformers" or (not args.planned and importlib.util.find_spec("vllm") is None)
         engine, engine_ranks = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
         if stays:  # a second copy of the policy, which `model` need not be
-            policies = [m.weights for m in loaded() if m.head and m.trained]
-            engine = model.compute_dtype.itemsize * max(policies, default=0)
+            engine = dtype.itemsize * max((m.weights for m in models if m.head and m.trained), default=0)
     return Plan(
-        ranks=next(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard()),
+        ranks=ranks,
         pack_tokens=args.pack_tokens,
-        recompute=recomputes(args, model.device),
+        recompute=recomputes(args, device),
         offload=args.offload,
-        bytes=model.compute_dtype.itemsize,
+        bytes=dtype.itemsize,
         engine=engine,
         engine_ranks=engine_ranks,
         engine_stays=stays,
-        on_cuda=model.device.type == "cuda",
+        on_cuda=device.type == "cuda",
     )
 
 

@@ -5,8 +5,6 @@ Shapes: T packed tokens of this rank, t tokens that it computes, D hidden size, 
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp import register_fsdp_forward_method as register_forward
 
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch
@@ -146,8 +144,9 @@ def load_policy(
     reduction. With `--lora_rank` only adapters are trained (lora.py), and a value model may share them (value.py).
 
     The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives a frozen reference
-    in the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. `flag`
-    stands in errors. Raises `ValueError` for a model that would not be computed exactly, or that does not fit.
+    in the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. On
+    device meta the model is neither sharded nor filled. `flag` stands in errors. Raises `ValueError` for a model that
+    would not be computed exactly, or that does not fit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -189,11 +188,13 @@ def _load(
         raise ValueError(f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
     if (R := args.context_ranks) > 1 and (heads := hf.config.get_text_config().num_attention_heads) % R:
         raise ValueError(f"--context_ranks {R}: does not divide the {heads} attention heads of {label}")
-    setup_context_groups(R, args.nccl_timeout)
     adapted = trainable and lora.has_adapters(args)
     stored = lora.add_adapters(hf, args, label) if adapted else {}
     if values is not None:
         values.attach(model)
+    if device.type == "meta":  # for its shapes
+        return model
+    setup_context_groups(R, args.nccl_timeout)
     shard(model, blocks, args, device, reshard_root=not trainable)
     require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
@@ -226,18 +227,20 @@ def shard(
     The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if there is no backward.
     With `--offload all` FSDP keeps shards and their gradients on the host, and gathers weights on the device.
     """
+    from torch.distributed import fsdp
+
     model.device, model.compute_dtype = device, compute_dtype(args, device)
-    precision = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     mesh, model.copies = shard_mesh(device, args.shard_ranks, args.nccl_timeout)
-    home = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads_all(args) else OffloadPolicy()
+    home = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads_all(args) else fsdp.OffloadPolicy()
     for block in blocks:
         if args.compile:
             for experts in (module for name, module in block.named_modules() if name.endswith("experts")):
                 # The router decides their sizes, and inductor fails to compile them in float32 (torch 2.13).
                 experts.forward = torch.compiler.disable(experts.forward)
             block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=reshard_root)
+        fsdp.fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
+    fsdp.fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=reshard_root)
     if isinstance(model, Policy):
         for method in ("distill", "teach", "values"):
-            register_forward(model, method)
+            fsdp.register_fsdp_forward_method(model, method)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.groups import SamplingArgs
+from common.config.groups import SamplingArgs, TrainArgs
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
@@ -67,8 +67,9 @@ class Rewards:
             if name == "by_row":
                 new = scorers_by_row(rows, args, self.pools)
             elif name.startswith("model:"):
-                path = resolve_model(name.removeprefix("model:"), "--reward")
-                new = {shorts[name]: RewardModel("--reward", path, args, rows, tokenizer, device)}
+                dry = isinstance(args, TrainArgs) and bool(args.dry_run)
+                path = resolve_model(name.removeprefix("model:"), "--reward", not dry)
+                new = {} if dry else {shorts[name]: RewardModel("--reward", path, args, rows, tokenizer, device)}
             else:
                 new = {shorts[name]: make_scorer(name, rows, args, self.pools)}
             if new.keys() & self.scorers:

@@ -13,8 +13,6 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from common.config.groups import SamplingArgs
 from common.model.lora import LoRALinear
@@ -52,6 +50,9 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     weights are copies, because vLLM keeps references to them until a layer is complete. `remove_duplicate=False` also
     yields a tied head: without it the engine would silently keep its old head.
     """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
     prefixes = {module: f"{name}." for name, module in model.hf.named_modules() if isinstance(module, FSDPModule)}
     units = [model, *prefixes]
     for unit in units:

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from common.config.groups import TrainArgs
 from common.data import durable
@@ -26,7 +24,7 @@ from common.model.convert import (
     MANIFEST,
     STATE,
     WEIGHTS,
-    CheckpointReader,
+    checkpoint_reader,
     checkpoints_in,
     damage,
     write_safetensors,
@@ -81,10 +79,12 @@ class Checkpointer:
         return 0
 
     def _load(self, path: Path) -> int:
+        import torch.distributed.checkpoint as dcp
+
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
         # state are flags, and its learning rate is set at each step.
         with one_line_errors(str(path)):
-            dcp.load(self._tensors(), storage_reader=CheckpointReader(path))
+            dcp.load(self._tensors(), storage_reader=checkpoint_reader(path))
             state = durable.parse_json((path / STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
@@ -94,6 +94,8 @@ class Checkpointer:
 
     def _tensors(self) -> dict[str, dict]:
         """Return the state of the trained weights and their optimizers. Frozen weights are read from `--model`."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
         out, options = {}, StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
             out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer, options=options)
@@ -114,6 +116,8 @@ class Checkpointer:
 
         An earlier checkpoint of the same step is replaced.
         """
+        import torch.distributed.checkpoint as dcp
+
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
         if (free := self.free_space()) < self.size:

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as adamw_update
 
 from common.config.groups import TrainArgs
@@ -54,7 +53,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:

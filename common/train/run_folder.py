@@ -12,7 +12,7 @@ from typing import TextIO
 
 import yaml
 
-from common.config.groups import BaseArgs
+from common.config.groups import BaseArgs, TrainArgs
 from common.config.launch import flags_of, may_change
 from common.data import durable
 from common.model.convert import checkpoints_in
@@ -26,11 +26,13 @@ FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard"
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the script's further files.
-    Collective.
+    Collective. A dry run has no folder.
 
     With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
     not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
     """
+    if isinstance(args, TrainArgs) and args.dry_run:
+        return
     folder, problem = Path(args.output_dir), None
     # A new name: network file systems cache the absence of files.
     mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"

@@ -269,6 +269,34 @@ def test_help_says_type_text_and_default(capsys):
         assert words in text
 
 
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["UPPER", "ratio"], ["clip_high"]),  # of its text, in any order and case
+        (["clip-high"], ["clip_high"]),
+        (["lora_rank"], ["lora_rank", "lora_alpha", "lora_rslora"]),  # name or text
+        (["args.yaml", "win"], ["config"]),
+        (["nccl", "--lr", "3"], ["nccl_timeout"]),
+    ],
+)
+def test_help_with_words_lists_the_flags_that_have_all_of_them(words, flags, capsys):
+    text = help_of(Args, capsys, "--help", *words)
+    assert sorted(re.findall(r"^  --(\w+)", text, re.MULTILINE)) == sorted(flags)
+    titles = re.findall(r"^ (\w+) options$", text, re.MULTILINE)
+    assert len(titles) == (flags != ["config"])
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["stalness"], "--help stalness: no flag has this word in its name or text (did you mean staleness?)\n"),
+        (["nccl", "reward"], "--help nccl reward: no flag has all words in its name or text\n"),
+    ],
+)
+def test_help_without_a_match_is_one_line(words, what, capsys):
+    assert what in refused(capsys, "--help", *words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_help_survives_a_closed_pipe(script):
@@ -290,9 +318,11 @@ def test_help_begins_with_a_summary_and_lists_the_flags(script, monkeypatch, cap
     assert sorted(listed) == sorted([*(f"--{field.name}" for field in dataclasses.fields(module.Args)), "--config"])
 
 
-def test_command_line_imports_no_slow_library():
-    slow = ["vllm", "wandb", "datasets", "transformers", "matplotlib", "tensorboard"]
-    code = f"import sys, common.config.parse, common.config; print([m for m in {slow} if m in sys.modules])"
+def test_scripts_import_no_slow_library_but_torch():
+    """--help waits for these imports. torch.distributed's submodules take as long as torch itself."""
+    slow = ["vllm", "wandb", "datasets", "transformers", "matplotlib", "tensorboard", "sympy", "torch._dynamo",
+            "torch.distributed.tensor", "torch.distributed.checkpoint"]  # fmt: skip
+    code = f"import sys, {', '.join(ALGORITHMS)}; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "[]\n"
 
