@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from common.data.tasks import arithmetic_rows
-from common.metrics.logger import draw_curves, read_metrics
+from common.metrics.curves import draw_curves, read_metrics
 
 ROOT = Path(__file__).resolve().parent
 OUT = Path("runs/demo")

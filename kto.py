@@ -64,6 +64,7 @@ def loss(log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, arg
 @dataclass
 class Args(GenerateArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, beta=1.0)
+    model: str = "tiny-sft"
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import timeline
 from seeds import launch
 
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SEEDS = 80, 3

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from seeds import launch
 
 from common.data.tasks import TASKS
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs/distill_seeds"

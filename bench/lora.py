@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.data.tasks import arithmetic_rows
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "runs" / "lora"

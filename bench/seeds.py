@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo
 import reinforce
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESET_FLAGS = (

@@ -38,7 +38,7 @@ from seeds import launch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from common.data.tasks import arithmetic_rows
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs/stream"

@@ -354,7 +354,7 @@ def check(folders: list[Path], machine: Machine) -> None:
     flags, mean length, and times of training and weight transfer."""
     import yaml
 
-    from common.metrics.logger import read_metrics
+    from common.metrics.curves import read_metrics
 
     for folder in folders:
         args = yaml.safe_load((folder / "args.yaml").read_text())

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 from common.model.tiny import SFT_WEIGHTS
 
 ROOT = Path(__file__).resolve().parent.parent

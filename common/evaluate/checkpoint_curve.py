@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.metrics.logger import draw_curves
+from common.metrics.curves import draw_curves
 from common.model.convert import checkpoints_in
 from common.parallel import distributed
 

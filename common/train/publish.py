@@ -14,7 +14,7 @@ from common.config.groups import BaseArgs, TrainArgs
 from common.config.launch import flags_of
 from common.config.parse import script_of
 from common.config.specs import weights_of
-from common.metrics.logger import read_metrics
+from common.metrics.curves import read_metrics
 from common.model.policy import PackedModel
 from common.parallel import distributed
 

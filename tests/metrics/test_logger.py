@@ -8,7 +8,8 @@ import torch
 
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
-from common.metrics.logger import RunLogger, draw_curves, read_metrics, wilson_interval
+from common.metrics.curves import draw_curves, read_metrics
+from common.metrics.logger import RunLogger, wilson_interval
 
 # ---- RunLogger ----
 

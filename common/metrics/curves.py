@@ -1,0 +1,51 @@
+"""Curves of runs: metrics.jsonl -> curves.png."""
+
+import fnmatch
+import json
+import math
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+
+
+def read_metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
+    """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also per held-out set."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = [read_metrics(path) for path in runs]
+    found = list(dict.fromkeys(key for lines in records for line in lines for key in line))
+    names = [key for name in names for key in fnmatch.filter(found, name)]
+    if not names:
+        return
+    held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))
+    ends = [{key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")} for name in held_out]
+    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # in all metrics; a loss has parts
+    columns = min(3, len(names))
+    rows = math.ceil(len(names) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    for axis, name in zip(axes.flat, names, strict=False):
+        drawn = [(lines, name, label) for lines, label in zip_longest(records, labels)]
+        drawn += [(records[0], f"{name}/{of_set}", of_set) for of_set in sets if name in held_out]
+        for lines, key, label in drawn:
+            points = [(line["step"], line[key]) for line in lines if key in line]
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []), label=label, marker="." if len(points) < 30 else ""
+            )
+        if len(drawn) > len(records):
+            axis.legend(fontsize=8)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+    if labels:
+        axes.flat[0].legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
