@@ -4,13 +4,13 @@ import os
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 import yaml
 
-from common.config.groups import BaseArgs, TrainArgs
+from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.config.launch import flags_of
 from common.config.parse import script_of
 from common.config.specs import weights_of
@@ -44,7 +44,7 @@ def card_files(args: TrainArgs, model: PackedModel, curves: Sequence[str], folde
 - base: {args.model}; licence: {base.get("license", "not stated in a model card")}
 - data: {" ".join(args.dataset)}
 - machine: {torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"}; training ranks:
-  {distributed.world_size()}; {model.compute_dtype}; torch {torch.__version__}, transformers {transformers.__version__}
+  {distributed.world_size()}; {model.compute_dtype}; torch {torch.__version__}, transformers {version("transformers")}
 - command: `torchrun --nproc_per_node {os.environ.get("LOCAL_WORLD_SIZE", 1)} {script.name} --config flags.yaml` with
   this flags.yaml, the flags that differ from the defaults; absolute paths are cut to their last name
 
@@ -67,7 +67,7 @@ def _base_card(name: str, path: str) -> dict:
     """Return the metadata of the base's card, empty without one; `base_model` is the nearest base on the hub."""
     from huggingface_hub import hf_hub_download, metadata_load
 
-    here = name == "tiny" or Path(name).expanduser().exists()
+    here = name in BUILT_IN_MODELS or Path(name).expanduser().exists()
     try:
         found = metadata_load(Path(path, "README.md") if here else hf_hub_download(name, "README.md")) or {}
     except Exception:  # no card, no network, or metadata of another form

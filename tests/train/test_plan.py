@@ -49,7 +49,7 @@ def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, tmp_pa
           "optimizer step on each of 4 training ranks, 4 only generate: 8 sequences, ",
           "run: 4 steps, 2 evaluations of 256 rows\n", "disk: 3 checkpoints of ",
           "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n"]),
-        ("dpo", "--batch_size 16 --eval_every 0",
+        ("dpo", "--batch_size 16 --eval_every 0 --eval_generate 0",
          ["step: 16 rows x 2 = 32 sequences, ", "on each of 8 training ranks: 4 sequences, ",
           "run: 4 steps, 0 evaluations of 0 rows\n", "⟦", "disk: 1 checkpoints of "]),
     ],

@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             lines = [json.loads(line) for line in body.splitlines()]
             if self.reply(dict(commitUrl=f"{hub.address}/me/model/commit/1", commitOid="1" * 40)):
-                files = [line["value"] for line in lines if line["key"] == "file"]
+                files = [line["value"] for line in lines if line.get("key") == "file"]
                 hub.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
 
     def reply(self, answer: dict) -> bool:
@@ -75,6 +75,7 @@ def hub(monkeypatch) -> Iterator[Hub]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", server.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
         monkeypatch.setenv("HF_TOKEN", "hf_stub")
         yield server
         server.shutdown()
