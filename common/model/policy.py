@@ -3,6 +3,8 @@
 Shapes: T packed tokens of this rank, t tokens that it computes, D hidden size, N sequences.
 """
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -194,6 +196,8 @@ def _load(
         values.attach(model)
     if device.type == "meta":  # for its shapes
         return model
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
+        torch.set_num_threads(1)  # in so small a model threads wait for each other longer than they compute
     setup_context_groups(R, args.nccl_timeout)
     shard(model, blocks, args, device, reshard_root=not trainable)
     require_memory(model, label, args)
