@@ -1,0 +1,221 @@
+"""The comparison of runs: its groups, bands, intervals and differences against numbers by hand, and its errors."""
+
+import json
+import math
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from helpers import ROOT
+from PIL import Image
+
+COMPARE = ROOT / "tools" / "compare.py"
+module = runpy.run_path(str(COMPARE), run_name="compare")
+T2, T4 = 4.302652730, 2.776445105  # 97.5% quantiles of Student's t for 2 and 4 degrees of freedom
+
+
+def write(folder: Path, scores: Sequence[float], flags: dict, code: dict | None = None, name: str = "eval/solved"):
+    """Write a run whose metric has these values at steps 1, 2, ..., and return its folder."""
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"step": step, name: score}) + "\n" for step, score in enumerate(scores, 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "args.yaml").write_text(yaml.safe_dump(flags | dict(output_dir=str(folder))))
+    if code is not None:
+        (folder / "code.json").write_text(json.dumps(code))
+    return folder
+
+
+def groups_of(*folders: Path) -> tuple[list[list[str]], list[str]]:
+    """Return the folders' names by group, and the labels of the groups."""
+    groups = module["group_runs"]([module["read_run"](folder) for folder in folders])
+    return [[run.folder.name for run in group] for group in groups], module["label_groups"](groups)
+
+
+@pytest.fixture
+def compare(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[list[list[str]], str]]:
+    """`compare(*options)` returns the rows of the table and stderr."""
+
+    def compare(*options: object, code: int = 0) -> tuple[list[list[str]], str]:
+        out = [] if "--out" in options else ["--out", tmp_path / "compare.png"]
+        monkeypatch.setattr(sys, "argv", [str(COMPARE), *map(str, [*options, *out])])
+        ended = 0
+        try:
+            module["main"]()
+        except SystemExit as error:
+            ended = error.code
+        shown = capsys.readouterr()
+        assert ended == code, shown
+        lines = [line.split("│")[1:-1] for line in shown.out.splitlines() if line.startswith("│")]
+        return [[cell.strip() for cell in line] for line in lines], shown.err
+
+    return compare
+
+
+def test_runs_that_differ_in_seed_and_names_only_are_a_group(tmp_path):
+    folders = [
+        write(tmp_path / f"{name}{seed}", [0.5], dict(lr=lr, seed=seed, resume=resume, wandb_name=f"{name}{seed}"))
+        for name, lr, resume in (("a", 0.003, "auto"), ("b", 4e-4, "never"))
+        for seed in (0, 1, 2)
+    ]
+    expected = [["a0", "a1", "a2"], ["b0", "b1", "b2"]]
+    assert groups_of(*folders) == (expected, ["lr 0.003", "lr 0.0004"])
+    assert groups_of(*folders[::-1])[1] == ["lr 0.0004", "lr 0.003"]
+    assert groups_of(*folders[:3]) == (expected[:1], ["a0, a1, a2"])
+
+
+def test_groups_of_more_than_three_different_flags_are_named_by_folder(tmp_path):
+    a, b = (write(tmp_path / name, [0.5], dict.fromkeys("pqrs", name)) for name in "ab")
+    c = write(tmp_path / "c", [0.5], dict(p="a", q="a", r="a"))
+    assert groups_of(a, b)[1] == ["a", "b"]
+    assert groups_of(a, c)[1] == ["s a", "s -"]
+    other = write(tmp_path / "other" / "a", [0.5], dict.fromkeys("pqrs", "c"))
+    assert groups_of(a, other)[1] == [str(a), str(other)]
+
+
+def test_other_code_or_a_repeated_seed_is_another_group(tmp_path):
+    kinds = [(0, 1), (1, 1), (0, 2)]
+    folders = [
+        write(tmp_path / f"seed{seed}_code{code}", [0.5], dict(seed=seed), {f"/x{seed}/grpo.py": [code], "crc": seed})
+        for seed, code in kinds
+    ]
+    assert groups_of(*folders)[0] == [["seed0_code1", "seed1_code1"], ["seed0_code2"]]
+    again = write(tmp_path / "again", [0.5], dict(seed=0), {"/y/grpo.py": [1]})
+    assert groups_of(*folders[:2], again)[0] == [["seed0_code1"], ["seed1_code1"], ["again"]]
+
+
+@pytest.mark.parametrize(("df", "expected"), [(1, 12.7062047), (2, T2), (4, T4), (2.5, 3.5746548), (1000, 1.9623391)])
+def test_quantiles_of_student_t_are_those_of_the_tables(df, expected):
+    assert module["t_quantile"](df) == pytest.approx(expected, rel=2e-5)
+
+
+def test_band_is_the_range_of_two_seeds_and_the_t_interval_of_three():
+    values_RT = np.array([[1.0, 5.0], [3.0, 4.0], [8.0, 0.0]])
+    low, high = module["band"](values_RT[:2])
+    assert low.tolist() == [1, 4] and high.tolist() == [3, 5]
+    low, high = module["band"](values_RT)
+    half = T2 * math.sqrt(13) / math.sqrt(3)  # deviations -3, -1, 4: variance 26 / 2
+    assert [low[0], high[0]] == pytest.approx([4 - half, 4 + half])
+
+
+def test_band_is_drawn_over_the_steps_that_all_seeds_have(tmp_path, compare, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda _: None)
+    folders = [
+        write(tmp_path / "a", [0.1, 0.3, 0.9], dict(lr=1, seed=0)),
+        write(tmp_path / "b", [0.3, 0.2], dict(lr=1, seed=1)),
+        write(tmp_path / "c", [0.7, 0.8], dict(lr=2, seed=0)),
+    ]
+    rows, _ = compare(*folders)
+    figure = plt.gcf()
+    monkeypatch.undo()
+    plt.close("all")
+    lines = [line.get_xydata().ravel().tolist() for line in figure.axes[0].lines]
+    assert lines == [pytest.approx([1, 0.2, 2, 0.25]), [1, 0.7, 2, 0.8]]
+    edge = {tuple(np.round(point, 9)) for point in figure.axes[0].collections[0].get_paths()[0].vertices}
+    assert edge == {(1, 0.1), (1, 0.3), (2, 0.2), (2, 0.3)}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["lr 1 (2 seeds)", "lr 2 (1 seed)"]
+    with Image.open(tmp_path / "compare.png") as picture:
+        assert picture.width > 400
+    assert rows == [
+        ["eval/solved", "lr 1", "2", "2", "0.2 -> 0.25", "-", ""],
+        ["eval/solved", "lr 2", "1", "2", "0.7 -> 0.8", "-", "+0.55"],
+    ]
+
+
+def seeds(tmp_path: Path, lr: float, ends: dict[int, float], **kwargs) -> list[Path]:
+    """Write a run for each seed, with its last value."""
+    return [write(tmp_path / f"{lr}_{s}", [0, end], dict(lr=lr, seed=s), **kwargs) for s, end in ends.items()]
+
+
+def test_difference_is_paired_for_equal_seeds_and_welch_for_others(tmp_path, compare):
+    first = seeds(tmp_path, 1, {0: 1.0, 1: 3.0, 2: 8.0})
+    paired = seeds(tmp_path, 2, {2: 10.0, 0: 2.0, 1: 6.0})  # differences 1, 3, 2: variance 1
+    unpaired = seeds(tmp_path, 3, {0: 1.0, 1: 3.0, 5: 8.0})
+    rows, _ = compare(*first, *paired, *unpaired)
+    half, paired_half = T2 * math.sqrt(13 / 3), T2 / math.sqrt(3)
+    welch = T4 * math.sqrt(2 * 13 / 3)  # equal variances and sizes: 4 degrees of freedom
+    assert rows[0][4:] == ["0 -> 4", f"[{4 - half:.4g}, {4 + half:.4g}]", ""]
+    assert rows[1][6] == f"+2 [{2 - paired_half:.4g}, {2 + paired_half:.4g}] paired"
+    assert rows[2][6] == f"+0 [{-welch:.4g}, {welch:.4g}] Welch"
+
+
+def test_welch_interval_of_unequal_variances(tmp_path, compare):
+    """Variances of the means 13/3 and 1/12: (53/12)^2 / ((13/3)^2 / 2 + (1/12)^2 / 3) = 2.0772 degrees of freedom."""
+    first = seeds(tmp_path, 1, {0: 1.0, 1: 3.0, 2: 8.0})
+    rows, _ = compare(*first, *seeds(tmp_path, 2, {5: 4.0, 6: 4.0, 7: 4.0, 8: 4.0 + 2 / math.sqrt(3)}))
+    low, high = (float(end) for end in rows[1][6].split("[")[1].split("]")[0].split(", "))
+    assert (high - low) / 2 / math.sqrt(53 / 12) == pytest.approx(4.1531, rel=5e-4)
+
+
+@pytest.mark.parametrize("other", [{0: 0.1, 1: 0.5, 2: 0.3}, {0: 0.1, 1: 0.5}])
+def test_difference_of_identical_runs_is_zero(tmp_path, compare, other):
+    rows, _ = compare(*seeds(tmp_path, 1, other), *seeds(tmp_path, 2, other))
+    assert rows[1][6] == ("+0 [0, 0] paired" if len(other) > 2 else "+0")
+
+
+def test_difference_of_groups_without_variance_has_an_interval_without_width(tmp_path, compare):
+    rows, _ = compare(*seeds(tmp_path, 1, {0: 1, 1: 1, 2: 1}), *seeds(tmp_path, 2, {3: 2, 4: 2, 5: 2}))
+    assert rows[1][5:] == ["[2, 2]", "+1 [1, 1] Welch"]
+
+
+def test_last_value_is_a_mean_except_for_evaluations(tmp_path, compare):
+    run = write(tmp_path / "a", [1, 2, 3, 4], dict(seed=0), name="reward")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"step": 4, "eval/x": 1}\n{"step": 5, "eval/x": 7, "reward": NaN, "eval/note": "text"}\n{"step": 6, "rew'
+        )
+    assert [row[3:5] for row in compare(run)[0]] == [["5", "1 -> 7"], ["5", "1 -> nan"]]
+    run = write(tmp_path / "b", range(1, 21), dict(seed=0), name="reward")
+    assert compare(run)[0][0][:6] == ["reward", "b", "1", "20", "1 -> 15.5", "-"]
+    assert compare(run, "--last", 2)[0][0][4] == "1 -> 19.5"
+    assert compare(run, "--last", 99, "--metrics", "rew*")[0][0][4] == "1 -> 10.5"
+
+
+def damage(run: Path, file: str, text: str | None) -> None:
+    (run / file).unlink()
+    if text is not None:
+        (run / file).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "file", "text", "words"),
+    [
+        ((), "metrics.jsonl", None, "{run}/metrics.jsonl: No such file or directory; name the output folder of a run"),
+        ((), "args.yaml", None, "{run}/args.yaml: No such file or directory"),
+        ((), "args.yaml", "a: [", "{run}/args.yaml: damaged"),
+        ((), "args.yaml", "text", "{run}/args.yaml: damaged"),
+        ((), "metrics.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "{run}/metrics.jsonl, line 2: damaged"),
+        ((), "metrics.jsonl", "[1]\n", "{run}/metrics.jsonl, line 1: damaged"),
+        ((), "metrics.jsonl", "1\n", "{run}/metrics.jsonl, line 1: damaged"),
+        ((), "metrics.jsonl", '{"loss": 2}\n', "{run}/metrics.jsonl, line 1: damaged"),
+        ((), "metrics.jsonl", "", "--metrics eval* reward loss: not in all runs; common: none"),
+        ((), "metrics.jsonl", '{"step": 1, "kl": 2}\n', "--metrics eval* reward loss: not in all runs; common: none"),
+        (("--metrics", "loss", "x*"), None, None, "--metrics x*: not in all runs; common: loss"),
+        (("--last", "0"), None, None, "--last 0: must be at least 1"),
+        (("--out", "/absent/x.png"), None, None, "[Errno 2] No such file or directory: '/absent/x.png'"),
+        (("--out", "x.abc"), None, None, "Format 'abc' is not supported"),
+        (("--las",), None, None, "argument --last: expected one argument"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, compare, options, file, text, words):
+    good = write(tmp_path / "good", [1, 2], dict(lr=1, seed=0), name="loss")
+    run = write(tmp_path / "run", [1, 2], dict(lr=2, seed=0), name="loss")
+    if file is not None:
+        damage(run, file, text)
+    rows, shown = compare(good, run, *options, code=2)
+    assert rows == [] and shown.startswith(f"error: {words.format(run=run)}") and shown.count("\n") == 1
+
+
+def test_same_folder_twice_and_runs_without_a_common_step_are_refused(tmp_path, compare):
+    run = write(tmp_path / "run", [1, 2], dict(seed=0), name="loss")
+    (tmp_path / "link").symlink_to(run)
+    assert compare(run, tmp_path / "link", code=2)[1].startswith(f"error: {tmp_path}/link: the folder is given twice")
+    other = write(tmp_path / "other", [], dict(seed=1))
+    (other / "metrics.jsonl").write_text('{"step": 7, "loss": 1}\n')
+    assert "no step has loss in all of these runs" in compare(run, other, code=2)[1]
+    assert compare(code=2)[1] == "error: the following arguments are required: RUN\n"
