@@ -21,7 +21,6 @@ prefix before it.
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -118,7 +117,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_
 
 @dataclass
 class Args(RewardArgs, CorrectionArgs, OnlineArgs):
-    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(value_lr=1e-3, beta=0.01)
+    TINY_DEFAULTS = TINY_ONLINE | dict(value_lr=1e-3, prompts_per_step=256, samples_per_prompt=1, max_steps=30)
     value_model: str | None = None
     """Hugging Face id or folder that the value model starts from: a reward model with its head, or a language model,
     which gets a new head; default: `model`"""

@@ -248,6 +248,8 @@ def test_rows_set_aside_are_disjoint_and_do_not_depend_on_the_seed(tmp_path):
     assert train_and_eval_rows(TrainArgs(dataset=file, eval_size=8, seed=1)) == (train, held_out)
     train, held_out = train_and_eval_rows(TrainArgs(dataset=file, eval_every=0))
     assert len(train) == 50 and held_out == []
+    train, held_out = train_and_eval_rows(TrainArgs(dataset=file))  # by default a tenth
+    assert len(train) == 45 and len(held_out) == 5
     with pytest.raises(ValueError, match="--eval_size 50: no training rows left of 50"):
         train_and_eval_rows(TrainArgs(dataset=file, eval_size=50))
 
@@ -520,3 +522,19 @@ def test_empty_held_out_set_is_refused():
 
 def test_reasons_are_joined_with_their_counts():
     assert reasons({"dropped": 3, "truncated": 1}) == "3 dropped, 1 truncated" and reasons({}) == ""
+
+
+def test_missing_columns_are_answered_with_the_flag_that_renames_others():
+    for columns, hint in (
+        (("instruction", "response"), "prompt=instruction completion=response"),
+        (("prompt", "answer"), "completion=answer"),
+        (("conversations",), "messages=conversations"),
+    ):
+        row = dict.fromkeys(columns, "") | dict(_source="")
+        with pytest.raises(ValueError, match=f"needed: .*; with --columns {hint}$"):
+            require_columns("--dataset", [row], SFT_COLUMNS)
+        new_names = dict(pair.split("=") for pair in hint.split())
+        renamed_rows = renamed("--dataset", [row], new_names)
+        assert require_columns("--dataset", renamed_rows, SFT_COLUMNS) in SFT_COLUMNS
+    with pytest.raises(ValueError, match="or input and output$"):
+        require_columns("--dataset", [dict(other="", _source="")], SFT_COLUMNS)

@@ -151,3 +151,46 @@ def test_wilson_interval_equals_published_tables():
     """Newcombe 1998 (doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E), Table I."""
     for hits, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
         assert wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ValueError, match="^--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE"):
+        logger(tmp_path, log=("wandb",))
+
+
+def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_resume(tmp_path, capsys):
+    log = logger(tmp_path)
+    log.log(1, dict(loss=2.0))
+    log.log(2, dict(loss=1.0))
+    assert "step 2/4  loss 1 (-1)" in capsys.readouterr().out and log.summary() == "loss 2 -> 1"
+    resumed = logger(tmp_path, 2)
+    resumed.log(3, dict(other=1.0))
+    resumed.log(4, dict(loss=0.5))
+    assert "step 3/4  loss 1 (-1)" in capsys.readouterr().out and resumed.summary() == "loss 2 -> 0.5"
+
+
+def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from common.metrics import logger as module
+
+    now, drawn = [0.0], []
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def draw(*_):
+        drawn.append(now[0])
+        now[0] += 2  # seconds
+
+    monkeypatch.setattr(module, "draw_curves", draw)
+    log = logger(tmp_path)
+    for step in range(1, 201):
+        now[0] += 1
+        log.log(step, dict(loss=1.0))
+    assert drawn[0] == 20 and all(b - a >= 42 for a, b in zip(drawn, drawn[1:], strict=False)) and len(drawn) >= 4
+    now[0] += 61
+    log.log(201, dict(loss=1.0))
+    assert drawn[-1] == now[0] - 2

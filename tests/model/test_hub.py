@@ -4,9 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from common.config.groups import TrainArgs
+from common.data.encode import Encoder
 from common.model.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.policy import load_policy
 from common.model.tiny import CONTEXT, tiny_model
 
 
@@ -101,3 +104,41 @@ def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):
 def test_context_length_is_the_smaller_of_model_and_pack():
     assert context_length(tiny_model(), TrainArgs()) == CONTEXT
     assert context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101  # the first token is never predicted
+
+
+# ---- the format of prompts ----
+
+
+def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
+    """A chat model's own EOS tokens include the one that ends a turn in its template."""
+    folder, tokenizer = shutil.copytree(tiny_model(), tmp_path / "model"), load_tokenizer(tiny_model())
+    eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token_id=eos)))
+    both, line, warning = [eos, end], "--prompt_format chat: a chat", "warning: --prompt_format plain: a chat"
+    for generation, given, expected, said in (
+        (dict(eos_token_id=both), "auto", "chat", line),
+        (dict(eos_token_id=both), "plain", "plain", warning),
+        (dict(eos_token_id=both, prompt_format="auto"), "auto", "auto", ""),  # an export of a run
+        (dict(eos_token_id=both, prompt_format="chat"), "auto", "chat", line),
+        (dict(eos_token_id=eos), "auto", "auto", ""),
+        (dict(eos_token_id=eos), "chat", "chat", ""),
+    ):
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        args = TrainArgs(prompt_format=given)
+        load_tokenizer(str(folder), args)
+        out = capsys.readouterr().out
+        assert args.prompt_format == expected and out.startswith(said) and bool(out) == bool(said)
+    ids = Encoder(tokenizer, TrainArgs(prompt_format="chat")).prompt(dict(prompt="a", _source="x"), ("prompt",))
+    assert tokenizer.decode(ids) == "<|turn|>user\na<|end_of_turn|>\n<|turn|>assistant\n"
+
+
+def test_small_models_compute_with_one_thread_unless_the_user_says_otherwise(device, monkeypatch):
+    before = torch.get_num_threads()
+    for given, threads in (("3", 3), (None, 1)):
+        torch.set_num_threads(3)
+        monkeypatch.setenv("OMP_NUM_THREADS", given) if given else monkeypatch.delenv("OMP_NUM_THREADS", False)
+        load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+        if device.type == "cpu":
+            assert torch.get_num_threads() == threads
+    torch.set_num_threads(before)
