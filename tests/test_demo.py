@@ -10,7 +10,18 @@ import demo
 from common.model.tiny import tiny_model
 
 LESS = {  # than in the recipes
-    "sft.py": ("--batch_size", 64, "--eval_every", 320, "--eval_size", 100),
+    "sft.py": (
+        "--batch_size",
+        64,
+        "--eval_every",
+        320,
+        "--eval_size",
+        100,
+        "--eval_generate",
+        0,
+        "--eval_new_tokens",
+        256,
+    ),
     "grpo.py": ("--max_steps", 16, "--eval_every", 16, "--eval_size", 200, "--prompts_per_step", 16),
 }
 

@@ -250,7 +250,7 @@ def whole_flags(flags, small, reward):
 def two_ranks(whole_flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     done = run(2, "grpo.py", *whole_flags, "--output_dir", folder)
-    assert "TransformersEngine, off-policy, 3 updates per rollout" in done.stdout
+    assert "TransformersEngine, off-policy: 3 updates per rollout" in done.stdout
     return folder
 
 

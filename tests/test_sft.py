@@ -203,7 +203,7 @@ def test_overlong_rows_are_counted(data, tmp_path, main, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("context", "extra", "length"), [(512, (), 512), (2048, ("--pack_tokens", 300), 301)])
+@pytest.mark.parametrize(("context", "extra", "length"), [(512, (), 512), (2048, ("--pack_tokens", 300), 300)])
 def test_default_max_length_adapts_to_context_and_pack(context, extra, length, data, tmp_path, main, capsys):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | dict(max_position_embeddings=context)

@@ -50,20 +50,21 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(dict(files=[dict(path=file["path"]) | modes for file in json.loads(body)["files"]]))
         else:
             lines = [json.loads(line) for line in body.splitlines()]
-            if self.reply(dict(commitUrl=f"{hub.address}/me/model/commit/1", commitOid="1" * 40)):
-                files = [line["value"] for line in lines if line.get("key") == "file"]
-                hub.files |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+            files = [line["value"] for line in lines if line.get("key") == "file"]
+            content = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            self.reply(dict(commitUrl=f"{hub.address}/me/model/commit/1", commitOid="1" * 40), content)
 
-    def reply(self, answer: dict) -> bool:
+    def reply(self, answer: dict, content: dict[str, bytes] | None = None) -> None:
+        """Answer with the status of the path; if it is 200, first store the `content` of a commit."""
         self.server.asked.append((self.path, self.headers.get("Authorization")))
         status = next((code for end, code in self.server.refuse.items() if end in self.path), 200)
         text = json.dumps(answer if status == 200 else dict(error="you may not")).encode()
+        self.server.files |= content if content and status == 200 else {}
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
-        return status == 200
 
     def log_message(self, *_: object) -> None:
         pass
