@@ -284,7 +284,7 @@ def main(args: Args) -> None:
         raise ValueError(f"--completions {args.completions} are of one model, --model {args.model} has {len(models)}")
     task = load_task(args, resolve_model(models[-1][1]), device)
     if distributed.is_main():
-        print(f"{task.prompts} on {world_size} ranks")
+        print(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----
     engine, stopped, theirs = None, False, []
