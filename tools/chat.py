@@ -84,7 +84,7 @@ class Speaker:
         """Load the model. Raises `ValueError` that names the flag."""
         self.name, self.options, self.messages, path = model, options, [], resolve_model(model, flag)
         if options.prompt_format == "auto" and recorded_format(path) == "plain" and not options.environment:
-            note(f"{model} was trained on plain text: each line is continued, --prompt_format chat makes turns")
+            note(f"{model} was trained on plain text: it continues each line; for turns: --prompt_format chat")
             options.prompt_format = "plain"
         kwargs = dict(system_prompt=options.system_prompt or None, template_kwargs=tuple(options.template_kwargs))
         self.tokenizer, config = load_tokenizer(path, flag=flag), load_config(path)

@@ -131,7 +131,7 @@ def measure_groups(
         finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
         pairs = [list(zip(*both, strict=True)) for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)]
         ranks = distributed.gather_objects(pairs)
-        for warning in warnings(list(chain(*ranks))) if distributed.is_main() else ():
+        for warning in warnings(list(chain(*ranks)), bool(parts)) if distributed.is_main() else ():
             print(f"warning: in the first rollout {warning}", flush=True)
     valid_PG = ~rewards_PG.isnan()
     squares_P = centre_groups(rewards_PG).square().sum(-1)
@@ -151,8 +151,9 @@ def measure_groups(
             meter.mean("completions/mean_turns", sample.turns)
 
 
-def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
-    """Return the problems of a rollout with the flags that may solve them. `groups`: (reward or NaN, finish_reason)."""
+def warnings(groups: list[list[tuple[float, str]]], rewarded: bool = True) -> list[str]:
+    """Return the problems of a rollout with the flags that may solve them. `groups`: (reward or NaN, finish_reason);
+    `rewarded`: whether the run has rewards."""
     reasons, found = [reason for group in groups for _, reason in group], []
     if (cut_off := reasons.count("length")) == len(reasons) > 0:
         found.append("no completion ended with an EOS: see --chat_template, --prompt_format and --max_new_tokens")
@@ -162,7 +163,9 @@ def warnings(groups: list[list[tuple[float, str]]]) -> list[str]:
     equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
     everything = list(chain(*rewards))
     what = "see --reward, the answer format in the prompt, and --temperature"
-    if len(everything) > 1 and len(set(everything)) == 1:
+    if rewarded and reasons and not everything:
+        found.append("no completion has a reward: does the function of --reward return a number for each?")
+    elif len(everything) > 1 and len(set(everything)) == 1:
         found.append(f"all {len(everything)} rewards are {everything[0]:g}: {what}")
     elif equal and sum(equal) >= 0.9 * len(equal):
         found.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {what}")

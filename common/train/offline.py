@@ -30,4 +30,4 @@ def held_out_accuracy(run: Run, held_out: Samples) -> str:
     if (accuracy := run.latest.get("eval_rewards/accuracies")) is None:
         return ""
     low, high = wilson_interval(accuracy, len(held_out))
-    return f"held-out accuracy {accuracy:.3f} of {len(held_out)} (95% interval {low:.3f} to {high:.3f})"
+    return f"held-out accuracy {accuracy:.3f} on {len(held_out)} rows (95% interval {low:.3f} to {high:.3f})"

@@ -41,10 +41,11 @@ def card_files(args: TrainArgs, model: PackedModel, curves: Sequence[str], folde
         table += f"| {name} | {points[0]} | {points[-1]} |\n"
     text = f"""# {Path(args.output_dir).resolve().name}
 
-- base: {args.model}; licence: {base.get("license", "not stated in a model card")}
+- base: {args.model}; licence: {base.get("license", "unknown")}
 - data: {" ".join(args.dataset)}
-- machine: {torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"}; training ranks:
-  {distributed.world_size()}; {model.compute_dtype}; torch {torch.__version__}, transformers {version("transformers")}
+- machine: {torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"}; {model.compute_dtype};
+  torch {torch.__version__}, transformers {version("transformers")}
+- training ranks: {distributed.world_size()}
 - command: `torchrun --nproc_per_node {os.environ.get("LOCAL_WORLD_SIZE", 1)} {script.name} --config flags.yaml` with
   this flags.yaml, the flags that differ from the defaults; absolute paths are cut to their last name
 

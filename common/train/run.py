@@ -231,6 +231,7 @@ class Run:
         files = [f"{folder}/{name}" for name in ("curves.png", "samples.jsonl") if Path(folder, name).is_file()]
         lines = [f"after {self.finished} steps: {changed}"] if changed else []
         lines += [f"look at {' and '.join(files)}"] if files else []
-        if hasattr(self.args, "reward"):
-            lines += [f"next: python tools/chat.py --model {folder}/hf, or your own --model, --dataset and --reward"]
+        if hasattr(self.args, "reward") or hasattr(self.args, "eval_reward"):  # not a reward model
+            own = "your own --model, --dataset and --output_dir"
+            lines += [f"next: python tools/chat.py --model {folder}/hf, or {own}"]
         return [*lines, f"done: {folder}/hf"]

@@ -132,7 +132,7 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
         durable.write_json(folder / "code.json", _code(args))
     then, now = durable.read_json(folder / "code.json"), _code(args)
     for file in (file for file in then if then[file] != now.get(file)):
-        print(f"{file} has changed since the run in {folder} began; --resume never starts over")
+        print(f"warning: {file} has changed since the run in {folder} began: it continues with the new code")
     return None
 
 

@@ -106,6 +106,7 @@ FORM = "see --reward, the answer format in the prompt, and --temperature"
         ([[(0.0, ENDED)] * 2] * 8 + [[(0.0, ENDED), (1.0, ENDED)]] * 2, []),
         ([[(0.0, ENDED)], [(1.0, ENDED)], [(1.0, ENDED)]], []),  # groups of one have equal rewards
         ([[(NAN, ENDED), (NAN, ENDED)], [(0.0, ENDED), (NAN, ENDED)]], []),  # a single reward is equal to itself
+        ([[(NAN, ENDED)] * 2], ["no completion has a reward: does the function of --reward return a number for each?"]),
         ([], []),
     ],
 )  # fmt: skip

@@ -183,7 +183,10 @@ def test_changed_script_or_reward_is_named_at_a_resume(tmp_path, capsys):
 
     assert begin_mine() == begin_mine() == ""
     rewards.write_text("def f(completion, row):\n    return 2.0\n")
-    assert begin_mine() == f"{rewards} has changed since the run in {tmp_path}/run began; --resume never starts over\n"
+    assert (
+        begin_mine()
+        == f"warning: {rewards} has changed since the run in {tmp_path}/run began: it continues with the new code\n"
+    )
     scripts.write_text("")
     assert f"{scripts} has changed since" in begin_mine()
 

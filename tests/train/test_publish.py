@@ -129,7 +129,7 @@ def test_base_and_data_of_the_hub_are_metadata(small, tmp_path, monkeypatch, dev
     (tmp_path / "hf" / "README.md").write_bytes(card_files(args, model, ("loss",), tmp_path / "hf")["README.md"])
     data, text, _ = card_of(tmp_path / "hf")
     assert data["base_model"] == "user/base" and data["datasets"] == ["user/rows"] and "license" not in data
-    assert "licence: not stated" in text
+    assert "licence: unknown" in text
 
 
 def test_card_may_be_edited_and_an_edited_one_survives_the_next_export(main, small, tmp_path):
