@@ -53,7 +53,7 @@ from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-SHOW = ("eval/solved", "loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
+SHOW = ("eval/solved", "loss", "rewards/margins", "eval_rewards/accuracies", "time/step")
 CURVES = ("eval/solved", "loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins",
           "rewards/chosen", "rewards/rejected", "grad_norm")  # fmt: skip
 

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import signal
 import sys
 from pathlib import Path
@@ -200,6 +201,9 @@ def main() -> None:
     for number in itertools.count():
         if (line := input("> " if sys.stdin.isatty() else "").strip()) == "/quit":
             break
+        if re.fullmatch(r"/[a-z]+", line.split(" ")[0]) and line != "/reset" and not line.startswith("/system "):
+            note("the commands are /reset, /system TEXT and /quit")
+            continue
         row = (options.row or rows[number % len(rows)]) | (dict(prompt=line) if line else {})
         for speaker in speakers if line or (options.environment and "prompt" in row) else ():
             torch.manual_seed(distributed.fold_seed(options.seed, number))

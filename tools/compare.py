@@ -4,7 +4,8 @@
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
 
 Runs of one script form a group if they differ only in the flags seed, output_dir, resume and wandb_name. Runs whose
-seed is repeated are separate groups. Curves and numbers of a group use the steps that all of its runs have.
+seed is repeated are separate groups. Curves and numbers of a group use the steps that all of its runs have. A metric
+that equals an earlier one in all runs is left out.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +64,14 @@ def group_runs(runs: list[Run]) -> list[list[Run]]:
         alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     repeated = {key for key, group in alike.items() if len(by_seed(group, group)) < len(group)}
     return [part for key, group in alike.items() for part in ([[run] for run in group] if key in repeated else [group])]
+
+
+def distinct(runs: list[Run], names: list[str]) -> list[str]:
+    """Return the names without those whose values equal those of an earlier one in all runs."""
+    by_values: dict[str, str] = {}
+    for name in names:
+        by_values.setdefault(str([run.metrics[name] for run in runs]), name)
+    return list(by_values.values())
 
 
 def by_seed(group: list[Run], values: Sequence) -> dict[str, Any]:
@@ -167,7 +177,7 @@ def main() -> None:
     add("--metrics", nargs="+", metavar="NAME", help="metrics or patterns; default: eval* reward loss")
     add("--last", type=int, default=10, metavar="N", help="the last value of metrics other than eval* is the mean of "
         "the last N logged ones; default: 10")  # fmt: skip
-    add("--out", type=Path, default=Path("compare.png"), help="picture to write; default: compare.png")
+    add("--out", type=Path, help="picture to write; default: compare.png in the folder with the first run")
     options = parser.parse_args()
     try:
         if options.last < 1:
@@ -181,10 +191,11 @@ def main() -> None:
         missing = [name for name in found if not found[name]]
         if missing and (options.metrics or len(missing) == len(found)):
             raise ValueError(f"--metrics {' '.join(missing)}: not in all runs; common: {', '.join(shared) or 'none'}")
-        groups, names = group_runs(runs), list(dict.fromkeys(name for of in found.values() for name in of))
+        groups, names = group_runs(runs), distinct(runs, [*chain(*found.values())])
         labels = label_groups(groups)
         rows = [rows_of(groups, labels, name, options.last) for name in names]
-        draw(groups, labels, names, options.out)
+        picture = options.out or options.runs[0].parent / "compare.png"
+        draw(groups, labels, names, picture)
     except (OSError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     from rich.console import Console
@@ -197,7 +208,9 @@ def main() -> None:
     console = Console()
     console.width = console.width if console.is_terminal else 200
     console.print(table)
-    print(f"curves: {options.out}")
+    if any(len({row[3] for row in of_metric}) > 1 for of_metric in rows):
+        print("warning: the groups end at different steps, so the differences compare different numbers of steps")
+    print(f"curves: {picture}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
-    """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also per held-out set."""
+    """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also per held-out set. A
+    metric that equals an earlier one is left out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -21,7 +22,10 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
 
     records = [read_metrics(path) for path in runs]
     found = list(dict.fromkeys(key for lines in records for line in lines for key in line))
-    names = [key for name in names for key in fnmatch.filter(found, name)]
+    by_values: dict[str, str] = {}
+    for key in (key for name in names for key in fnmatch.filter(found, name)):
+        by_values.setdefault(str([[line.get(key) for line in lines] for lines in records]), key)
+    names = list(by_values.values())
     if not names:
         return
     held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))

@@ -185,4 +185,6 @@ def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors writes 0600
     durable.write_checksums(folder)

@@ -42,7 +42,7 @@ def make_scorer(name: str, rows: list[dict], args: SamplingArgs, pools: list[Poo
     pools.append(pool := Pool(target, args.reward_workers, args.reward_timeout, shared=name == "math"))
     if name == "math":
         return partial(_of_math, pool)
-    of_group, with_ids = reward_form(name, function)
+    of_group, with_ids = reward_form(name, function, chain(*rows[:1]))
     return partial(_of_groups if of_group else _of_samples, pool, with_ids)
 
 

@@ -1,7 +1,7 @@
 """Functions and classes of a user's file, named `path/to/file.py:name` on the command line."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.parallel import distributed
@@ -28,12 +28,12 @@ def load_callable(flag: str, spec: str) -> Callable:
     return getattr(module, name)
 
 
-def reward_form(name: str, function: Callable) -> tuple[bool, bool]:
+def reward_form(name: str, function: Callable, data_columns: Iterable[str] = ()) -> tuple[bool, bool]:
     """Return `(of_group, with_ids)`: how the parameters of a reward ask to be called.
 
-    The usual form is `(completion, row)`, with any names. A first one named `completions` gets a list with the texts of
-    all completions of a prompt; a third one named `ids` gets the token ids of the completion, or a list of them. Raises
-    `ValueError` for other parameters without a default.
+    The usual form is `(completion, row)`, with any names but those of `data_columns` for the row. A first one
+    named `completions` gets a list with the texts of all completions of a prompt; a third one named `ids` gets the
+    token ids of the completion, or a list of them. Raises `ValueError` for other parameters without a default.
     """
     try:
         signature = inspect.signature(function)
@@ -42,6 +42,8 @@ def reward_form(name: str, function: Callable) -> tuple[bool, bool]:
             raise TypeError(f"{misplaced[0]!r} stands elsewhere")
         if not isinstance(columns := getattr(function, "columns", ()), tuple | list):
             raise TypeError(f"its attribute columns is {columns!r}, not a tuple of names")
+        if wrong := [p for p in names[1:2] if p in data_columns and p not in POSITIONS]:
+            raise TypeError(f"{wrong[0]!r} gets the whole row; call it row, and read row[{wrong[0]!r}]")
         with_ids = names[2:3] == ["ids"]
         signature.bind("", {}, *[[]] * with_ids)
     except (TypeError, ValueError) as error:

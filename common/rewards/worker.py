@@ -173,7 +173,7 @@ class Worker:
 
     def run(self, target: str, memory_gib: float) -> None:
         try:
-            self.target = load(target)
+            self.target, self.file = load(target), target.rpartition(":")[0]
             self.kept = children()
             limit_memory(memory_gib)
             is_async = inspect.iscoroutinefunction(self.target)
@@ -189,7 +189,7 @@ class Worker:
                 self.object = self.target() if method and self.object is None else self.object
                 result = ((getattr(self.object, method) if method else self.target)(*arguments),)
             except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
-                result = None, one_line(error)
+                result = None, self.located(error)
             self.send(number, *result)
 
     async def answer_concurrently(self) -> None:
@@ -204,9 +204,17 @@ class Worker:
                 result = (await self.target(*arguments),)
         except BaseException as error:
             late = scope is not None and scope.expired()  # the function may raise TimeoutError itself
-            result = None, f"no answer within {seconds:g} s" if late else one_line(error), late
+            result = None, f"no answer within {seconds:g} s" if late else self.located(error), late
         self.tasks.discard(asyncio.current_task())
         self.send(number, *result)
+
+    def located(self, error: BaseException) -> str:
+        """Return `one_line` of an error, with the line of the user's file in which it was raised."""
+        line, trace = None, error.__traceback__
+        while trace:
+            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == self.file else line
+            trace = trace.tb_next
+        return f"{one_line(error)} (line {line})" if line else one_line(error)
 
     def receive(self) -> tuple[int, bytes] | None:
         """Return number and pickle of the next question, or None at the end."""

@@ -22,7 +22,8 @@ def describe(
     named = (("training", counts), ("held-out", eval_counts))
     lines = [f"{count} {name} rows {reason}" for name, found in named for reason, count in found.items()]
     steps, ranks = num_steps(args, samples), distributed.world_size()
-    return [*lines, f"{samples.num_rows} training rows, {len(eval_samples)} held out, {steps} steps, {ranks} ranks"]
+    on_ranks = f"{ranks} rank{'s' * (ranks > 1)}"
+    return [*lines, f"{samples.num_rows} training rows, {len(eval_samples)} held out, {steps} steps on {on_ranks}"]
 
 
 def held_out_accuracy(run: Run, held_out: Samples) -> str:

@@ -93,6 +93,8 @@ def rewards_of_rows(args: OnlineArgs, tokenizer, items: list[list[Sample]], rewa
         of_answers, of_empty = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
         answered = f"{of_answers} for column {column}, " if column else ""
         yield f"reward {name}, mean of {len(groups)} rows: {answered}{of_empty} for empty completions"
+        if column and torch.equal(*values_P2.unbind(1)):
+            yield f"warning: reward {name}: column {column} scores no better than empty completions"
 
 
 def launch(args: TrainArgs) -> tuple[int, int, torch.device, int]:

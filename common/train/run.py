@@ -58,7 +58,7 @@ class Run:
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
         self.data = next(part for part in stateful.values() if hasattr(part, "cursor"))
-        self.num_tokens, self.latest = 0, {}
+        self.num_tokens, self.latest, self.planned_steps = 0, {}, total_steps
         self.history: list[int] | None = None  # fingerprint of metrics.jsonl at the last checkpoint
         self.best: float | None = None  # best value of --keep_best
         self.best_step = self.without_gain = 0  # its step; evaluations since then
@@ -69,6 +69,9 @@ class Run:
         self.told_to_stop = False
         if line := memory.expected(model, args):
             self.message(line)
+        if self.planned_steps != total_steps and args.lr_schedule != "constant":
+            change = f"was planned for {self.planned_steps} steps, continues as if for {total_steps} from the start"
+            self.message(f"--lr_schedule {args.lr_schedule}: {change}")
         saves = min(args.keep_last + 1, math.ceil((total_steps - self.finished) / args.save_every))
         if (free := self.checkpointer.free_space()) < (needed := saves * self.checkpointer.size):
             problem = f"{free / 1e9:.3g} GB are free, {saves} checkpoints need {needed / 1e9:.3g} GB"
@@ -76,11 +79,12 @@ class Run:
 
     def state_dict(self) -> dict:
         best = dict(metric=self.args.keep_best, value=self.best, step=self.best_step, without_gain=self.without_gain)
-        known = dict(num_tokens=self.num_tokens, history=self.history)
+        known = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
         return known | (dict(best=best) if self.args.keep_best else {})
 
     def load_state_dict(self, state: dict) -> None:
         self.num_tokens, self.history = state["num_tokens"], state.get("history")
+        self.planned_steps = state.get("total_steps", self.total_steps)
         best = state.get("best", {})
         if best and best["metric"] == self.args.keep_best:  # another metric starts from none
             self.best, self.best_step, self.without_gain = best["value"], best["step"], best["without_gain"]

@@ -21,31 +21,32 @@ from common.train.publish import publish
 
 # Contents of every run's folder. Scripts name their further files.
 FILES = ("args.yaml", "code.json", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
+SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
 FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline")
 
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the script's further files.
-    Collective. A dry run has no folder.
+    Collective. A dry run only reads.
 
     With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
     not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
     """
-    if isinstance(args, TrainArgs) and args.dry_run:
-        return
-    folder, problem = Path(args.output_dir), None
+    folder, dry = Path(args.output_dir), isinstance(args, TrainArgs) and bool(args.dry_run)
     # A new name: network file systems cache the absence of files.
-    mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
+    mark, problem = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp", None
     if distributed.is_main():
         try:
-            problem = publish(args) or _lock(folder) or _claim(folder, args, owned)
-            if not problem:
+            problem = _conflict(folder, args) if dry else publish(args) or _lock(folder) or _claim(folder, args, owned)
+            if not dry and not problem:
                 mark.mkdir()
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
     problem, name = distributed.gather_objects((problem, mark.name))[0]
     if problem:
         raise ValueError(problem)
+    if dry:
+        return
     mark = mark.with_name(name)
     blind = [host for host in distributed.gather_objects(None if mark.is_dir() else socket.gethostname()) if host]
     if distributed.is_main():
@@ -70,7 +71,7 @@ def _lock(folder: Path) -> str | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        return f"--output_dir {folder}: another run uses it ({file.read().strip()}); wait for it or name another folder"
+        return f"--output_dir {folder}: {file.read().strip()} uses it; wait for it or name another --output_dir"
     except OSError as error:  # some network disks
         print(f"--output_dir {folder}: no lock ({error.strerror}), so a second run in it would not be noticed")
     file.truncate(0)
@@ -87,7 +88,7 @@ def unlock() -> None:
 
 
 def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
-    flags = folder / "args.yaml"
+    """Delete the earlier run, or prepare to continue it. Return the problem, if there is one."""
     if args.resume == "never":
         for flag in ("model", "adapter"):
             start = getattr(args, flag, None)
@@ -99,41 +100,52 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
             shutil.rmtree(old, ignore_errors=True)
         for old in checkpoints_in(folder):  # results of eval.py for each checkpoint
             shutil.rmtree(old)
-    # eval.py and bok.py resume from these files
-    sampled = any(file for place in ("", "step_*/") for file in folder.glob(f"{place}completions.jsonl"))
-    if args.resume == "must" and not checkpoints_in(folder / "checkpoints") and not sampled:
-        return f"--resume must: {folder} has no checkpoint; use --resume auto"
-    begun = sampled or (folder / "metrics.jsonl").is_file()
-    if flags.is_file() and (checkpoints_in(folder / "checkpoints") or begun):  # a run without steps does not count
-        try:
-            then, now = yaml.safe_load(flags.read_text()), flags_of(args)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            then = None
-        if not isinstance(then, dict):
-            return f"--output_dir {folder}: args.yaml is damaged; delete it to resume with the flags given now"
-        then = flags_of(type(args)()) | then  # newer flags had their defaults
-        then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # one value
-        free = may_change(args, then)
-        changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
-        if changed:
-            what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            return (
-                f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); "
-                "name another folder, or use --resume never to delete that run and start over"
-            )
+    if problem := _conflict(folder, args):
+        return problem
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     for name in FOLDERS:
         durable.recover_folder(folder / name)
     for unfinished in list(folder.glob("checkpoints/step_*.tmp")):
         shutil.rmtree(unfinished)
-    durable.write_text(flags, yaml.safe_dump(flags_of(args), sort_keys=False))
-    if not begun or not (folder / "code.json").is_file():
+    durable.write_text(folder / "args.yaml", yaml.safe_dump(flags_of(args), sort_keys=False))
+    if not _found(folder, *SAMPLED, "metrics.jsonl") or not (folder / "code.json").is_file():
         durable.write_json(folder / "code.json", _code(args))
     then, now = durable.read_json(folder / "code.json"), _code(args)
     for file in (file for file in then if then[file] != now.get(file)):
         print(f"warning: {file} has changed since the run in {folder} began: it continues with the new code")
     return None
+
+
+def _found(folder: Path, *names: str) -> bool:
+    return any(file for name in names for file in folder.glob(name))
+
+
+def _conflict(folder: Path, args: BaseArgs) -> str | None:
+    """Return the reason why the run in the folder cannot continue with these flags, if there is one. Reads only."""
+    flags, resumable = folder / "args.yaml", checkpoints_in(folder / "checkpoints") or _found(folder, *SAMPLED)
+    if args.resume == "must" and not resumable:
+        return f"--resume must: {folder} has no checkpoint; use --resume auto"
+    begun = resumable or _found(folder, "metrics.jsonl")  # a run without steps does not count
+    if args.resume == "never" or not begun or not flags.is_file():
+        return None
+    try:
+        then, now = yaml.safe_load(flags.read_text()), flags_of(args)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        then = None
+    if not isinstance(then, dict):
+        return f"--output_dir {folder}: args.yaml is damaged; delete it to resume with the flags given now"
+    then = flags_of(type(args)()) | then  # newer flags had their defaults
+    then |= {k: [v] for k, v in then.items() if isinstance(v, str) and isinstance(now.get(k), list)}  # one value
+    free = may_change(args, then)
+    changed = [k for k in then if then.get(k) != now.get(k) and k not in free]
+    if not changed:
+        return None
+    what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return (
+        f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); "
+        "name another --output_dir, or use --resume never to delete that run and start over"
+    )
 
 
 def _code(args: BaseArgs) -> dict[str, list[int]]:

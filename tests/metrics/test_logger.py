@@ -117,7 +117,7 @@ def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
 
     names = ("loss", "eval_loss", "eval_rewards/accuracies")
     sets = [f"{name}{end}" for name in names[1:] for end in ("", "/a", "/b")]
-    line = dict.fromkeys([*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"], 0.5)
+    line = {name: i for i, name in enumerate([*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"])}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | dict(step=1)) + "\n")
     monkeypatch.setattr(plt, "close", lambda _: None)
     labels = {}

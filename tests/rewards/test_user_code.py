@@ -99,10 +99,11 @@ def test_parameters_determine_the_form(function, form):
         (lambda completion, ids, row: 0, "'ids' stands elsewhere"),
         (lambda completion, row, *, ids: 0, "too many positional arguments"),
         (lambda row, completion: 0, "'row' stands elsewhere"),
+        (lambda completion, answer: 0, "'answer' gets the whole row; call it row, and read row\\['answer'\\]"),
         (type("OfNumber", (Judge,), dict(columns=5))(), "its attribute columns is 5, not a tuple of names"),
     ],
 )
 def test_unknown_parameters_are_refused(function, words):
     with pytest.raises(ValueError, match=f"^--reward mine.py:f: .*or \\(completions, row\\).*: {words}") as error:
-        reward_form("mine.py:f", function)
+        reward_form("mine.py:f", function, ("prompt", "answer"))
     assert "\n" not in str(error.value)

@@ -105,6 +105,9 @@ def test_pooled_environment_answers_like_a_built_in_one(tmp_path):
         said.append(all_answers(here_or_there))
         assert here_or_there.outstanding == 0 and here_or_there.answers(PATIENCE) == []
         here_or_there.close()
+    (failed,) = said[1][2]  # its error names a line of the user's file
+    assert failed.error.startswith("reset: KeyError: 'number' (line ")
+    said[1][2] = [failed._replace(error=failed.error.partition(" (line")[0])]
     assert said[0] == said[1] and [a.reward for a in said[0][0]] == [0, 0, 0, 1] and said[0][1] == [Answer([], 1, True)]
     assert [a.messages for a in said[0][0][:3]] == [
         [dict(role="user", content=c)] for c in ("lower", "higher", "a number!")
@@ -130,6 +133,12 @@ RETURN = {
 }
 
 
+def where(error: str, code: str) -> str:
+    """Return the end of an error that the user's file raised in the line that begins with `code`."""
+    lines = [number for number, line in enumerate(USER_FILE.splitlines(), 1) if line.strip().startswith(code)]
+    return f" (line {lines[0]})" if error in RAISE_OR_DIE.values() and not error.startswith("the process") else ""
+
+
 def test_error_ends_only_its_episode(doers, capfd):
     for number, do in enumerate(RAISE_OR_DIE | RETURN):
         doers.reset(number, row())
@@ -144,10 +153,10 @@ def test_error_ends_only_its_episode(doers, capfd):
         doers.step(201, FINE)
     found = all_answers(doers)
     for number, error in enumerate((RAISE_OR_DIE | RETURN).values()):
-        assert found[number] == [fine(1), Answer([], 0.0, True, f"step 2: {error}")]
+        assert found[number] == [fine(1), Answer([], 0.0, True, f"step 2: {error}{where(error, 'return eval(')}")]
         doers.step(number, FINE)  # is not answered any more
     for number, error in enumerate(RAISE_OR_DIE.values(), 100):
-        assert found[number] == [Answer([], 0.0, True, f"reset: {error}")]
+        assert found[number] == [Answer([], 0.0, True, f"reset: {error}{where(error, 'if example.get(')}")]
     assert [answer.error for answer in found[200]] == [
         "reset: ValueError: the call cannot be pickled: TypeError: cannot pickle '_thread.lock' object"
     ]

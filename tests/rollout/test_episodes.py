@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import random
+import re
 from itertools import groupby
 
 import pytest
@@ -199,8 +200,10 @@ def test_exception_in_an_environment_is_an_error_of_its_completion(synced, user_
     play.rows[3]["prompt"] = "another"  # a different reset than at the start of the run
     groups = play()
     first = [s for s in groups[0] if s.finish_reason == "stop"]
-    assert first and all(s.error == "step 2: KeyError: 'second turn'" for s in first)
-    assert all(s.error == "reset: RuntimeError: no reset" and not s.turn_rewards for s in groups[1])
+    assert first and all(re.fullmatch(r"step 2: KeyError: 'second turn' \(line \d+\)", s.error) for s in first)
+    assert all(
+        re.fullmatch(r"reset: RuntimeError: no reset \(line \d+\)", s.error) and not s.turn_rewards for s in groups[1]
+    )
     assert all(s.error.startswith("step 1: ValueError") for s in groups[2] if s.finish_reason == "stop")
     assert all(s.error == "reset: ValueError: not the same messages as at the start of the run" for s in groups[3])
     assert not any(s.error for s in flat(groups[4:])) and any(s.turns > 1 for s in flat(groups[4:]))

@@ -84,11 +84,12 @@ def trained(tmp_path_factory, device) -> Path:
 
 def test_conversation_is_that_of_plain_transformers_until_it_is_reset(chat):
     options = ("--model", "tiny", "--temperature", 0, "--max_new_tokens", 6, "--system", "S")
-    shown = chat("one\ntwo\n\n/reset\ntwo\n/system T\ntwo\n/quit\nthree\n", *options)[0]
+    shown, notes = chat("one\ntwo\n\n/help\n/reset\ntwo\n/system T\ntwo\n/quit\nthree\n", *options)
     first = greedy(tiny_model(), rendered("one", system="S"), 6)
     second = greedy(tiny_model(), rendered("one", first, "two", system="S"), 6)
     alone = [greedy(tiny_model(), rendered("two", system=system), 6) for system in "ST"]
     assert shown == "".join(f"{text}\n" for text in (first, second, *alone))
+    assert notes.count("the commands are /reset, /system TEXT and /quit") == 1
 
 
 def test_adapter_gives_the_answers_of_the_merged_model_beside_those_of_the_base(chat, trained):

@@ -93,7 +93,7 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path):
     for flags, words in (
         (
             dict(lr=1.0),
-            r"a run with other flags \(lr was 1e-05, is 1.0\); name another folder, or use --resume never",
+            r"a run with other flags \(lr was 1e-05, is 1.0\); name another --output_dir, or use --resume never",
         ),
         (dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5), r"lr was 1e-05, is 1.0, .* and 1 more\)"),
     ):
@@ -134,7 +134,7 @@ def test_second_run_in_a_folder_is_refused(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "locked\n"
         for resume in ("auto", "never"):
-            with pytest.raises(ValueError, match=r"another run uses it \(process 7 on another\); wait for it or name"):
+            with pytest.raises(ValueError, match=r"process 7 on another uses it; wait for it or name"):
                 begin(tmp_path, resume=resume)
         holder.stdin.close()
     begin(tmp_path)
