@@ -4,6 +4,7 @@ A row is a dict of the dataset's columns, `_source` (`train.jsonl:17`), which is
 `_dataset` if metrics are split by dataset. Every rank reads all rows.
 """
 
+import difflib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -224,7 +225,8 @@ def require_columns(
 def renaming(found: Sequence[str], choices: Sequence[tuple[str, ...]]) -> str:
     """Return the `--columns` that give the data one of `choices`, for a message; empty if no usual names are found."""
     for columns in choices:
-        names = {new: next((old for old in ALIASES.get(new, ()) if old in found), None) for new in columns}
+        usual = {new: [*ALIASES.get(new, ()), *difflib.get_close_matches(new, found, 1)] for new in columns}
+        names = {new: next((old for old in usual[new] if old in found), None) for new in columns}
         names = {new: old for new, old in names.items() if new not in found}
         if None not in names.values():
             return "; with --columns " + " ".join(f"{new}={old}" for new, old in names.items())

@@ -142,4 +142,4 @@ def disk(args: TrainArgs, models: Sequence[memory.Shapes], steps: int) -> str:
     size, count = 12e-9 * sum(m.trained for m in models), min(args.keep_last + 1, math.ceil(steps / args.save_every))
     folder = next(folder for folder in (Path(args.output_dir) / "x").resolve().parents if folder.is_dir())
     free = shutil.disk_usage(folder).free / 1e9
-    return f"disk: {count} checkpoints of {size:.3g} GB = {count * size:.3g} GB; {free:.3g} GB are free in {folder}"
+    return f"disk: checkpoints {count} x {size:.3g} GB = {count * size:.3g} GB; {free:.3g} GB are free in {folder}"

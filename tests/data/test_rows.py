@@ -529,6 +529,7 @@ def test_missing_columns_are_answered_with_the_flag_that_renames_others():
         (("instruction", "response"), "prompt=instruction completion=response"),
         (("prompt", "answer"), "completion=answer"),
         (("conversations",), "messages=conversations"),
+        (("promt", "answer"), "prompt=promt completion=answer"),
     ):
         row = dict.fromkeys(columns, "") | dict(_source="")
         with pytest.raises(ValueError, match=f"needed: .*; with --columns {hint}$"):

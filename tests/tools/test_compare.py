@@ -219,3 +219,15 @@ def test_same_folder_twice_and_runs_without_a_common_step_are_refused(tmp_path, 
     (other / "metrics.jsonl").write_text('{"step": 7, "loss": 1}\n')
     assert "no step has loss in all of these runs" in compare(run, other, code=2)[1]
     assert compare(code=2)[1] == "error: the following arguments are required: RUN\n"
+
+
+def test_equal_metrics_are_shown_once_and_unequal_lengths_are_noted(tmp_path, monkeypatch, capsys):
+    folders = [write(tmp_path / "runs" / name, [1, 2], dict(lr=lr)) for lr, name in enumerate(("a", "b"))]
+    for folder, last in zip(folders, (3, None), strict=True):
+        lines = [dict(step=step, reward=step, loss=-step) | {"eval/solved": step} for step in (1, 2, last) if step]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", [str(COMPARE), *map(str, folders)])
+    module["main"]()
+    shown = capsys.readouterr().out
+    assert "eval/solved" in shown and "loss" in shown and "reward" not in shown
+    assert "the groups end at different steps" in shown and (tmp_path / "runs" / "compare.png").is_file()

@@ -98,6 +98,8 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path):
         (dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5), r"lr was 1e-05, is 1.0, .* and 1 more\)"),
     ):
         with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
+            begin(tmp_path, dry_run=True, **flags)
+        with pytest.raises(ValueError, match=f"^--output_dir {tmp_path}: .*{words}"):
             begin(tmp_path, **flags)
     assert (tmp_path / "args.yaml").read_text() == before
     begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))

@@ -42,16 +42,17 @@ def test_dry_run_needs_no_weights_and_leaves_no_files(script, no_weights, tmp_pa
 @pytest.mark.parametrize(
     ("script", "flags", "lines"),
     [
-        ("grpo", "--prompts_per_step 16 --samples_per_prompt 4 --max_new_tokens 10 --minibatches 2 --reward characters "
-         "--epochs_per_rollout 3 --eval_every 2 --rollout_ranks 4 --save_every 1",
+        ("grpo", "--prompts_per_step 16 --samples_per_prompt 4 --max_new_tokens 10 --minibatches 2 "
+         "--reward characters format --epochs_per_rollout 3 --eval_every 2 --rollout_ranks 4 --save_every 1",
          ["step: 16 prompts x 4 completions = 64 sequences, at most ",
           "optimizer steps: --minibatches 2 x --epochs_per_rollout 3 = 6\n",
           "optimizer step on each of 4 training ranks, 4 only generate: 8 sequences, ",
-          "run: 4 steps, 2 evaluations of 256 rows\n", "disk: 3 checkpoints of ",
-          "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n"]),
+          "run: 4 steps, 2 evaluations of 256 rows\n", "disk: checkpoints 3 x ",
+          "reward characters, mean of 10 rows: 1 for column answer, 0 for empty completions\n",
+          "warning: reward format: column answer scores no better than empty completions\n"]),
         ("dpo", "--batch_size 16 --eval_every 0 --eval_generate 0",
          ["step: 16 rows x 2 = 32 sequences, ", "on each of 8 training ranks: 4 sequences, ",
-          "run: 4 steps, 0 evaluations of 0 rows\n", "⟦", "disk: 1 checkpoints of "]),
+          "run: 4 steps, 0 evaluations of 0 rows\n", "⟦", "disk: checkpoints 1 x "]),
     ],
 )  # fmt: skip
 def test_plan_has_the_sizes_of_a_step(script, flags, lines):

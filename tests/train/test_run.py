@@ -108,6 +108,16 @@ def test_state_has_step_data_and_totals(parts, tmp_path):
     )
 
 
+def test_longer_run_says_that_its_learning_rate_changes(parts, tmp_path, capsys):
+    change = "was planned for 5 steps, continues as if for 7 from the start"
+    for total, schedule, said in ((5, "linear", 0), (7, "linear", 1), (7, "linear", 0), (8, "constant", 0)):
+        resume = "never" if schedule == "constant" else "auto"
+        Steps(parts, tmp_path, total, lr_schedule=schedule, resume=resume).go()
+        assert capsys.readouterr().out.count(change) == said
+    Steps(parts, tmp_path, 9, lr_schedule="constant").go()
+    assert "was planned for" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("every", [1, 3, 5, 100])
 def test_step_is_saved_only_once(every, parts, tmp_path):
     steps = Steps(parts, tmp_path, save_every=every)
