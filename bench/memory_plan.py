@@ -25,11 +25,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.model import head
-from common.model.memory import GIB, Plan, Shapes, on_the_host, predict, refusal, shapes_of
+from common.model.memory import GIB, USABLE, Plan, Shapes, on_the_host, predict, refusal, shapes_of
 from common.model.policy import Policy, shard
 
 CAPACITY = 80e9 / GIB  # GiB of a GPU that is sold with 80 GB
-ROOM = 0.9  # planned fraction; CUDA, NCCL and fragments take the rest
 COMMON = dict(vocab_size=151936, head_dim=128, max_position_embeddings=40960)
 
 
@@ -183,9 +182,9 @@ def cell(m: Shapes, script: str, lora: bool, ranks: int) -> str:
         models, plan = plan_for(m, script, lora, ranks, offload)
         size, host = sum(predict(models, plan).values()) / GIB, on_the_host(models, plan) / GIB
         together = f", tp {plan.engine_ranks}" if plan.engine_ranks > 1 else ""
-        if refusal(models, plan, ROOM * CAPACITY * GIB) is None:
+        if refusal(models, plan, CAPACITY * GIB) is None:
             return (f"{size:.0f}" if offload == "none" else f"{size:.0f} {offload} ({host:.0f})") + together
-    return f"no ({size:.0f})" if size > ROOM * CAPACITY else "no (engine)"
+    return f"no ({size:.0f})" if size > USABLE * CAPACITY else "no (engine)"
 
 
 def tables() -> None:

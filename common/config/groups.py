@@ -66,6 +66,12 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE
     model: str = "tiny-sft"
 
+    @model_validator(mode="after")
+    def _check_online(self) -> Self:
+        if self.batch_invariant and self.rollout_ranks:  # NCCL may hang: vLLM sets its protocol on rollout ranks only
+            raise ValueError("--batch_invariant true needs --rollout_ranks 0")
+        return self
+
     @property
     def updates_per_rollout(self) -> int:
         """Number of optimizer steps per rollout."""

@@ -18,6 +18,7 @@ from common.model.flops import attention_shape
 from common.model.head import chunk_size
 
 GIB = 2**30
+USABLE = 0.92  # of a GPU's memory: NCCL's buffers, CUDA graphs and the allocator's pools are not predicted
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
     """Yield changes of flags, each of which alone is sufficient."""
 
     def fits(changed: Plan, shapes: Sequence[Shapes] = models) -> bool:
-        return sum(predict(shapes, changed).values()) <= capacity
+        return sum(predict(shapes, changed).values()) <= USABLE * capacity
 
     if not plan.recompute and fits(replace(plan, recompute=True)):
         yield "--activation_checkpointing true"
@@ -189,16 +190,16 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
 
 
 def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
-    """Return the reason why a run cannot fit, with remedies; None if it may fit. Memory of CUDA and NCCL, and
-    fragmentation, are not counted."""
+    """Return the reason why a run cannot fit in the `USABLE` part of a GPU, with remedies; None if it may fit."""
     copies = [plan.bytes * m.weights / plan.engine_ranks for m in models if m.head and m.trained]
     if plan.engine and max(copies, default=0) > plan.engine:
         size = f"{max(copies) / GIB:.1f} GiB of weights do not fit in the engine's {plan.engine / GIB:.1f} GiB per GPU"
         return f"{size}; raise --gpu_memory_utilization, --tensor_parallel_size or --rollout_ranks"
-    if sum(predict(models, plan).values()) <= capacity:
+    if sum(predict(models, plan).values()) <= USABLE * capacity:
         return None
     helps = " or ".join(remedies(models, plan, capacity))
-    return f"needs {describe(models, plan, capacity)} on each GPU; {helps or 'no single flag'} would do"
+    needs = f"{describe(models, plan, capacity)} on each GPU, of which {USABLE:.0%} are usable"
+    return f"needs {needs}; {helps or 'no single flag'} would do"
 
 
 # ---- models of this process ----

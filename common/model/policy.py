@@ -8,7 +8,7 @@ import os
 import torch
 from torch import Tensor, nn
 
-from common.config.groups import BaseArgs, TrainArgs
+from common.config.groups import BaseArgs, SamplingArgs, TrainArgs
 from common.data.packing import PackedBatch
 from common.model import lora
 from common.model.attention import packed_inputs
@@ -196,8 +196,10 @@ def _load(
         values.attach(model)
     if device.type == "meta":  # for its shapes
         return model
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
-        torch.set_num_threads(1)  # in so small a model threads wait for each other longer than they compute
+    _set_threads(model, args, device)
+    if isinstance(args, SamplingArgs) and args.batch_invariant:
+        # vLLM sets both when it starts, too late: cuBLAS reads them at the first matrix product.
+        os.environ |= dict(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="1")
     setup_context_groups(R, args.nccl_timeout)
     shard(model, blocks, args, device, reshard_root=not trainable)
     require_memory(model, label, args)
@@ -216,6 +218,15 @@ def _load(
         lora.fill_adapters(hf, stored, args.seed)
     check_packing(model, label, args, device)
     return model
+
+
+def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
+    """Choose the threads of this process, unless OMP_NUM_THREADS says more than torchrun's default of 1."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
+        torch.set_num_threads(1)  # in so small a model threads wait for each other longer than they compute
+    if device.type == "cuda" and offloads_all(args) and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores, ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(max(1, cores // ranks))  # the optimizer steps on the host
 
 
 def offloads_all(args: BaseArgs) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor
 from common.parallel.disk_errors import disk_error
 
 PROJECT = Path(__file__).resolve().parents[2]
+DAY = timedelta(days=1)
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 
 _store: dist.Store | None = None  # of the whole launch, set by setup(); also decides which rank failed first
@@ -59,14 +60,13 @@ def is_rollout_rank() -> bool:
 
 
 def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tuple[torch.device, int, int]:
-    """Join the process group of this rank's role, install the signal and failure handlers and seed torch.
+    """Join the process group of this rank's role, install the signal and failure handlers and seed torch. Exits with
+    one line if the other ranks cannot be reached.
 
     Returns `(device, rank, world_size)`, the latter two within the role, from the environment that torchrun sets; plain
     `python script.py` is one rank. CUDA ranks use NCCL (gloo for CPU tensors), others gloo. Collectives time out after
     `nccl_timeout` minutes on CUDA and after a day on the host, for a download or the longest completion. Every rank
     gets the same seed: initial weights must not depend on the rank, and nothing else draws from torch's generator.
-
-    Exits with one line if the other ranks cannot be reached.
     """
     global _store, _launch_rank, training_ranks, rollout_ranks
     default_signals()  # ranks wait for each other inside a library, with nothing to save
@@ -81,23 +81,26 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        # Several communicators launch their kernels in the order of the calls, which is the same on all ranks.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL 2.26
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would retry for minutes
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         # After a restart torchrun's store still holds the addresses of the dead ranks.
         _store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        _store.set_timeout(DAY)  # one role may wait for the other's engine; init_process_group leaves a store's timeout
         ranks = range(world_size())
         training = len(ranks) - num_rollout_ranks
         training_ranks, rollout_ranks = ranks[:training], ranks[training:]
         role = rollout_ranks if is_rollout_rank() else training_ranks
         rank, size, store = role.index(_launch_rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
         os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(size))  # vLLM reads them
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=DAY)
     except (dist.DistNetworkError, dist.DistStoreError, socket.gaierror) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         fail(f"rank {_launch_rank} cannot reach the other ranks at {where}: {first_line(error)}", code=2)
     if device.type == "cuda":
-        dist.group.WORLD._get_backend(device)._set_default_timeout(timedelta(minutes=nccl_timeout))
+        set_timeout(dist.group.WORLD, device, timedelta(minutes=nccl_timeout))
     sys.excepthook = _report_and_exit  # after init_process_group, which wraps the hook it finds
     if not num_rollout_ranks:  # otherwise when both roles have met
         install_signal_handlers()
@@ -105,6 +108,12 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     torch.manual_seed(seed)
     return device, rank, size
+
+
+def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives on `device`, also under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    backend = group._get_backend(device)
+    getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
@@ -184,8 +193,7 @@ def _note_signal(signum: int, frame) -> None:
 
 
 def default_signals() -> dict:
-    """Make SIGTERM and SIGINT end this process at once, also inside a library: it has nothing to save. Return the
-    handlers before."""
+    """Make SIGTERM and SIGINT end this process, also inside a library. Return the handlers before."""
     return {signum: signal.signal(signum, signal.SIG_DFL) for signum in STOP_SIGNALS}
 
 
@@ -235,20 +243,13 @@ def fail_in_thread(error: Exception) -> None:
 
 
 def fail(message: str, code: int) -> None:
-    """Print `error: message` once, whatever the number of ranks, and exit. For errors that all ranks raise.
-
-    The other ranks wait for the launcher to end them: if one exited first, rank 0 might be killed before it prints.
-    """
+    """Print `error: message` once, whatever the number of ranks, and exit. For errors that all ranks raise. Other ranks
+    wait for the launcher to end them: if one exited first, rank 0 might be killed before it prints."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(60)
     sys.exit(code)
-
-
-def _is_ours(file: Path) -> bool:
-    """Return whether `file` is a script of this checkout or a module of common/."""
-    return file.parent == PROJECT or PROJECT / "common" in file.parents
 
 
 def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> None:
@@ -277,8 +278,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
         os._exit(1)
     for prepare in before_failing:
         prepare()
-    frames = traceback.extract_tb(trace)
-    ours = bool(frames) and _is_ours(Path(frames[-1].filename).resolve())
+    file = Path(traceback.extract_tb(trace)[-1].filename).resolve() if trace else Path()
+    ours = file.parent == PROJECT or PROJECT / "common" in file.parents  # a script or a module of common/
     bad_input = ours and issubclass(kind, ValueError)
     if issubclass(kind, RunError) or bad_input:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # a name of a file may have line breaks

@@ -31,9 +31,9 @@ def shard_mesh(
     if distributed.is_main():
         print(f"hybrid sharding: {ranks // per_copy} copies of each model, each on {per_copy} of the {ranks} ranks")
     mesh = init_device_mesh(device.type, (ranks // per_copy, per_copy), mesh_dim_names=("copies", "shards"))
-    timeout = timedelta(minutes=nccl_timeout) if device.type == "cuda" else timedelta(days=1)
+    timeout = timedelta(minutes=nccl_timeout) if device.type == "cuda" else distributed.DAY
     for group in mesh.get_all_groups():  # they do not inherit the timeout of the default group
-        group._get_backend(device)._set_default_timeout(timeout)
+        distributed.set_timeout(group, device, timeout)
     return mesh["shards"], mesh["copies"]
 
 

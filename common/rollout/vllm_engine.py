@@ -41,15 +41,17 @@ def forget_packed_experts(worker) -> None:
 def undone_changes(decoder: type) -> Iterator[None]:
     """Undo what vLLM changes in this process when it starts; `decoder` is the model's class in transformers."""
     kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-    set_num_threads, make_decoder = torch.set_num_threads, decoder.__init__
+    set_num_threads, num_threads, make_decoder = torch.set_num_threads, torch.get_num_threads(), decoder.__init__
     try:
         yield
     finally:
         # vLLM's CPU worker overwrites these variables for subprocesses that do not exist here, and disables
-        # set_num_threads, which leaves the trainer on one thread (vllm/platforms/cpu.py, v1/worker/cpu_worker.py).
+        # set_num_threads; all workers reduce the trainer's threads (vllm/platforms/cpu.py, v1/worker/cpu_worker.py,
+        # utils/torch_utils.py).
         for name, value in kept.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
         torch.set_num_threads = set_num_threads
+        set_num_threads(num_threads)
         # vLLM runs some models (OLMo 2, SmolLM3) with the code of transformers and makes their class a compiled one
         # (vllm/model_executor/models/transformers/base.py). The trainer's model has the same class.
         decoder.__init__, decoder.do_not_compile = make_decoder, True

@@ -167,6 +167,7 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
         (dict(environment_timeout=3.0), "--environment_timeout 3.0 has no effect without --environment"),
         (dict(tensor_parallel_size=2, engine="transformers"), "--tensor_parallel_size 2 needs --engine vllm"),
         (dict(batch_invariant=True, engine="transformers"), "--batch_invariant True has no effect with --engine"),
+        (dict(batch_invariant=True, rollout_ranks=1), "--batch_invariant true needs --rollout_ranks 0"),
         (dict(max_new_tokens=100, pack_tokens=100), "--max_new_tokens 100 leaves no room for a prompt in --pack"),
         (dict(minibatches=3), "--prompts_per_step 64 must be a multiple of --minibatches (3)"),
         (dict(max_staleness=2), "--max_staleness 2 has no effect with --rollout_ranks 0 and --oversample 1"),

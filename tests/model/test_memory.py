@@ -17,7 +17,7 @@ from common.data.packing import pack
 from common.model import memory
 from common.model import policy as models
 from common.model.hub import load_tokenizer
-from common.model.memory import GIB, Plan, Shapes, predict, refusal, shapes_of
+from common.model.memory import GIB, USABLE, Plan, Shapes, predict, refusal, shapes_of
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
@@ -136,18 +136,20 @@ def test_prediction_takes_the_larger_of_engine_and_update():
 def test_run_that_exceeds_memory_is_refused_with_remedies():
     """The message is one line; each remedy alone is enough."""
     needs = sum(predict([MODEL], PLAN).values())
-    assert refusal([MODEL], PLAN, needs) is None
-    message = refusal([MODEL], PLAN, needs - 1)
-    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {needs / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4")
+    least = needs / USABLE
+    assert refusal([MODEL], PLAN, least + 1) is None
+    message = refusal([MODEL], PLAN, least - 1)
+    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {least / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4")
+    assert " on each GPU, of which 92% are usable; " in message
     assert "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in message and "\n" not in message
     long = dataclasses.replace(PLAN, pack_tokens=32768, recompute=False)
-    message = refusal([MODEL], long, 40e9)
+    message = refusal([MODEL], long, 40e9 / USABLE)
     assert "--activation_checkpointing true or --pack_tokens " in message
     size = int(message.partition("--pack_tokens ")[2].split()[0])
-    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=size), 40e9) is None
-    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9) is not None
+    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=size), 40e9 / USABLE) is None
+    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9 / USABLE) is not None
     beside = dataclasses.replace(PLAN, engine=60e9)
-    assert "--rollout_ranks above 0" in refusal([MODEL], beside, 65e9)
+    assert "--rollout_ranks above 0" in refusal([MODEL], beside, 65e9 / USABLE)
     assert "no single flag would do" in refusal([MODEL], PLAN, 1e9)
 
 
@@ -176,8 +178,8 @@ def test_models_count_while_alive_and_are_refused_before_loading(device, monkeyp
     load_policy(tiny_model(), args, device, trainable=False)
     assert memory.expected(policy, args) == one and len(read) == 2
     needs = sum(predict([shapes_of(policy.hf)], memory.plan_of(policy, args, 1)).values())
-    monkeypatch.setattr(memory, "capacity_of", lambda device: needs + 2**20)
-    with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* on each GPU; --activation_checkpo"):
+    monkeypatch.setattr(memory, "capacity_of", lambda device: needs / USABLE + 2**20)
+    with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --activation_checkpo"):
         load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
     assert len(read) == 2
 

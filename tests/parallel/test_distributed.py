@@ -24,6 +24,7 @@ from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 
 device, rank, size = distributed.setup(0)
+assert distributed._store.timeout.days == 1  # one role may start much later than the other
 mine = torch.tensor(0.5, dtype=torch.float64)
 distributed.all_sum(mine)
 seen = dict(
