@@ -27,6 +27,7 @@ from common.data.packing import PackedBatch
 from common.model import head
 from common.model.memory import GIB, USABLE, Plan, Shapes, on_the_host, predict, refusal, shapes_of
 from common.model.policy import Policy, shard
+from common.objectives.divergence import reverse_kl
 
 CAPACITY = 80e9 / GIB  # GiB of a GPU that is sold with 80 GB
 COMMON = dict(vocab_size=151936, head_dim=128, max_position_embeddings=40960)
@@ -54,6 +55,10 @@ SMALL = dict(  # for the test: fixed parts dominate
     untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
                        num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False),
 )  # fmt: skip
+
+
+SMALL |= dict(context=SMALL["untied"], distilled=SMALL["tied"])
+MODES = dict(context=dict(context_ranks=8), distilled=dict(distils=True))
 
 
 def meta_model(config, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -87,8 +92,17 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
+class Student(Policy):
+    forward = Policy.distill  # the tracker of memory knows `forward` only
+
+
+class Teacher(Policy):
+    forward = Policy.teach
+
+
 def measured(config, plan: Plan) -> float:
-    """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's moments."""
+    """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's moments. With
+    `plan.distils` the teacher is a frozen model of the same `config`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -96,19 +110,26 @@ def measured(config, plan: Plan) -> float:
     hf = meta_model(config)
     if plan.recompute:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
-    policy, device = Policy(hf, "").train(), torch.device("cpu")
+    policy, device = (Student if plan.distils else Policy)(hf, "").train(), torch.device("cpu")
     shard(policy, hf.base_model.layers, args, device)
+    teacher = Teacher(meta_model(config, torch.bfloat16).requires_grad_(False), "")
+    shard(teacher, teacher.hf.base_model.layers, args, device, reshard_root=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)
         where = dict(loss_mask_T=ids.bool(), sequence_ids_T=ids, samples=[], index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [len(ids)], **where)
+        mb.context_group = torch.distributed.group.WORLD if plan.context_ranks > 1 else None
         for parameter in policy.parameters():  # from earlier micro-batches
             parameter.grad = torch.zeros_like(parameter)
         tracker = FSDPMemTracker(policy)
         tracker.track_inputs((ids,))
+        if plan.distils:
+            teacher.to_empty(device=device)
+            tracker.track_external(*teacher.parameters())
         with tracker:
-            policy(mb)[0].sum().backward()
+            statistics = policy(mb, teacher(mb), reverse_kl) if plan.distils else policy(mb)
+            sum(x_T.sum() for x_T in statistics[: 1 + plan.distils]).backward()
         return tracker.get_tracker_snapshot("peak")[device]["Total"]
 
 
@@ -120,15 +141,19 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
     os.environ |= dict(WORLD_SIZE=str(ranks), RANK="0")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     chunk_size = head.chunk_size
-    head.product, head.chunk_size = float32_product, lambda vocabulary, _: chunk_size(vocabulary, True)
+    head.product, head.add_product_ = float32_product, lambda total, a, b: None
+    head.chunk_size = lambda vocabulary, _: chunk_size(vocabulary, True)
     worst = 0.0
     for name in names:
         config = (CONFIGS | SMALL)[name]
         if layers is not None:
             config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
         for recompute in (True, False):
-            plan = Plan(ranks, tokens, recompute)
-            parts = predict([shapes_of(meta_model(config))], plan)
+            m = shapes_of(meta_model(config))
+            plan = Plan(ranks, tokens, recompute, **MODES.get(name, {}))
+            if plan.distils:
+                plan = replace(plan, teacher_head=m.head)
+            parts = predict([m, frozen(m)] if plan.distils else [m], plan)
             ours = sum(parts.values()) - parts["Adam"]
             theirs = measured(config, plan)
             worst = max(worst, abs(ours / theirs - 1))

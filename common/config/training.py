@@ -23,7 +23,7 @@ class ModelArgs:
     """data type of forward and backward passes; master weights, gradient reduction and the loss are always float32.
     auto: bfloat16 on CUDA, float32 elsewhere"""
     compile: MayChange[bool] = False
-    """torch.compile for every transformer block"""
+    """torch.compile for every transformer block and for the log-probs"""
     pack_tokens: MayChange[Positive[int]] = 8192
     """maximum tokens per forward pass on one rank; bounds memory and never changes the gradient"""
     context_ranks: MayChange[Positive[int]] = 1

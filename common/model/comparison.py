@@ -110,18 +110,22 @@ class _Compare(torch.autograd.Function):
         student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
         teacher = Logits(*tensors, *ctx.teacher) if tensors else ctx.teacher
         gradient = LogitsGradient(student, head_is_trained=ctx.needs_input_grad[1])
-        for c in _chunks(student, teacher):
+
+        def of_chunk(c: slice) -> tuple[Tensor, Tensor | float]:
             x = _logprobs(student, teacher, c, temperature)
             grad_CV = torch.zeros_like(x.student_CV)
             if grad_divergence_T is not None and divergence is not None:
                 _, slope_CV = divergence(x.logp_CS, x.logq_CS)
                 if isinstance(teacher, TopK):
                     slope_CV = spread_gradient(slope_CV, x.logp_CV, x.logp_CS, teacher.tokens_TK[c])
-                grad_CV[:, : x.logp_CV.shape[1]] = grad_divergence_T[c, None] * slope_CV
+                grad_CV[:, : x.logp_CV.shape[1]] = slope_CV.mul_(grad_divergence_T[c, None])
             if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
-                grad_CV -= grad_logprobs_T[c, None] * x.student_CV.exp()
+                grad_CV -= x.student_CV.exp_().mul_(grad_logprobs_T[c, None])
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
-            gradient.add(c, grad_CV, x.derivative)
+            return grad_CV, x.derivative
+
+        for c in _chunks(student, teacher):
+            gradient.add(c, *of_chunk(c))
         return *gradient.result(), *[None] * 6
 
 

@@ -76,10 +76,7 @@ class LogitsGradient:
         hidden_CD, head_VD = self.logits.hidden_TD[c], self.logits.head_VD
         gradient_CV = gradient_CV.to(head_VD.dtype)
         if self.head_VD is not None:
-            if head_VD.dtype == torch.bfloat16:
-                self.head_VD += product(gradient_CV.T, hidden_CD)
-            else:
-                self.head_VD.addmm_(gradient_CV.T, hidden_CD)  # avoids a second tensor [V, D]
+            add_product_(self.head_VD, gradient_CV.T, hidden_CD)
         self.hidden_TD[c] = product(gradient_CV, head_VD)
 
     def result(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -95,6 +92,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype != torch.bfloat16:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()  # no such kernel on a CPU
+
+
+def add_product_(sum_VD: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `product` to a float32 sum, without a second tensor of its size where there is a kernel."""
+    if a.dtype != torch.bfloat16:
+        sum_VD.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(sum_VD, a, b, out_dtype=torch.float32, out=sum_VD)
+    else:
+        sum_VD += product(a, b)
 
 
 def multiply_(x_CV: Tensor, factor: Tensor | float) -> Tensor:

@@ -3,6 +3,8 @@
 Shapes: T packed tokens, C tokens of one chunk, D hidden size, V vocabulary.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,57 +22,79 @@ class TokenStats(NamedTuple):
     collision_T: Tensor  # log sum_v p_v^2: log-prob that two draws agree
 
 
-def token_logprobs(logits: Logits, targets_T: Tensor, temperature: float = 1.0) -> TokenStats:
-    """Return statistics of softmax(logits / temperature) without holding [T, V].
+def token_logprobs(logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False) -> TokenStats:
+    """Return statistics of softmax(logits / temperature) without holding [T, V]. `compiled`: with fused kernels, which
+    read the logits of a chunk once or twice.
 
     The logits are float32 also for hidden states and a head in bfloat16, like those of the engine: in bfloat16,
     sampling and scoring would differ most here. Their gradient is rounded to bfloat16 before the matrix products.
     """
-    return TokenStats(*_TokenLogprobs.apply(*logits, targets_T, temperature))
+    return TokenStats(*_TokenLogprobs.apply(*logits, targets_T, temperature, compiled))
+
+
+def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
+    """Return the statistics of a chunk, in the order of `TokenStats`, and the logsumexp. Overwrites the logits."""
+    largest_C1 = logits_CV.amax(-1, keepdim=True)
+    logits_CV.sub_(largest_C1)  # log-probs and entropy stay the same, and nothing overflows or cancels
+    target_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
+    exp_CV = logits_CV.exp()
+    sum_C = exp_CV.sum(-1)
+    entropy_C = sum_C.log() - logits_CV.mul_(exp_CV).sum(-1) / sum_C
+    collision_C = 2 * (torch.linalg.vector_norm(exp_CV, dim=-1).log() - sum_C.log())
+    return target_C - sum_C.log(), entropy_C, target_C == 0, collision_C, largest_C1[:, 0] + sum_C.log()
+
+
+def gradient(
+    logits_CV: Tensor, targets_C: Tensor, logsumexp_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor,
+    by_entropy_C: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the logits of a chunk, in their place, from those of log-probs and entropies:
+
+    d log p_target / dz_j = [j is target] - p_j,    dH / dz_j = -p_j (log p_j + H)
+    """
+    logp_CV = logits_CV.sub_(logsumexp_C[:, None])
+    if by_entropy_C is None:
+        grad_CV = logp_CV.exp_().mul_(-by_logprob_C[:, None])
+    else:
+        probs_CV = logp_CV.exp()
+        grad_CV = logp_CV.add_(entropy_C[:, None]).mul_(-by_entropy_C[:, None]).sub_(by_logprob_C[:, None])
+        grad_CV.mul_(probs_CV)
+    return grad_CV.scatter_add_(1, targets_C[:, None], by_logprob_C[:, None])
+
+
+@functools.cache
+def fused(function: Callable) -> Callable:
+    return torch.compile(function)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None,
-        targets_T: Tensor, temperature: float,
+        targets_T: Tensor, temperature: float, compiled: bool,
     ):  # fmt: skip
-        logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        logprobs_T, entropy_T, collision_T, logsumexp_T = (
-            hidden_TD.new_empty(len(hidden_TD), dtype=logits.dtype) for _ in range(4)
+        logits, of_chunk = (
+            Logits(hidden_TD, head_VD, bias_V, scale, softcap),
+            fused(statistics) if compiled else statistics,
         )
-        correct_T = torch.empty_like(targets_T, dtype=torch.bool)
-        for c in logits.chunks():
-            logits_CV, _ = logits.chunk(c, temperature)
-            largest_C1 = logits_CV.amax(-1, keepdim=True)
-            logits_CV.sub_(largest_C1)  # log-probs and entropy stay the same, and nothing overflows or cancels
-            exp_CV = logits_CV.exp()
-            sum_C = exp_CV.sum(-1)
-            target_C = logits_CV.gather(-1, targets_T[c, None])[:, 0]
-            logprobs_T[c], correct_T[c] = target_C - sum_C.log(), target_C == 0
-            entropy_T[c] = sum_C.log() - torch.linalg.vecdot(exp_CV, logits_CV) / sum_C
-            collision_T[c] = 2 * (torch.linalg.vector_norm(exp_CV, dim=-1).log() - sum_C.log())
-            logsumexp_T[c] = largest_C1[:, 0] + sum_C.log()
-        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T)
-        ctx.numbers = scale, softcap, temperature
+        chunks = [of_chunk(logits.chunk(c, temperature)[0], targets_T[c]) for c in logits.chunks()]
+        *out, logsumexp_T = map(torch.cat, zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, out[1])
+        ctx.settings = scale, softcap, temperature, compiled
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(correct_T, collision_T)
-        return logprobs_T, entropy_T, correct_T, collision_T
+        ctx.mark_non_differentiable(*out[2:])
+        return tuple(out)
 
     @staticmethod
-    def backward(ctx, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, *_):
+    def backward(ctx, by_logprob_T: Tensor | None, by_entropy_T: Tensor | None, *_):
         hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
-        scale, softcap, temperature = ctx.numbers
-        logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        gradient = LogitsGradient(logits, head_is_trained=ctx.needs_input_grad[1])
+        scale, softcap, temperature, compiled = ctx.settings
+        logits, of_chunk = Logits(hidden_TD, head_VD, bias_V, scale, softcap), fused(gradient) if compiled else gradient
+        total = LogitsGradient(logits, head_is_trained=ctx.needs_input_grad[1])
+        by_logprob_T = torch.zeros_like(logsumexp_T) if by_logprob_T is None else by_logprob_T
         for c in logits.chunks():
             logits_CV, derivative = logits.chunk(c, temperature)
-            logp_CV = logits_CV.sub_(logsumexp_T[c, None])
-            probs_CV = logp_CV.exp()
-            grad_CV = torch.zeros_like(probs_CV) if grad_logprobs_T is None else probs_CV * -grad_logprobs_T[c, None]
-            if grad_entropy_T is not None:  # dH/dz_j = -p_j (log p_j + H)
-                grad_CV -= grad_entropy_T[c, None] * probs_CV * (logp_CV + entropy_T[c, None])
-            if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
-                grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
-            gradient.add(c, grad_CV, derivative)
-        return *gradient.result(), None, None, None, None
+            streams = (x_T[c] for x_T in (targets_T, logsumexp_T, entropy_T, by_logprob_T))
+            grad_CV = of_chunk(logits_CV, *streams, None if by_entropy_T is None else by_entropy_T[c])
+            total.add(c, grad_CV, derivative)
+        return *total.result(), *[None] * 5

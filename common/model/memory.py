@@ -6,6 +6,7 @@ fake tensors, and writes the tables. Shapes: T packed tokens, D hidden size, V v
 
 import gc
 import importlib.util
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ class Shapes:
     hidden: int
     queries: int  # width of all heads' queries
     keys: int  # width of all heads' keys
+    key_heads: int
     normed: bool  # whether queries and keys have norms
     inner: int  # width of the MLP, or of all experts of a token together
     experts: int  # experts of a token; 0: the model has none
@@ -54,6 +56,9 @@ class Plan:
     engine: float = 0.0  # bytes of an engine beside the trainer while it samples
     engine_ranks: int = 1  # ranks that share the engine
     engine_stays: bool = False  # whether the engine keeps its memory while the trainer works
+    context_ranks: int = 1
+    distils: bool = False  # whether every token is compared with a teacher's distribution
+    teacher_head: int = 0  # weights of a live teacher's head
     on_cuda: bool = True
 
 
@@ -64,6 +69,7 @@ def shapes_of(hf: nn.Module) -> Shapes:
     in_blocks, trained_in_blocks = zip(*map(_count, blocks), strict=True)
     weights, trained = _count(hf)
     heads, width = attention_shape(config)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
     experts = getattr(config, "num_experts_per_tok", None) or 0
     inner = getattr(config, "moe_intermediate_size", None) if experts else None
     return Shapes(
@@ -77,7 +83,8 @@ def shapes_of(hf: nn.Module) -> Shapes:
         layers=len(blocks),
         hidden=config.hidden_size,
         queries=heads * width,
-        keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
+        keys=key_heads * width,
+        key_heads=key_heads,
         normed=any("q_norm" in name for name, _ in blocks[0].named_parameters()),
         inner=(inner or getattr(config, "intermediate_size", 4 * config.hidden_size)) * max(1, experts),
         experts=experts,
@@ -100,7 +107,8 @@ def kept_by_block(m: Shapes, plan: Plan) -> int:
     """Return the bytes that a block keeps for its backward, per token: the inputs of norms and matrix products,
     queries, keys, values and outputs of attention, and four activations of the MLP's width."""
     c, width = plan.bytes, m.hidden * (1 + max(1, 3 * m.experts))  # tokens are copied to experts and back
-    attention = c * (2 * m.queries + 2 * m.keys) + (m.queries + m.keys) * _norm(plan) * m.normed
+    keys = m.keys * math.lcm(m.key_heads, plan.context_ranks) // m.key_heads  # `placement.exchange` copies key heads
+    attention = c * (2 * m.queries + 2 * keys) + (m.queries + m.keys) * _norm(plan) * m.normed
     return 2 * m.hidden * _norm(plan) + c * width + attention + 4 * c * m.inner
 
 
@@ -108,14 +116,14 @@ def training_peak(m: Shapes, plan: Plan) -> dict[str, float]:
     """Return the memory of one micro-batch beside weights, gradients and Adam's moments, at the largest of three
     times: the backward of the head, of a block, and of the root, which FSDP holds until the end."""
     c, tokens = plan.bytes, plan.pack_tokens
-    kept, chunk = kept_by_block(m, plan) * tokens, min(tokens, chunk_size(m.vocabulary, plan.on_cuda))
+    chunk = min(tokens, chunk_size(m.vocabulary * (2 if plan.distils else 1), plan.on_cuda))
+    kept, chunks = kept_by_block(m, plan) * tokens, 7 if plan.distils else 2 if chunk < tokens else 1.5
     saved = m.layers * (c * m.hidden * tokens if plan.recompute else kept) + (_norm(plan) + c) * m.hidden * tokens
     head_trained, logits = m.head if m.root_trained else 0, 4 * chunk * m.vocabulary * bool(m.head)
-    product = 4 * head_trained if c == 2 else 0  # the head's gradient of a chunk, before accumulation
     at_head = {
         "gathered weights": c * (m.root + m.block),
         "activations": saved,
-        "logits and head": 4 * head_trained + max(3.5 * logits, 2.5 * logits + product),
+        "logits and head": max(2 * logits, 4 * head_trained + chunks * logits) + c * plan.teacher_head,
     }
     in_block = {
         "gathered weights": c * (m.root + 2 * m.block),
@@ -230,15 +238,19 @@ def make_plan(
         engine, engine_ranks = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
         if stays:  # a second copy of the policy, which `model` need not be
             engine = dtype.itemsize * max((m.weights for m in models if m.head and m.trained), default=0)
+    live = getattr(args, "teacher_logprobs", "stored") == "live"
     return Plan(
         ranks=ranks,
         pack_tokens=args.pack_tokens,
+        context_ranks=args.context_ranks,
         recompute=recomputes(args, device),
         offload=args.offload,
         bytes=dtype.itemsize,
         engine=engine,
         engine_ranks=engine_ranks,
         engine_stays=stays,
+        distils=hasattr(args, "teacher_logprobs"),
+        teacher_head=max((m.head for m in models if live and not m.trained), default=0),
         on_cuda=device.type == "cuda",
     )
 

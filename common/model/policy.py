@@ -72,7 +72,7 @@ class Policy(PackedModel):
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> TokenStats:
         """Return log-probs and further statistics of the targets."""
         tokens = mb.computed
-        stats = token_logprobs(self._logits(tokens), tokens.targets_T, temperature)
+        stats = token_logprobs(self._logits(tokens), tokens.targets_T, temperature, self.compiled)
         return TokenStats(*scatter_back(stats, tokens))
 
     def distill(
@@ -237,14 +237,15 @@ def offloads_all(args: BaseArgs) -> bool:
 def shard(
     model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool = False
 ) -> None:
-    """Apply `fully_shard` to every transformer block and to the rest, as the root; compile the blocks with `--compile`.
+    """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile` compile the blocks
+    and the log-probs.
 
     The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if there is no backward.
     With `--offload all` FSDP keeps shards and their gradients on the host, and gathers weights on the device.
     """
     from torch.distributed import fsdp
 
-    model.device, model.compute_dtype = device, compute_dtype(args, device)
+    model.device, model.compute_dtype, model.compiled = device, compute_dtype(args, device), args.compile
     precision = fsdp.MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     mesh, model.copies = shard_mesh(device, args.shard_ranks, args.nccl_timeout)
     home = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads_all(args) else fsdp.OffloadPolicy()

@@ -104,7 +104,7 @@ def test_offload_all_keeps_weights_and_gradients_on_the_host(device):
 # Round numbers: 8 blocks of 1e9 weights and 1e9 outside of blocks, half of which is the head.
 MODEL = Shapes(
     weights=9 * 10**9, trained=9 * 10**9, block=10**9, block_trained=10**9, root=10**9, root_trained=10**9,
-    head=5 * 10**8, layers=8, hidden=4096, queries=4096, keys=1024, normed=True,
+    head=5 * 10**8, layers=8, hidden=4096, queries=4096, keys=1024, key_heads=8, normed=True,
     inner=12288, experts=0, vocabulary=122070,
 )  # fmt: skip
 FROZEN = dataclasses.replace(MODEL, trained=0, block_trained=0, root_trained=0)
@@ -197,7 +197,8 @@ def test_transformers_engine_counts_as_a_copy_of_the_policy(tmp_path, device, mo
 @pytest.mark.slow
 def test_predicted_memory_is_close_to_that_of_fake_tensors():
     """The tolerance is a tenth, for forward and backward of a training step with FSDP2 on 8 ranks."""
-    command = [sys.executable, ROOT / "bench/memory_plan.py", "--tokens", "2048", "--check", "tied", "untied"]
+    models = ("tied", "untied", "context", "distilled")
+    command = [sys.executable, ROOT / "bench/memory_plan.py", "--tokens", "2048", "--check", *models]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stdout.count("predicted") == 4
+    assert done.stdout.count("predicted") == 8
