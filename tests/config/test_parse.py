@@ -260,7 +260,7 @@ def test_help_says_type_text_and_default(capsys):
         "--algorithm {clip,gspo,cispo} what is minimised (default: clip)",
         "--clip_high FLOAT upper bound of the ratio (default: 0.28)",
         "; default: computed from `epochs` --epochs FLOAT",  # a default that the text explains is not repeated
-        "--compile [{true,false}] torch.compile for every transformer block (default: false)",
+        "--compile [{true,false}] torch.compile for every transformer block and for the log-probs (default: false)",
         "--reward [STR [STR ...]] rewards",
         "tensorboard (default: none)",
         "--correction_filter {None}|{FLOAT FLOAT} two bounds",
