@@ -65,6 +65,9 @@ class Completion(Sample):
         return min(version for version in self.versions if version >= 0)
 
 
+Group = list[Completion]  # the completions of a prompt
+
+
 def first(item: Sample | list[Sample]) -> Sample:
     """Return the sample, or the first one of a group."""
     return item[0] if isinstance(item, list) else item

@@ -6,7 +6,7 @@ from itertools import chain
 from multiprocessing.pool import ThreadPool
 
 from common.config.groups import SamplingArgs
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS
 from common.rewards.processes import Pool, Result
@@ -14,7 +14,6 @@ from common.rewards.registry import load_reward, require_usable_rows, reward_of_
 from common.rewards.user_code import reward_form
 from common.sandbox import program
 
-Group = list[Completion]
 Scorer = Callable[[list[Group]], list[Result]]  # one result per sample, group by group; values are not checked yet
 
 

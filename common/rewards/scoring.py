@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from common.config.groups import SamplingArgs, TrainArgs
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
 from common.parallel import distributed
 from common.rewards.processes import CONCURRENT, Pool, Result
 from common.rewards.reward_model import RewardModel, short_names
-from common.rewards.scorers import Group, Scorer, make_scorer, scorers_by_row
+from common.rewards.scorers import Scorer, make_scorer, scorers_by_row
 from common.rewards.worker import one_line
 
 
