@@ -142,7 +142,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
         stored, stored_rewards = sample_offline(args, prompts, rollouts, rewards, tokenizer)
         if not stored:  # a stop was requested
@@ -174,7 +174,7 @@ def main(args: Args) -> None:
                 rewards_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
         if run.checks_engine(step) and (step == 0 or not args.offline):  # stored completions are the starting model's
-            statistics.check_rollout(policy, groups, step, args, device)
+            statistics.check_rollout(policy, groups, step, args)
 
         # ---- 2. rank and choose ----
         ranking_PG = rewards_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)

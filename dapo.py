@@ -159,7 +159,7 @@ def main(args: Args) -> None:
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, curves = num_steps(args, prompts), (*CURVES, "dynamic_sampling/unequal_fraction")

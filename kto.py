@@ -223,7 +223,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)
     reference, (stored, eval_stored) = reference_or_logps(policy, (groups, eval_groups), tokenizer, args, device)
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate
+    generation = Generation(policy, args, tokenizer)  # answers held-out prompts, with --eval_generate
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)

@@ -158,7 +158,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if set(args.loss) - REFERENCE_FREE else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, curves = num_steps(args, prompts), (*CURVES, "pairs/win_margin", "rewards/accuracies")
@@ -186,7 +186,7 @@ def main(args: Args) -> None:
 
         # ---- 3. pack the pairs; log-probs of the reference ----
         if run.checks_engine(step):  # all completions, also those without a pair
-            statistics.check_rollout(policy, groups, step, args, device)
+            statistics.check_rollout(policy, groups, step, args)
         minibatches = pack_minibatches(pairs, args.minibatches, args.pack_tokens, device, together=True)
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, ref=reference)

@@ -233,7 +233,7 @@ def main(args: Args) -> None:
     policy, value_model = load_with_value_model(path, value_path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer, value_optimizer = adamw(policy, args), adamw(value_model, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)

@@ -137,7 +137,7 @@ def main(args: Args) -> None:
     if args.router_aux_loss_coef:
         policy.watch_experts("--router_aux_loss_coef")
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate
+    generation = Generation(policy, args, tokenizer)  # answers held-out prompts, with --eval_generate
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, samples), order=order, show=SHOW, curves=CURVES)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.config.groups import OnlineArgs
 from common.data.packing import PackedBatch, pack_minibatches
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.model.scoring import with_logprobs
@@ -32,27 +32,27 @@ def gather_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
     return torch.cat([x for _, x in ranks if len(x)])[order]
 
 
-def lengths(groups: list[list[Completion]]) -> Tensor:
+def lengths(groups: list[Group]) -> Tensor:
     """Return the number of tokens of each completion, including those of an environment, [P, G] int64."""
     return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
 
 
-def trained_counts(groups: list[list[Completion]]) -> Tensor:
+def trained_counts(groups: list[Group]) -> Tensor:
     """Return the number of trained tokens of each completion, [P, G] int64."""
     return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
 
 
-def truncated(groups: list[list[Completion]]) -> Tensor:
+def truncated(groups: list[Group]) -> Tensor:
     """Return which completions are truncated, [P, G] bool."""
     return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
 
 
-def truncation_penalties(groups: list[list[Completion]], penalty: float) -> Tensor:
+def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
     """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
     return -penalty * truncated(groups).double()
 
 
-def _table(groups: list[list[Completion]], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
+def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
     """Return the values as [P, G]; [0, 1] without groups, which can be concatenated with any G."""
     table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
     return table.reshape(len(groups), -1 if groups else 1)
@@ -94,13 +94,11 @@ def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: Onlin
         )
 
 
-def check_rollout(
-    model: Policy, groups: list[list[Completion]], step: int, args: OnlineArgs, device: torch.device
-) -> None:
+def check_rollout(model: Policy, groups: list[Group], step: int, args: OnlineArgs) -> None:
     """Run `check_agreement` on whole groups, for a script that trains on some of the samples only. Collective."""
-    minibatches = pack_minibatches(groups, 1, args.pack_tokens, device)
+    minibatches = pack_minibatches(groups, 1, args.pack_tokens, model.device)
     minibatches = with_logprobs(minibatches, args.temperature, old=model)
-    check_agreement(minibatches, step, args, device)
+    check_agreement(minibatches, step, args, model.device)
 
 
 def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:
@@ -123,7 +121,7 @@ def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> N
 
 
 def measure_groups(
-    meter: Meter, groups: list[list[Completion]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
+    meter: Meter, groups: list[Group], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
 ) -> None:
     """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the `first` rollout of a run,
     rank 0 prints warnings; then collective."""

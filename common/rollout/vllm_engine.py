@@ -75,9 +75,8 @@ class VLLMEngine(Engine):
         if self.device.type != "cpu" and (lost := self.llm.collective_rpc(lost_asleep)[0]):
             raise ValueError(f"--engine vllm: sleep loses {lost[0]} of this model; use --engine transformers")
         # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights for one.
-        (self.has_head, *_) = self.llm.collective_rpc(
-            lambda worker: any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
-        )
+        (modules, *_) = self.llm.collective_rpc(lambda worker: [name for name, _ in worker.get_model().named_modules()])
+        self.has_head = any(name.endswith("lm_head") for name in modules)
         self.client = self.llm.llm_engine.engine_core
         self.core = self.client.engine_core
         self.templates = {}  # vLLM requests by temperature and EOS ids
@@ -129,14 +128,8 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
-        params = SamplingParams(
-            seed=0,
-            temperature=temperature,
-            max_tokens=1,
-            stop_token_ids=self.eos_ids,
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
-        )
+        options = dict(seed=0, max_tokens=1, detokenize=False, logprobs=0)  # of the sampled token alone
+        params = SamplingParams(temperature=temperature, stop_token_ids=self.eos_ids, **options)
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs("", tokens_input([0]), params, engine.get_supported_tasks())
 
