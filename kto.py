@@ -33,7 +33,7 @@ from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs, truncate
 from common.data.order import make_order
 from common.data.packing import PackedBatch, pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
-from common.data.sample import LazyGroups, Sample
+from common.data.sample import Sample
 from common.data.token_cache import Samples, load_samples
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
@@ -114,7 +114,7 @@ def encode_rows(
     return found, counts
 
 
-def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
+def with_mismatches(rows: Samples, args: Args) -> Samples:
     """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first. A mismatch is the
     same prompt with the completion of the next row that has another prompt: its log-ratio estimates the KL."""
     count = len(rows) * (len(rows[0]) if rows else 1)
@@ -131,7 +131,7 @@ def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
 
     if rows:
         group(0)  # errors come before the model is loaded
-    return LazyGroups(rows.rows * (count // max(1, len(rows))), group)
+    return Samples(rows.rows * (count // max(1, len(rows))), group)
 
 
 def require_both_labels(rows: Samples) -> None:

@@ -76,9 +76,7 @@ class Shard:
     """files that determine the rows"""
 
 
-def open_shards(
-    flag: str, dataset: str, split: str, config: str | None = None, streaming: bool = False
-) -> list[Shard] | None:
+def open_shards(flag: str, dataset: str, split: str, config: str | None, streaming: bool = False) -> list[Shard] | None:
     """Open a split of a dataset, or return None if the dataset has no such split. With `streaming` tables are not
     downloaded or converted first.
 

@@ -10,7 +10,7 @@ Shapes: N sequences and T tokens in one micro-batch.
 import copy
 import math
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -119,18 +119,11 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
     rows = assign(lengths, len(ranks) // R, pack_tokens * R)
     owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
     streams = sorted(set().union(*(of_rank for _, of_rank in ranks)))  # also for a rank without samples
-    starts = list(accumulate((len(group) for group in groups), initial=0))  # first sample of each group
-    packs = [
-        _pack_one(
-            [sample for _, i in keys for sample in groups[i]],
-            [starts[i] + k for _, i in keys for k in range(len(groups[i]))],
-            streams,
-            device,
-        )
-        for keys in owned
-    ]
+    samples, starts = list(chain(*groups)), list(accumulate(map(len, groups), initial=0))  # first sample of each group
+    indices = [[k for _, i in keys for k in range(starts[i], starts[i + 1])] for keys in owned]
+    packs = [_pack_one([samples[k] for k in index], index, streams, device) for index in indices]
     if len(ranks) > 1:
-        ids = TokenIds([sample.ids for group in groups for sample in group], lengths, device)
+        ids = TokenIds([sample.ids for sample in samples], lengths, device)
         for mb, row, keys in zip(packs, rows, owned, strict=True):
             mb.assigned = ids.computed(row, keys)
     return packs
@@ -147,9 +140,8 @@ def pack_minibatches(
         chosen = [group for group in groups[start:end] if group]
         wholes = chosen if together else [[sample] for group in chosen for sample in group]
         before = sum(len(group) for group in groups[:start])
-        minibatches.append(
-            [mb.with_streams(index_N=mb.index_N + before) for mb in pack_groups(wholes, pack_tokens, device)]
-        )
+        packs = pack_groups(wholes, pack_tokens, device)
+        minibatches.append([mb.with_streams(index_N=mb.index_N + before) for mb in packs])
     return minibatches
 
 
@@ -173,9 +165,8 @@ def _pack_one(samples: list[Sample], index: list[int], streams: list[str], devic
         samples=packed,
         index_N=torch.tensor(index, dtype=torch.int64),
     )
-    return batch.with_streams(
-        **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams}
-    )
+    streams_T = {f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams}
+    return batch.with_streams(**streams_T)
 
 
 def per_sample(micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:

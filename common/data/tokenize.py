@@ -81,9 +81,8 @@ def write_samples(
         pickled = Dataset.from_dict(dict(row=[pickle.dumps(row) for row in rows]), ROW)
         rows.clear()
         encode = partial(encode_rows, columns=columns, encoder=encoder, args=args)
-        encode_batch = partial(
-            _encode_batch, encode=encode, kept=kept, failed=folder / "failed", num_rows=-(-len(pickled) // workers)
-        )
+        known = dict(kept=kept, failed=folder / "failed", num_rows=-(-len(pickled) // workers))
+        encode_batch = partial(_encode_batch, encode=encode, **known)
         pickled.map(
             encode_batch, with_indices=True, with_rank=True, batched=True, batch_size=BATCH, writer_batch_size=BATCH,
             remove_columns=["row"], features=TOKENISED, num_proc=workers,
