@@ -136,7 +136,7 @@ def loss(
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
     if args.off_policy_threshold is not None:  # mask if A < 0 and the policy has moved far away
-        loss_T *= off_policy_mask(logprobs_T, rollout_logprobs_T, advantages_T, *where, args.off_policy_threshold)
+        loss_T *= off_policy_mask(rollout_logprobs_T - logprobs_T, advantages_T, *where, args.off_policy_threshold)
     if flags == CLIP:
         bounds = args.clip_low, args.clip_high, args.dual_clip
         logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), advantages_T, *bounds)
