@@ -125,15 +125,9 @@ def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
     refuse = functools.partial(raise_refusal, args_class)
     try:
         with contextlib.redirect_stdout(console), refusals.on_parse_error(refuse):
-            parsed = tyro.cli(
-                flag_type(args_class, helps),
-                prog=script_of(args_class).name,
-                args=argv,
-                description=description,
-                use_underscores=True,
-                registry=registry,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-            )
+            options = dict(config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff), use_underscores=True)
+            options |= dict(prog=script_of(args_class).name, description=description, registry=registry)
+            parsed = tyro.cli(flag_type(args_class, helps), args=argv, **options)
     except SystemExit:  # after the help
         sys.stdout.write(console.getvalue())  # at once: `| head` may close the pipe
         raise
