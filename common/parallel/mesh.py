@@ -18,12 +18,10 @@ from common.parallel import distributed
 
 
 @functools.cache  # one set of communicators for all models
-def shard_mesh(
-    device: torch.device, shard_ranks: int | None, nccl_timeout: float
-) -> tuple[DeviceMesh, DeviceMesh | None]:
+def shard_mesh(device: torch.device, shard_ranks: int | None, minutes: float) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh of the ranks that share a copy of each model with this one, and the mesh of the ranks that hold
     the same shards in other copies; None if there is one copy. Without `shard_ranks` a copy takes one machine.
-    The timeout is in minutes. The first call is collective."""
+    `minutes`: the timeout. The first call is collective."""
     ranks = distributed.world_size()
     per_copy = shard_ranks or _ranks_of_a_machine()
     if per_copy == ranks:
@@ -31,7 +29,7 @@ def shard_mesh(
     if distributed.is_main():
         print(f"hybrid sharding: {ranks // per_copy} copies of each model, each on {per_copy} of the {ranks} ranks")
     mesh = init_device_mesh(device.type, (ranks // per_copy, per_copy), mesh_dim_names=("copies", "shards"))
-    timeout = timedelta(minutes=nccl_timeout) if device.type == "cuda" else timedelta(days=1)
+    timeout = timedelta(minutes=minutes) if device.type == "cuda" else timedelta(days=1)
     for group in mesh.get_all_groups():  # they do not inherit the timeout of the default group
         group._get_backend(device)._set_default_timeout(timeout)
     return mesh["shards"], mesh["copies"]
