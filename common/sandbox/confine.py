@@ -47,13 +47,11 @@ def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
     for name, value in (
         (resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_FSIZE, file_mib << 20), (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_STACK, STACK_MIB << 20),  # of the main thread: for deep recursion
     ):  # fmt: skip
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(name, (value, value))
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # of the main thread: for deep recursion
-    soft = STACK_MIB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MIB << 20, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+        resource.setrlimit(name, (value, hard if name == resource.RLIMIT_STACK else value))
 
 
 def drop_privileges(libc: ctypes.CDLL, parent: int) -> None:

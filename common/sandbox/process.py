@@ -53,7 +53,7 @@ class ProgramError(Exception):
         self.kind, self.message, self.types = kind, message, types
 
 
-class Child:
+class Child(contextlib.AbstractContextManager):
     """One confined process with its directory and pipes, ready to run. `close` removes all of it."""
 
     def __init__(self, mode: str, source: str, limits: Limits, unsafe: bool, stdin: str = ""):
@@ -106,9 +106,6 @@ class Child:
     def _remove(self, unsafe: bool) -> None:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=unsafe)
-
-    def __enter__(self) -> "Child":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
