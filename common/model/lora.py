@@ -25,11 +25,6 @@ from common.parallel import distributed
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
-def scale_of(hf: nn.Module) -> float | None:
-    """Return the scale of a model's adapters; None without adapters."""
-    return next((module.scale for module in hf.modules() if isinstance(module, LoRALinear)), None)
-
-
 def has_adapters(args: BaseArgs) -> bool:
     """Return whether adapters are trained in place of all weights."""
     return isinstance(args, LoRAArgs) and args.lora_rank > 0
