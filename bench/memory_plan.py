@@ -98,7 +98,7 @@ def measured(config, plan: Plan) -> float:
     if plan.recompute:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     policy, device = Policy(hf, "").train(), torch.device("cpu")
-    shard(policy, hf.base_model.layers, args, device)
+    shard(policy, hf.base_model.layers, args, device, reshard_root=False)
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)

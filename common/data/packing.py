@@ -97,6 +97,9 @@ class PackedBatch(Tokens):
         return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
 
 
+Minibatches = list[list[PackedBatch]]  # micro-batches of each
+
+
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
     """Pack the samples of all ranks into micro-batches of at most `pack_tokens` targets per rank (times the ranks of a
     context group for the whole group). Return this rank's micro-batches, each with the tokens it owns and computes.
@@ -131,7 +134,7 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
 
 def pack_minibatches(
     groups: list[list[Sample]], count: int, pack_tokens: int, device: torch.device, together: bool = False
-) -> list[list[PackedBatch]]:
+) -> Minibatches:
     """Divide this rank's groups into `count` minibatches of micro-batches. Minibatch m has the m-th of `count` equal
     parts of each rank's groups, and so the same global prompts on any number of ranks. A group may be empty. With
     `together` the samples of a group share a micro-batch. Collective."""

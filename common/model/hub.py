@@ -30,7 +30,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise ValueError(f"{flag} {model}: no such folder")
         patterns = ["*.json", "*.jinja", "*.txt", "*.model", *["*.safetensors"] * weights]
-        folder = Path(download(f"{flag} {model}", model, "model", patterns))
+        folder = Path(download(f"{flag} {model}", model, patterns))
     if weights and is_checkpoint(folder):
         folder = as_model(f"{flag} {model}", folder)
     found = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
@@ -67,18 +67,18 @@ def _require_files(label: str, folder: Path, weights: bool) -> None:
         require_unchanged(label, folder)
 
 
-def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:
-    """Return the folder of a repository of the hub, downloaded or in the local cache. Collective. Raises `ValueError`
+def download(label: str, repo_id: str, patterns: list[str]) -> str:
+    """Return the folder of a model of the hub, downloaded or in the local cache. Collective. Raises `ValueError`
     that begins with `label`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     def fetch() -> str | ValueError:
         try:
-            return snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
+            return snapshot_download(repo_id, allow_patterns=patterns)
         except (LocalEntryNotFoundError, OSError) as error:
             if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
-                return ValueError(f"{label}: no such folder, and no readable {repo_type} of this name on the hub")
+                return ValueError(f"{label}: no such folder, and no readable model of this name on the hub")
             return ValueError(f"{label}: no such folder, not in the local cache, and the hub cannot be reached")
         except HFValidationError:
             return ValueError(f"{label}: no such folder, and not a valid Hugging Face id")

@@ -65,23 +65,13 @@ def shapes_of(hf: nn.Module) -> Shapes:
     heads, width = attention_shape(config)
     experts = getattr(config, "num_experts_per_tok", None) or 0
     inner = getattr(config, "moe_intermediate_size", None) if experts else None
-    return Shapes(
-        weights=weights,
-        trained=trained,
-        block=max(in_blocks),
-        block_trained=max(trained_in_blocks),
-        root=weights - sum(in_blocks),
-        root_trained=trained - sum(trained_in_blocks),
-        head=0 if head is None else head.numel(),
-        layers=len(blocks),
-        hidden=config.hidden_size,
-        queries=heads * width,
-        keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
-        normed=any("q_norm" in name for name, _ in blocks[0].named_parameters()),
-        inner=(inner or getattr(config, "intermediate_size", 4 * config.hidden_size)) * max(1, experts),
-        experts=experts,
-        vocabulary=config.vocab_size,
-    )
+    sizes: dict = dict(weights=weights, block=max(in_blocks), root=weights - sum(in_blocks))
+    sizes |= dict(trained=trained, block_trained=max(trained_in_blocks), root_trained=trained - sum(trained_in_blocks))
+    sizes |= dict(layers=len(blocks), hidden=config.hidden_size, vocabulary=config.vocab_size, experts=experts)
+    sizes |= dict(queries=heads * width, keys=(getattr(config, "num_key_value_heads", None) or heads) * width)
+    inner = (inner or getattr(config, "intermediate_size", 4 * config.hidden_size)) * max(1, experts)
+    normed = any("q_norm" in name for name, _ in blocks[0].named_parameters())
+    return Shapes(**sizes, head=0 if head is None else head.numel(), inner=inner, normed=normed)
 
 
 def _count(module: nn.Module) -> tuple[int, int]:
@@ -229,17 +219,9 @@ def make_plan(
         engine, engine_ranks = capacity * (args.gpu_memory_utilization or 0.4), args.tensor_parallel_size
         if stays:  # a second copy of the policy, which `model` need not be
             engine = dtype.itemsize * max((m.weights for m in models if m.head and m.trained), default=0)
-    return Plan(
-        ranks=ranks,
-        pack_tokens=args.pack_tokens,
-        recompute=recomputes(args, device),
-        offload=args.offload,
-        bytes=dtype.itemsize,
-        engine=engine,
-        engine_ranks=engine_ranks,
-        engine_stays=stays,
-        on_cuda=device.type == "cuda",
-    )
+    flags: dict = dict(pack_tokens=args.pack_tokens, recompute=recomputes(args, device), offload=args.offload)
+    engines: dict = dict(engine=engine, engine_ranks=engine_ranks, engine_stays=stays)
+    return Plan(ranks, bytes=dtype.itemsize, on_cuda=device.type == "cuda", **flags, **engines)
 
 
 def capacity_of(device: torch.device) -> int | None:

@@ -199,7 +199,7 @@ def _load(
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
         torch.set_num_threads(1)  # in so small a model threads wait for each other longer than they compute
     setup_context_groups(R, args.nccl_timeout)
-    shard(model, blocks, args, device, reshard_root=not trainable)
+    shard(model, blocks, args, device, not trainable)
     require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
     new_head = load_weights(hf, model.path, label, home)
@@ -214,7 +214,7 @@ def _load(
         values.detach(args.seed, home)
     if adapted:
         lora.fill_adapters(hf, stored, args.seed)
-    check_packing(model, label, args, device)
+    check_packing(model, label)
     return model
 
 
@@ -223,9 +223,7 @@ def offloads_all(args: BaseArgs) -> bool:
     return isinstance(args, TrainArgs) and args.offload == "all"
 
 
-def shard(
-    model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool = False
-) -> None:
+def shard(model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool) -> None:
     """Apply `fully_shard` to every transformer block and to the rest, as the root; compile the blocks with `--compile`.
 
     The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if there is no backward.

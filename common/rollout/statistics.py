@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
-from common.data.packing import PackedBatch, pack_minibatches
+from common.data.packing import Minibatches, PackedBatch, pack_minibatches
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
@@ -68,7 +68,7 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
 # ---- engine against trainer ----
 
 
-def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: OnlineArgs, device: torch.device) -> None:
+def check_agreement(minibatches: Minibatches, step: int, args: OnlineArgs, device: torch.device) -> None:
     """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights after `step` steps.
     Collective.
 
