@@ -159,8 +159,7 @@ def _write(folder: Path, *task) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(incomplete, ignore_errors=True)
             incomplete.mkdir()
-            if distributed.is_main():
-                print(f"tokenising the data, once on this machine, into {folder.parent}", flush=True)
+            distributed.say(f"tokenising the data, once on this machine, into {folder.parent}")
             try:
                 tokenise(incomplete, *task)
                 durable.rename(incomplete, folder)

@@ -121,8 +121,7 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
         write_safetensors(read_weights(folder), work)
         if not hf.is_dir():
             durable.rename(work, hf)
-            if distributed.is_main():
-                print(f"{folder} is a checkpoint: its weights are in {hf} now", flush=True)
+            distributed.say(f"{folder} is a checkpoint: its weights are in {hf} now")
     except (OSError, ValueError, CheckpointException) as error:  # ValueError: a config that names code
         if not hf.is_dir():  # otherwise another job was faster
             gone = "deleted in the meantime by the --keep_last of its run"

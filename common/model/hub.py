@@ -110,10 +110,9 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     elif args is not None and (end := chat_end(path, tokenizer)):
-        if args.prompt_format == "plain" and distributed.is_main():
-            print(f"warning: --prompt_format plain: a chat model, it ends its turns with {end}", flush=True)
-        elif args.prompt_format == "auto" and distributed.is_main():
-            print(f"--prompt_format chat: a chat model, it ends its turns with {end}", flush=True)
+        if args.prompt_format != "chat":
+            flag = "warning: --prompt_format plain" if args.prompt_format == "plain" else "--prompt_format chat"
+            distributed.say(f"{flag}: a chat model, it ends its turns with {end}")
         args.prompt_format = "plain" if args.prompt_format == "plain" else "chat"
     return tokenizer
 
@@ -185,7 +184,7 @@ def fit_max_length(args: BaseArgs, path: str, room: int) -> None:
     context = context_length(path, args)
     if args.max_length is None:
         args.max_length = min(2048, context, room)
-        if args.max_length < 2048 and distributed.is_main():
-            print(f"--max_length {args.max_length}: the maximum for the model's context and --pack_tokens")
+        if args.max_length < 2048:
+            distributed.say(f"--max_length {args.max_length}: the maximum for the model's context and --pack_tokens")
     if args.max_length > context:
         raise ValueError(f"--max_length {args.max_length}: the model's context has only {context} tokens")

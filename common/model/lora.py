@@ -264,6 +264,5 @@ def _read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
             raise ValueError(f"{label}: --model with these --lora_targets has no {name}")
         if tensor.shape != wanted[name].shape:
             raise ValueError(f"{label}: {name} is {list(tensor.shape)}, --model needs {list(wanted[name].shape)}")
-    if distributed.is_main():
-        print(f"{label}: made for {config.get('base_model_name_or_path')}")
+    distributed.say(f"{label}: made for {config.get('base_model_name_or_path')}")
     return stored

@@ -53,6 +53,12 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0 and not is_rollout_rank()
 
 
+def say(text: str) -> None:
+    """Print on rank 0 only."""
+    if is_main():
+        print(text, flush=True)
+
+
 def is_rollout_rank() -> bool:
     """Return whether this process is one of the last `--rollout_ranks` ranks, which only generate."""
     return _launch_rank in rollout_ranks
@@ -86,8 +92,7 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         # After a restart torchrun's store still holds the addresses of the dead ranks.
         _store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        ranks = range(world_size())
-        training = len(ranks) - num_rollout_ranks
+        ranks, training = range(world_size()), world_size() - num_rollout_ranks
         training_ranks, rollout_ranks = ranks[:training], ranks[training:]
         role = rollout_ranks if is_rollout_rank() else training_ranks
         rank, size, store = role.index(_launch_rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
@@ -164,8 +169,7 @@ def gather_dict(mine: dict) -> dict:
 
 def fold_seed(*parts: int) -> int:
     """Return a 32-bit seed from integers, the same in every process: `fold_seed(seed, step, prompt_index)`."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 # ---- signals: SIGTERM and SIGINT request a stop; the loop stops where its state can be saved ----
@@ -246,11 +250,6 @@ def fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-def _is_ours(file: Path) -> bool:
-    """Return whether `file` is a script of this checkout or a module of common/."""
-    return file.parent == PROJECT or PROJECT / "common" in file.parents
-
-
 def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> None:
     """Handle an uncaught exception, as `sys.excepthook` of every rank: only the first rank that fails prints.
 
@@ -278,7 +277,8 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     for prepare in before_failing:
         prepare()
     frames = traceback.extract_tb(trace)
-    ours = bool(frames) and _is_ours(Path(frames[-1].filename).resolve())
+    file = Path(frames[-1].filename if frames else "/").resolve()
+    ours = file.parent == PROJECT or PROJECT / "common" in file.parents  # a script of this checkout, or in common/
     bad_input = ours and issubclass(kind, ValueError)
     if issubclass(kind, RunError) or bad_input:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # a name of a file may have line breaks

@@ -159,10 +159,9 @@ class Rewards:
         all_failures = list(chain(*distributed.gather_objects(failures)))
         total = int(distributed.all_sum(tried))
         if len(all_failures) > self.args.max_reward_errors * total:
-            raise distributed.RunError(
-                f"{len(all_failures)} of {total} rewards could not be computed (--max_reward_errors "
-                f"{self.args.max_reward_errors}); the first: {all_failures[0]}"
-            )
+            what = f"{len(all_failures)} of {total} rewards could not be computed"
+            limit = f"--max_reward_errors {self.args.max_reward_errors}"
+            raise distributed.RunError(f"{what} ({limit}); the first: {all_failures[0]}")
 
 
 def _score_in_order(queue: PriorityQueue, functions: dict[str, Scorer], pools: list[Pool], enough: int) -> None:

@@ -4,9 +4,8 @@ Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one mic
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -88,10 +87,8 @@ def check_agreement(minibatches: Minibatches, step: int, args: OnlineArgs, devic
         return
     mean, high = differences.mean().item(), differences[math.ceil(0.999 * count) - 1].item()
     if high > limit or mean > limit / 10:
-        raise distributed.RunError(
-            f"engine and trainer log-probs differ: mean {mean:.2g} nats, 99.9th percentile {high:.2g} "
-            f"(--max_logprob_difference {limit:g}); see docs/troubleshooting.md"
-        )
+        found = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g} (--max_logprob_difference {limit:g})"
+        raise distributed.RunError(f"engine and trainer log-probs differ: {found}; see docs/troubleshooting.md")
 
 
 def check_rollout(model: Policy, groups: list[Group], step: int, args: OnlineArgs) -> None:
@@ -129,8 +126,8 @@ def measure_groups(
         finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
         pairs = [list(zip(*both, strict=True)) for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)]
         ranks = distributed.gather_objects(pairs)
-        for warning in warnings(list(chain(*ranks)), bool(parts)) if distributed.is_main() else ():
-            print(f"warning: in the first rollout {warning}", flush=True)
+        for warning in warnings(list(chain(*ranks)), bool(parts)):
+            distributed.say(f"warning: in the first rollout {warning}")
     valid_PG = ~rewards_PG.isnan()
     squares_P = centre_groups(rewards_PG).square().sum(-1)
     std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
@@ -177,19 +174,15 @@ def evaluate(rollouts: Sampler, step: int, held_out: Prompts, rewards: Rewards) 
     If rows name their data set, `metric/name` is the metric of that set alone. Collective."""
     if not held_out:
         return {}
-    meter, sets = Meter(), defaultdict(list)
+    meter = Meter()
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
     rewards_PG, parts, numbers = rewards(groups, Meter())
     first_PG = rewards.first(parts)
     means = {"eval/solved": first_PG.ge(1).double().masked_fill(first_PG.isnan(), math.nan), "eval/reward": rewards_PG}
     means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
+    means |= {f"eval/rewards/{name}": number_PG for name, number_PG in numbers.items()}
     for i, (sample,) in enumerate(groups):
-        for end in {"", f"/{sample.row['_dataset']}"} if "_dataset" in sample.row else {""}:
-            sets[end].append(i)
-            for name, number_PG in numbers.items():
-                meter.mean(f"eval/rewards/{name}{end}", number_PG[i].nansum(), (~number_PG[i].isnan()).sum())
-    for end, indices in sets.items():
-        for name, values_PG in means.items():
-            of_set = values_PG[indices]
-            meter.mean(f"{name}{end}", of_set.nansum(), (~of_set.isnan()).sum())
+        ends = ["", f"/{sample.row['_dataset']}"] if "_dataset" in sample.row else [""]
+        for end, (name, values_PG) in product(ends, means.items()):
+            meter.mean(f"{name}{end}", values_PG[i].nansum(), (~values_PG[i].isnan()).sum())
     return meter.reduce()

@@ -54,8 +54,8 @@ class Checkpointer:
             problems = [p for p in distributed.gather_objects(found_here) if p]
             if not problems:
                 return self._load(path)
+            distributed.say(f"checkpoint {path} is damaged ({problems[0]}): loading the previous one")
             if distributed.is_main():
-                print(f"checkpoint {path} is damaged ({problems[0]}): loading the previous one")
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
         if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also after a second start
@@ -72,8 +72,7 @@ class Checkpointer:
             state = durable.parse_json((path / convert.STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        if distributed.is_main():
-            print(f"resuming from {path} (step {state['step']})")
+        distributed.say(f"resuming from {path} (step {state['step']})")
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
