@@ -41,8 +41,8 @@ from common.rollout.completions_file import read_completions, sample_completions
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.rollout.sampler import Sampler
-from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import CURVES, describe_rollouts, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -116,8 +116,7 @@ def sample_offline(
         file, lines, prompts, generate, rewards, batch_size=args.prompts_per_step, seed=args.seed, to_train_on=True
     )
     if len(lines) < len(prompts):
-        if distributed.is_main():
-            print(f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues")
+        distributed.say(f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues")
         return [], torch.zeros(0)
     scores = [[math.nan if c["reward"] is None else c["reward"] for c in line["completions"]] for line in lines]
     groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.environment is not None)
@@ -142,7 +141,7 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
         stored, stored_rewards = sample_offline(args, prompts, rollouts, rewards, tokenizer)
         if not stored:  # a stop was requested
@@ -153,7 +152,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
               curves=(*CURVES, "kept/reward", "loss", "kl"))  # fmt: skip
-    run.message(*describe(args, prompts, held_out, rollouts))
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
     if args.offline:
         run.message(f"offline: {stored_rewards.numel()} completions, mean reward {stored_rewards.nanmean():.4g}")
@@ -174,7 +173,7 @@ def main(args: Args) -> None:
                 rewards_PG, parts, _ = rewards(groups, meter)
         statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
         if run.checks_engine(step) and (step == 0 or not args.offline):  # stored completions are the starting model's
-            statistics.check_rollout(policy, groups, step, args, device)
+            statistics.check_rollout(policy, groups, step, args)
 
         # ---- 2. rank and choose ----
         ranking_PG = rewards_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)

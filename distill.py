@@ -51,8 +51,8 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.online import num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -248,7 +248,7 @@ def main(args: Args) -> None:
     teacher = load_teacher(teacher_path, given + given_held_out, vocabulary, args, device)  # frozen
     optimizer = adamw(policy, args)
     sampled = replace(args, prompts_per_step=own, on_policy_fraction=1.0) if own else args
-    rollouts = make_sampler(policy, prompts, sampled, tokenizer, device, rewards) if args.needs_engine else None
+    rollouts = make_sampler(policy, prompts, sampled, tokenizer, rewards) if args.needs_engine else None
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     cursors = dict(rollouts=rollouts, order=order) if own else dict(order=order)  # the first one counts the epochs

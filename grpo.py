@@ -43,8 +43,8 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import CURVES, SHOW, describe_rollouts, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -136,7 +136,7 @@ def loss(
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
     if args.off_policy_threshold is not None:  # mask if A < 0 and the policy has moved far away
-        loss_T *= off_policy_mask(logprobs_T, rollout_logprobs_T, advantages_T, *where, args.off_policy_threshold)
+        loss_T *= off_policy_mask(rollout_logprobs_T - logprobs_T, advantages_T, *where, args.off_policy_threshold)
     if flags == CLIP:
         bounds = args.clip_low, args.clip_high, args.dual_clip
         logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), advantages_T, *bounds)
@@ -259,12 +259,12 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if args.beta else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES)
-    run.message(*describe(args, prompts, held_out, rollouts), *args.cautions())
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter, on_policy = run.meter, args.updates_per_rollout == 1
     if run.first_step == 0:
         run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))

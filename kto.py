@@ -33,7 +33,7 @@ from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs, truncate
 from common.data.order import make_order
 from common.data.packing import PackedBatch, pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
-from common.data.sample import LazyGroups, Sample
+from common.data.sample import Sample
 from common.data.token_cache import Samples, load_samples
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
@@ -42,8 +42,8 @@ from common.model.reference import reference_logps, reference_or_logps
 from common.objectives.preference import wpo_weights
 from common.parallel import distributed
 from common.train.generation import Generation
-from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import describe_data, held_out_accuracy, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -114,7 +114,7 @@ def encode_rows(
     return found, counts
 
 
-def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
+def with_mismatches(rows: Samples, args: Args) -> Samples:
     """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first. A mismatch is the
     same prompt with the completion of the next row that has another prompt: its log-ratio estimates the KL."""
     count = len(rows) * (len(rows[0]) if rows else 1)
@@ -131,7 +131,7 @@ def with_mismatches(rows: Samples, args: Args) -> LazyGroups:
 
     if rows:
         group(0)  # errors come before the model is loaded
-    return LazyGroups(rows.rows * (count // max(1, len(rows))), group)
+    return Samples(rows.rows * (count // max(1, len(rows))), group)
 
 
 def require_both_labels(rows: Samples) -> None:
@@ -223,11 +223,11 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)
     reference, (stored, eval_stored) = reference_or_logps(policy, (groups, eval_groups), tokenizer, args, device)
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer, device)  # answers held-out prompts, with --eval_generate
+    generation = Generation(policy, args, tokenizer)  # answers held-out prompts, with --eval_generate
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)
-    run.message(*describe(args, groups, eval_groups, counts, eval_counts))
+    run.message(*describe_data(args, groups, eval_groups, counts, eval_counts))
     run.logger.preview(groups[0][0], tokenizer)
     meter = run.meter
     if run.first_step == 0:

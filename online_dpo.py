@@ -47,8 +47,8 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import CURVES, SHOW, describe_rollouts, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -158,12 +158,12 @@ def main(args: Args) -> None:
     policy = load_policy(path, args, device)  # trained
     reference = load_reference(policy, args, device) if set(args.loss) - REFERENCE_FREE else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, device, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, curves = num_steps(args, prompts), (*CURVES, "pairs/win_margin", "rewards/accuracies")
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=curves)
-    run.message(*describe(args, prompts, held_out, rollouts))
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
     if run.first_step == 0:
         run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
@@ -186,7 +186,7 @@ def main(args: Args) -> None:
 
         # ---- 3. pack the pairs; log-probs of the reference ----
         if run.checks_engine(step):  # all completions, also those without a pair
-            statistics.check_rollout(policy, groups, step, args, device)
+            statistics.check_rollout(policy, groups, step, args)
         minibatches = pack_minibatches(pairs, args.minibatches, args.pack_tokens, device, together=True)
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, ref=reference)

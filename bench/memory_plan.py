@@ -111,7 +111,7 @@ def measured(config, plan: Plan) -> float:
     if plan.recompute:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     policy, device = (Student if plan.distils else Policy)(hf, "").train(), torch.device("cpu")
-    shard(policy, hf.base_model.layers, args, device)
+    shard(policy, hf.base_model.layers, args, device, reshard_root=False)
     teacher = Teacher(meta_model(config, torch.bfloat16).requires_grad_(False), "")
     shard(teacher, teacher.hf.base_model.layers, args, device, reshard_root=True)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -337,7 +337,7 @@ def test_bad_kto_rows_are_refused(rows, words, tokenizer):
     ]
     with pytest.raises(ValueError, match=words):
         found, _ = kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
-        kto.with_mismatches(Samples(found, [group[0].row for group in found]), args)
+        kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
         kto.require_both_labels(found)
     del rows[-1]["label"]
     with pytest.raises(ValueError, match=f"x:{len(rows) - 1}: column label"):
@@ -348,7 +348,7 @@ def test_kto_refuses_rows_with_a_single_prompt(tokenizer):
     args = kto.Args(max_length=2048)
     with pytest.raises(ValueError, match="kto.py needs rows with different prompts"):
         found, _ = kto.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
-        kto.with_mismatches(Samples(found, [group[0].row for group in found]), args)
+        kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
 
 
 @pytest.mark.parametrize("margin", ["1", None, float("nan"), True])

@@ -214,7 +214,7 @@ def test_episodes_are_stored_as_sampled(device, tmp_path):
         def first(self, parts):
             return parts["environment"]
 
-    (line,) = make_lines([group], prompts, Rewarded(), to_train_on=True)
+    (line,) = make_lines([group], prompts, Rewarded(), greedy=False, to_train_on=True)
     (tmp_path / "c.jsonl").write_text(json.dumps(line) + "\n")
     lines = read_completions("--output_dir", tmp_path / "c.jsonl", prompts, tokenizer, own=True, to_train_on=True)
     ((one, two, three),) = samples_to_train_on(lines, prompts, tokenizer, episodes=True)

@@ -77,7 +77,7 @@ def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags
     args = kto.Args(**(dict(eval_every=0, max_length=2048) | flags))
     rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
     found, _ = kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)
-    return args, list(kto.with_mismatches(Samples(found, [group[0].row for group in found]), args))
+    return args, list(kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args))
 
 
 def objective_of(model, reference, groups, args, device):

@@ -53,9 +53,8 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, BaseArgs):
         if self.max_new_tokens is None:
             self.max_new_tokens = min(256, max(1, self.room // 2))
         if self.max_new_tokens >= self.room:
-            raise ValueError(
-                f"--max_new_tokens {self.max_new_tokens} leaves no room for a prompt in {self.room_flags}; raise it"
-            )
+            flag = f"--max_new_tokens {self.max_new_tokens}"
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.room_flags}; raise it")
         return self
 
 

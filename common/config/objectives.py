@@ -5,16 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import (
-    STRICT,
-    NotNegative,
-    Positive,
-    PositiveFraction,
-    Real,
-    Several,
-    require_default,
-    require_effect,
-)
+from common.config.flags import STRICT, NotNegative, Positive, Real, Several, require_default, require_effect
 from common.objectives.preference import READS, FDivergence
 
 
@@ -99,7 +90,7 @@ class PreferenceArgs:
     """order of --f_divergence alpha; 1: reverse_kl, 0: forward_kl"""
     simpo_gamma: Real = 0.5
     """simpo: margin by which the reward of chosen should exceed that of rejected"""
-    discopop_tau: PositiveFraction = 0.05
+    discopop_tau: Annotated[float, Field(gt=0, le=1)] = 0.05
     """discopop: temperature of its blend of logistic and exponential loss; unbounded above 1, hence at most 1"""
     sft_weight: NotNegative[float] = 0.0
     """weight of the chosen completion's negative log-likelihood, added to the loss (RPO)"""

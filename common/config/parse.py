@@ -52,10 +52,10 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         check_ranks(args, planned[0] if planned else distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
-    if adapted and distributed.is_main():
-        print(f"defaults for {why}:", *(f"--{name} {value}" for name, value in adapted.items()), flush=True)
-    if getattr(args, "max_new_tokens", 256) < 256 and "max_new_tokens" not in adapted | given and distributed.is_main():
-        print(f"--max_new_tokens {args.max_new_tokens}: half of {args.room_flags}", flush=True)
+    if adapted:
+        distributed.say(f"defaults for {why}: {' '.join(f'--{name} {value}' for name, value in adapted.items())}")
+    if getattr(args, "max_new_tokens", 256) < 256 and "max_new_tokens" not in adapted | given:
+        distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.room_flags}")
     return args
 
 
@@ -125,15 +125,9 @@ def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
     refuse = functools.partial(raise_refusal, args_class)
     try:
         with contextlib.redirect_stdout(console), refusals.on_parse_error(refuse):
-            parsed = tyro.cli(
-                flag_type(args_class, helps),
-                prog=script_of(args_class).name,
-                args=argv,
-                description=description,
-                use_underscores=True,
-                registry=registry,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
-            )
+            options = dict(config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff), use_underscores=True)
+            options |= dict(prog=script_of(args_class).name, description=description, registry=registry)
+            parsed = tyro.cli(flag_type(args_class, helps), args=argv, **options)
     except SystemExit:  # after the help
         sys.stdout.write(console.getvalue())  # at once: `| head` may close the pipe
         raise
@@ -214,10 +208,8 @@ def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:
         return hits
     known = {part for text in found.values() for part in re.findall(r"[a-z]{3,}", text)}
     missing = next((word for word in wanted if not any(word in text for text in found.values())), "")
-    raise ValueError(
-        f"--help {' '.join(words)}: no flag has {'all words' if words[1:] else 'this word'}"
-        f" in its name or text{similar(missing, sorted(known))}"
-    )
+    what = f"no flag has {'all words' if words[1:] else 'this word'} in its name or text"
+    raise ValueError(f"--help {' '.join(words)}: {what}{similar(missing, sorted(known))}")
 
 
 def raise_refusal(args_class: type, event: refusals.ParseErrorEvent) -> None:

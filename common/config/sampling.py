@@ -5,17 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import (
-    STRICT,
-    Fraction,
-    MayChange,
-    NotNegative,
-    OpenFraction,
-    Positive,
-    Real,
-    Several,
-    require_default,
-)
+from common.config.flags import STRICT, Fraction, MayChange, NotNegative, Positive, Real, Several, require_default
 
 
 @dataclass(config=STRICT)
@@ -108,7 +98,7 @@ class EngineArgs:
     """inference engine. auto: vllm if it is installed, else transformers, which is slower"""
     tensor_parallel_size: Positive[int] = 1
     """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
-    gpu_memory_utilization: OpenFraction | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
     """fraction of GPU memory for vLLM's weights and KV cache, released during training; default: 0.4 on ranks that
     also train, 0.9 on others"""
     batch_invariant: bool = False

@@ -195,10 +195,8 @@ class ChatTemplate:
     def render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with `add_generation_prompt` up to the start of the next reply."""
         if (tools := tools_field(row)) and "tools" not in self.reads:
-            raise ValueError(
-                f"{row['_source']}: column tools: the chat template does not read it; set --chat_template "
-                "to one that does, such as the file of a Qwen3 model"
-            )
+            advice = "set --chat_template to one that does, such as the file of a Qwen3 model"
+            raise ValueError(f"{row['_source']}: column tools: the chat template does not read it; {advice}")
         options = self.kwargs | dict(tools=tools, add_generation_prompt=add_generation_prompt)
         return rendered(self.tokenizer, messages, f"{row.get('_source')}: the", **options)
 
@@ -219,16 +217,14 @@ class ChatTemplate:
             if message["role"] != "assistant" or (i == 0 < first_trained):  # it has no prompt
                 continue
             start, content = self._start(row, text, messages, i), message["content"].strip()
-            if start is None or (at := text.find(content, start)) < 0:
-                if i < first_trained:
-                    continue
-                raise ValueError(f"{row['_source']}: the chat template changes the text of turn {i + 1}")
+            at = -1 if start is None else text.find(content, start)
             # The end-of-turn token is trained, also behind other text ("\n", say): it teaches the model to stop.
-            end = self._end(row, text, at + len(content), message)
+            end = None if at < 0 else self._end(row, text, at + len(content), message)
+            if end is None and i < first_trained:
+                continue
             if end is None:
-                if i < first_trained:
-                    continue
-                raise ValueError(f"{row['_source']}: the chat template puts no end-of-turn token after turn {i + 1}")
+                problem = "changes the text of" if at < 0 else "puts no end-of-turn token after"
+                raise ValueError(f"{row['_source']}: the chat template {problem} turn {i + 1}")
             pieces += [(text[done:start], False), (text[start:end], i >= first_trained)]
             done = end
         return pieces + [(text[done:], False)]

@@ -50,8 +50,8 @@ class BadRows:
         kinds: dict[str, list[str]] = {}
         for error in self.errors:
             kinds.setdefault(re.sub(r"\d+", "N", error.partition(": ")[2]), []).append(error)
-        for errors in kinds.values() if distributed.is_main() else ():
-            print(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}", flush=True)
+        for errors in kinds.values():
+            distributed.say(f"--on_bad_row skip: {len(errors)} left out, such as {errors[0]}")
 
 
 @contextlib.contextmanager
@@ -76,9 +76,7 @@ class Shard:
     """files that determine the rows"""
 
 
-def open_shards(
-    flag: str, dataset: str, split: str, config: str | None = None, streaming: bool = False
-) -> list[Shard] | None:
+def open_shards(flag: str, dataset: str, split: str, config: str | None, streaming: bool = False) -> list[Shard] | None:
     """Open a split of a dataset, or return None if the dataset has no such split. With `streaming` tables are not
     downloaded or converted first.
 

@@ -10,7 +10,7 @@ Shapes: N sequences and T tokens in one micro-batch.
 import copy
 import math
 from collections.abc import Iterable
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -97,6 +97,9 @@ class PackedBatch(Tokens):
         return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
 
 
+Minibatches = list[list[PackedBatch]]  # micro-batches of each
+
+
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
     """Pack the samples of all ranks into micro-batches of at most `pack_tokens` targets per rank (times the ranks of a
     context group for the whole group). Return this rank's micro-batches, each with the tokens it owns and computes.
@@ -119,18 +122,11 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
     rows = assign(lengths, len(ranks) // R, pack_tokens * R)
     owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
     streams = sorted(set().union(*(of_rank for _, of_rank in ranks)))  # also for a rank without samples
-    starts = list(accumulate((len(group) for group in groups), initial=0))  # first sample of each group
-    packs = [
-        _pack_one(
-            [sample for _, i in keys for sample in groups[i]],
-            [starts[i] + k for _, i in keys for k in range(len(groups[i]))],
-            streams,
-            device,
-        )
-        for keys in owned
-    ]
+    samples, starts = list(chain(*groups)), list(accumulate(map(len, groups), initial=0))  # first sample of each group
+    indices = [[k for _, i in keys for k in range(starts[i], starts[i + 1])] for keys in owned]
+    packs = [_pack_one([samples[k] for k in index], index, streams, device) for index in indices]
     if len(ranks) > 1:
-        ids = TokenIds([sample.ids for group in groups for sample in group], lengths, device)
+        ids = TokenIds([sample.ids for sample in samples], lengths, device)
         for mb, row, keys in zip(packs, rows, owned, strict=True):
             mb.assigned = ids.computed(row, keys)
     return packs
@@ -138,7 +134,7 @@ def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.devi
 
 def pack_minibatches(
     groups: list[list[Sample]], count: int, pack_tokens: int, device: torch.device, together: bool = False
-) -> list[list[PackedBatch]]:
+) -> Minibatches:
     """Divide this rank's groups into `count` minibatches of micro-batches. Minibatch m has the m-th of `count` equal
     parts of each rank's groups, and so the same global prompts on any number of ranks. A group may be empty. With
     `together` the samples of a group share a micro-batch. Collective."""
@@ -147,9 +143,8 @@ def pack_minibatches(
         chosen = [group for group in groups[start:end] if group]
         wholes = chosen if together else [[sample] for group in chosen for sample in group]
         before = sum(len(group) for group in groups[:start])
-        minibatches.append(
-            [mb.with_streams(index_N=mb.index_N + before) for mb in pack_groups(wholes, pack_tokens, device)]
-        )
+        packs = pack_groups(wholes, pack_tokens, device)
+        minibatches.append([mb.with_streams(index_N=mb.index_N + before) for mb in packs])
     return minibatches
 
 
@@ -163,19 +158,14 @@ def _pack_one(samples: list[Sample], index: list[int], streams: list[str], devic
         """Return a stream aligned with the targets: without the value of each sample's first token."""
         return torch.tensor([x for sample in samples for x in values_of(sample)[1:]], dtype=dtype).to(device)
 
-    batch = PackedBatch(
-        torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device),
-        targets(lambda sample: sample.ids, torch.int64),
-        torch.cat([torch.arange(length) for length in lengths]).to(device),
-        lengths,
-        loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool),
-        sequence_ids_T=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)).to(device),
-        samples=packed,
-        index_N=torch.tensor(index, dtype=torch.int64),
-    )
-    return batch.with_streams(
-        **{f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams}
-    )
+    input_ids_T = torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device)
+    position_ids_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    sequence_ids_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)).to(device)
+    tokens = input_ids_T, targets(lambda sample: sample.ids, torch.int64), position_ids_T, lengths
+    of_tokens = dict(loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool), sequence_ids_T=sequence_ids_T)
+    batch = PackedBatch(*tokens, **of_tokens, samples=packed, index_N=torch.tensor(index, dtype=torch.int64))
+    streams_T = {f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams}
+    return batch.with_streams(**streams_T)
 
 
 def per_sample(micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from common.config.specs import eval_sets_of, pairs_of, weights_of
 from common.data.files import BadRows, files_of, kind_of, open_shards
 
 T = TypeVar("T")
+Columns = tuple[str, ...]  # names of those that a script reads together
 
 # Columns of each kind of script. A script uses the first of its choices that the dataset has.
 SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",), ("input", "output"))
@@ -119,11 +120,9 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
             raise ValueError(f"--columns {new}={old}: no column {old}; {data} has {', '.join(found)}")
         if new == "_source" or (new in found and new not in columns.values()):
             raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
-    return [
-        {k: v for k, v in row.items() if k not in columns.values()}
-        | {new: row[old] for new, old in columns.items() if old in row}
-        for row in rows
-    ]
+    kept = ({k: v for k, v in row.items() if k not in columns.values()} for row in rows)
+    moved = ({new: row[old] for new, old in columns.items() if old in row} for row in rows)
+    return [one | other for one, other in zip(kept, moved, strict=True)]
 
 
 # ---- training and held-out rows ----
@@ -151,8 +150,8 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
 
 
 def train_and_eval_columns(
-    args: TrainArgs, choices: Sequence[tuple[str, ...]], kept: Sequence[str]
-) -> list[tuple[list[dict], tuple[str, ...]]]:
+    args: TrainArgs, choices: Sequence[Columns], kept: Sequence[str]
+) -> list[tuple[list[dict], Columns]]:
     """Read the training rows and the held-out rows, each with the columns to encode: the first of `choices` that the
     training rows have, and the optional columns of `kept` that any of the rows has."""
     parts = train_and_eval_rows(args)
@@ -198,9 +197,7 @@ def _train_and_own_held_out(datasets: Sequence[str], args: TrainArgs, size: int)
 # ---- columns ----
 
 
-def require_columns(
-    flag: str, rows: list[dict], choices: Sequence[tuple[str, ...]], on_bad_row: str = "error"
-) -> tuple[str, ...]:
+def require_columns(flag: str, rows: list[dict], choices: Sequence[Columns], on_bad_row: str = "error") -> Columns:
     """Return the first of `choices` that the first row of each dataset has. Where bad rows are skipped, the first row
     that has any of the choices decides. Raises `ValueError` naming the columns found and the columns needed."""
     of_dataset = {row.get("_dataset"): row for row in reversed(rows)}
@@ -222,7 +219,7 @@ def require_columns(
     raise ValueError(f"{flag} has the columns {', '.join(found)} ({where}); needed: {wanted}")
 
 
-def renaming(found: Sequence[str], choices: Sequence[tuple[str, ...]]) -> str:
+def renaming(found: Sequence[str], choices: Sequence[Columns]) -> str:
     """Return the `--columns` that give the data one of `choices`, for a message; empty if no usual names are found."""
     for columns in choices:
         usual = {new: [*ALIASES.get(new, ()), *difflib.get_close_matches(new, found, 1)] for new in columns}
@@ -238,7 +235,7 @@ def has(row: dict, columns: Sequence[str]) -> bool:
     return all(row.get(column) is not None for column in columns)
 
 
-def columns_of(rows: list[dict], columns: tuple[str, ...], kept: Sequence[str]) -> tuple[str, ...]:
+def columns_of(rows: list[dict], columns: Columns, kept: Sequence[str]) -> Columns:
     """Return `columns`, and each optional column of `kept` that any row has."""
     return columns + tuple(name for name in kept if name not in columns and any(name in row for row in rows))
 

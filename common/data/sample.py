@@ -1,6 +1,5 @@
 """Samples: a prompt and its completion as token ids, read from data or sampled by an engine."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -65,23 +64,9 @@ class Completion(Sample):
         return min(version for version in self.versions if version >= 0)
 
 
+Group = list[Completion]  # the completions of a prompt
+
+
 def first(item: Sample | list[Sample]) -> Sample:
     """Return the sample, or the first one of a group."""
     return item[0] if isinstance(item, list) else item
-
-
-class LazyGroups(Sequence):
-    """Groups of samples that are made when they are read; `rows` has the data row of each."""
-
-    def __init__(self, rows: list[dict], make: Callable[[int], list[Sample]]):
-        self.rows, self.make = rows, make
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> list[Sample]:
-        return self.make(range(len(self))[i])  # raises IndexError

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from common.config.groups import TrainArgs
 from common.config.specs import pairs_of
 from common.data.files import BadRows, Shard, collect_bad_rows, open_shards
-from common.data.rows import renamed, require_columns, require_training_rows
+from common.data.rows import Columns, renamed, require_columns, require_training_rows
 from common.data.sample import Sample
 from common.data.tasks import TASKS
 from common.parallel import distributed
@@ -34,7 +34,7 @@ class StreamedSamples:
 
     num_rows = "a stream of"  # training rows
 
-    def __init__(self, encode: Callable[..., tuple[list[Sample], Counter]], choices: Sequence[tuple[str, ...]], args):
+    def __init__(self, encode: Callable[..., tuple[list[Sample], Counter]], choices: Sequence[Columns], args):
         """`encode(rows, columns)` gets the first of `choices` that the rows of a shuffle buffer have. Raises
         `ValueError` if there is no such data."""
         self.encode, self.choices, self.args = encode, choices, args
@@ -85,9 +85,7 @@ class StreamedSamples:
                 require_training_rows(self.args.dataset_flag, kept, counts)
             place, drawn = (epoch + 1, 0, 0), 0
 
-    def _shuffled_rows(
-        self, place: Place, drawn: int, bad: BadRows
-    ) -> Iterator[tuple[dict, tuple[str, ...], Position]]:
+    def _shuffled_rows(self, place: Place, drawn: int, bad: BadRows) -> Iterator[tuple[dict, Columns, Position]]:
         """Yield the rows of a pass behind a position, each with its columns and the position behind it."""
         reader = self._rows(place, bad)
         while buffer := list(islice(reader, self.args.shuffle_buffer)):

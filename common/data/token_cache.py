@@ -37,7 +37,7 @@ from common.data.rows import (
     split_of,
     train_and_eval_columns,
 )
-from common.data.sample import LazyGroups, Sample, first
+from common.data.sample import Sample, first
 from common.data.streaming import StreamedSamples
 from common.parallel import distributed
 
@@ -52,20 +52,21 @@ EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[l
 
 
 class Samples(Sequence):
-    """Sequence of samples or of groups, with the `_dataset` of each. Samples on disk are built when they are drawn."""
+    """Samples or groups of them, which `make` makes when they are read; `rows` has the data row of each."""
 
-    def __init__(self, items: Sequence[Item], rows: list[dict]):
-        self.items, self.rows = items, rows
+    def __init__(self, rows: list[dict], make: Callable[[int], Item]):
+        self.rows, self.make = rows, make
 
     @property
     def num_rows(self) -> int:
         return len(self)
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.rows)
 
     def __getitem__(self, i: int | slice) -> Item | list[Item]:
-        return [self.items[k] for k in range(len(self))[i]] if isinstance(i, slice) else self.items[i]
+        chosen = range(len(self))[i]  # raises IndexError
+        return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
 
     def order(self, args: TrainArgs) -> RowOrder | WeightedOrder:
         return make_order(self.rows, args)
@@ -100,7 +101,7 @@ def load_samples(
     else:
         encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
         parts = train_and_eval_columns(args, choices, kept)
-        training, held_out = (_in_memory(rows, columns, encode) for rows, columns in parts)
+        training, held_out = (_in_memory(*encode(rows, columns), rows) for rows, columns in parts)
     require_training_rows(args.dataset_flag, len(training.samples), training.counts)
     _require_held_out(held_out)
     return [training[:2], held_out[:2]]
@@ -124,19 +125,18 @@ def _require_held_out(part: Part) -> None:
 def _stream(encode_rows: EncodeRows, choices: Sequence, tokenizer, args) -> list[tuple[Samples, Counter]]:
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory."""
     encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
-    held_out = Part(Samples([], []), Counter(), [])
+    held_out = _in_memory([], Counter(), [])
     if args.eval_every:
         rows, flag = held_out_rows(args), f"--eval_dataset {' '.join(args.eval_dataset)}"
-        held_out = _in_memory(rows, require_columns(flag, rows, choices, args.on_bad_row), encode)
+        held_out = _in_memory(*encode(rows, require_columns(flag, rows, choices, args.on_bad_row)), rows)
         _require_held_out(held_out)
     training = StreamedSamples(encode, choices, args)
     training[0]  # reports bad data before the model is loaded
     return [(training, Counter()), held_out[:2]]
 
 
-def _in_memory(rows: list[dict], columns: tuple[str, ...], encode: Callable) -> Part:
-    items, counts = encode(rows, columns)
-    return Part(Samples(items, [first(item).row for item in items]), counts, rows)
+def _in_memory(items: list[Item], counts: Counter, rows: list[dict]) -> Part:
+    return Part(Samples([first(item).row for item in items], items.__getitem__), counts, rows)
 
 
 # ---- the folder of a digest ----
@@ -159,8 +159,7 @@ def _write(folder: Path, *task) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(incomplete, ignore_errors=True)
             incomplete.mkdir()
-            if distributed.is_main():
-                print(f"tokenising the data, once on this machine, into {folder.parent}", flush=True)
+            distributed.say(f"tokenising the data, once on this machine, into {folder.parent}")
             try:
                 tokenise(incomplete, *task)
                 durable.rename(incomplete, folder)
@@ -195,15 +194,15 @@ def _read(folder: Path) -> list[Part]:
         files = [pa.memory_map(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
         tables = [pa.ipc.open_stream(file).read_all() for file in files]
         if not tables:
-            parts.append(Part(Samples([], []), Counter(), []))
+            parts.append(_in_memory([], Counter(), []))
             continue
         table = pa.concat_tables(tables)
         numbers = np.flatnonzero(pc.list_value_length(table["samples"]))  # indices of the rows with samples
         datasets = table["dataset"].combine_chunks().dictionary_encode()
         rows = [dict(_dataset=dataset) if dataset else {} for dataset in datasets.dictionary.to_pylist()]
         kept = [rows[i] for i in datasets.indices.to_numpy()[numbers]]
-        items = LazyGroups(kept, partial(_item, table["samples"], table["is_group"], numbers))
-        parts.append(Part(Samples(items, kept), Counter(pc.list_flatten(table["reasons"]).to_pylist()), rows))
+        samples = Samples(kept, partial(_item, table["samples"], table["is_group"], numbers))
+        parts.append(Part(samples, Counter(pc.list_flatten(table["reasons"]).to_pylist()), rows))
         reports.append(pc.list_flatten(table["errors"]).to_pylist())
     for errors in reports:
         (bad := BadRows("skip")).errors = errors

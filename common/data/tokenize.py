@@ -81,9 +81,8 @@ def write_samples(
         pickled = Dataset.from_dict(dict(row=[pickle.dumps(row) for row in rows]), ROW)
         rows.clear()
         encode = partial(encode_rows, columns=columns, encoder=encoder, args=args)
-        encode_batch = partial(
-            _encode_batch, encode=encode, kept=kept, failed=folder / "failed", num_rows=-(-len(pickled) // workers)
-        )
+        known = dict(kept=kept, failed=folder / "failed", num_rows=-(-len(pickled) // workers))
+        encode_batch = partial(_encode_batch, encode=encode, **known)
         pickled.map(
             encode_batch, with_indices=True, with_rank=True, batched=True, batch_size=BATCH, writer_batch_size=BATCH,
             remove_columns=["row"], features=TOKENISED, num_proc=workers,
@@ -100,8 +99,7 @@ def _encode_batch(
     """Convert data rows to `TOKENISED`. The first worker prints a line after each tenth of its `num_rows`. A worker
     that raises creates the file `failed`. Then the other workers skip their rows, because `map` waits for them."""
     if not worker and (tenths := 10 * numbers[0] // num_rows) > 10 * max(0, numbers[0] - BATCH) // num_rows:
-        if distributed.is_main():
-            print(f"tokenised {10 * tenths}% of the rows", flush=True)
+        distributed.say(f"tokenised {10 * tenths}% of the rows")
     rows = [] if failed.exists() else [pickle.loads(row) for row in batch["row"]]
     try:
         samples = [_encode_row(row, encode, kept) for row in rows]

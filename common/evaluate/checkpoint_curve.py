@@ -30,8 +30,8 @@ def places(model: str, folder: Path) -> list[tuple[Path, str]]:
 def still_there(model: str) -> bool:
     """Return whether a checkpoint still exists: a run in progress deletes old ones. Collective."""
     there = all(distributed.gather_objects(Path(model).is_dir()))
-    if not there and distributed.is_main():
-        print(f"{model}: deleted by its run; skipped")
+    if not there:
+        distributed.say(f"{model}: deleted by its run; skipped")
     return there
 
 

@@ -61,7 +61,6 @@ def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, 
 def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
     """Return, per prompt, the number of our completions that have a higher score than theirs with the same index, and
     the number of compared pairs. A tie is half a win; pairs with a missing score (None) are excluded."""
-    pairs = [
-        [(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in zip(ours, theirs, strict=True)
-    ]
+    prompts = list(zip(ours, theirs, strict=True))
+    pairs = [[(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in prompts]
     return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [len(group) for group in pairs]

@@ -41,9 +41,8 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
         drawn += [(records[0], f"{name}/{of_set}", of_set) for of_set in sets if name in held_out]
         for lines, key, label in drawn:
             points = [(line["step"], line[key]) for line in lines if key in line]
-            axis.plot(
-                *zip(*points, strict=True) if points else ([], []), label=label, marker="." if len(points) < 30 else ""
-            )
+            marker = "." if len(points) < 30 else ""
+            axis.plot(*zip(*points, strict=True) if points else ([], []), label=label, marker=marker)
         if len(drawn) > len(records):
             axis.legend(fontsize=8)
         axis.set_title(name, fontsize=10)

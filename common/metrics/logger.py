@@ -16,21 +16,20 @@ from torch import Tensor
 from common.config.groups import TrainArgs
 from common.config.launch import flags_of
 from common.data import durable
-from common.data.sample import Completion, Sample
+from common.data.sample import Group, Sample
 from common.metrics.curves import draw_curves, read_metrics
 from common.parallel import distributed
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
+TABLE = 4  # completions in the table of a step
 SPEEDS = ("time/", "tokens_per_second")  # beginnings of metrics whose change says nothing about the model
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """Return the 95% Wilson interval of a probability, estimated as a `fraction` of `count` independent trials."""
     z = 1.96
-    center, spread = (
-        fraction + z * z / (2 * count),
-        z * math.sqrt(fraction * (1 - fraction) / count + (z / 2 / count) ** 2),
-    )
+    center = fraction + z * z / (2 * count)
+    spread = z * math.sqrt(fraction * (1 - fraction) / count + (z / 2 / count) ** 2)
     return (center - spread) / (1 + z * z / count), (center + spread) / (1 + z * z / count)
 
 
@@ -127,33 +126,17 @@ class RunLogger:
             preview(sample, tokenizer, self.console)
 
     def samples(
-        self,
-        step: int,
-        groups: list[list[Completion]],
-        positions: Sequence[int],
-        rewards_PG: Tensor,
-        advantages_PG: Tensor,
-        rows: int = 4,
+        self, step: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor, advantages_PG: Tensor
     ) -> None:
         """Write the groups of all ranks to samples.jsonl, in the order of their positions in the step, and print a few
         as a table. Collective."""
-        mine = {
-            position: [
-                dict(
-                    step=step,
-                    prompt=_asked(sample.row),
-                    completion=sample.transcript or sample.text,
-                    reward=reward,
-                    advantage=advantage,
-                    finish_reason=sample.finish_reason,
-                    version=sample.version,
-                )
-                for sample, reward, advantage in zip(group, rewards_G, advantages_G, strict=True)
+        mine: dict[int, list[dict]] = {}
+        for position, *of_group in zip(positions, groups, rewards_PG.tolist(), advantages_PG.tolist(), strict=True):
+            mine[position] = [
+                dict(step=step, prompt=_asked(sample.row), completion=sample.transcript or sample.text, reward=reward)
+                | dict(advantage=advantage, finish_reason=sample.finish_reason, version=sample.version)
+                for sample, reward, advantage in zip(*of_group, strict=True)
             ]
-            for position, group, rewards_G, advantages_G in zip(
-                positions, groups, rewards_PG.tolist(), advantages_PG.tolist(), strict=True
-            )
-        }
         of_position = distributed.gather_dict(mine)
         if not self.active:
             return
@@ -169,7 +152,7 @@ class RunLogger:
         from rich.table import Table
 
         table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
-        for line in lines[:: max(1, len(lines) // rows)][:rows]:
+        for line in lines[:: max(1, len(lines) // TABLE)][:TABLE]:
             table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}")
         self.console.print(table)
 
@@ -245,17 +228,12 @@ def _start_wandb(args: TrainArgs, folder: Path):
     import wandb
 
     known = dict(project=args.wandb_project, name=args.wandb_name, group=args.wandb_group, tags=args.wandb_tags)
+    file = folder / "wandb_id"  # a resumed run continues the same wandb run
     try:
         if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
             raise ValueError("--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-        return wandb.init(**known, dir=folder, config=flags_of(args), resume="allow", id=_run_id(folder))
+        if not file.is_file():
+            file.write_text(f"{folder.name}-{time.time_ns():x}")
+        return wandb.init(**known, dir=folder, config=flags_of(args), resume="allow", id=file.read_text())
     except wandb.Error as error:
         raise ValueError(f"--log wandb: {distributed.first_line(error)}") from error
-
-
-def _run_id(folder: Path) -> str:
-    """Return the wandb id of this run, stored in its folder so that a resumed run continues the same wandb run."""
-    path = folder / "wandb_id"
-    if not path.is_file():
-        path.write_text(f"{folder.name}-{time.time_ns():x}")
-    return path.read_text()

@@ -14,14 +14,9 @@ GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether va
 
 def packed_inputs(tokens: Tokens) -> dict:
     """Return the keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
-    return dict(
-        input_ids=tokens.input_ids_T[None],
-        position_ids=tokens.position_ids_T[None],
-        use_cache=False,
-        cu_seq_lens_q=tokens.cu_seqlens_N1,
-        max_length_q=tokens.max_seqlen,
-        pack=tokens,  # not its list of offsets: torch.compile would compile the block again for each list
-    )
+    inputs = dict(input_ids=tokens.input_ids_T[None], position_ids=tokens.position_ids_T[None], use_cache=False)
+    # `pack`, not its list of offsets: torch.compile would compile the block again for each list
+    return inputs | dict(cu_seq_lens_q=tokens.cu_seqlens_N1, max_length_q=tokens.max_seqlen, pack=tokens)
 
 
 @exchange
@@ -46,10 +41,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
         if not GQA:
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        out = varlen_attn(
-            q, k, v, cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen, scale=scaling, window_size=window, **GQA
-        )
-        return out[None], None
+        bounds = cu_seqlens_N1, cu_seqlens_N1, max_seqlen, max_seqlen  # of queries and of keys
+        return varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GQA)[None], None
     return attention_by_length(query, key, value, kwargs["pack"], scaling, sliding_window, softcap), None
 
 

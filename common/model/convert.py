@@ -23,7 +23,6 @@ from common.parallel import distributed
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
 ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
 
-
 # Classes and functions in the `.metadata` of a checkpoint, by module.
 METADATA = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
@@ -121,8 +120,7 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
         write_safetensors(read_weights(folder), work)
         if not hf.is_dir():
             durable.rename(work, hf)
-            if distributed.is_main():
-                print(f"{folder} is a checkpoint: its weights are in {hf} now", flush=True)
+            distributed.say(f"{folder} is a checkpoint: its weights are in {hf} now")
     except (OSError, ValueError, CheckpointException) as error:  # ValueError: a config that names code
         if not hf.is_dir():  # otherwise another job was faster
             gone = "deleted in the meantime by the --keep_last of its run"

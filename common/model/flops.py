@@ -10,14 +10,7 @@ from torch import nn
 from common.parallel.placement import Tokens
 
 # Manufacturer's dense bfloat16 rate of one device, in FLOP/s, by a part of its name in CUDA.
-BFLOAT16_PEAK = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
+BFLOAT16_PEAK = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 def attention_shape(config) -> tuple[int, int]:

@@ -30,7 +30,7 @@ def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> st
         if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise ValueError(f"{flag} {model}: no such folder")
         patterns = ["*.json", "*.jinja", "*.txt", "*.model", *["*.safetensors"] * weights]
-        folder = Path(download(f"{flag} {model}", model, "model", patterns))
+        folder = Path(download(f"{flag} {model}", model, patterns))
     if weights and is_checkpoint(folder):
         folder = as_model(f"{flag} {model}", folder)
     found = checkpoints_in(folder) or checkpoints_in(folder / "checkpoints")
@@ -67,18 +67,18 @@ def _require_files(label: str, folder: Path, weights: bool) -> None:
         require_unchanged(label, folder)
 
 
-def download(label: str, repo_id: str, repo_type: str, patterns: list[str] | None = None) -> str:
-    """Return the folder of a repository of the hub, downloaded or in the local cache. Collective. Raises `ValueError`
+def download(label: str, repo_id: str, patterns: list[str]) -> str:
+    """Return the folder of a model of the hub, downloaded or in the local cache. Collective. Raises `ValueError`
     that begins with `label`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     def fetch() -> str | ValueError:
         try:
-            return snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
+            return snapshot_download(repo_id, allow_patterns=patterns)
         except (LocalEntryNotFoundError, OSError) as error:
             if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
-                return ValueError(f"{label}: no such folder, and no readable {repo_type} of this name on the hub")
+                return ValueError(f"{label}: no such folder, and no readable model of this name on the hub")
             return ValueError(f"{label}: no such folder, not in the local cache, and the hub cannot be reached")
         except HFValidationError:
             return ValueError(f"{label}: no such folder, and not a valid Hugging Face id")
@@ -110,10 +110,9 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     elif args is not None and (end := chat_end(path, tokenizer)):
-        if args.prompt_format == "plain" and distributed.is_main():
-            print(f"warning: --prompt_format plain: a chat model, it ends its turns with {end}", flush=True)
-        elif args.prompt_format == "auto" and distributed.is_main():
-            print(f"--prompt_format chat: a chat model, it ends its turns with {end}", flush=True)
+        if args.prompt_format != "chat":
+            flag = "warning: --prompt_format plain" if args.prompt_format == "plain" else "--prompt_format chat"
+            distributed.say(f"{flag}: a chat model, it ends its turns with {end}")
         args.prompt_format = "plain" if args.prompt_format == "plain" else "chat"
     return tokenizer
 
@@ -185,7 +184,7 @@ def fit_max_length(args: BaseArgs, path: str, room: int) -> None:
     context = context_length(path, args)
     if args.max_length is None:
         args.max_length = min(2048, context, room)
-        if args.max_length < 2048 and distributed.is_main():
-            print(f"--max_length {args.max_length}: the maximum for the model's context and --pack_tokens")
+        if args.max_length < 2048:
+            distributed.say(f"--max_length {args.max_length}: the maximum for the model's context and --pack_tokens")
     if args.max_length > context:
         raise ValueError(f"--max_length {args.max_length}: the model's context has only {context} tokens")

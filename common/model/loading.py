@@ -107,8 +107,10 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
             raise ValueError(f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
     known = shapes.keys() | hf.state_dict().keys()
     unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
-    if unused and distributed.is_main():
-        print(f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, for example {min(unused)}")
+    if unused:
+        distributed.say(
+            f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, for example {min(unused)}"
+        )
     with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
     return new_head

@@ -25,11 +25,6 @@ from common.parallel import distributed
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
-def scale_of(hf: nn.Module) -> float | None:
-    """Return the scale of a model's adapters; None without adapters."""
-    return next((module.scale for module in hf.modules() if isinstance(module, LoRALinear)), None)
-
-
 def has_adapters(args: BaseArgs) -> bool:
     """Return whether adapters are trained in place of all weights."""
     return isinstance(args, LoRAArgs) and args.lora_rank > 0
@@ -269,6 +264,5 @@ def _read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
             raise ValueError(f"{label}: --model with these --lora_targets has no {name}")
         if tensor.shape != wanted[name].shape:
             raise ValueError(f"{label}: {name} is {list(tensor.shape)}, --model needs {list(wanted[name].shape)}")
-    if distributed.is_main():
-        print(f"{label}: made for {config.get('base_model_name_or_path')}")
+    distributed.say(f"{label}: made for {config.get('base_model_name_or_path')}")
     return stored

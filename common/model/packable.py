@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from common.config.groups import BaseArgs
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
@@ -33,11 +32,10 @@ def packable_config(path: str, label: str):
 def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Module:
     """Return the model without memory: weights of `dtype`, float32 buffers. Raises `ValueError` if it cannot take the
     packed attention, or is an unknown mixture of experts."""
+    options = dict(attn_implementation="packed", dtype=torch.float32, trust_remote_code=False)
     try:
         with torch.device("meta"):
-            hf = auto_class.from_config(
-                config, attn_implementation="packed", dtype=torch.float32, trust_remote_code=False
-            )
+            hf = auto_class.from_config(config, **options)
     except (KeyError, ValueError) as error:  # GPT-J, for example, has an attention table of its own
         raise ValueError(f"{label}: {config.model_type} has no packed attention: {first_line(error)}") from error
     if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:
@@ -49,7 +47,7 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
 
 
 @torch.no_grad()
-def check_packing(model: nn.Module, label: str, args: BaseArgs, device: torch.device) -> None:
+def check_packing(model: nn.Module, label: str) -> None:
     """Refuse a model in which one sequence of a pack changes another, or whose log-probs differ from those of its own
     logits. Collective. Raises `ValueError`.
 
@@ -60,7 +58,7 @@ def check_packing(model: nn.Module, label: str, args: BaseArgs, device: torch.de
     model_type, generator = model.hf.config.model_type, torch.Generator().manual_seed(0)
     drawn = torch.randint(0, model.hf.config.vocab_size, (38,), generator=generator).tolist()
     first, other, second = (Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:]))
-    packs = [pack_groups([samples], 100, device)[0] for samples in ([first, second], [other, second], [second])]
+    packs = [pack_groups([samples], 100, model.device)[0] for samples in ([first, second], [other, second], [second])]
     length, logits_TV = second.num_targets, None
     try:
         outputs = [model(mb) for mb in packs[:2]]

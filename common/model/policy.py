@@ -201,7 +201,7 @@ def _load(
         # vLLM sets both when it starts, too late: cuBLAS reads them at the first matrix product.
         os.environ |= dict(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="1")
     setup_context_groups(R, args.nccl_timeout)
-    shard(model, blocks, args, device, reshard_root=not trainable)
+    shard(model, blocks, args, device, not trainable)
     require_memory(model, label, args)
     home = torch.device("cpu") if offloads_all(args) else device
     new_head = load_weights(hf, model.path, label, home)
@@ -216,7 +216,7 @@ def _load(
         values.detach(args.seed, home)
     if adapted:
         lora.fill_adapters(hf, stored, args.seed)
-    check_packing(model, label, args, device)
+    check_packing(model, label)
     return model
 
 
@@ -234,9 +234,7 @@ def offloads_all(args: BaseArgs) -> bool:
     return isinstance(args, TrainArgs) and args.offload == "all"
 
 
-def shard(
-    model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool = False
-) -> None:
+def shard(model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool) -> None:
     """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile` compile the blocks
     and the log-probs.
 

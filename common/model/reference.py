@@ -19,6 +19,8 @@ from common.model.policy import Policy, load_reference
 from common.model.scoring import weighted_logps
 from common.parallel import distributed
 
+Parts = Sequence[Sequence[list[Sample]]]  # groups of samples of the training rows and of the held-out rows
+
 
 @torch.no_grad()
 def reference_logps(reference: nn.Module | None, micro_batches: list[PackedBatch], stored: Tensor) -> Tensor:
@@ -31,7 +33,7 @@ def reference_logps(reference: nn.Module | None, micro_batches: list[PackedBatch
 
 
 def reference_or_logps(
-    policy: Policy, parts: Sequence[Sequence[list[Sample]]], tokenizer, args, device: torch.device, needed: bool = True
+    policy: Policy, parts: Parts, tokenizer, args, device: torch.device, needed: bool = True
 ) -> tuple[Policy | None, list[Tensor]]:
     """Return the reference if it stays in memory (`--reference_logprobs online`), else None; and its log-probs of all
     groups, [groups, samples of a group] for each part, which are zeros if it stays in memory or is not `needed`.
@@ -56,12 +58,7 @@ def reference_or_logps(
 
 
 def store_reference_logps(
-    parts: Sequence[Sequence[list[Sample]]],
-    reference_path: str,
-    load_reference: Callable[[], nn.Module],
-    folder: Path,
-    args: TrainArgs,
-    device: torch.device,
+    parts: Parts, path: str, load: Callable[[], nn.Module], folder: Path, args: TrainArgs, device: torch.device
 ) -> list[Tensor]:
     """Return the log-probs of completions by the reference, [groups, samples of a group] float64 for each part.
 
@@ -69,19 +66,19 @@ def store_reference_logps(
     Otherwise the reference computes them in one pass, divided among the ranks, and stores them. Groups on disk are
     streamed. Collective. Raises `ValueError` for a damaged file.
     """
-    path, weights = folder / "reference_logps.json", [part for part in (reference_path, args.adapter) if part]
+    file, weights = folder / "reference_logps.json", [part for part in (path, args.adapter) if part]
     shapes = [(len(part), len(part[0]) if part else 0) for part in parts]
     ends = list(accumulate(groups * size for groups, size in shapes))
     digest, stored = "", {}
     if distributed.is_main():
-        digest = digest_of(_samples(parts), reference_path, weights, args.dtype)
-        stored = _read(path, digest, ends[-1]) if path.is_file() else {}
+        digest = digest_of(_samples(parts), path, weights, args.dtype)
+        stored = _read(file, digest, ends[-1]) if file.is_file() else {}
     digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may have copies: use that of rank 0
     if stored.get("digest") != digest:
-        logps = _reference_logps(_samples(parts), ends[-1], load_reference(), args.pack_tokens, device)
+        logps = _reference_logps(_samples(parts), ends[-1], load(), args.pack_tokens, device)
         stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
-            durable.write_json(path, stored)
+            durable.write_json(file, stored)
     columns = np.split(np.array(stored["logps"]), ends[:-1])
     return [torch.from_numpy(x.reshape(shape)) for x, shape in zip(columns, shapes, strict=True)]
 
@@ -124,5 +121,5 @@ def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *s
     return hashed.hexdigest()
 
 
-def _samples(parts: Sequence[Sequence[list[Sample]]]) -> Iterable[Sample]:
+def _samples(parts: Parts) -> Iterable[Sample]:
     return chain.from_iterable(chain.from_iterable(parts))

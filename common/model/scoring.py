@@ -3,17 +3,13 @@
 import torch
 from torch import Tensor, nn
 
-from common.data.packing import PackedBatch
+from common.data.packing import Minibatches, PackedBatch
 
 
 @torch.no_grad()
 def with_logprobs(
-    minibatches: list[list[PackedBatch]],
-    temperature: float,
-    *,
-    old: nn.Module | None = None,
-    ref: nn.Module | None = None,
-) -> list[list[PackedBatch]]:
+    minibatches: Minibatches, temperature: float, *, old: nn.Module | None = None, ref: nn.Module | None = None
+) -> Minibatches:
     """Return the micro-batches with log-probs that stay fixed during the update: `old_logprobs_T`, `old_entropy_T` of
     the policy `old`, `ref_logprobs_T` of the frozen model `ref`; None adds nothing. Collective."""
     for model, names in ((old, ("old_logprobs_T", "old_entropy_T")), (ref, ("ref_logprobs_T",))):
@@ -27,7 +23,7 @@ def with_logprobs(
 
 
 @torch.no_grad()
-def with_values(minibatches: list[list[PackedBatch]], value_model: nn.Module) -> list[list[PackedBatch]]:
+def with_values(minibatches: Minibatches, value_model: nn.Module) -> Minibatches:
     """Return the micro-batches with `values_T` of the value model before the update. Collective."""
     minibatches = [[mb.with_streams(values_T=value_model(mb)) for mb in mbs] for mbs in minibatches]
     value_model.reshard()

@@ -81,8 +81,7 @@ class StoredTeacher:
         _claim(folder, digest_of(samples, path, [path], *settings))
         missing = distributed.gather_objects([i for i, file in enumerate(files) if not file.is_file()])[0]
         if missing:
-            if distributed.is_main():
-                print(f"{path} scores {sum(len(chunks[i]) for i in missing)} completions, into {folder}", flush=True)
+            distributed.say(f"{path} scores {sum(len(chunks[i]) for i in missing)} completions, into {folder}")
             teacher = load()
             mine = missing[rank :: distributed.world_size()]
             for turn in range(math.ceil(len(missing) / distributed.world_size())):

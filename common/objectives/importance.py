@@ -49,14 +49,8 @@ def importance_weights(
 
 
 def off_policy_mask(
-    logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    threshold: float,
+    log_ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, threshold: float
 ) -> Tensor:
-    """Mask completions with a negative advantage whose mean of log(pi_engine / pi) over their trained tokens exceeds
-    `threshold` (DeepSeek-V3.2, arXiv:2512.02556 Eq. 9). Bool [T], False on masked tokens; without gradient."""
-    drift_T = sequence_mean(rollout_logprobs_T - logprobs_T, mask_T, sequence_ids_T)
-    return ~((advantages_T < 0) & (drift_T > threshold))
+    """Mask completions with a negative advantage whose mean `log_ratio_T`, log(pi_engine / pi), over trained tokens
+    exceeds `threshold` (DeepSeek-V3.2, arXiv:2512.02556 Eq. 9). Bool [T], False on masked tokens; without gradient."""
+    return ~((advantages_T < 0) & (sequence_mean(log_ratio_T, mask_T, sequence_ids_T) > threshold))

@@ -33,9 +33,7 @@ def is_clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float, d
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl_estimate(
-    logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: KLEstimator = "k3", clamp: float = 0.0
-) -> Tensor:
+def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: KLEstimator = "k3", clamp: float = 0) -> Tensor:
     """Estimate KL(policy || reference) on each token from the policy's own samples (Schulman, "Approximating KL
     divergence", 2020), in nats, with d = log(policy / reference):
 

@@ -54,6 +54,12 @@ def is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0 and not is_rollout_rank()
 
 
+def say(text: str) -> None:
+    """Print on rank 0 only."""
+    if is_main():
+        print(text, flush=True)
+
+
 def is_rollout_rank() -> bool:
     """Return whether this process is one of the last `--rollout_ranks` ranks, which only generate."""
     return _launch_rank in rollout_ranks
@@ -89,8 +95,7 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
         # After a restart torchrun's store still holds the addresses of the dead ranks.
         _store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         _store.set_timeout(DAY)  # one role may wait for the other's engine; init_process_group leaves a store's timeout
-        ranks = range(world_size())
-        training = len(ranks) - num_rollout_ranks
+        ranks, training = range(world_size()), world_size() - num_rollout_ranks
         training_ranks, rollout_ranks = ranks[:training], ranks[training:]
         role = rollout_ranks if is_rollout_rank() else training_ranks
         rank, size, store = role.index(_launch_rank), len(role), dist.PrefixStore(f"role/{role.start}", _store)
@@ -173,8 +178,7 @@ def gather_dict(mine: dict) -> dict:
 
 def fold_seed(*parts: int) -> int:
     """Return a 32-bit seed from integers, the same in every process: `fold_seed(seed, step, prompt_index)`."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 # ---- signals: SIGTERM and SIGINT request a stop; the loop stops where its state can be saved ----

@@ -18,20 +18,19 @@ from common.parallel import distributed
 
 
 @functools.cache  # one set of communicators for all models
-def shard_mesh(
-    device: torch.device, shard_ranks: int | None, nccl_timeout: float
-) -> tuple[DeviceMesh, DeviceMesh | None]:
+def shard_mesh(device: torch.device, shard_ranks: int | None, minutes: float) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh of the ranks that share a copy of each model with this one, and the mesh of the ranks that hold
     the same shards in other copies; None if there is one copy. Without `shard_ranks` a copy takes one machine.
-    The timeout is in minutes. The first call is collective."""
+    `minutes`: the timeout. The first call is collective."""
     ranks = distributed.world_size()
     per_copy = shard_ranks or _ranks_of_a_machine()
     if per_copy == ranks:
         return init_device_mesh(device.type, (ranks,)), None
-    if distributed.is_main():
-        print(f"hybrid sharding: {ranks // per_copy} copies of each model, each on {per_copy} of the {ranks} ranks")
+    distributed.say(
+        f"hybrid sharding: {ranks // per_copy} copies of each model, each on {per_copy} of the {ranks} ranks"
+    )
     mesh = init_device_mesh(device.type, (ranks // per_copy, per_copy), mesh_dim_names=("copies", "shards"))
-    timeout = timedelta(minutes=nccl_timeout) if device.type == "cuda" else distributed.DAY
+    timeout = timedelta(minutes=minutes) if device.type == "cuda" else distributed.DAY
     for group in mesh.get_all_groups():  # they do not inherit the timeout of the default group
         distributed.set_timeout(group, device, timeout)
     return mesh["shards"], mesh["copies"]
@@ -43,9 +42,10 @@ def _ranks_of_a_machine() -> int:
     size, *others = Counter(hosts).values()
     if all(len(set(hosts[i : i + size])) == 1 for i in range(0, len(hosts), size)) and {size, *others} == {size}:
         return size
-    if distributed.is_main():
-        counts = ", ".join(map(str, [size, *others]))
-        print(f"machines with unequal or scattered ranks ({counts}): every model is sharded over all {len(hosts)}")
+    counts = ", ".join(map(str, [size, *others]))
+    distributed.say(
+        f"machines with unequal or scattered ranks ({counts}): every model is sharded over all {len(hosts)}"
+    )
     return len(hosts)
 
 

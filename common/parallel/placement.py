@@ -59,15 +59,13 @@ class Tokens:
     longest = 0  # most tokens that a rank computes
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
 
-    def __init__(
-        self, input_ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int], sequences: int
-    ):
+    def __init__(self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int], sequences: int):
         """The first `sequences` of the sequences with these `lengths` are samples; another one is padding."""
-        self.input_ids_T = input_ids_T  # int64
+        self.input_ids_T = ids_T  # int64
         self.targets_T = targets_T  # int64
         self.position_ids_T = position_ids_T  # int64, restarts at 0 in every sequence
         self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
-        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(input_ids_T.device)
+        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(ids_T.device)
         self.max_seqlen = max(lengths)  # on the host, like `offsets`: no kernel launch waits for the device
         self.sequences = sequences
 

@@ -11,16 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-from common.rewards.test_cases import (
-    AssertTest,
-    CallTest,
-    StdinTest,
-    Test,
-    parse_tests,
-    stub,
-    tested_names,
-    tests_column,
-)
+from common.rewards.test_cases import AssertTest, CallTest, StdinTest, parse_tests, stub, tested_names, tests_column
 from common.sandbox import child
 from common.sandbox.program import Limits, Program, ProgramError, run_program
 
@@ -137,9 +128,8 @@ def results(completion: str, row: dict, limits: Limits | None, unsafe: bool) -> 
         yield from (False for _ in calls)
         return
     with ExitStack() as stack:
-        judge = None
-        if any(isinstance(test, AssertTest) for test in calls):  # before the clock of the program starts
-            judge = start_judge(stack, limits, unsafe)
+        asserts = any(isinstance(test, AssertTest) for test in calls)
+        judge = start_judge(stack, limits, unsafe) if asserts else None  # before the clock of the program starts
         try:
             program = stack.enter_context(Program(source, with_room(limits, calls), unsafe))
         except ProgramError:  # the source does not run
@@ -148,10 +138,8 @@ def results(completion: str, row: dict, limits: Limits | None, unsafe: bool) -> 
         if judge:
             judge.child.deadline, judge.child.beside = program.child.deadline, program.child
         for test in calls:
-            if isinstance(test, CallTest):
-                yield check_call(program, test)
-            else:
-                yield check_assert(program, judge, test, row)
+            is_call = isinstance(test, CallTest)
+            yield check_call(program, test) if is_call else check_assert(program, judge, test, row)
 
 
 def start_judge(stack: ExitStack, limits: Limits, unsafe: bool) -> Program:
@@ -163,7 +151,7 @@ def start_judge(stack: ExitStack, limits: Limits, unsafe: bool) -> Program:
         raise RuntimeError(f"the judge did not start: {error}") from error
 
 
-def with_room(limits: Limits, tests: list[Test]) -> Limits:
+def with_room(limits: Limits, tests: list[StdinTest | CallTest | AssertTest]) -> Limits:
     """Return `limits` with room for an output as long as the expected one."""
     sizes = [limits.output_bytes]
     for test in tests:
@@ -193,11 +181,8 @@ def same(value: object, expected: object) -> bool:
         lists = isinstance(value, list | tuple) and len(value) == len(expected)
         return lists and all(same(v, e) for v, e in zip(value, expected, strict=True))
     if isinstance(expected, dict):
-        return (
-            isinstance(value, dict)
-            and value.keys() == expected.keys()
-            and all(same(value[k], expected[k]) for k in value)
-        )
+        dicts = isinstance(value, dict) and value.keys() == expected.keys()
+        return dicts and all(same(value[k], expected[k]) for k in expected)
     if type(expected) in (int, float):
         return type(value) in (int, float) and (value == expected or value != value and expected != expected)
     return type(value) is type(expected) and value == expected

@@ -218,9 +218,5 @@ def tag_format(completion: str, row: dict) -> float:
 exact_match.columns = characters.columns = gsm8k.columns = gsm8k_flexible.columns = boxed.columns = ("answer",)
 countdown.columns = ("target",)  # the numbers have one of two names: check_countdown
 countdown.check, length.check = check_countdown, check_length
-REWARDS: dict[str, Reward] = {
-    function.__name__: function
-    for function in (
-        exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, countdown, length, repetition, tag_format, ifeval
-    )
-}  # fmt: skip
+ALL = (exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, countdown, length, repetition, tag_format, ifeval)
+REWARDS: dict[str, Reward] = {function.__name__: function for function in ALL}

@@ -11,7 +11,7 @@ from common.data.chat import rendered
 from common.data.encode import Encoder
 from common.data.packing import pack, per_sample
 from common.data.rows import PROMPT_COLUMNS, require_columns
-from common.data.sample import Completion, Sample
+from common.data.sample import Completion, Group, Sample
 from common.model.hub import load_tokenizer
 from common.model.loading import load_config
 from common.model.policy import PackedModel, ScalarModel, load_scalar_model
@@ -34,7 +34,8 @@ class RewardModel:
         self.flag = f"{flag} {path}"
         self.args, self.device, self.tokenizer = args, device, load_tokenizer(path, flag=flag)
         self.at_end_of_turn = load_config(path).to_dict().get("scored_at") == "end_of_turn"
-        self.same = _reads_alike(self.tokenizer, tokenizer)
+        ours, theirs = ((each.get_vocab(), each.chat_template) for each in (self.tokenizer, tokenizer))
+        self.same = ours == theirs
         if not self.same:
             if args.environment is not None:
                 raise ValueError(f"{self.flag}: another tokenizer than --model's, but --environment has no text for it")
@@ -45,7 +46,7 @@ class RewardModel:
             self._ids(Completion([], [], text="?", row=rows[0]))  # its template may refuse a system prompt
         self.model = load_scalar_model(path, args, device, trainable=False, flag=flag)
 
-    def __call__(self, groups: list[list[Completion]]) -> list[Result]:
+    def __call__(self, groups: list[Group]) -> list[Result]:
         """Return a number for each sample, or an error: it is too long, or the template refuses it."""
         asked = [self._ids_or_error(sample) for sample in chain(*groups)]
         sequences = [ids for ids in asked if isinstance(ids, list)]
@@ -85,11 +86,6 @@ class RewardModel:
         while self.at_end_of_turn and ids[-1] not in self.tokenizer.added_tokens_decoder:
             ids.pop()
         return ids
-
-
-def _reads_alike(ours, theirs) -> bool:
-    """Return whether two tokenizers have the same vocabulary and chat template."""
-    return ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
 
 
 def short_names(rewards: Sequence[str]) -> dict[str, str]:

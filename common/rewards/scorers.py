@@ -6,7 +6,7 @@ from itertools import chain
 from multiprocessing.pool import ThreadPool
 
 from common.config.groups import SamplingArgs
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.functions import REWARDS
 from common.rewards.processes import Pool, Result
@@ -14,7 +14,6 @@ from common.rewards.registry import load_reward, require_usable_rows, reward_of_
 from common.rewards.user_code import reward_form
 from common.sandbox import program
 
-Group = list[Completion]
 Scorer = Callable[[list[Group]], list[Result]]  # one result per sample, group by group; values are not checked yet
 
 
@@ -86,10 +85,8 @@ def _of_math(pool: Pool, groups: list[Group]) -> list[Result]:
     """Score with `math`. An answer that exceeds the time or memory limit is wrong and not an error: otherwise such an
     answer would go unpunished. Only a gold answer that cannot be parsed is an error."""
     results = _of_samples(pool, False, groups)
-    return [
-        r if r.error is None or r.error.startswith("ValueError: ") else r._replace(value=0.0, error=None)
-        for r in results
-    ]
+    stay = [result.error is None or result.error.startswith("ValueError: ") for result in results]
+    return [r if stays else r._replace(value=0.0, error=None) for r, stays in zip(results, stay, strict=True)]
 
 
 def _of_code(name: str, function: Callable, args: SamplingArgs) -> Scorer:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from common.config.groups import SamplingArgs, TrainArgs
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.hub import resolve_model
 from common.parallel import distributed
 from common.rewards.processes import CONCURRENT, Pool, Result
 from common.rewards.reward_model import RewardModel, short_names
-from common.rewards.scorers import Group, Scorer, make_scorer, scorers_by_row
+from common.rewards.scorers import Scorer, make_scorer, scorers_by_row
 from common.rewards.worker import one_line
 
 
@@ -159,10 +159,9 @@ class Rewards:
         all_failures = list(chain(*distributed.gather_objects(failures)))
         total = int(distributed.all_sum(tried))
         if len(all_failures) > self.args.max_reward_errors * total:
-            raise distributed.RunError(
-                f"{len(all_failures)} of {total} rewards could not be computed (--max_reward_errors "
-                f"{self.args.max_reward_errors}); the first: {all_failures[0]}"
-            )
+            what = f"{len(all_failures)} of {total} rewards could not be computed"
+            limit = f"--max_reward_errors {self.args.max_reward_errors}"
+            raise distributed.RunError(f"{what} ({limit}); the first: {all_failures[0]}")
 
 
 def _score_in_order(queue: PriorityQueue, functions: dict[str, Scorer], pools: list[Pool], enough: int) -> None:

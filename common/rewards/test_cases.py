@@ -107,9 +107,7 @@ def parse_item(item: object, where: str) -> Test:
         return parse_assert(item, where)
     require(isinstance(item, dict), f"{where} is a {type(item).__name__}, not an object or a string")
     # A table gives every object the keys of all.
-    item = {key: value for key, value in item.items() if value is not None or key == "result"}
-    if "function" not in item:
-        item = {key: value for key, value in item.items() if value is not None}
+    item = {k: v for k, v in item.items() if v is not None or (k == "result" and item.get("function") is not None)}
     call, stdin = {"function", "args", "kwargs", "result"}, {"input", "output"}
     known, needed = (call, {"function", "result"}) if "function" in item else (stdin, stdin)
     require(not (unknown := item.keys() - known), f"{where} has unknown keys {', '.join(sorted(map(str, unknown)))}")
@@ -128,21 +126,16 @@ def parse_apps(row: dict) -> list[Test]:
     inputs, outputs, function = data.get("inputs"), data.get("outputs"), data.get("fn_name")
     require(isinstance(inputs, list) and isinstance(outputs, list), "input_output needs lists inputs and outputs")
     require(len(inputs) == len(outputs), f"input_output has {len(inputs)} inputs and {len(outputs)} outputs")
+    pairs = list(zip(inputs, outputs, strict=True))
     if function is None:
-        return [
-            StdinTest(text_of(i, f"inputs[{n}]"), text_of(o, f"outputs[{n}]"))
-            for n, (i, o) in enumerate(zip(inputs, outputs, strict=True))
-        ]
+        return [StdinTest(text_of(i, f"inputs[{n}]"), text_of(o, f"outputs[{n}]")) for n, (i, o) in enumerate(pairs)]
     require(isinstance(function, str) and function.isidentifier(), "input_output: fn_name is not a name")
     require(all(isinstance(args, list) for args in inputs), "input_output: with fn_name, inputs are lists of arguments")
     # A method of LeetCode's class, or a function.
     target = f"getattr(Solution(), {function!r}) if 'Solution' in globals() else {function}"
     # APPS wraps each result in a list. Where all look wrapped, they may also be lists themselves.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
-    return [
-        CallTest(target, args, {}, [output, *output] if wrapped else [output])
-        for args, output in zip(inputs, outputs, strict=True)
-    ]
+    return [CallTest(target, args, {}, [output, *output] if wrapped else [output]) for args, output in pairs]
 
 
 def text_of(data: object, where: str) -> str:

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic needs thi
 
 from common.config.groups import SamplingArgs
 from common.data import durable
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.policy import load_policy
@@ -32,7 +32,7 @@ from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine, whole_weights
-from common.rollout.episodes import Episodes, Group, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
 
 CRC = ', "crc": '  # ends the lines that this module writes
@@ -81,9 +81,7 @@ def own_share(count: int) -> range:
 # ---- sampling ----
 
 
-def make_lines(
-    groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool = False, to_train_on: bool = False
-) -> list[dict]:
+def make_lines(groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool, to_train_on: bool) -> list[dict]:
     """Return the lines of `prompts` with the rewards of their completions. `groups` is this rank's share of them, and
     `greedy` says whether the first completion of each is greedy. Collective."""
     own = own_share(len(prompts))
@@ -172,9 +170,8 @@ def require_same_architecture(path: str, other: str) -> None:
     """Raise `ValueError` unless the model in folder `other` fits into an engine that was made for that in `path`."""
     ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (path, other))
     if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {"dtype", "torch_dtype", "transformers_version"}:
-        raise ValueError(
-            f"--against {other}: another architecture than --model; evaluate it alone and pass its completions.jsonl"
-        )
+        what = f"--against {other}: another architecture than --model"
+        raise ValueError(f"{what}; evaluate it alone and pass its completions.jsonl")
 
 
 # ---- stored completions ----
@@ -204,12 +201,10 @@ def samples_to_train_on(lines: list[dict], prompts: Prompts, tokenizer, episodes
 def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[dict]:
     """Return the lines with the rewards of the present flags. Collective."""
     greedy = bool(lines[0]["completions"][0].get("greedy"))
-    return make_lines(_restore(lines, prompts, own_share(len(lines))), prompts, rewards, greedy)
+    return make_lines(_restore(lines, prompts, own_share(len(lines))), prompts, rewards, greedy, to_train_on=False)
 
 
-def score_stored(
-    lines: list[dict], score: Callable[[list[Completion]], list], prompts: Prompts, room: int
-) -> list[list]:
+def score_stored(lines: list[dict], score: Callable[[Group], list], prompts: Prompts, room: int) -> list[list]:
     """Return the results of `score`, which maps completions to one result each, for all completions of every prompt.
     Collective. Raises `ValueError` for a completion of more than `room` tokens, which fits in no pack."""
     own = own_share(len(lines))

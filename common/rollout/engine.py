@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.config.groups import SamplingArgs
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.model.policy import compute_dtype
 from common.parallel import distributed
 
@@ -138,9 +138,7 @@ class Engine:
         """Return the numbers of requests that are running and waiting."""
         return dict(running=len(self.running), waiting=len(self.waiting))
 
-    def generate(
-        self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float
-    ) -> list[list[Completion]]:
+    def generate(self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float) -> list[Group]:
         """Return `n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt. Nothing else
         may be in flight. Collective with tensor parallelism."""
         limit = self.args.max_new_tokens

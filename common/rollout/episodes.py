@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 from common.config.groups import SamplingArgs
 from common.data.encode import Encoder
-from common.data.sample import Completion
+from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 from common.rollout.environment_pool import Answer, Environments
-
-Group = list[Completion]
 
 
 @dataclass

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config.groups import OnlineArgs
+from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
-from common.rollout.episodes import Group, PromptRequest
+from common.rollout.episodes import PromptRequest
 
 
 @dataclass
@@ -48,16 +48,6 @@ class CompleteGroups:
     """whether the rollout rank received a signal to stop"""
     load: Meter
     """metrics of the rollout rank since its last message"""
-
-
-def generating_rank(number: int) -> int:
-    """Return the rollout rank that completes the prompt with this number."""
-    return distributed.rollout_ranks[number % len(distributed.rollout_ranks)]
-
-
-def leaders(args: OnlineArgs) -> range:
-    """Return the rollout ranks that receive messages: the first rank of each engine, for all its ranks."""
-    return distributed.rollout_ranks[:: args.tensor_parallel_size]
 
 
 class Mail:

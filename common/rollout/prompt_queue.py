@@ -34,9 +34,7 @@ class PromptBatch:
 class PromptQueue:
     """Queue of prompt numbers, without texts and completions. It is the same on all ranks, except for `rank`."""
 
-    def __init__(
-        self, order: RowOrder | WeightedOrder, args: OnlineArgs, rank: int, ranks: int, prefetch_steps: int = 0
-    ):
+    def __init__(self, order: RowOrder | WeightedOrder, args: OnlineArgs, rank: int, ranks: int, prefetch_steps: int):
         """`prefetch_steps`: number of later steps whose prompts may be in flight together with those of this step."""
         self.order, self.rank, self.ranks, self.prefetch_steps = order, rank, ranks, prefetch_steps
         self.prompts_per_step, self.max_staleness = args.prompts_per_step, args.max_staleness

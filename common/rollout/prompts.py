@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.config.groups import SamplingArgs
 from common.data.chat import is_message
 from common.data.encode import Encoder
-from common.data.rows import PROMPT_COLUMNS, require_columns, require_held_out, train_and_eval_rows, usable
+from common.data.rows import PROMPT_COLUMNS, Columns, require_columns, require_held_out, train_and_eval_rows, usable
 from common.parallel import distributed
 from common.rewards.registry import row_check
 from common.rollout.environments import Message, load_environment
@@ -50,12 +50,11 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
 
 def show_first(prompts: Prompts, tokenizer) -> None:
     """Print the first prompt as the model reads it, on rank 0."""
-    if distributed.is_main():
-        text = tokenizer.decode(prompts.ids[0])
-        print(f"the first prompt:\n{text if len(text) <= 2000 else text[:1000] + ' ... ' + text[-1000:]}", flush=True)
+    text = tokenizer.decode(prompts.ids[0])
+    distributed.say(f"the first prompt:\n{text if len(text) <= 2000 else text[:1000] + ' ... ' + text[-1000:]}")
 
 
-def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
+def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
     """Return the columns that prompts are made from: those of `PROMPT_COLUMNS` that the data has or, with
     `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for columns that the data lacks."""
     if args.environment is not None or args.prompt_template is not None:
@@ -63,9 +62,7 @@ def prompt_columns(args: SamplingArgs, rows: list[dict]) -> tuple[str, ...]:
     return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
 
 
-def encode_prompts(
-    rows: list[dict], columns: tuple[str, ...], encoder: Encoder, room: int, args: SamplingArgs
-) -> Prompts:
+def encode_prompts(rows: list[dict], columns: Columns, encoder: Encoder, room: int, args: SamplingArgs) -> Prompts:
     """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows that a reward cannot
     use are left out too; else `Rewards` names the first. Raises `ValueError` for a longer prompt with
     `--overlong_prompts error`, unless bad rows are skipped, and if no row is left."""
@@ -87,10 +84,9 @@ def encode_prompts(
         raise ValueError(f"all {len(rows)} rows, such as {rows[0]['_source']}, are left out (--on_bad_row skip)")
     for row, prompt in found:
         if len(prompt) > room and args.overlong_prompts == "error" and args.on_bad_row == "error":
-            raise ValueError(
-                f"{row['_source']}: the prompt has {len(prompt)} tokens, the context (or --pack_tokens) {room} beside "
-                f"--max_new_tokens {args.max_new_tokens}; --overlong_prompts drop leaves such rows out"
-            )
+            limit = f"the context (or --pack_tokens) {room} beside --max_new_tokens {args.max_new_tokens}"
+            what = f"{row['_source']}: the prompt has {len(prompt)} tokens, {limit}"
+            raise ValueError(f"{what}; --overlong_prompts drop leaves such rows out")
     kept = [(prompt, row) for row, prompt in found if len(prompt) <= room]
     if rows and not kept:
         raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")

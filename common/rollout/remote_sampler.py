@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
+from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.metrics.timeline import Span, Timeline
 from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
@@ -25,7 +26,7 @@ from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.engine import Engine
 from common.rollout.engines import make_engine, whole_weights
-from common.rollout.episodes import Episodes, Group, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.messages import (
     CompleteGroups,
     Mail,
@@ -33,8 +34,6 @@ from common.rollout.messages import (
     NewWeights,
     ReadyForWeights,
     close_link,
-    generating_rank,
-    leaders,
     weights_link,
 )
 from common.rollout.prompts import Prompts
@@ -43,26 +42,32 @@ from common.rollout.sampler import LocalSampler, Sampler
 PARTS = 4  # parts of a step's prompts: reward models score each part when it is complete
 
 
-def make_sampler(
-    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards
-) -> Sampler:
+def generating_rank(number: int) -> int:
+    """Return the rollout rank that completes the prompt with this number."""
+    return distributed.rollout_ranks[number % len(distributed.rollout_ranks)]
+
+
+def leaders(args: OnlineArgs) -> range:
+    """Return the rollout ranks that receive messages: the first rank of each engine, for all its ranks."""
+    return distributed.rollout_ranks[:: args.tensor_parallel_size]
+
+
+def make_sampler(policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards) -> Sampler:
     """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete groups. Call on every
     training rank. Raises `ValueError` for an engine that is not available."""
     kind = RemoteSampler if args.rollout_ranks else LocalSampler
-    return kind(policy, prompts, args, tokenizer, device, rewards)
+    return kind(policy, prompts, args, tokenizer, rewards)
 
 
 class RemoteSampler(Sampler):
     """Sampler on the rollout ranks. Rank 0 sends them prompts and weights; they send groups to every training rank."""
 
-    def __init__(
-        self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards
-    ):
+    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards):
         # With --oversample a step leaves prompts in flight, as old as those that are begun one step ahead without it.
         super().__init__(policy, prompts, args, rewards, prefetch_steps=args.max_staleness - (args.oversample > 1))
-        self.dtype = compute_dtype(args, device)
+        self.dtype = compute_dtype(args, policy.device)
         self.mail = Mail(self._receive)  # waits for the rollout ranks: until then signals end the process
-        self.link = weights_link(device) if self.queue.rank == 0 else None
+        self.link = weights_link(policy.device) if self.queue.rank == 0 else None
         distributed.install_signal_handlers()
         self.names_and_shapes = [(name, weight.shape) for name, weight in whole_weights(policy, self.dtype)]
         self.rows: dict[int, dict] = {}  # of this rank's prompts in flight

@@ -14,13 +14,14 @@ import torch
 
 from common.config.groups import OnlineArgs
 from common.data.order import make_order
+from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.policy import Policy
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.engines import make_engine, whole_weights
-from common.rollout.episodes import Episodes, Group, PromptRequest
+from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompt_queue import PromptQueue
 from common.rollout.prompts import Prompts
 
@@ -34,6 +35,7 @@ class Sampler:
         self.prefetch_steps = prefetch_steps
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.queue = PromptQueue(make_order(prompts.rows, args), args, rank, ranks, prefetch_steps)
+        self.state_dict, self.load_state_dict = self.queue.state_dict, self.queue.load_state_dict  # the run's position
         self.groups: dict[int, Group] = {}  # complete groups that are not taken yet, by prompt number
         self.next_urgent = 0  # prompts of `sample_now` have negative numbers, so they come first
 
@@ -67,12 +69,6 @@ class Sampler:
     def cursor(self) -> dict:
         """State of the row order before the oldest prompt that is not taken yet."""
         return self.queue.cursor
-
-    def state_dict(self) -> dict:
-        return self.queue.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        self.queue.load_state_dict(state)
 
     # ---- parts of a rollout ----
 
@@ -111,12 +107,10 @@ class Sampler:
 class LocalSampler(Sampler):
     """Sampler with an engine in this process. Generation and training alternate."""
 
-    def __init__(
-        self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, device: torch.device, rewards: Rewards
-    ):
+    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards):
         super().__init__(policy, prompts, args, rewards, prefetch_steps=0)
         eos_ids = eos_token_ids(policy.path, tokenizer, args.prompt_format)
-        self.engine = make_engine(policy.path, args, eos_ids, tokenizer, device)
+        self.engine = make_engine(policy.path, args, eos_ids, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args, tokenizer)
 
     def __str__(self) -> str:

@@ -4,16 +4,15 @@ Shapes: P prompts on this rank, G samples per prompt, T packed tokens in one mic
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
-from common.data.packing import PackedBatch, pack_minibatches
-from common.data.sample import Completion
+from common.data.packing import Minibatches, PackedBatch, pack_minibatches
+from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.model.scoring import with_logprobs
@@ -32,27 +31,27 @@ def gather_groups(x_PG: Tensor, positions: Sequence[int]) -> Tensor:
     return torch.cat([x for _, x in ranks if len(x)])[order]
 
 
-def lengths(groups: list[list[Completion]]) -> Tensor:
+def lengths(groups: list[Group]) -> Tensor:
     """Return the number of tokens of each completion, including those of an environment, [P, G] int64."""
     return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
 
 
-def trained_counts(groups: list[list[Completion]]) -> Tensor:
+def trained_counts(groups: list[Group]) -> Tensor:
     """Return the number of trained tokens of each completion, [P, G] int64."""
     return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
 
 
-def truncated(groups: list[list[Completion]]) -> Tensor:
+def truncated(groups: list[Group]) -> Tensor:
     """Return which completions are truncated, [P, G] bool."""
     return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
 
 
-def truncation_penalties(groups: list[list[Completion]], penalty: float) -> Tensor:
+def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
     """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
     return -penalty * truncated(groups).double()
 
 
-def _table(groups: list[list[Completion]], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
+def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
     """Return the values as [P, G]; [0, 1] without groups, which can be concatenated with any G."""
     table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
     return table.reshape(len(groups), -1 if groups else 1)
@@ -68,7 +67,7 @@ def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
 # ---- engine against trainer ----
 
 
-def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: OnlineArgs, device: torch.device) -> None:
+def check_agreement(minibatches: Minibatches, step: int, args: OnlineArgs, device: torch.device) -> None:
     """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights after `step` steps.
     Collective.
 
@@ -88,19 +87,15 @@ def check_agreement(minibatches: list[list[PackedBatch]], step: int, args: Onlin
         return
     mean, high = differences.mean().item(), differences[math.ceil(0.999 * count) - 1].item()
     if high > limit or mean > limit / 10:
-        raise distributed.RunError(
-            f"engine and trainer log-probs differ: mean {mean:.2g} nats, 99.9th percentile {high:.2g} "
-            f"(--max_logprob_difference {limit:g}); see docs/troubleshooting.md"
-        )
+        found = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g} (--max_logprob_difference {limit:g})"
+        raise distributed.RunError(f"engine and trainer log-probs differ: {found}; see docs/troubleshooting.md")
 
 
-def check_rollout(
-    model: Policy, groups: list[list[Completion]], step: int, args: OnlineArgs, device: torch.device
-) -> None:
+def check_rollout(model: Policy, groups: list[Group], step: int, args: OnlineArgs) -> None:
     """Run `check_agreement` on whole groups, for a script that trains on some of the samples only. Collective."""
-    minibatches = pack_minibatches(groups, 1, args.pack_tokens, device)
+    minibatches = pack_minibatches(groups, 1, args.pack_tokens, model.device)
     minibatches = with_logprobs(minibatches, args.temperature, old=model)
-    check_agreement(minibatches, step, args, device)
+    check_agreement(minibatches, step, args, model.device)
 
 
 def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:
@@ -123,7 +118,7 @@ def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> N
 
 
 def measure_groups(
-    meter: Meter, groups: list[list[Completion]], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
+    meter: Meter, groups: list[Group], rewards_PG: Tensor, parts: dict[str, Tensor], first: bool = False
 ) -> None:
     """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the `first` rollout of a run,
     rank 0 prints warnings; then collective."""
@@ -131,8 +126,8 @@ def measure_groups(
         finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
         pairs = [list(zip(*both, strict=True)) for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)]
         ranks = distributed.gather_objects(pairs)
-        for warning in warnings(list(chain(*ranks)), bool(parts)) if distributed.is_main() else ():
-            print(f"warning: in the first rollout {warning}", flush=True)
+        for warning in warnings(list(chain(*ranks)), bool(parts)):
+            distributed.say(f"warning: in the first rollout {warning}")
     valid_PG = ~rewards_PG.isnan()
     squares_P = centre_groups(rewards_PG).square().sum(-1)
     std_P = (squares_P / (valid_PG.sum(-1) - 1).clamp(min=1)).sqrt()
@@ -179,19 +174,15 @@ def evaluate(rollouts: Sampler, step: int, held_out: Prompts, rewards: Rewards) 
     If rows name their data set, `metric/name` is the metric of that set alone. Collective."""
     if not held_out:
         return {}
-    meter, sets = Meter(), defaultdict(list)
+    meter = Meter()
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
     rewards_PG, parts, numbers = rewards(groups, Meter())
     first_PG = rewards.first(parts)
     means = {"eval/solved": first_PG.ge(1).double().masked_fill(first_PG.isnan(), math.nan), "eval/reward": rewards_PG}
     means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
+    means |= {f"eval/rewards/{name}": number_PG for name, number_PG in numbers.items()}
     for i, (sample,) in enumerate(groups):
-        for end in {"", f"/{sample.row['_dataset']}"} if "_dataset" in sample.row else {""}:
-            sets[end].append(i)
-            for name, number_PG in numbers.items():
-                meter.mean(f"eval/rewards/{name}{end}", number_PG[i].nansum(), (~number_PG[i].isnan()).sum())
-    for end, indices in sets.items():
-        for name, values_PG in means.items():
-            of_set = values_PG[indices]
-            meter.mean(f"{name}{end}", of_set.nansum(), (~of_set.isnan()).sum())
+        ends = ["", f"/{sample.row['_dataset']}"] if "_dataset" in sample.row else [""]
+        for end, (name, values_PG) in product(ends, means.items()):
+            meter.mean(f"{name}{end}", values_PG[i].nansum(), (~values_PG[i].isnan()).sum())
     return meter.reduce()

@@ -16,9 +16,8 @@ class TransformersEngine(Engine):
     def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        self.replica = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, trust_remote_code=False).to(self.device).eval()
-        )
+        replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, trust_remote_code=False)
+        self.replica = replica.to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # without the penalties in the model's own
 
     def _advance(self) -> None:

@@ -25,15 +25,10 @@ def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsaf
     Raises `OSError` naming a layer that this machine does not have; with `unsafe` it is left out.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    layers = (
-        lambda: limit_resources(memory_mib, file_mib, cpu_seconds),
-        lambda: drop_privileges(libc, parent),
-        lambda: restrict_files(libc),
-        lambda: restrict_calls(libc),
-    )
-    for layer in layers:
+    layers = [(limit_resources, memory_mib, file_mib, cpu_seconds), (drop_privileges, libc, parent)]
+    for apply, *arguments in (*layers, (restrict_files, libc), (restrict_calls, libc)):
         try:
-            layer()
+            apply(*arguments)
         except (OSError, ValueError, AttributeError) as error:  # AttributeError: not a C library of Linux
             if not unsafe:
                 raise OSError(str(error)) from error
@@ -47,13 +42,11 @@ def limit_resources(memory_mib: int, file_mib: int, cpu_seconds: int) -> None:
     for name, value in (
         (resource.RLIMIT_AS, memory_mib << 20), (resource.RLIMIT_FSIZE, file_mib << 20), (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_STACK, STACK_MIB << 20),  # of the main thread: for deep recursion
     ):  # fmt: skip
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(name, (value, value))
-    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]  # of the main thread: for deep recursion
-    soft = STACK_MIB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MIB << 20, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+        resource.setrlimit(name, (value, hard if name == resource.RLIMIT_STACK else value))
 
 
 def drop_privileges(libc: ctypes.CDLL, parent: int) -> None:

@@ -95,10 +95,8 @@ def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
             defined |= definition
     tree = ast.parse(source)
     free = used - defined - set(dir(builtins)) - {"__file__"}
-    modules = {
-        node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    modules &= free & sys.stdlib_module_names
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    modules = {value.id for value in values if isinstance(value, ast.Name)} & free & sys.stdlib_module_names
     free -= modules
     if not free and candidate is None:
         # A function with the name of a built-in one, as MBPP's `sum(10, 15)`: the first innermost call, left of a

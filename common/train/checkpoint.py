@@ -15,20 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs
 from common.data import durable
-from common.model import lora
-from common.model.convert import (
-    ADAPTED,
-    MANIFEST,
-    STATE,
-    WEIGHTS,
-    checkpoint_reader,
-    checkpoints_in,
-    damage,
-    write_safetensors,
-)
+from common.model import convert, lora
+from common.model.convert import checkpoints_in
 from common.model.hub import eos_token_ids, save_ends
 from common.model.loading import hub_weights, load_config, one_line_errors
 from common.model.policy import PackedModel, ScalarModel
@@ -42,15 +34,7 @@ class Checkpointer:
     `value` is a second model with its optimizer.
     """
 
-    def __init__(
-        self,
-        args: TrainArgs,
-        model: PackedModel,
-        optimizer: torch.optim.Optimizer,
-        tokenizer,
-        value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
-        **stateful,
-    ):
+    def __init__(self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None, **stateful):
         self.args, self.folder, self.keep_last = args, Path(args.output_dir), args.keep_last
         self.checkpoints = self.folder / "checkpoints"
         self.model, self.stateful = model, stateful
@@ -66,12 +50,12 @@ class Checkpointer:
         found = distributed.gather_objects([path.name for path in checkpoints_in(self.checkpoints)])[0]
         for name in found:
             path = self.checkpoints / name
-            found_here = damage(path, dist.get_rank(), dist.get_world_size())
+            found_here = convert.damage(path, dist.get_rank(), dist.get_world_size())
             problems = [p for p in distributed.gather_objects(found_here) if p]
             if not problems:
                 return self._load(path)
+            distributed.say(f"checkpoint {path} is damaged ({problems[0]}): loading the previous one")
             if distributed.is_main():
-                print(f"checkpoint {path} is damaged ({problems[0]}): loading the previous one")
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
         if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also after a second start
@@ -84,12 +68,11 @@ class Checkpointer:
         # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
         # state are flags, and its learning rate is set at each step.
         with one_line_errors(str(path)):
-            dcp.load(self._tensors(), storage_reader=checkpoint_reader(path))
-            state = durable.parse_json((path / STATE).read_text())
+            dcp.load(self._tensors(), storage_reader=convert.checkpoint_reader(path))
+            state = durable.parse_json((path / convert.STATE).read_text())
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        if distributed.is_main():
-            print(f"resuming from {path} (step {state['step']})")
+        distributed.say(f"resuming from {path} (step {state['step']})")
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
@@ -129,18 +112,19 @@ class Checkpointer:
         dcp.save(self._tensors(), checkpoint_id=work)
         if distributed.is_main():
             state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
-            (work / STATE).write_text(json.dumps(state))
-            (work / WEIGHTS).write_text(json.dumps(exported_names(self.model)))
-            if (scale := lora.scale_of(self.model.hf)) is not None:
+            (work / convert.STATE).write_text(json.dumps(state))
+            (work / convert.WEIGHTS).write_text(json.dumps(exported_names(self.model)))
+            if layers := lora.layers_of(self.model.hf):
+                scale = next(iter(layers.values())).scale
                 dtype, base = str(self.model.compute_dtype).removeprefix("torch."), str(Path(self.model.path).resolve())
-                (work / ADAPTED).write_text(json.dumps(dict(base=base, scale=scale, dtype=dtype)))
+                (work / convert.ADAPTED).write_text(json.dumps(dict(base=base, scale=scale, dtype=dtype)))
             write_files(self.files, work)
         distributed.barrier()
         files = sorted(f for f in work.rglob("*") if f.is_file())[dist.get_rank() :: dist.get_world_size()]
         shares = distributed.gather_objects({str(f.relative_to(work)): durable.fingerprint(f) for f in files})
         if distributed.is_main():
             manifest = {name: expected for share in shares for name, expected in share.items()}
-            (work / MANIFEST).write_text(json.dumps(manifest))
+            (work / convert.MANIFEST).write_text(json.dumps(manifest))
             if final.is_dir():
                 _delete(final)
             durable.rename(work, final)
@@ -211,7 +195,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
             for hub_name, weight in hub_weights(model.hf.config.model_type, name, whole):
                 weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
-        write_safetensors(weights, work)
+        convert.write_safetensors(weights, work)
         durable.replace_folder(work, folder)
     distributed.barrier()
 

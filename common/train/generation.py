@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import torch
-
 from common.config.groups import OnlineArgs, TrainArgs
 from common.data.encode import Encoder
 from common.data.rows import held_out_rows, train_and_eval_rows
@@ -19,7 +17,7 @@ from common.rollout.remote_sampler import make_sampler
 class Generation:
     """Evaluation by generation: an engine with the policy's weights, prompts and rewards; nothing with 0 prompts."""
 
-    def __init__(self, policy: Policy, args: TrainArgs, tokenizer, device: torch.device):
+    def __init__(self, policy: Policy, args: TrainArgs, tokenizer):
         """Start the engine and load the prompts. Call after the optimizer is made. Collective.
 
         Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
@@ -34,8 +32,8 @@ class Generation:
         rows = held_out_rows(args) if args.eval_dataset is not None else train_and_eval_rows(args)[1]
         columns, room = prompt_columns(online, rows), context_length(policy.path, args) - online.max_new_tokens
         self.prompts = encode_prompts(rows[: args.eval_generate], columns, Encoder(tokenizer, args), room, online)
-        self.rewards = Rewards(online, self.prompts.rows, tokenizer, device)
-        self.sampler = make_sampler(policy, self.prompts, online, tokenizer, device, self.rewards)
+        self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
+        self.sampler = make_sampler(policy, self.prompts, online, tokenizer, self.rewards)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return `eval/solved` and `eval/reward` of the policy after `step` steps, see `statistics`. Collective."""

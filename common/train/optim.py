@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.adamw import adamw as adamw_update
 
 from common.config.groups import TrainArgs
@@ -19,18 +20,14 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
         dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
     ]
-    kind = HostAdamW if args.offload == "optimizer" else torch.optim.AdamW
+    on_host = args.offload == "optimizer"
+    kind = HostAdamW if on_host else torch.optim.AdamW
     optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
     # Allocate its states at start: a colocated engine then sizes its memory by what remains free.
     for parameter in parameters:
-        home = dict(device=parameter.device)
-        if args.offload == "optimizer":
-            home = dict(device="cpu", pin_memory=parameter.is_cuda)
-        optimizer.state[parameter] = dict(
-            step=torch.zeros((), **home),
-            exp_avg=torch.zeros_like(parameter, **home),
-            exp_avg_sq=torch.zeros_like(parameter, **home),
-        )
+        home = dict(device="cpu", pin_memory=parameter.is_cuda) if on_host else dict(device=parameter.device)
+        moments = {name: torch.zeros_like(parameter, **home) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = dict(step=torch.zeros((), **home)) | moments
     return optimizer
 
 
@@ -68,9 +65,7 @@ def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
     return args.lr * (args.min_lr_ratio + (1 - args.min_lr_ratio) * remaining)
 
 
-def optimizer_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: Tensor
-) -> float:
+def optimizer_step(model: nn.Module, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor) -> float:
     """Average the gradients over copies of the model, clip them, update the weights and clear the gradients. Return the
     global gradient norm before clipping. Collective.
 

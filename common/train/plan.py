@@ -22,7 +22,7 @@ from common.model.value import load_with_value_model
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
-from common.train import offline, online
+from common.train.overview import num_steps
 
 META = torch.device("meta")
 ANSWERS = ("answer", "solution", "completion", "canonical_solution", "code", "output")  # columns; the first one is used
@@ -47,7 +47,7 @@ def dry_run(
     else:
         items = [item if isinstance(item, list) else [item] for item in drawn]
     length = sum(len(sample.ids) for item in items for sample in item) / len(items) / len(items[0])
-    steps = (online if isinstance(args, OnlineArgs) else offline).num_steps(args, data)
+    steps = num_steps(args, data)
     problem, line = predicted(args, models)
     lines += [*schedule(args, len(items[0]), length, steps, len(held_out)), disk(args, models, steps), line]
     if distributed.is_main():
@@ -68,11 +68,9 @@ def shapes(args: TrainArgs, path: str | None, frozen: Sequence[str], value_path:
     if path is None:
         models = [load_scalar_model(value_path, args, META)]
     else:
-        models = (
-            [*load_with_value_model(path, value_path, args, META)] if value_path else [load_policy(path, args, META)]
-        )
+        models = load_with_value_model(path, value_path, args, META) if value_path else [load_policy(path, args, META)]
     others = [resolve_model(name, weights=False) for name in frozen if name != path or not lora.has_adapters(args)]
-    models += [load_policy(other, args, META, trainable=False) for other in others]
+    models = [*models, *(load_policy(other, args, META, trainable=False) for other in others)]
     judges = [name.removeprefix("model:") for name in getattr(args, "reward", ()) if name.startswith("model:")]
     folders = [resolve_model(name, "--reward", weights=False) for name in judges]
     models += [load_scalar_model(folder, args, META, trainable=False, flag="--reward") for folder in folders]
@@ -123,9 +121,8 @@ def schedule(args: TrainArgs, size: int, length: float, steps: int, held_out: in
         count, updates, most = args.prompts_per_step * args.samples_per_prompt, args.minibatches, "at most "
         length += args.max_new_tokens
         what = f"{args.prompts_per_step} prompts x {args.samples_per_prompt} completions"
-        passes = (
-            f"--minibatches {updates} x --epochs_per_rollout {args.epochs_per_rollout} = {args.updates_per_rollout}"
-        )
+        epochs = f"--epochs_per_rollout {args.epochs_per_rollout}"
+        passes = f"--minibatches {updates} x {epochs} = {args.updates_per_rollout}"
     else:
         count, updates, most = args.batch_size * size, 1, ""
         what, passes = f"{args.batch_size} rows x {size}", "1"

@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs
 from common.data.order import epochs_of
-from common.data.sample import Sample
+from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.metrics.timeline import Timeline
@@ -39,13 +39,13 @@ class Run:
         self,
         args: TrainArgs,
         model: PackedModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         tokenizer,
         total_steps: int,
         *,
         show: Sequence[str],
         curves: Sequence[str],
-        value: tuple[PackedModel, torch.optim.Optimizer] | None = None,
+        value: tuple[PackedModel, Optimizer] | None = None,
         **stateful,
     ):
         """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`: objects with a
@@ -189,12 +189,7 @@ class Run:
             self.without_gain += 1
 
     def show_samples(
-        self,
-        finished: int,
-        groups: list[list[Sample]],
-        positions: Sequence[int],
-        rewards_PG: Tensor,
-        advantages_PG: Tensor,
+        self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor, advantages_PG: Tensor
     ) -> None:
         """Write all completions to samples.jsonl and print some, every `--log_every` steps. Collective."""
         if finished % self.args.log_every == 0 or finished == self.total_steps:

@@ -52,10 +52,8 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     if distributed.is_main():
         mark.rmdir()
     if blind:
-        raise ValueError(
-            f"--output_dir {folder}: files of rank 0 are not visible on {blind[0]}; "
-            "use a folder that all machines share"
-        )
+        problem = f"files of rank 0 are not visible on {blind[0]}; use a folder that all machines share"
+        raise ValueError(f"--output_dir {folder}: {problem}")
 
 
 _locked: TextIO | None = None  # the lock of this process
@@ -142,10 +140,8 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         return None
     what = ", ".join(f"{key} was {then.get(key)}, is {now.get(key)}" for key in changed[:3])
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return (
-        f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); "
-        "name another --output_dir, or use --resume never to delete that run and start over"
-    )
+    advice = "name another --output_dir, or use --resume never to delete that run and start over"
+    return f"--output_dir {folder}: the folder has a run with other flags ({what}{more}); {advice}"
 
 
 def _code(args: BaseArgs) -> dict[str, list[int]]:

@@ -1,8 +1,9 @@
-"""Samples: parts of their ids, the version of a completion, and lazy groups."""
+"""Samples: parts of their ids, the version of a completion, and the sequence that makes them."""
 
 import pytest
 
-from common.data.sample import Completion, LazyGroups, Sample, first
+from common.data.sample import Completion, Sample, first
+from common.data.token_cache import Samples
 
 
 def test_sample_splits_into_prompt_and_completion():
@@ -16,14 +17,14 @@ def test_completion_version_is_that_of_its_oldest_sampled_token():
     assert completion.version == 3
 
 
-def test_lazy_groups_are_created_on_access():
+def test_samples_are_made_on_access():
     made = []
 
     def make(i: int) -> list[Sample]:
         made.append(i)
         return [Sample([i], [True])]
 
-    groups = LazyGroups([{}] * 3, make)
+    groups = Samples([{}] * 3, make)
     assert len(groups) == 3 and not made
     assert groups[-1][0].ids == [2] and made == [2]
     assert [group[0].ids for group in groups] == [[0], [1], [2]]

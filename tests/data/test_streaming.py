@@ -130,7 +130,7 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
     files._hub_split.cache_clear()
     wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
     assert set(drawn(a_stream("some/data"), 9)) == wanted
-    (shard,) = files.open_shards("--dataset", "some/data", "train")
+    (shard,) = files.open_shards("--dataset", "some/data", "train", None)
     assert [file.suffix for file in shard.files] == [".arrow"]
     assert len(list(shard.read(files.BadRows("error")))) == len(list(shard.read(files.BadRows("error")))) == 9
     files._hub_split.cache_clear()

@@ -99,8 +99,7 @@ def test_off_policy_mask_equals_naive_code(completions, threshold):
         stream += [(trained, logprob, rollout, advantage, n) for trained, logprob, rollout in tokens]
         expected += [not dropped] * len(tokens)
     mask, logprobs, rollout_logprobs, advantages, ids = (torch.tensor(column) for column in zip(*stream, strict=True))
-    streams = rollout_logprobs, advantages, mask, ids
-    got = off_policy_mask(logprobs.requires_grad_(), *streams, threshold)
+    got = off_policy_mask(rollout_logprobs - logprobs.requires_grad_(), advantages, mask, ids, threshold)
     assert got.tolist() == expected and got.dtype == torch.bool and not got.requires_grad
 
 
@@ -109,7 +108,7 @@ def test_off_policy_mask_drops_completions_with_negative_advantage_and_fallen_lo
     second rose; the advantages of the first two are negative. Prompts differ."""
     mask_T, ids_T = torch.tensor([False, True, True] * 3), torch.arange(3).repeat_interleave(3)
     logprobs_T = torch.tensor([9.0, -2, -1, 9, 0, 0, 9, -2, -1])
-    streams = torch.full((9,), -1.0), torch.tensor([-1.0, -1, 1]).repeat_interleave(3), mask_T, ids_T
+    streams = torch.tensor([-1.0, -1, 1]).repeat_interleave(3), mask_T, ids_T
     for threshold, kept in ((0.4, [False, True, True]), (0.6, [True, True, True])):
-        got = off_policy_mask(logprobs_T, *streams, threshold)
+        got = off_policy_mask(-1.0 - logprobs_T, *streams, threshold)
         assert got.tolist() == [x for x in kept for _ in range(3)]

@@ -189,6 +189,6 @@ def test_undone_step_is_drawn_again():
 
 
 def test_checkpoints_of_earlier_versions_load():
-    queue = PromptQueue(RowOrder(ROWS, 0), Args(prompts_per_step=4), 0, 1)
+    queue = PromptQueue(RowOrder(ROWS, 0), Args(prompts_per_step=4), 0, 1, prefetch_steps=0)
     queue.load_state_dict(dict(number=2, order=dict(epoch=0, index=8, num_rows=ROWS), used=[9, 11]))
     assert queue.draw(5, ENDLESS) == [8, 10, 12, 13]

@@ -68,7 +68,7 @@ def make(device, monkeypatch):
             patch.setattr(torch.distributed, "get_rank", lambda: rank)
             patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
             rewards = SimpleNamespace(begin=lambda groups, order: None)
-            return LocalSampler(SimpleNamespace(path="", version=0), prompts, args, None, device, rewards)
+            return LocalSampler(SimpleNamespace(path="", version=0, device=device), prompts, args, None, rewards)
 
     return make
 
