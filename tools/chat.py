@@ -126,9 +126,9 @@ class Speaker:
 
     def read(self, line: str, row: dict) -> None:
         """Obey a command, play an episode, or answer a line: within the conversation if there is a chat template."""
-        if line == "/reset" or line.startswith("/system "):
+        if (command := line.strip()) == "/reset" or command.startswith("/system "):
             self.messages = []
-            self.encoder.system_prompt = line[8:] or self.encoder.system_prompt
+            self.encoder.system_prompt = command[8:] or self.encoder.system_prompt
             return
         if self.options.compare is not None:
             print(f"{self.name}:", flush=True)
@@ -199,13 +199,14 @@ def main() -> None:
     rows = TASKS.get(options.environment, lambda _: [{}])("test")
     sys.stdin.reconfigure(errors="replace")
     for number in itertools.count():
-        if (line := input("> " if sys.stdin.isatty() else "").strip()) == "/quit":
+        line = input("> " if sys.stdin.isatty() else "")  # spaces at the end belong to a plain prompt
+        if (command := line.strip()) == "/quit":
             break
-        if re.fullmatch(r"/[a-z]+", line.split(" ")[0]) and line != "/reset" and not line.startswith("/system "):
+        if re.fullmatch(r"/[a-z]+", command.split(" ")[0]) and command != "/reset" and command[:8] != "/system ":
             note("the commands are /reset, /system TEXT and /quit")
             continue
-        row = (options.row or rows[number % len(rows)]) | (dict(prompt=line) if line else {})
-        for speaker in speakers if line or (options.environment and "prompt" in row) else ():
+        row = (options.row or rows[number % len(rows)]) | (dict(prompt=line) if command else {})
+        for speaker in speakers if command or (options.environment and "prompt" in row) else ():
             torch.manual_seed(distributed.fold_seed(options.seed, number))
             try:
                 speaker.read(line, row)

@@ -208,6 +208,7 @@ def main() -> None:
     console = Console()
     console.width = console.width if console.is_terminal else 200
     console.print(table)
+    print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
     if any(len({row[3] for row in of_metric}) > 1 for of_metric in rows):
         print("warning: the groups end at different steps, so the differences compare different numbers of steps")
     print(f"curves: {picture}")

@@ -31,6 +31,13 @@ from common.parallel import distributed
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 CONFIG_HELP = "file of `flag: value` lines, such as a run's args.yaml; flags on the command line win"
+ELSEWHERE = dict(  # names of flags in other libraries
+    learning_rate="lr", num_train_epochs="epochs", num_generations="samples_per_prompt", max_prompt_length="max_length",
+    max_completion_length="max_new_tokens", per_device_train_batch_size="batch_size", model_name_or_path="model",
+    dataset_name="dataset", reward_funcs="reward", kl_coef="beta", logging_steps="log_every", save_steps="save_every",
+    eval_steps="eval_every", lr_scheduler_type="lr_schedule", gradient_checkpointing="activation_checkpointing",
+    bf16="dtype", report_to="log", num_iterations="epochs_per_rollout", epsilon="clip_low", epsilon_high="clip_high",
+)  # fmt: skip
 registry = ConstructorRegistry()
 
 
@@ -100,8 +107,10 @@ def adapted_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> tuple
     """Return the defaults that depend on the `given` flags, without those that are given, and what they are for: the
     built-in models and task, or LoRA, which needs a higher learning rate (docs/lora.md)."""
     fields, found, why = args_class.__dataclass_fields__, {}, ""
-    if given.get("model", fields["model"].default) in BUILT_IN_MODELS:
-        built_in_task = tuple(as_tuple(given.get("dataset", "arithmetic")) or ()) == ("arithmetic",)
+    model = str(given.get("model", fields["model"].default))
+    if model in BUILT_IN_MODELS or trained_from(model) in BUILT_IN_MODELS:
+        on_task = tuple(as_tuple(given.get("dataset", "arithmetic")) or ()) == ("arithmetic",)
+        built_in_task = on_task and model in BUILT_IN_MODELS
         why = "the built-in model and task" if built_in_task else "the built-in model"
         found = {name: x for name, x in args_class.TINY_DEFAULTS.items() if built_in_task or name.endswith("lr")}
         if str(given.get("eval_generate")) == "0":
@@ -109,6 +118,15 @@ def adapted_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> tuple
     elif "lora_rank" in fields and str(given.get("lora_rank", 0)) != "0":
         why, found = "LoRA", dict(lr=float(f"{10 * fields['lr'].default:g}"))
     return why, {name: value for name, value in found.items() if name not in given}
+
+
+def trained_from(model: str) -> str | None:
+    """Return the first `--model` of the runs that led to the export in the folder `model`; None for other models."""
+    flags = Path(model).expanduser().parent / "args.yaml"
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        base = str(yaml.safe_load(flags.read_text()).get("model"))
+        return base if base == model else trained_from(base) or base
+    return None
 
 
 def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
@@ -197,7 +215,9 @@ def texts(args_class: type) -> dict[str, str]:
     """Return the text of each flag: the script's own, or that of the group."""
     parsed = [docstring_parser.parse_from_object(cls) for cls in reversed(args_class.__mro__[:-1])]
     flags = {flag.arg_name: " ".join(flag.description.split()) for docstring in parsed for flag in docstring.params}
-    return flags | dict(config=CONFIG_HELP)
+    return {field.name: flags.get(field.name, "") for field in dataclasses.fields(args_class)} | dict(
+        config=CONFIG_HELP
+    )
 
 
 def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:
@@ -206,7 +226,7 @@ def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:
     wanted = [word.lower().replace("-", "_") for word in words]
     if hits := {name: helps[name] for name, text in found.items() if all(word in text for word in wanted)}:
         return hits
-    known = {part for text in found.values() for part in re.findall(r"[a-z]{3,}", text)}
+    known = {part for name in found for part in (name, *name.split("_"))}
     missing = next((word for word in wanted if not any(word in text for text in found.values())), "")
     what = f"no flag has {'all words' if words[1:] else 'this word'} in its name or text"
     raise ValueError(f"--help {' '.join(words)}: {what}{similar(missing, sorted(known))}")
@@ -220,6 +240,7 @@ def raise_refusal(args_class: type, event: refusals.ParseErrorEvent) -> None:
             flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
             scripts = [path.name for path in sorted(distributed.PROJECT.glob("*.py")) if declares(path, flag[2:])]
             hint = f": it is a flag of {', '.join(scripts)}" if scripts else similar(flag, known)
+            hint = f"; here it is --{ELSEWHERE[flag[2:]]}" if flag[2:] in ELSEWHERE else hint
             raise ValueError(f"unknown flag {flag}{hint}")
         case refusals.BadValue(argument=argument) | refusals.InstantiationFailure(argument=argument):
             raise ValueError(f"--{argument.field.intern_name}: expected {argument.lowered.metavar}")

@@ -89,7 +89,7 @@ class RunLogger:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
         self._remember(metrics)
-        shown = "  ".join(f"{name} {value:.4g}{self._change(name)}" for name, value in self.latest.items())
+        shown = "  ".join(self._value(name) for name in self.latest)
         if self.progress is not None:
             self.progress.update(self.task, completed=step, description=shown)
         elif step == self.total_steps or step % max(1, self.total_steps // 20) == 0:
@@ -103,17 +103,14 @@ class RunLogger:
         self.latest = {name: known[name] for name in self.show if name in known}
         self.first = self.latest | self.first
 
-    def _change(self, name: str) -> str:
-        """Return the change of a metric since the start, in brackets; empty for speeds and without a change."""
-        change = f"{self.latest[name] - self.first[name]:+.3g}"
-        return "" if name.startswith(SPEEDS) or float(change) == 0 else f" ({change})"
+    def _value(self, name: str) -> str:
+        """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; of speeds the latest alone."""
+        first = "" if name.startswith(SPEEDS) else f"{self.first[name]:.3g} -> "
+        return f"{name} {first}{self.latest[name]:.3g}"
 
     def summary(self) -> str:
-        """Return the first and the last value of each metric that has changed: `reward 0.4 -> 0.8`. Rank 0 only."""
-        return ", ".join(
-            f"{name} {self.first[name]:.3g} -> {value:.3g}"
-            for name, value in self.latest.items() if self._change(name)
-        )  # fmt: skip
+        """Return the first and the latest value of each metric but speeds. Rank 0 only."""
+        return ", ".join(self._value(name) for name in self.latest if not name.startswith(SPEEDS))
 
     def message(self, text: str) -> None:
         """Print a line on the console."""

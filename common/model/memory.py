@@ -198,15 +198,15 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
 
 def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
     """Return the reason why a run cannot fit in the `USABLE` part of a GPU, with remedies; None if it may fit."""
+    if sum(predict(models, plan).values()) > USABLE * capacity:
+        helps = " or ".join(remedies(models, plan, capacity)) or "no single flag"
+        needs = f"{describe(models, plan, capacity)} on each GPU, of which {USABLE:.0%} are usable"
+        return f"needs {needs}; {helps} would do"
     copies = [plan.bytes * m.weights / plan.engine_ranks for m in models if m.head and m.trained]
     if plan.engine and max(copies, default=0) > plan.engine:
         size = f"{max(copies) / GIB:.1f} GiB of weights do not fit in the engine's {plan.engine / GIB:.1f} GiB per GPU"
         return f"{size}; raise --gpu_memory_utilization, --tensor_parallel_size or --rollout_ranks"
-    if sum(predict(models, plan).values()) <= USABLE * capacity:
-        return None
-    helps = " or ".join(remedies(models, plan, capacity))
-    needs = f"{describe(models, plan, capacity)} on each GPU, of which {USABLE:.0%} are usable"
-    return f"needs {needs}; {helps or 'no single flag'} would do"
+    return None
 
 
 # ---- models of this process ----

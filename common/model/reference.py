@@ -2,6 +2,7 @@
 every step."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -75,7 +76,11 @@ def store_reference_logps(
         stored = _read(file, digest, ends[-1]) if file.is_file() else {}
     digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may have copies: use that of rank 0
     if stored.get("digest") != digest:
-        logps = _reference_logps(_samples(parts), ends[-1], load(), args.pack_tokens, device)
+        used = args.batch_size * (args.max_steps or math.inf)
+        hint = "; the steps use fewer: --reference_logprobs online is faster" if 2 * used < len(parts[0]) else ""
+        distributed.say(f"the reference scores {sum(map(len, parts))} rows once{hint}")
+        with distributed.signals_end_the_process():  # nothing is trained yet
+            logps = _reference_logps(_samples(parts), ends[-1], load(), args.pack_tokens, device)
         stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
             durable.write_json(file, stored)
@@ -100,7 +105,9 @@ def _reference_logps(
     """Return the reference's log-probs of `count` samples, on every rank. Collective."""
     rank, world_size = torch.distributed.get_rank(), distributed.world_size()
     mine, logps = islice(samples, rank, None, world_size), []
-    for _ in range(0, count, 1024 * world_size):  # the same number of packs on every rank
+    for done in range(0, count, 1024 * world_size):  # the same number of packs on every rank
+        if done:
+            distributed.say(f"the reference has scored {done / count:.0%}")
         batch = list(islice(mine, 1024))
         micro_batches = pack(batch, pack_tokens, device)
         scores = [weighted_logps(mb, reference(mb).logprobs_T) for mb in micro_batches]

@@ -40,8 +40,7 @@ before_failing: list[Callable[[], None]] = []  # called before an error is print
 
 
 class RunError(RuntimeError):
-    """Error that ends a run, a NaN gradient for example: one line, exit code 1. Bad input is a ValueError: exit code
-    2."""
+    """Error that ends a run, such as a NaN gradient: one line, exit code 1. Bad input is a ValueError: exit code 2."""
 
 
 def world_size() -> int:
@@ -122,8 +121,8 @@ def set_timeout(group: dist.ProcessGroup, device: torch.device, timeout: timedel
 
 
 def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
-    """Return a process group of ranks of the launch, of any role, for tensors on `device`. It has only the low-level
-    methods (`send`, `recv`, `broadcast`) and no timeout. Collective over `ranks`."""
+    """Return a process group of `ranks` of the launch, of any role, for tensors on `device`. It has only `send`, `recv`
+    and `broadcast`, and no timeout. Collective over `ranks`."""
     store, rank = dist.PrefixStore(name, _store), ranks.index(_launch_rank)
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(days=100))
@@ -260,20 +259,17 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     """Handle an uncaught exception, as `sys.excepthook` of every rank: only the first rank that fails prints.
 
     A ValueError raised by this checkout's own files is bad input, and a RunError ends a run: one line. Anything else is
-    a bug and keeps its traceback. The exit is immediate: interpreter shutdown would run the exit hooks of vLLM and
-    NCCL, which wait for ranks that may be gone. The collectives of the other ranks then fail, or the launcher ends
-    them; they get here too, find that another rank has failed first, and print nothing.
+    a bug and keeps its traceback. The exit is immediate: the exit hooks of vLLM and NCCL wait for ranks that may be
+    gone. The collectives of the other ranks then fail, or the launcher ends them; they get here too and print nothing.
     """
     in_main_thread, stop_signal = threading.current_thread() is threading.main_thread(), _stop_signal
     if in_main_thread:
         # The launcher signals this rank because another one was killed: print first; a second signal ends the process.
         install_signal_handlers()
-    first = True
-    if _store is not None:
-        try:
-            first = _store.add("failed", 1) == 1
-        except dist.DistError:  # its host is gone, where a rank failed first; every other machine prints a line
-            first = _launch_rank > 0 and os.environ["LOCAL_RANK"] == "0"
+    try:
+        first = _store is None or _store.add("failed", 1) == 1
+    except dist.DistError:  # its host is gone, where a rank failed first; every other machine prints a line
+        first = _launch_rank > 0 and os.environ["LOCAL_RANK"] == "0"
     if not first:
         # Wait for the launcher's SIGTERM. If our handler already received it, no other comes for 30 seconds.
         if in_main_thread:

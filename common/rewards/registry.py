@@ -1,5 +1,6 @@
 """The functions that `--reward` names, and the check that rows of data have the columns they need."""
 
+import difflib
 from collections.abc import Callable
 
 from common.config.groups import SamplingArgs
@@ -17,7 +18,9 @@ def load_reward(name: str) -> Reward:
         return BUILT_IN[name]
     if ":" not in name:
         known = ", ".join([*BUILT_IN, "by_row", "environment", "path/to/file.py:function", "model:PATH"])
-        raise ValueError(f"--reward {name}: unknown; there are {known}")
+        near = difflib.get_close_matches(name, BUILT_IN, 1)
+        hint = f"did you mean {near[0]}?" if near else f"name the function: {name}:..." if name.endswith(".py") else ""
+        raise ValueError(f"--reward {name}: unknown; {hint or f'there are {known}'}")
     reward_form(name, function := load_callable("--reward", name))
     return function
 

@@ -190,6 +190,12 @@ def _score(taken: list[list[_Begun]], functions: dict[str, Scorer]) -> None:
             one.results.set_exception(error)
 
 
+def _number(value: object) -> float:
+    if isinstance(value, str | bytes):  # float would parse them
+        raise TypeError(f"returned {value!r:.50}, not a number")
+    return float(value)
+
+
 def _read(result: Result) -> tuple[Result, dict[str, float]]:
     """Return a result with a finite float or None as its value, and the numbers that were returned beside the reward as
     `(reward, {"name": number})`; with an error if anything of it is no finite number."""
@@ -197,8 +203,8 @@ def _read(result: Result) -> tuple[Result, dict[str, float]]:
     if isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], dict):
         reward, beside = reward
     try:
-        reward = None if reward is None else float(reward)
-        numbers = {str(key): float(number) for key, number in beside.items()}
+        reward = None if reward is None else _number(reward)
+        numbers = {str(key): _number(number) for key, number in beside.items()}
     except Exception as error:  # of values that a user's code returned
         return Result(error=one_line(error)), {}
     if reward is not None and not math.isfinite(reward):

@@ -36,6 +36,8 @@ def reward_form(name: str, function: Callable, data_columns: Iterable[str] = ())
     token ids of the completion, or a list of them. Raises `ValueError` for other parameters without a default.
     """
     try:
+        if inspect.isclass(function):
+            raise TypeError("it is a class; name a function, or an object that can be called")
         signature = inspect.signature(function)
         names = list(signature.parameters)
         if misplaced := [p for i, p in enumerate(names) if POSITIONS.get(p, i) != i]:

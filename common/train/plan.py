@@ -53,7 +53,7 @@ def dry_run(
     if distributed.is_main():
         from rich.console import Console
 
-        for sample in items[0]:
+        for sample in [] if isinstance(args, OnlineArgs) else items[0]:  # a first prompt is already shown
             preview(sample, tokenizer, Console())
         print(*lines, "dry run: no weights were loaded, nothing was written", sep="\n", flush=True)
     if problem:
@@ -139,4 +139,5 @@ def disk(args: TrainArgs, models: Sequence[memory.Shapes], steps: int) -> str:
     size, count = 12e-9 * sum(m.trained for m in models), min(args.keep_last + 1, math.ceil(steps / args.save_every))
     folder = next(folder for folder in (Path(args.output_dir) / "x").resolve().parents if folder.is_dir())
     free = shutil.disk_usage(folder).free / 1e9
-    return f"disk: checkpoints {count} x {size:.3g} GB = {count * size:.3g} GB; {free:.3g} GB are free in {folder}"
+    sizes = f"checkpoints {count} x {size:.3g} GB = {count * size:.3g} GB; {free:.3g} GB are free in {folder}"
+    return f"{'warning: disk' if count * size > free else 'disk'}: {sizes}"

@@ -38,7 +38,7 @@ def card_files(args: TrainArgs, model: PackedModel, curves: Sequence[str], folde
     lines, table = read_metrics(Path(args.output_dir, "metrics.jsonl")), ""
     for name in dict.fromkeys(key for line in lines for key in line if any(fnmatch(key, c) for c in curves)):
         points = [f"{line[name]:.4g} (step {line['step']})" for line in lines if name in line]
-        table += f"| {name} | {points[0]} | {points[-1]} |\n"
+        table += f"| {name} | {points[0] if len(points) > 1 else '-'} | {points[-1]} |\n"
     text = f"""# {Path(args.output_dir).resolve().name}
 
 - base: {args.model}; licence: {base.get("license", "unknown")}
@@ -46,8 +46,9 @@ def card_files(args: TrainArgs, model: PackedModel, curves: Sequence[str], folde
 - machine: {torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"}; {model.compute_dtype};
   torch {torch.__version__}, transformers {version("transformers")}
 - training ranks: {distributed.world_size()}
-- command: `torchrun --nproc_per_node {os.environ.get("LOCAL_WORLD_SIZE", 1)} {script.name} --config flags.yaml` with
-  this flags.yaml, the flags that differ from the defaults; absolute paths are cut to their last name
+- command: `torchrun --nproc_per_node {os.environ.get("LOCAL_WORLD_SIZE", 1)} {script.name} --config flags.yaml`
+
+flags.yaml has the flags that differ from the defaults. Absolute paths are cut to their last name.
 
 ```yaml
 {yaml.safe_dump(flags, sort_keys=False, allow_unicode=True)}```

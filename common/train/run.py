@@ -10,6 +10,8 @@ Nothing here depends on the algorithm.
 """
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -69,7 +71,7 @@ class Run:
         self.told_to_stop = False
         if line := memory.expected(model, args):
             self.message(line)
-        if self.planned_steps != total_steps and args.lr_schedule != "constant":
+        if self.planned_steps != total_steps > self.finished and args.lr_schedule != "constant":
             change = f"was planned for {self.planned_steps} steps, continues as if for {total_steps} from the start"
             self.message(f"--lr_schedule {args.lr_schedule}: {change}")
         saves = min(args.keep_last + 1, math.ceil((total_steps - self.finished) / args.save_every))
@@ -232,5 +234,8 @@ class Run:
         lines += [f"look at {' and '.join(files)}"] if files else []
         if hasattr(self.args, "reward") or hasattr(self.args, "eval_reward"):  # not a reward model
             own = "your own --model, --dataset and --output_dir"
-            lines += [f"next: python tools/chat.py --model {folder}/hf, or {own}"]
+            python = os.path.relpath(sys.executable)
+            chat = f"{'python' if python.startswith('..') else python} tools/chat.py --model {folder}/hf"
+            chat += f" --environment {self.args.environment}" if getattr(self.args, "environment", None) else ""
+            lines += [f"next: {chat}, or {own}"]
         return [*lines, f"done: {folder}/hf"]

@@ -27,26 +27,28 @@ FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard"
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     """Claim `--output_dir` for this run, before any slow work. `owned`: glob patterns of the script's further files.
-    Collective. A dry run only reads.
+    Collective. A dry run only warns.
 
     With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
     not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
     """
-    folder, dry = Path(args.output_dir), isinstance(args, TrainArgs) and bool(args.dry_run)
+    folder, problem = Path(args.output_dir), None
+    if isinstance(args, TrainArgs) and args.dry_run:
+        if conflict := _conflict(folder, args):
+            distributed.say(f"warning: {conflict}")
+        return
     # A new name: network file systems cache the absence of files.
-    mark, problem = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp", None
+    mark = folder / "checkpoints" / f"step_{secrets.token_hex(8)}.tmp"
     if distributed.is_main():
         try:
-            problem = _conflict(folder, args) if dry else publish(args) or _lock(folder) or _claim(folder, args, owned)
-            if not dry and not problem:
+            problem = publish(args) or _lock(folder) or _claim(folder, args, owned)
+            if not problem:
                 mark.mkdir()
         except OSError as error:
             problem = f"--output_dir {folder}: {distributed.first_line(error)}"
     problem, name = distributed.gather_objects((problem, mark.name))[0]
     if problem:
         raise ValueError(problem)
-    if dry:
-        return
     mark = mark.with_name(name)
     blind = [host for host in distributed.gather_objects(None if mark.is_dir() else socket.gethostname()) if host]
     if distributed.is_main():

@@ -166,11 +166,11 @@ def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_r
     log = logger(tmp_path)
     log.log(1, dict(loss=2.0))
     log.log(2, dict(loss=1.0))
-    assert "step 2/4  loss 1 (-1)" in capsys.readouterr().out and log.summary() == "loss 2 -> 1"
+    assert "step 2/4  loss 2 -> 1" in capsys.readouterr().out and log.summary() == "loss 2 -> 1"
     resumed = logger(tmp_path, 2)
     resumed.log(3, dict(other=1.0))
     resumed.log(4, dict(loss=0.5))
-    assert "step 3/4  loss 1 (-1)" in capsys.readouterr().out and resumed.summary() == "loss 2 -> 0.5"
+    assert "step 3/4  loss 2 -> 1" in capsys.readouterr().out and resumed.summary() == "loss 2 -> 0.5"
 
 
 def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_path, monkeypatch):
