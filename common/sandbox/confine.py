@@ -25,15 +25,10 @@ def confine(parent: int, memory_mib: int, file_mib: int, cpu_seconds: int, unsaf
     Raises `OSError` naming a layer that this machine does not have; with `unsafe` it is left out.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    layers = (
-        lambda: limit_resources(memory_mib, file_mib, cpu_seconds),
-        lambda: drop_privileges(libc, parent),
-        lambda: restrict_files(libc),
-        lambda: restrict_calls(libc),
-    )
-    for layer in layers:
+    layers = [(limit_resources, memory_mib, file_mib, cpu_seconds), (drop_privileges, libc, parent)]
+    for apply, *arguments in (*layers, (restrict_files, libc), (restrict_calls, libc)):
         try:
-            layer()
+            apply(*arguments)
         except (OSError, ValueError, AttributeError) as error:  # AttributeError: not a C library of Linux
             if not unsafe:
                 raise OSError(str(error)) from error

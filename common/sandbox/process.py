@@ -77,7 +77,7 @@ class Child(contextlib.AbstractContextManager):
         self.deadline, self.next_look = time.monotonic() + limits.seconds, 0.0
 
     def _start(self, mode: str, source: str, unsafe: bool, stdin: str) -> None:
-        self.stack.callback(self._remove, unsafe)
+        self.stack.callback(lambda: self.folder and shutil.rmtree(self.folder, ignore_errors=unsafe))
         (requests, self.requests), (self.answers, answers), (self.stdout, stdout) = (self._pipe() for _ in range(3))
         # After the pipes: its removal needs descriptors, which are free again once the pipes are closed.
         self.folder = tempfile.mkdtemp(prefix="onefile-sandbox-")
@@ -102,10 +102,6 @@ class Child(contextlib.AbstractContextManager):
     def _pipe(self) -> list[IO[bytes]]:
         ends = zip(os.pipe(), ("rb", "wb"), strict=True)
         return [self.stack.enter_context(open(end, mode, buffering=0)) for end, mode in ends]
-
-    def _remove(self, unsafe: bool) -> None:
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=unsafe)
 
     def __exit__(self, *error: object) -> None:
         self.close()
