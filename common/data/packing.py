@@ -158,16 +158,12 @@ def _pack_one(samples: list[Sample], index: list[int], streams: list[str], devic
         """Return a stream aligned with the targets: without the value of each sample's first token."""
         return torch.tensor([x for sample in samples for x in values_of(sample)[1:]], dtype=dtype).to(device)
 
-    batch = PackedBatch(
-        torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device),
-        targets(lambda sample: sample.ids, torch.int64),
-        torch.cat([torch.arange(length) for length in lengths]).to(device),
-        lengths,
-        loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool),
-        sequence_ids_T=torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)).to(device),
-        samples=packed,
-        index_N=torch.tensor(index, dtype=torch.int64),
-    )
+    input_ids_T = torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device)
+    position_ids_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    sequence_ids_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)).to(device)
+    tokens = input_ids_T, targets(lambda sample: sample.ids, torch.int64), position_ids_T, lengths
+    of_tokens = dict(loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool), sequence_ids_T=sequence_ids_T)
+    batch = PackedBatch(*tokens, **of_tokens, samples=packed, index_N=torch.tensor(index, dtype=torch.int64))
     streams_T = {f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams}
     return batch.with_streams(**streams_T)
 
