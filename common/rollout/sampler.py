@@ -35,6 +35,7 @@ class Sampler:
         self.prefetch_steps = prefetch_steps
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.queue = PromptQueue(make_order(prompts.rows, args), args, rank, ranks, prefetch_steps)
+        self.state_dict, self.load_state_dict = self.queue.state_dict, self.queue.load_state_dict  # the run's position
         self.groups: dict[int, Group] = {}  # complete groups that are not taken yet, by prompt number
         self.next_urgent = 0  # prompts of `sample_now` have negative numbers, so they come first
 
@@ -68,12 +69,6 @@ class Sampler:
     def cursor(self) -> dict:
         """State of the row order before the oldest prompt that is not taken yet."""
         return self.queue.cursor
-
-    def state_dict(self) -> dict:
-        return self.queue.state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        self.queue.load_state_dict(state)
 
     # ---- parts of a rollout ----
 
