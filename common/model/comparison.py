@@ -21,12 +21,10 @@ class TopK:
     """Distributions of a teacher over the shared tokens, coarsened to its most likely tokens. This is a plain class,
     because FSDP would round the tensors of a dataclass or tuple to the compute dtype."""
 
-    def __init__(
-        self, logprobs_TS: Tensor, tokens_TK: Tensor, target_logprobs_T: Tensor, entropy_T: Tensor, vocabulary: int
-    ):
+    def __init__(self, logprobs_TS: Tensor, tokens_TK: Tensor, target_T: Tensor, entropy_T: Tensor, vocabulary: int):
         self.logprobs_TS = logprobs_TS  # log-probs of the K most likely tokens, then of all other tokens together
         self.tokens_TK = tokens_TK  # the most likely one first
-        self.target_logprobs_T = target_logprobs_T
+        self.target_logprobs_T = target_T
         self.entropy_T = entropy_T  # entropy before coarsening
         self.vocabulary = vocabulary  # number of shared tokens
 

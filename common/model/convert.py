@@ -23,7 +23,6 @@ from common.parallel import distributed
 STATE, MANIFEST, WEIGHTS = "state.json", "manifest.json", "weights.json"  # beside PyTorch's and Hugging Face's files
 ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
 
-
 # Classes and functions in the `.metadata` of a checkpoint, by module.
 METADATA = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},

@@ -168,9 +168,8 @@ def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[
     further = {"none": ["optimizer", "all"], "optimizer": ["all"], "all": []}[plan.offload]
     yield from [f"--offload {state}" for state in further if fits(replace(plan, offload=state))][:1]
     if all(m.trained in (0, m.weights) for m in models):  # adapters are about a hundredth of the weights
-        part = {"trained": 100, "block_trained": 100}
-        adapters = [replace(m, root_trained=0, **{k: getattr(m, k) // by for k, by in part.items()}) for m in models]
-        if fits(plan, adapters):
+        sizes = [dict(trained=m.trained // 100, block_trained=m.block_trained // 100, root_trained=0) for m in models]
+        if fits(plan, [replace(m, **size) for m, size in zip(models, sizes, strict=True)]):
             yield "--lora_rank 16"
     if fits(replace(plan, engine=0.0)) and plan.engine:
         yield "--rollout_ranks above 0 or a lower --gpu_memory_utilization"

@@ -76,10 +76,8 @@ def build_model():
     tokenizer = build_tokenizer()
     end_ids = [tokenizer.convert_tokens_to_ids(t) for t in (EOS, END_OF_TURN)]
     ends: dict = dict(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
-    sizes: dict = dict(
-        vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, hidden_size=128, intermediate_size=512
-    )
-    sizes |= dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    sizes: dict = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT)
     config = Qwen3Config(**sizes, **ends, bos_token_id=None, tie_word_embeddings=True, dtype="float32")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
