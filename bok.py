@@ -41,8 +41,8 @@ from common.rollout.completions_file import read_completions, sample_completions
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.rollout.sampler import Sampler
-from common.train.online import CURVES, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import CURVES, describe_rollouts, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -116,8 +116,7 @@ def sample_offline(
         file, lines, prompts, generate, rewards, batch_size=args.prompts_per_step, seed=args.seed, to_train_on=True
     )
     if len(lines) < len(prompts):
-        if distributed.is_main():
-            print(f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues")
+        distributed.say(f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues")
         return [], torch.zeros(0)
     scores = [[math.nan if c["reward"] is None else c["reward"] for c in line["completions"]] for line in lines]
     groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.environment is not None)
@@ -153,7 +152,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
               curves=(*CURVES, "kept/reward", "loss", "kl"))  # fmt: skip
-    run.message(*describe(args, prompts, held_out, rollouts))
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
     if args.offline:
         run.message(f"offline: {stored_rewards.numel()} completions, mean reward {stored_rewards.nanmean():.4g}")

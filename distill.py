@@ -51,8 +51,8 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.online import num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir

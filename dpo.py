@@ -47,8 +47,8 @@ from common.objectives import preference
 from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.train.generation import Generation
-from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import describe_data, held_out_accuracy, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -233,7 +233,7 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, pairs), order=order, show=SHOW, curves=CURVES)
-    run.message(*describe(args, pairs, eval_pairs, counts, eval_counts))
+    run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
     meter = run.meter

@@ -283,8 +283,7 @@ def main(args: Args) -> None:
     if args.completions is not None and models[0][0] != folder:
         raise ValueError(f"--completions {args.completions} are of one model, --model {args.model} has {len(models)}")
     task = load_task(args, resolve_model(models[-1][1]), device)
-    if distributed.is_main():
-        print(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
+    distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----
     engine, stopped, theirs = None, False, []
@@ -307,8 +306,8 @@ def main(args: Args) -> None:
             print_results(args, results)
             if place != folder:
                 checkpoint_curve.draw(folder, shown_ks(args, results["overall"]))
-    if stopped and distributed.is_main():
-        print("told to stop; the same command goes on from there")
+    if stopped:
+        distributed.say("told to stop; the same command goes on from there")
 
     if engine is not None:
         engine.close()

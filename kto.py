@@ -42,8 +42,8 @@ from common.model.reference import reference_logps, reference_or_logps
 from common.objectives.preference import wpo_weights
 from common.parallel import distributed
 from common.train.generation import Generation
-from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import describe_data, held_out_accuracy, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -227,7 +227,7 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)
-    run.message(*describe(args, groups, eval_groups, counts, eval_counts))
+    run.message(*describe_data(args, groups, eval_groups, counts, eval_counts))
     run.logger.preview(groups[0][0], tokenizer)
     meter = run.meter
     if run.first_step == 0:

@@ -42,8 +42,8 @@ from common.rewards.scoring import Rewards
 from common.rollout import statistics
 from common.rollout.prompts import load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
-from common.train.online import CURVES, SHOW, describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import CURVES, SHOW, describe_rollouts, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -110,7 +110,7 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
     run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW, curves=CURVES)
-    run.message(*describe(args, prompts, held_out, rollouts))
+    run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter, needs_old = run.meter, reference is not None or args.updates_per_rollout > 1
     if run.first_step == 0:
         run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))

@@ -45,8 +45,8 @@ from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model
 from common.parallel import distributed
 from common.rewards.reward_model import at_end, score
-from common.train.offline import describe, held_out_accuracy, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import describe_data, held_out_accuracy, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, model, optimizer, tokenizer, num_steps(args, pairs), order=order, show=SHOW, curves=CURVES)
-    run.message(*describe(args, pairs, eval_pairs, counts, eval_counts))
+    run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for name, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
         run.message(f"{name}: {tokenizer.decode(sample.ids[:-1])}")
     meter = run.meter

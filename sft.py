@@ -38,8 +38,8 @@ from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.parallel import distributed
 from common.train.generation import Generation
-from common.train.offline import describe, num_steps
 from common.train.optim import adamw, optimizer_step
+from common.train.overview import describe_data, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -141,7 +141,7 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, samples), order=order, show=SHOW, curves=CURVES)
-    run.message(*describe(args, samples, eval_samples, counts, eval_counts))
+    run.message(*describe_data(args, samples, eval_samples, counts, eval_counts))
     run.logger.preview(samples[0], tokenizer)
     meter = run.meter
     if run.first_step == 0:

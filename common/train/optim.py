@@ -20,13 +20,12 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
         dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0),
     ]
-    kind = HostAdamW if args.offload == "optimizer" else torch.optim.AdamW
+    on_host = args.offload == "optimizer"
+    kind = HostAdamW if on_host else torch.optim.AdamW
     optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
     # Allocate its states at start: a colocated engine then sizes its memory by what remains free.
     for parameter in parameters:
-        home = dict(device=parameter.device)
-        if args.offload == "optimizer":
-            home = dict(device="cpu", pin_memory=parameter.is_cuda)
+        home = dict(device="cpu", pin_memory=parameter.is_cuda) if on_host else dict(device=parameter.device)
         moments = {name: torch.zeros_like(parameter, **home) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = dict(step=torch.zeros((), **home)) | moments
     return optimizer

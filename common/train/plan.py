@@ -22,7 +22,7 @@ from common.model.value import load_with_value_model
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
-from common.train import offline, online
+from common.train.overview import num_steps
 
 META = torch.device("meta")
 ANSWERS = ("answer", "solution", "completion", "canonical_solution", "code", "output")  # columns; the first one is used
@@ -47,7 +47,7 @@ def dry_run(
     else:
         items = [item if isinstance(item, list) else [item] for item in drawn]
     length = sum(len(sample.ids) for item in items for sample in item) / len(items) / len(items[0])
-    steps = (online if isinstance(args, OnlineArgs) else offline).num_steps(args, data)
+    steps = num_steps(args, data)
     problem, line = predicted(args, models)
     lines += [*schedule(args, len(items[0]), length, steps, len(held_out)), disk(args, models, steps), line]
     if distributed.is_main():
