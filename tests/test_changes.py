@@ -35,6 +35,8 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     for patch in PATCHES:
         changed = [line for line in patch.read_text().splitlines()[2:] if line[0] in "+-" and line[1:].strip()]
         assert len(changed) <= 15 and f"({patch.name})" in page
+        done = subprocess.run(["patch", "--dry-run", ROOT / "grpo.py", patch], capture_output=True, text=True)
+        assert done.returncode == 0 and "offset" not in done.stdout and "fuzz" not in done.stdout
 
 
 @pytest.mark.slow

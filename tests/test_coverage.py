@@ -44,8 +44,8 @@ def test_page_equals_the_output_of_the_bench():
 def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
     """The chunked log-probs omit one of the model's operations on logits."""
 
-    def without(logits, targets_T, temperature):
-        return token_logprobs(logits._replace(**{left_out: Logits._field_defaults[left_out]}), targets_T, temperature)
+    def without(logits, *rest):
+        return token_logprobs(logits._replace(**{left_out: Logits._field_defaults[left_out]}), *rest)
 
     monkeypatch.setattr(common.model.policy, "token_logprobs", without)
     model_type = dict(scale="cohere", softcap="gemma2", bias_V="phi")[left_out]

@@ -31,6 +31,7 @@ from common.parallel import distributed
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 CONFIG_HELP = "file of `flag: value` lines, such as a run's args.yaml; flags on the command line win"
+FIRST_SECTIONS = ("ModelArgs", "DataArgs", "ScoringArgs")
 ELSEWHERE = dict(  # names of flags in other libraries
     learning_rate="lr", num_train_epochs="epochs", num_generations="samples_per_prompt", max_prompt_length="max_length",
     max_completion_length="max_new_tokens", per_device_train_batch_size="batch_size", model_name_or_path="model",
@@ -178,7 +179,7 @@ def unconverted(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def flag_type(args_class: type, helps: dict[str, str]) -> type:
-    """Return a dataclass of dataclasses, one for each group: --help has sections, the script's own flags first."""
+    """Return a dataclass of dataclasses, one for each section of --help: `FIRST_SECTIONS`, the script's own, others."""
     types = typing.get_type_hints(args_class)
     owners = {name: cls for cls in args_class.__mro__ for name in vars(cls).get("__annotations__", ())}
     groups: dict[type, list] = {args_class: []}
@@ -192,8 +193,8 @@ def flag_type(args_class: type, helps: dict[str, str]) -> type:
         groups.setdefault(owners[field.name], []).append(flag)
     config = [("config", str | None, dataclasses.field(default=None, metadata=dict(help=CONFIG_HELP)))]
     sections = config if not helps or "config" in helps else []
-    for group, flags in groups.items():
-        if not flags:
+    for group in sorted(groups, key=lambda group: group.__name__ not in FIRST_SECTIONS):
+        if not (flags := groups[group]):
             continue
         name = group.__name__.removesuffix("Args").lower()
         title, text = (name, group.__doc__) if name else (script_of(group).stem, "")

@@ -104,9 +104,10 @@ class RunLogger:
         self.first = self.latest | self.first
 
     def _value(self, name: str) -> str:
-        """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; of speeds the latest alone."""
-        first = "" if name.startswith(SPEEDS) else f"{self.first[name]:.3g} -> "
-        return f"{name} {first}{self.latest[name]:.3g}"
+        """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; one value of speeds or if they are
+        equal."""
+        first, latest = f"{self.first[name]:.3g} -> ", f"{self.latest[name]:.3g}"
+        return f"{name} {'' if name.startswith(SPEEDS) or first.startswith(f'{latest} ') else first}{latest}"
 
     def summary(self) -> str:
         """Return the first and the latest value of each metric but speeds. Rank 0 only."""

@@ -76,7 +76,7 @@ def store_reference_logps(
         stored = _read(file, digest, ends[-1]) if file.is_file() else {}
     digest, stored = distributed.gather_objects((digest, stored))[0]  # nodes may have copies: use that of rank 0
     if stored.get("digest") != digest:
-        used = args.batch_size * (args.max_steps or math.inf)
+        used = getattr(args, "batch_size", 1) * (args.max_steps or math.inf)
         hint = "; the steps use fewer: --reference_logprobs online is faster" if 2 * used < len(parts[0]) else ""
         distributed.say(f"the reference scores {sum(map(len, parts))} rows once{hint}")
         with distributed.signals_end_the_process():  # nothing is trained yet

@@ -39,7 +39,7 @@ def dry_run(
     if not args.dry_run:
         return
     models, lines = shapes(args, path, frozen, value_path), [f"{n} rows {why}" for why, n in (counts or {}).items()]
-    order = data.order(args) if isinstance(data, Samples) else make_order(data.rows, args)
+    order = make_order(data.rows, args) if isinstance(data, Prompts) else data.order(args)
     drawn = [data[i] for i in order.draw(args.prompts_per_step if isinstance(args, OnlineArgs) else args.batch_size)]
     if isinstance(args, OnlineArgs):
         items = [[Completion(ids, [False] * len(ids), len(ids), row)] for ids, row in drawn]

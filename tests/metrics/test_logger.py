@@ -46,7 +46,7 @@ def test_resume_removes_steps_that_will_be_logged_again(tmp_path, capsys):
     log_steps(tmp_path, 2, 4, run=2)
     assert steps(tmp_path / "metrics.jsonl") == [(1, 1), (2, 1), (3, 2), (4, 2)]
     assert [step for step, _ in steps(tmp_path / "samples.jsonl")] == [1, 2, 3, 4]
-    assert "step 4/4  loss 0.25" in capsys.readouterr().out
+    assert "step 4/4  loss 1 -> 0.25" in capsys.readouterr().out
 
 
 def test_history_that_was_changed_is_refused_and_may_be_deleted(tmp_path):

@@ -124,7 +124,7 @@ def f(completions, row):
     for text, what in (
         ("short", "returned 1 values for 2 completions"),
         ("number", "returned float, not a list, for 2 completions"),
-        ("odd", "ValueError: could not convert string to float: 'x'"),
+        ("odd", "TypeError: returned 'x', not a number"),
         ("dict", "returned dict, not a list, for 2 completions"),
         ("raise", "KeyError: 'oops'"),
     ):
@@ -321,7 +321,8 @@ def test_bad_names_are_refused(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
-        ("gsm9k", f"unknown; there are {', '.join(REWARDS)}, math, code, code_fraction, by_row, environment"),
+        ("gsm9k", "unknown; did you mean gsm8k?"), ("my.py", "unknown; name the function: my.py:..."),
+        ("xyz", f"unknown; there are {', '.join(REWARDS)}, math, code, code_fraction, by_row, environment"),
         (f"{tmp_path}/none.py:f", "no file"),
         (f"{file}:f", "has no function f"), (f"{file}:x", "has no function x"), (f"{broken}:f", "fails to import"),
     ):  # fmt: skip
