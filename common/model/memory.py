@@ -42,6 +42,7 @@ class Shapes:
     inner: int  # width of the MLP, or of all experts of a token together
     experts: int  # experts of a token; 0: the model has none
     vocabulary: int
+    capped: bool = False  # whether scores of attention have a softcap, which needs all of them at once, uncounted
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def shapes_of(hf: nn.Module) -> Shapes:
         inner=(inner or getattr(config, "intermediate_size", 4 * config.hidden_size)) * max(1, experts),
         experts=experts,
         vocabulary=config.vocab_size,
+        capped=getattr(config, "attn_logit_softcapping", None) is not None,
     )
 
 
@@ -174,31 +176,35 @@ def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
     return f"{sum(parts.values()) / GIB:.1f} GiB{of} ({listed}{host})"
 
 
+def fits(models: Sequence[Shapes], plan: Plan, capacity: float) -> bool:
+    return sum(predict(models, plan).values()) <= USABLE * capacity
+
+
 def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
     """Yield changes of flags, each of which alone is sufficient."""
 
-    def fits(changed: Plan, shapes: Sequence[Shapes] = models) -> bool:
-        return sum(predict(shapes, changed).values()) <= USABLE * capacity
+    def helps(**changes) -> bool:
+        return fits(models, replace(plan, **changes), capacity)
 
-    if not plan.recompute and fits(replace(plan, recompute=True)):
+    if not plan.recompute and helps(recompute=True):
         yield "--activation_checkpointing true"
     if sizes := [2**n for n in range(15, 9, -1) if 2**n < plan.pack_tokens]:
-        yield from [f"--pack_tokens {size}" for size in sizes if fits(replace(plan, pack_tokens=size))][:1]
+        yield from [f"--pack_tokens {size}" for size in sizes if helps(pack_tokens=size)][:1]
     further = {"none": ["optimizer", "all"], "optimizer": ["all"], "all": []}[plan.offload]
-    yield from [f"--offload {state}" for state in further if fits(replace(plan, offload=state))][:1]
+    yield from [f"--offload {state}" for state in further if helps(offload=state)][:1]
     if all(m.trained in (0, m.weights) for m in models):  # adapters are about a hundredth of the weights
         sizes = [dict(trained=m.trained // 100, block_trained=m.block_trained // 100, root_trained=0) for m in models]
-        if fits(plan, [replace(m, **size) for m, size in zip(models, sizes, strict=True)]):
+        if fits([replace(m, **size) for m, size in zip(models, sizes, strict=True)], plan, capacity):
             yield "--lora_rank 16"
-    if fits(replace(plan, engine=0.0)) and plan.engine:
+    if plan.engine and helps(engine=0.0):
         yield "--rollout_ranks above 0 or a lower --gpu_memory_utilization"
     more = [plan.ranks * 2**n for n in range(1, 11)]
-    yield from [f"{ranks} GPUs" for ranks in more if fits(replace(plan, ranks=ranks))][:1]
+    yield from [f"{ranks} GPUs" for ranks in more if helps(ranks=ranks)][:1]
 
 
 def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
     """Return the reason why a run cannot fit in the `USABLE` part of a GPU, with remedies; None if it may fit."""
-    if sum(predict(models, plan).values()) > USABLE * capacity:
+    if not fits(models, plan, capacity):
         helps = " or ".join(remedies(models, plan, capacity)) or "no single flag"
         needs = f"{describe(models, plan, capacity)} on each GPU, of which {USABLE:.0%} are usable"
         return f"needs {needs}; {helps} would do"
@@ -214,8 +220,8 @@ def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None
 _models: weakref.WeakKeyDictionary[nn.Module, Shapes] = weakref.WeakKeyDictionary()  # loaded models
 
 
-def recomputes(args: TrainArgs, device: torch.device) -> bool:
-    """Return whether blocks are recomputed in the backward."""
+def may_recompute(args: TrainArgs, device: torch.device) -> bool:
+    """Return whether blocks are recomputed in the backward, until `settle` decides."""
     return device.type == "cuda" if args.activation_checkpointing is None else args.activation_checkpointing
 
 
@@ -238,11 +244,11 @@ def make_plan(
         if stays:  # a second copy of the policy, which `model` need not be
             engine = dtype.itemsize * max((m.weights for m in models if m.head and m.trained), default=0)
     live = getattr(args, "teacher_logprobs", "stored") == "live"
-    return Plan(
+    plan = Plan(
         ranks=ranks,
         pack_tokens=args.pack_tokens,
         context_ranks=args.context_ranks,
-        recompute=recomputes(args, device),
+        recompute=may_recompute(args, device),
         offload=args.offload,
         bytes=dtype.itemsize,
         engine=engine,
@@ -252,6 +258,9 @@ def make_plan(
         teacher_head=max((m.head for m in models if live and not m.trained), default=0),
         on_cuda=device.type == "cuda",
     )
+    kept = replace(plan, recompute=False)
+    undecided = args.activation_checkpointing is None and not any(m.capped for m in models)
+    return kept if undecided and fits(models, kept, capacity) else plan
 
 
 def capacity_of(device: torch.device) -> int | None:
@@ -276,9 +285,14 @@ def require_memory(model: nn.Module, label: str, args: BaseArgs) -> None:
         raise ValueError(f"{label}: {problem}")
 
 
-def expected(model: nn.Module, args: TrainArgs) -> str | None:
-    """Return the line about the memory of a run whose models are all loaded; None on a CPU."""
-    capacity = capacity_of(model.device)
+def settle(trained: Sequence[nn.Module], args: TrainArgs) -> str | None:
+    """Turn activation checkpointing off where a run whose models are all loaded fits without it, unless the flag is
+    given. Return the line about memory; None on a CPU."""
+    capacity = capacity_of(trained[0].device)
     if capacity is None:
         return None
-    return "memory per GPU: " + describe(loaded(), plan_of(model, args, capacity), capacity)
+    plan = plan_of(trained[0], args, capacity)
+    for model in trained if not plan.recompute else ():
+        model.hf.gradient_checkpointing_disable()
+    what = "recomputed" if plan.recompute else "kept"
+    return f"memory per GPU, activations {what}: {describe(loaded(), plan, capacity)}"

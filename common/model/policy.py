@@ -17,7 +17,7 @@ from common.model.flops import forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
 from common.model.loading import EXPERTS, draw_head, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
-from common.model.memory import recomputes, require_memory
+from common.model.memory import may_recompute, require_memory
 from common.model.packable import build_on_meta, check_packing, packable_config
 from common.objectives.divergence import Divergence
 from common.objectives.policy import expert_balance
@@ -183,7 +183,7 @@ def _load(
     model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool, values=None
 ) -> PackedModel:
     hf = model.hf.requires_grad_(trainable)
-    if trainable and recomputes(args, device):
+    if trainable and may_recompute(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
     if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):

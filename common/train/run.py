@@ -69,7 +69,7 @@ class Run:
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves, history=self.history)
         self.timeline = Timeline(args.output_dir)
         self.told_to_stop = False
-        if line := memory.expected(model, args):
+        if line := memory.settle(self.models, args):
             self.message(line)
         if self.planned_steps != total_steps > self.finished and args.lr_schedule != "constant":
             change = f"was planned for {self.planned_steps} steps, continues as if for {total_steps} from the start"

@@ -166,6 +166,25 @@ def test_predicted_shapes_equal_those_of_the_loaded_model(device):
     assert scalar.head == 0 and scalar.weights == m.weights + m.hidden
 
 
+def test_activations_are_recomputed_only_where_they_do_not_fit(device, monkeypatch):
+    """Only without the flag, and not for scores with a softcap, whose memory is not predicted."""
+    cuda, kept = torch.device("cuda"), dataclasses.replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
+    capacity = sum(predict([MODEL], kept).values()) / USABLE
+    for flag, model, size, recomputed in (
+        (None, MODEL, capacity + 1, False), (None, MODEL, capacity - 1, True), (None, MODEL, 0, True),
+        (True, MODEL, capacity + 1, True), (False, MODEL, capacity - 1, False),
+        (None, dataclasses.replace(MODEL, capped=True), capacity + 1, True),
+    ):  # fmt: skip
+        plan = memory.make_plan([model], TrainArgs(activation_checkpointing=flag), 8, cuda, torch.bfloat16, size)
+        assert plan == dataclasses.replace(kept, recompute=recomputed)
+    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    policy = load_policy(tiny_model(), TrainArgs(dtype="float32", activation_checkpointing=True), device)
+    memory.settle([policy], TrainArgs(dtype="float32", activation_checkpointing=True))
+    assert policy.hf.is_gradient_checkpointing
+    memory.settle([policy], TrainArgs(dtype="float32"))
+    assert not policy.hf.is_gradient_checkpointing
+
+
 def test_models_count_while_alive_and_are_refused_before_loading(device, monkeypatch):
     """The second of two models may exceed the memory; a deleted model counts nothing."""
     args, read = TrainArgs(dtype="float32"), []
@@ -173,10 +192,10 @@ def test_models_count_while_alive_and_are_refused_before_loading(device, monkeyp
     load = models.load_weights
     monkeypatch.setattr(models, "load_weights", lambda *given: read.append(1) or load(*given))
     policy = load_policy(tiny_model(), args, device)
-    one = memory.expected(policy, args)
-    assert one.startswith("memory per GPU: 0.") and "GiB of 2.0 (" in one
+    one = memory.settle([policy], args)
+    assert one.startswith("memory per GPU, activations kept: 0.") and "GiB of 2.0 (" in one
     load_policy(tiny_model(), args, device, trainable=False)
-    assert memory.expected(policy, args) == one and len(read) == 2
+    assert memory.settle([policy], args) == one and len(read) == 2
     needs = sum(predict([shapes_of(policy.hf)], memory.plan_of(policy, args, 1)).values())
     monkeypatch.setattr(memory, "capacity_of", lambda device: needs / USABLE + 2**20)
     with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --activation_checkpo"):
