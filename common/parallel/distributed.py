@@ -84,10 +84,10 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
         fail("--master_port 0: on one machine use torchrun --standalone, else name a port", code=2)
     _launch_rank, device, backend = int(os.environ["RANK"]), torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()  # ranks may share a GPU: tests/gpu
+        device, backend = torch.device("cuda", local), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        # Several communicators launch their kernels in the order of the calls, which is the same on all ranks.
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # NCCL 2.26
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # several communicators, one order (NCCL 2.26)
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # c10d would retry for minutes
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, ended, finished, start
+from helpers import PATIENCE, ROOT, ended, finished, start
 
 ON_CPU = os.environ.get("ONEFILE_GPU_TESTS_ON_CPU") == "1"
 """the tests run on the CPU, see tests/gpu/conftest.py"""
@@ -27,8 +27,15 @@ HERE_AND_THERE = (
 
 def launch(ranks: int, script: str, *flags: object, **variables: object) -> subprocess.CompletedProcess:
     """Run a script to its end in new processes. Forked ranks would add CUDA in a forked process as a source of
-    failures."""
-    return finished(ended(start(ranks, script, *flags, **variables), timeout=6 * PATIENCE))
+    failures. Ranks share a GPU if there are fewer GPUs."""
+    return finished(ended(started(ranks, script, *flags, **variables), timeout=6 * PATIENCE))
+
+
+def started(ranks: int, script: str, *flags: object, **variables: object) -> subprocess.Popen:
+    """Start a script like `launch`."""
+    if ON_CPU or torch.cuda.device_count() >= ranks:
+        return start(ranks, script, *flags, **variables)
+    return start(ranks, "tests/gpu/share_gpu.py", ROOT / script, *flags, **variables)
 
 
 def measured(program: Path, *arguments: object) -> dict:

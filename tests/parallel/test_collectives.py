@@ -1,0 +1,92 @@
+"""The collectives of a step on 8 and 64 ranks, without these ranks: fake tensors and a fake process group.
+
+NCCL hangs if two ranks of a group make different collectives, or the same ones in another order or of another size.
+"""
+
+import json
+
+import pytest
+from helpers import ROOT, run
+
+from bench.models import SIZES
+
+# Program that prints, for each rank, the collectives of forward and backward: name, sizes of tensors, size of group.
+PROGRAM = f"""
+import json, os, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+from bench.models import ARCHITECTURES, SIZES
+from common.config.groups import TrainArgs
+from common.data.packing import PackedBatch
+from common.model.policy import load_policy, shard
+from common.parallel import distributed, mesh, placement
+from common.parallel.mesh import average_over_copies
+
+distributed.set_timeout = lambda *_: None  # fake groups have no timeout
+
+class Recorder(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "c10d" in function.namespace:
+            tensors = [list(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            groups = [x for x in args if isinstance(x, torch.ScriptObject)]
+            sizes = [dist.ProcessGroup.unbox(group).size() for group in groups[:1]]
+            seen.append([function._schema.name, tensors, *sizes])
+        return function(*args, **(kwargs or {{}}))
+
+name, flags, folder = "mixtral" if sys.argv[1] == "experts" else "qwen3", json.loads(sys.argv[2]), sys.argv[3]
+AutoConfig.for_model(name, **SIZES | ARCHITECTURES[name]).save_pretrained(folder)
+device, steps = torch.device("cpu"), {{8: [], 64: []}}
+for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 1)):
+    args = TrainArgs(dtype="bfloat16", **dict(shard_ranks=world) | flags)
+    os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank))
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    placement.setup_context_groups(args.context_ranks, 30)
+    policy, seen = load_policy(folder, args, torch.device("meta")), []
+    shard(policy, policy.hf.base_model.layers, args, device, False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        policy.to_empty(device=device)
+        ids = torch.arange(16) % 30
+        others = dict(loss_mask_T=ids.bool(), sequence_ids_T=ids, samples=[], index_N=ids[:0])
+        mb = PackedBatch(ids, ids, ids, [16 * args.context_ranks], **others)
+        mb.context_group = placement._context_group
+        with Recorder():
+            policy(mb)[0].sum().backward()
+            average_over_copies(policy)
+    steps[world].append(seen)
+    dist.destroy_process_group()
+    mesh.shard_mesh.cache_clear()
+    placement._context_group = None
+print(json.dumps(steps))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "flags"),
+    [
+        ("plain", {}),
+        ("hybrid", dict(shard_ranks=4)),
+        ("context", dict(context_ranks=2)),
+        ("lora", dict(lora_rank=4)),
+        ("experts", {}),
+    ],
+)
+def test_all_ranks_make_the_same_collectives(mode, flags, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run(1, tmp_path / "program.py", mode, json.dumps(flags), tmp_path)
+    for world, (first, *others) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert first and all(other == first for other in others)
+        names = [name for name, *_ in first]
+        gathers, reductions = (sum(word in name for name in names) for word in ("allgather_base", "reduce_scatter"))
+        blocks = SIZES["num_hidden_layers"]
+        assert gathers == 1 + 2 * blocks  # the root once; each block in forward and backward
+        assert reductions == blocks + (mode != "lora")  # the root has no adapters
+        sizes = {size for name, _, *size_of_group in first if "allgather_base" in name for size in size_of_group}
+        assert sizes == {flags.get("shard_ranks", int(world))}
+        assert any("alltoall" in name or "all_to_all" in name for name in names) == (mode == "context")
+        assert any("allreduce" in name for name in names) == (mode == "hybrid")
