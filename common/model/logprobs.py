@@ -62,6 +62,11 @@ def gradient(
     return grad_CV.scatter_add_(1, targets_C[:, None], by_logprob_C[:, None])
 
 
+def statistics_of_copy(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
+    """Return `statistics`. Compiled, it makes no copy, and does not write the logits back."""
+    return statistics(logits_CV.clone(), targets_C)
+
+
 @functools.cache
 def fused(function: Callable) -> Callable:
     return torch.compile(function)
@@ -73,10 +78,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None,
         targets_T: Tensor, temperature: float, compiled: bool,
     ):  # fmt: skip
-        logits, of_chunk = (
-            Logits(hidden_TD, head_VD, bias_V, scale, softcap),
-            fused(statistics) if compiled else statistics,
-        )
+        logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
+        of_chunk = fused(statistics_of_copy) if compiled else statistics
         chunks = [of_chunk(logits.chunk(c, temperature)[0], targets_T[c]) for c in logits.chunks()]
         *out, logsumexp_T = map(torch.cat, zip(*chunks, strict=True))
         ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, out[1])
@@ -89,7 +92,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, by_logprob_T: Tensor | None, by_entropy_T: Tensor | None, *_):
         hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
         scale, softcap, temperature, compiled = ctx.settings
-        logits, of_chunk = Logits(hidden_TD, head_VD, bias_V, scale, softcap), fused(gradient) if compiled else gradient
+        logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
+        of_chunk = fused(gradient) if compiled else gradient
         total = LogitsGradient(logits, head_is_trained=ctx.needs_input_grad[1])
         by_logprob_T = torch.zeros_like(logsumexp_T) if by_logprob_T is None else by_logprob_T
         for c in logits.chunks():
