@@ -156,6 +156,7 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
     ("argv", "what"),
     [
         (["--max_step", "3"], "unknown flag --max_step (did you mean --max_steps?)"),
+        (["--num_generations", "3"], "unknown flag --num_generations; here it is --samples_per_prompt"),
         (["--batch-size", "3"], "unknown flag --batch_size: it is a flag of dpo.py, kto.py, rm.py, sft.py"),
         (["--zzz=3"], "unknown flag --zzz\n"),
         (["--max_steps", "many"], "--max_steps many must be a valid integer"),
@@ -344,6 +345,17 @@ def test_built_in_model_with_other_data_keeps_its_learning_rates(capsys):
     args = parse(ppo.Args, ["--dataset", "rows.jsonl", "--lr", "1e-4"])
     assert capsys.readouterr().out == f"defaults for the built-in model: --value_lr {args.value_lr}\n"
     assert args.value_lr == ppo.Args.TINY_DEFAULTS["value_lr"] and args.lr == 1e-4 and args.max_steps is None
+
+
+def test_export_of_a_run_from_a_built_in_model_keeps_the_learning_rates(capsys, tmp_path):
+    """Also after a second run; other defaults are those of any model."""
+    for run, model in (("one", "tiny"), ("two", tmp_path / "one" / "hf"), ("other", "some/model")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "args.yaml").write_text(f"model: {model}\n")
+    for run in ("one", "two"):
+        args = parse(grpo.Args, ["--model", str(tmp_path / run / "hf")])
+        assert args.lr == grpo.Args.TINY_DEFAULTS["lr"] and args.max_steps is None
+    assert parse(grpo.Args, ["--model", str(tmp_path / "other" / "hf")]).lr == grpo.Args().lr
 
 
 def test_lora_has_ten_times_the_learning_rate(capsys):

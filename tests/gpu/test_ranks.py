@@ -82,7 +82,7 @@ def test_context_ranks_train_like_one_gpu(script, tmp_path):
     for ranks in (1, 2):
         where = ("--context_ranks", ranks, "--pack_tokens", 8192 // ranks, "--output_dir", tmp_path / str(ranks))
         launch(ranks, f"{script}.py", *flags, *sampling, *where, "--activation_checkpointing", "true")
-    firsts = [metrics(tmp_path / ranks)[:STEPS] for ranks in "12"]
+    firsts = [[line for line in metrics(tmp_path / ranks) if line["step"] > 0][:STEPS] for ranks in "12"]
     for one, two in zip(*firsts, strict=True):
         assert one["num_tokens"] == two["num_tokens"]
         assert all(abs(one[name] - two[name]) < 2e-3 * (0.1 + abs(one[name])) for name in ("loss", "grad_norm"))

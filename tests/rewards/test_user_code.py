@@ -99,6 +99,7 @@ def test_parameters_determine_the_form(function, form):
         (lambda completion, ids, row: 0, "'ids' stands elsewhere"),
         (lambda completion, row, *, ids: 0, "too many positional arguments"),
         (lambda row, completion: 0, "'row' stands elsewhere"),
+        (Judge, "it is a class; name a function, or an object that can be called"),
         (lambda completion, answer: 0, "'answer' gets the whole row; call it row, and read row\\['answer'\\]"),
         (type("OfNumber", (Judge,), dict(columns=5))(), "its attribute columns is 5, not a tuple of names"),
     ],

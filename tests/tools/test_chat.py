@@ -92,6 +92,12 @@ def test_conversation_is_that_of_plain_transformers_until_it_is_reset(chat):
     assert notes.count("the commands are /reset, /system TEXT and /quit") == 1
 
 
+def test_spaces_at_the_end_of_a_line_belong_to_a_plain_prompt(chat):
+    options = ("--model", "tiny", "--temperature", 0, "--max_new_tokens", 6, "--prompt_format", "plain")
+    answers = [greedy(tiny_model(), prompt, 6) for prompt in ("1+1= ", "1+1=")]
+    assert chat("1+1= \n1+1=\n", *options)[0] == "".join(f"{text}\n" for text in answers) and len({*answers}) == 2
+
+
 def test_adapter_gives_the_answers_of_the_merged_model_beside_those_of_the_base(chat, trained):
     options = ("--prompt_format", "plain", "--temperature", 0, "--max_new_tokens", 8)
     shown = chat("1+1=\n", "--model", "tiny", "--adapter", trained / "adapter", "--compare", "tiny", *options)[0]
