@@ -106,6 +106,7 @@ def write_rows(dataset: str, folder: Path, count: int) -> None:
 def our_command(script: str, folder: Path, flags) -> list[str]:
     ours = dict(model=folder / "model", dataset=folder / "rows.jsonl", output_dir=folder / "run", lr=1e-5)
     ours |= dict(max_steps=flags.steps, eval_every=0, save_every=1000, resume="never", seed=0)
+    ours |= dict(prompt_format="plain")  # TRL leaves prompts of text as they are
     ours |= dict(activation_checkpointing="false", pack_tokens=8192) if flags.gpu else dict(dtype="float32")
     if script == "grpo":
         ours |= dict(prompts_per_step=batch_size(script, flags), samples_per_prompt=flags.group)
