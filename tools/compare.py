@@ -12,13 +12,18 @@ import argparse
 import fnmatch
 import json
 import math
+import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import numpy as np
 import yaml
+
+from common.metrics.curves import distinct
 
 FREE = ("seed", "output_dir", "resume", "wandb_name")  # flags that may differ within a group
 CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
@@ -64,14 +69,6 @@ def group_runs(runs: list[Run]) -> list[list[Run]]:
         alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     repeated = {key for key, group in alike.items() if len(by_seed(group, group)) < len(group)}
     return [part for key, group in alike.items() for part in ([[run] for run in group] if key in repeated else [group])]
-
-
-def distinct(runs: list[Run], names: list[str]) -> list[str]:
-    """Return the names without those whose values equal those of an earlier one in all runs."""
-    by_values: dict[str, str] = {}
-    for name in names:
-        by_values.setdefault(str([run.metrics[name] for run in runs]), name)
-    return list(by_values.values())
 
 
 def by_seed(group: list[Run], values: Sequence) -> dict[str, Any]:
@@ -191,7 +188,8 @@ def main() -> None:
         missing = [name for name in found if not found[name]]
         if missing and (options.metrics or len(missing) == len(found)):
             raise ValueError(f"--metrics {' '.join(missing)}: not in all runs; common: {', '.join(shared) or 'none'}")
-        groups, names = group_runs(runs), distinct(runs, [*chain(*found.values())])
+        groups, matching = group_runs(runs), chain(*found.values())
+        names = distinct({name: [run.metrics[name] for run in runs] for name in matching})
         labels = label_groups(groups)
         rows = [rows_of(groups, labels, name, options.last) for name in names]
         picture = options.out or options.runs[0].parent / "compare.png"

@@ -144,9 +144,15 @@ def read_command_line(args_class: type, argv: list[str]) -> dict[str, Any]:
     refuse = functools.partial(raise_refusal, args_class)
     try:
         with contextlib.redirect_stdout(console), refusals.on_parse_error(refuse):
-            options = dict(config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff), use_underscores=True)
-            options |= dict(prog=script_of(args_class).name, description=description, registry=registry)
-            parsed = tyro.cli(flag_type(args_class, helps), args=argv, **options)
+            parsed = tyro.cli(
+                flag_type(args_class, helps),
+                prog=script_of(args_class).name,
+                args=argv,
+                description=description,
+                use_underscores=True,
+                registry=registry,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+            )
     except SystemExit:  # after the help
         sys.stdout.write(console.getvalue())  # at once: `| head` may close the pipe
         raise
@@ -216,9 +222,8 @@ def texts(args_class: type) -> dict[str, str]:
     """Return the text of each flag: the script's own, or that of the group."""
     parsed = [docstring_parser.parse_from_object(cls) for cls in reversed(args_class.__mro__[:-1])]
     flags = {flag.arg_name: " ".join(flag.description.split()) for docstring in parsed for flag in docstring.params}
-    return {field.name: flags.get(field.name, "") for field in dataclasses.fields(args_class)} | dict(
-        config=CONFIG_HELP
-    )
+    names = [field.name for field in dataclasses.fields(args_class)]
+    return {name: flags.get(name, "") for name in names} | dict(config=CONFIG_HELP)
 
 
 def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:

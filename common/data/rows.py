@@ -120,9 +120,11 @@ def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
             raise ValueError(f"--columns {new}={old}: no column {old}; {data} has {', '.join(found)}")
         if new == "_source" or (new in found and new not in columns.values()):
             raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
-    kept = ({k: v for k, v in row.items() if k not in columns.values()} for row in rows)
-    moved = ({new: row[old] for new, old in columns.items() if old in row} for row in rows)
-    return [one | other for one, other in zip(kept, moved, strict=True)]
+    return [
+        {k: v for k, v in row.items() if k not in columns.values()}
+        | {new: row[old] for new, old in columns.items() if old in row}
+        for row in rows
+    ]
 
 
 # ---- training and held-out rows ----

@@ -12,6 +12,14 @@ def read_metrics(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+def distinct(values: dict[str, list]) -> list[str]:
+    """Return the names whose values do not equal those of an earlier name. NaN equals NaN."""
+    first: dict[str, str] = {}
+    for name, of_name in values.items():
+        first.setdefault(str(of_name), name)
+    return list(first.values())
+
+
 def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
     """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also per held-out set. A
     metric that equals an earlier one is left out."""
@@ -22,10 +30,8 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
 
     records = [read_metrics(path) for path in runs]
     found = list(dict.fromkeys(key for lines in records for line in lines for key in line))
-    by_values: dict[str, str] = {}
-    for key in (key for name in names for key in fnmatch.filter(found, name)):
-        by_values.setdefault(str([[line.get(key) for line in lines] for lines in records]), key)
-    names = list(by_values.values())
+    matching = [key for name in names for key in fnmatch.filter(found, name)]
+    names = distinct({key: [[line.get(key) for line in lines] for lines in records] for key in matching})
     if not names:
         return
     held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))

@@ -131,8 +131,15 @@ class RunLogger:
         mine: dict[int, list[dict]] = {}
         for position, *of_group in zip(positions, groups, rewards_PG.tolist(), advantages_PG.tolist(), strict=True):
             mine[position] = [
-                dict(step=step, prompt=_asked(sample.row), completion=sample.transcript or sample.text, reward=reward)
-                | dict(advantage=advantage, finish_reason=sample.finish_reason, version=sample.version)
+                dict(
+                    step=step,
+                    prompt=_asked(sample.row),
+                    completion=sample.transcript or sample.text,
+                    reward=reward,
+                    advantage=advantage,
+                    finish_reason=sample.finish_reason,
+                    version=sample.version,
+                )
                 for sample, reward, advantage in zip(*of_group, strict=True)
             ]
         of_position = distributed.gather_dict(mine)

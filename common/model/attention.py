@@ -14,9 +14,14 @@ GQA = dict(enable_gqa=True) if torch.__version__ >= "2.13" else {}  # whether va
 
 def packed_inputs(tokens: Tokens) -> dict:
     """Return the keyword arguments of a Hugging Face model whose attention is `packed_attention`."""
-    inputs = dict(input_ids=tokens.input_ids_T[None], position_ids=tokens.position_ids_T[None], use_cache=False)
-    # `pack`, not its list of offsets: torch.compile would compile the block again for each list
-    return inputs | dict(cu_seq_lens_q=tokens.cu_seqlens_N1, max_length_q=tokens.max_seqlen, pack=tokens)
+    return dict(
+        input_ids=tokens.input_ids_T[None],
+        position_ids=tokens.position_ids_T[None],
+        use_cache=False,
+        cu_seq_lens_q=tokens.cu_seqlens_N1,
+        max_length_q=tokens.max_seqlen,
+        pack=tokens,  # not its list of offsets: torch.compile would compile the block again for each list
+    )
 
 
 @exchange

@@ -79,12 +79,10 @@ def download(label: str, repo_id: str, patterns: list[str]) -> str:
         except (LocalEntryNotFoundError, OSError) as error:
             if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
                 return ValueError(f"{label}: no such folder, and no readable model of this name on the hub")
-            enough = (
-                ""
-                if "*.safetensors" in patterns
-                else "; --dry_run needs only its config.json and tokenizer in a folder"
-            )
-            return ValueError(f"{label}: no such folder, not in the local cache, and the hub cannot be reached{enough}")
+            problem = "no such folder, not in the local cache, and the hub cannot be reached"
+            if "*.safetensors" not in patterns:
+                problem += "; --dry_run needs only its config.json and tokenizer in a folder"
+            return ValueError(f"{label}: {problem}")
         except HFValidationError:
             return ValueError(f"{label}: no such folder, and not a valid Hugging Face id")
 

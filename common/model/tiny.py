@@ -64,9 +64,15 @@ def build_tokenizer():
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, EOS, TURN, END_OF_TURN)])
-    special: dict = dict(pad_token=PAD, eos_token=EOS, extra_special_tokens=[TURN, END_OF_TURN])
-    options: dict = dict(chat_template=CHAT_TEMPLATE, model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        extra_special_tokens=[TURN, END_OF_TURN],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def build_model():
@@ -75,12 +81,25 @@ def build_model():
 
     tokenizer = build_tokenizer()
     end_ids = [tokenizer.convert_tokens_to_ids(t) for t in (EOS, END_OF_TURN)]
-    ends: dict = dict(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
-    sizes: dict = dict(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4)
-    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT)
-    config = Qwen3Config(**sizes, **ends, bos_token_id=None, tie_word_embeddings=True, dtype="float32")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end_ids,
+        bos_token_id=None,
+        dtype="float32",
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(**ends, prompt_format="auto")
+    model.generation_config = GenerationConfig(
+        eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id, prompt_format="auto"
+    )
     return model

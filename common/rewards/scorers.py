@@ -85,8 +85,10 @@ def _of_math(pool: Pool, groups: list[Group]) -> list[Result]:
     """Score with `math`. An answer that exceeds the time or memory limit is wrong and not an error: otherwise such an
     answer would go unpunished. Only a gold answer that cannot be parsed is an error."""
     results = _of_samples(pool, False, groups)
-    stay = [result.error is None or result.error.startswith("ValueError: ") for result in results]
-    return [r if stays else r._replace(value=0.0, error=None) for r, stays in zip(results, stay, strict=True)]
+    return [
+        r if r.error is None or r.error.startswith("ValueError: ") else r._replace(value=0.0, error=None)
+        for r in results
+    ]
 
 
 def _of_code(name: str, function: Callable, args: SamplingArgs) -> Scorer:

@@ -102,13 +102,20 @@ class VLLMEngine(Engine):
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
     def _options(self, max_model_len: int) -> dict:
-        memory = self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9)
-        options = dict(distributed_executor_backend="external_launcher", dtype=str(self.dtype).removeprefix("torch."))
-        options |= dict(tensor_parallel_size=self.args.tensor_parallel_size, gpu_memory_utilization=memory)
-        options |= dict(skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False)
-        options |= dict(max_model_len=max_model_len, max_num_seqs=SLOTS, seed=0)  # every request has its own seed
-        options |= dict(logprobs_mode="processed_logprobs")  # of the distribution at this temperature
-        options |= dict(generation_config="vllm")  # without top_p, top_k and penalties of the model
+        options = dict(
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=self.args.tensor_parallel_size,
+            skip_tokenizer_init=True,
+            dtype=str(self.dtype).removeprefix("torch."),
+            logprobs_mode="processed_logprobs",  # of the distribution at this temperature
+            generation_config="vllm",  # without top_p, top_k and penalties of the model
+            max_model_len=max_model_len,
+            gpu_memory_utilization=self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9),
+            max_num_seqs=SLOTS,
+            seed=0,  # unused: every request has a seed
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+        )
         if self.dtype != torch.float32:  # as in the trainer: see token_logprobs
             options |= dict(hf_overrides=dict(head_dtype="float32"))
         if self.device.type != "cpu":
@@ -123,8 +130,14 @@ class VLLMEngine(Engine):
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
-        options = dict(seed=0, max_tokens=1, detokenize=False, logprobs=0)  # of the sampled token alone
-        params = SamplingParams(temperature=temperature, stop_token_ids=self.eos_ids, **options)
+        params = SamplingParams(
+            seed=0,
+            temperature=temperature,
+            max_tokens=1,
+            stop_token_ids=self.eos_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs("", tokens_input([0]), params, engine.get_supported_tasks())
 
