@@ -33,6 +33,7 @@ from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
 from common.config.sampling import GenerateArgs
+from common.config.training import PrefixArgs
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
 from common.data.packing import PackedBatch, pack_groups
 from common.data.rows import PAIR_COLUMNS
@@ -80,7 +81,7 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(PreferenceArgs, GenerateArgs, TrainArgs):
+class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"

@@ -16,6 +16,7 @@ import json
 import math
 import re
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from common.config.groups import SamplingArgs
 from common.config.parse import parse
 from common.data import durable
 from common.data.encode import Encoder
-from common.data.packing import pack, per_sample
+from common.data.packing import pack_minibatches, per_sample
 from common.data.rows import rows_of_split
-from common.data.sample import Sample
+from common.data.sample import Group
 from common.evaluate import checkpoint_curve
 from common.evaluate.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
@@ -130,13 +131,14 @@ def measure(args: Args, lines: list[dict]) -> dict:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: Policy, samples: list[Sample], pack_tokens: int, device: torch.device
+    model: Policy, groups: list[Group], pack_tokens: int, device: torch.device
 ) -> list[tuple[float, int]]:
     """Return the model's log-prob of each completion, in nats, and its number of tokens. Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context."""
+    samples = list(chain(*groups))
     require_context(model, max((len(sample.ids) for sample in samples), default=0))
-    packs = pack(samples, pack_tokens, device)
+    (packs,) = pack_minibatches(groups, 1, pack_tokens, device)
     logps = per_sample(packs, [mb.sequence_sums(model(mb, temperature=1.0)[0]) for mb in packs], (len(samples),))
     return [(logp, sum(sample.loss_mask)) for logp, sample in zip(logps.tolist(), samples, strict=True)]
 
@@ -265,7 +267,7 @@ def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> d
         results["win_rate"] = interval(*wins(*judged))
     if "perplexity_model" in others:
         likely = load_policy(others["perplexity_model"], args, device, trainable=False, flag="--perplexity_model")
-        found = of_completions(both[0], lambda samples: log_likelihoods(likely, samples, pack_tokens, device))
+        found = of_completions(both[0], lambda groups: log_likelihoods(likely, groups, pack_tokens, device))
         totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in found]
         nats = interval(*zip(*totals, strict=True))
         results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}

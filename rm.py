@@ -34,6 +34,7 @@ from torch.nn.functional import logsigmoid
 from common.config.flags import NotNegative, Positive, require_default
 from common.config.groups import TrainArgs
 from common.config.parse import parse
+from common.config.training import PrefixArgs
 from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
 from common.data.packing import PackedBatch, pack_groups
 from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
@@ -66,7 +67,7 @@ def loss(
 
 
 @dataclass
-class Args(TrainArgs):
+class Args(PrefixArgs, TrainArgs):
     output_dir: str = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; with --eval_only
     scores.jsonl; default: runs/ and the name of the script"""
@@ -182,7 +183,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
             ) from error
     works = {flag: writable(flag, output) for flag, output in outputs.items()} if distributed.is_main() else {}
     model = load_scalar_model(path, args, device, trainable=False)
-    mine = [sample.ids[:-1] for pair in pairs[rank::world_size] for sample in pair]
+    mine = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
     ranks = distributed.gather_objects(score(model, mine, args.pack_tokens, device))
     if not distributed.is_main():
         return

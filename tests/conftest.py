@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from common.config.groups import OnlineArgs
 from common.config.parse import parse
+from common.data import packing
 from common.data.tasks import arithmetic_rows
 from common.metrics.logger import RunLogger
 from common.model.tiny import tiny_model
@@ -45,6 +46,13 @@ def device() -> Iterator[torch.device]:
     distributed.cleanup()
 
 
+@pytest.fixture(autouse=True)
+def no_shared_prefixes(monkeypatch) -> None:
+    """Undo what loading a model changes in this process."""
+    monkeypatch.setattr(packing, "_shortest_prefix", 0)
+    monkeypatch.setattr(packing, "_needs_whole_sequences", False)
+
+
 @pytest.fixture
 def main(device, monkeypatch) -> Callable[..., None]:
     """`main("sft", *flags)` runs a script in this process."""
@@ -53,6 +61,7 @@ def main(device, monkeypatch) -> Callable[..., None]:
     monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # see preload.py
 
     def run_main(script: str, *flags: object) -> None:
+        packing._shortest_prefix, packing._needs_whole_sequences = 0, False  # those of an earlier run
         module = importlib.import_module(script)
         module.main(parse(module.Args, [str(flag) for flag in flags]))
 

@@ -54,7 +54,7 @@ def flags(small, tmp_path_factory):
     return (
         *small, "--reward", f"{reward}:digits", "--max_steps", 4, "--prompts_per_step", 8, "--samples_per_prompt", 3,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 2, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--save_every", 2, "--max_logprob_difference", 1e-4, "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def two_ranks(flags, tmp_path_factory):
 
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tmp_path):
-    main("bok", *flags, "--keep", 2, "--beta", 0.3, "--pack_tokens", 40, "--output_dir", tmp_path)
+    main("bok", *flags, "--keep", 2, "--beta", 0.3, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
     assert samples(two_ranks, 1) == samples(tmp_path, 1)
     assert_close_metrics(two_ranks, tmp_path, (*SAME, "loss"), rel=1e-5)
     assert_close_metrics(two_ranks, tmp_path, ("kl",), rel=1e-5, floor=0.1)

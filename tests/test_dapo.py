@@ -205,6 +205,16 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, everythi
 
 
 @pytest.mark.slow
+def test_shared_prefixes_change_no_gradient(flags, main, tmp_path):
+    """Without --top_entropy: rounding decides which of two nearly equal entropies is the larger one."""
+    steps = (*flags, "--max_draws", 3, "--max_steps", 2)
+    run(2, "dapo.py", *steps, "--share_prefix", 1, "--output_dir", tmp_path / "shared")
+    main("dapo", *steps, "--share_prefix", 0, "--output_dir", tmp_path / "whole")
+    assert_close_metrics(tmp_path / "shared", tmp_path / "whole", ("loss",), rel=1e-4, floor=0.1)
+    assert_close_metrics(tmp_path / "shared", tmp_path / "whole", SAME, rel=1e-4)
+
+
+@pytest.mark.slow
 def test_samples_include_all_draws_and_only_kept_groups_have_advantages(two_ranks):
     drawn = []
     for line, (_, of_step) in zip(metrics(two_ranks), groupby(samples(two_ranks), lambda s: s["step"]), strict=True):

@@ -24,7 +24,8 @@ from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_lo
 # all objectives at once: each is logged separately, and the gradient is that of the sum
 EVERY_OBJECTIVE = ("--loss", *READS, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",
                    "--beta", 0.5)  # fmt: skip
-STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
+STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7,
+         "--share_prefix", 1)  # fmt: skip
 COMMON = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy", "num_tokens")
 PAIRED = (*COMMON, "loss/sft", *(f"loss/{name}" for name in READS), "wpo/weight", "rewards/accuracies")
 
@@ -53,7 +54,7 @@ def two_ranks(data, small, tmp_path_factory):
 @pytest.mark.slow
 def test_every_objective_does_not_depend_on_ranks_or_packing(two_ranks, data, small, tmp_path, main):
     flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
-    main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
+    main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags, "--share_prefix", 0)
     # At the first step the optimizer has amplified nothing: log-ratios are rounding errors, log-probs are not.
     assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=1e-5, floor=0.1)
     evaluated = [(a, b) for a, b in zip(metrics(two_ranks), metrics(tmp_path), strict=True) if "eval_loss" in a]

@@ -186,7 +186,7 @@ def flags(reward):
     return (
         "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 100, "--max_logprob_difference", 1e-4,
+        "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def with_vllm(flags, tmp_path_factory):
 
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_or_packing(with_vllm, flags, tmp_path):
-    run(1, "grpo.py", *flags, "--pack_tokens", 40, "--output_dir", tmp_path)
+    run(1, "grpo.py", *flags, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
     assert samples(with_vllm, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
     # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is its precision.
     assert_close_metrics(with_vllm, tmp_path, ("loss",), rel=1e-5, floor=0.1)

@@ -123,7 +123,7 @@ def flags(small, tmp_path_factory):
         *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 8, "--samples_per_prompt", 3,
         "--minibatches", 2, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01,
         "--sft_weight", 0.1, "--missing_eos_penalty", 0.2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
-        "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def two_ranks(flags, tmp_path_factory):
 
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, main, tmp_path, capsys):
-    flags = (*flags, "--pack_tokens", 60, "--output_dir", tmp_path)
+    flags = (*flags, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
     main("online_dpo", *flags, "--max_steps", 2)
     main("online_dpo", *flags)
     assert "resuming from" in capsys.readouterr().out

@@ -228,7 +228,7 @@ def flags(small, tmp_path_factory):
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--value_lr", 3e-4, "--value_lambda", 1,
         "--kl_target", 0.01, "--kl_horizon", 100, "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
         "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
-        "--warmup_steps", 0, "--beta", 0.05,
+        "--warmup_steps", 0, "--beta", 0.05, "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def two_ranks(flags, tmp_path_factory):
 
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tmp_path):
-    main("ppo", *flags, "--pack_tokens", 60, "--output_dir", tmp_path)
+    main("ppo", *flags, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
         assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and rewards
         assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-4)

@@ -174,7 +174,7 @@ def flags(small, tmp_path_factory):
         *small, "--model", talkative(folder / "talkative", small[1]), "--reward", f"{folder / 'reward.py'}:digits",
         "--max_steps", 3, "--prompts_per_step", 8, "--samples_per_prompt", 3, "--minibatches", 2,
         "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
-        "--engine", "transformers",
+        "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def two_ranks(everything, tmp_path_factory):
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, everything, main, tmp_path, capsys):
     """A resumed run continues with the adapted beta."""
-    flags = (*everything, "--pack_tokens", 60, "--output_dir", tmp_path)
+    flags = (*everything, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
     main("reinforce", *flags, "--max_steps", 2)
     main("reinforce", *flags)
     assert "resuming from" in capsys.readouterr().out

@@ -106,7 +106,7 @@ def flags(small, tmp_path_factory):
         *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
         "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
         "--beta", 0.05, "--kl_target", 0.02, "--kl_horizon", 100, "--max_logprob_difference", 1e-4,
-        "--reward_scale", 2, "--missing_eos_penalty", 0.1, "--engine", "transformers",
+        "--reward_scale", 2, "--missing_eos_penalty", 0.1, "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def two_ranks(flags, tmp_path_factory):
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, main, tmp_path, capsys):
     """A resumed run continues with the adapted beta."""
-    flags = (*flags, "--pack_tokens", 40, "--output_dir", tmp_path)
+    flags = (*flags, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
     main("rloo", *flags, "--max_steps", 2)
     main("rloo", *flags)
     assert "resuming from" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from common.rewards.reward_model import at_end, score
 from common.train.checkpoint import export_hf
 
 STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
-FLAGS = (*STEPS, "--center_coefficient", 0.01)
+FLAGS = (*STEPS, "--center_coefficient", 0.01, "--share_prefix", 1)
 SAME = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
         "rewards/std", "rewards/min", "rewards/max", "num_tokens")  # fmt: skip
 
@@ -48,7 +48,7 @@ def two_ranks(small, data, tmp_path_factory):
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, small, data, tmp_path, main):
     flags = ("--pack_tokens", 1000, "--max_length", 400, "--dataset", data, "--output_dir", tmp_path)
-    main("rm", *FLAGS, *small[:2], *flags)
+    main("rm", *FLAGS, *small[:2], *flags, "--share_prefix", 0)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1.0)  # rewards are of size 1
     assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
 
@@ -72,7 +72,7 @@ def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
     texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
     sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     model = load_scalar_model(str(two_ranks / "hf"), TrainArgs(), device, trainable=False)
-    ours = score(model, sequences, 100, device)
+    ours = score(model, [sequences], 100, device)
     assert len(set(ours)) == 3
     padded = tokenizer.pad(dict(input_ids=sequences), return_tensors="pt")
     with torch.no_grad():
@@ -126,9 +126,9 @@ def test_bradley_terry_loss_equals_a_calculation_by_hand():
 def test_score_depends_on_its_whole_sequence_only(device):
     model = load_scalar_model(tiny_model(), TrainArgs(), device)
     sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
-    together, apart = score(model, sequences, 100, device), [score(model, [s], 100, device)[0] for s in sequences]
+    together, apart = score(model, [sequences], 100, device), [score(model, [[s]], 100, device)[0] for s in sequences]
     assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
-    assert score(model, [[5, 6, 8]], 100, device)[0] != pytest.approx(
+    assert score(model, [[[5, 6, 8]]], 100, device)[0] != pytest.approx(
         together[0], abs=1e-4
     )  # the last token has an effect
     (mb,) = pack([at_end([5, 6, 7])], 10, device)
@@ -149,7 +149,7 @@ def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
         assert (hf.config.pad_token_id is None) == (pad == tokenizer.eos_token)
         with torch.no_grad():
             theirs = hf(input_ids=torch.tensor([ids])).logits.item()
-        assert score(model, [ids], 100, device) == pytest.approx([theirs], abs=1e-5)
+        assert score(model, [[ids]], 100, device) == pytest.approx([theirs], abs=1e-5)
 
 
 def test_new_head_depends_only_on_the_seed(device):

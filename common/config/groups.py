@@ -13,7 +13,16 @@ from pydantic.dataclasses import dataclass
 
 from common.config.flags import STRICT
 from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
-from common.config.training import CheckpointArgs, DataArgs, HeldOutArgs, LoRAArgs, ModelArgs, OptimArgs, RunArgs
+from common.config.training import (
+    CheckpointArgs,
+    DataArgs,
+    HeldOutArgs,
+    LoRAArgs,
+    ModelArgs,
+    OptimArgs,
+    PrefixArgs,
+    RunArgs,
+)
 
 # Defaults for the built-in models and task, which need other values than real ones (parse.py).
 BUILT_IN_MODELS = ("tiny", "tiny-sft")
@@ -43,7 +52,7 @@ class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
 
 
 @dataclass(config=STRICT)
-class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, BaseArgs):
+class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs):
     """Flags of every script that samples completions."""
 
     @model_validator(mode="after")

@@ -42,6 +42,15 @@ class ModelArgs:
 
 
 @dataclass(config=STRICT)
+class PrefixArgs:
+    """Shared prefixes"""
+
+    share_prefix: MayChange[NotNegative[int]] = 16
+    """compute what all samples of a group begin with, such as the prompt of its completions, once if it has at least
+    this many tokens; never changes the gradient; 0: never (docs/prefix.md)"""
+
+
+@dataclass(config=STRICT)
 class DataArgs:
     """Data and prompt format"""
 

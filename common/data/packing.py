@@ -10,7 +10,7 @@ Shapes: N sequences and T tokens in one micro-batch.
 import copy
 import math
 from collections.abc import Iterable
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from common.data.sample import Completion, Sample
 from common.parallel import distributed
-from common.parallel.placement import TokenIds, Tokens, assign, context_group_size
+from common.parallel.context import context_group_size
+from common.parallel.placement import GroupShape, TokenIds, Tokens, place
 
 # Optional per-token streams of a Sample; in a PackedBatch they are `<name>_T`.
 STREAMS = ("rollout_logprobs", "versions", "weights")
+_shortest_prefix = 0  # shortest common beginning that is computed once; 0: none is
+_needs_whole_sequences = False  # whether a model of this process failed the check of shared prefixes
 
 
 class PackedBatch(Tokens):
@@ -31,7 +34,7 @@ class PackedBatch(Tokens):
     A rank without samples gets a padding token that is masked.
     """
 
-    assigned: Tokens | None = None  # with several ranks: the tokens that this rank computes
+    assigned: Tokens | None = None  # with several ranks or shared prefixes: what this rank computes
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None
     weights_T: Tensor | None = None
@@ -112,21 +115,33 @@ def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[
     return pack_groups([[sample] for sample in samples], pack_tokens, device)
 
 
-def pack_groups(groups: list[list[Sample]], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
-    """Pack like `pack`, with the samples of a group, such as chosen and rejected, adjacent in one micro-batch."""
-    mine = [[sample.num_targets for sample in group] for group in groups]
-    streams = [name for name in STREAMS if groups and getattr(groups[0][0], name, None) is not None]
+def pack_groups(
+    groups: list[list[Sample]], pack_tokens: int, device: torch.device, together: bool = True,
+    shortest: int | None = None,
+) -> list[PackedBatch]:  # fmt: skip
+    """Pack like `pack`. The common beginning of a group is computed once, if it has at least `shortest` tokens
+    (default: see `set_shortest_prefix`; 0: never). With `together` the samples of a group, such as chosen and rejected,
+    are neighbours in one micro-batch; otherwise a group may be divided among micro-batches and ranks."""
+    samples, ends = list(chain(*groups)), accumulate(map(len, groups), initial=0)
+    order = [[*range(*bounds)] for bounds in pairwise(ends)]  # indices of each group's samples
+    if not together:  # neighbours of one length share a call of attention
+        order = [sorted(group, key=lambda i: -samples[i].num_targets) for group in order]
+    shortest = _shortest_prefix if shortest is None else shortest
+    mine = [shape_of([samples[i] for i in group], shortest) for group in order]
+    streams = [name for name in STREAMS if samples and getattr(samples[0], name, None) is not None]
     ranks = distributed.gather_objects((mine, streams))
     rank, R = int(dist.is_initialized() and dist.get_rank()), context_group_size()
-    lengths = {(owner, i): group for owner, (sizes, _) in enumerate(ranks) for i, group in enumerate(sizes)}
-    rows = assign(lengths, len(ranks) // R, pack_tokens * R)
+    shapes, rows = place([shapes for shapes, _ in ranks], len(ranks) // R, pack_tokens * R, together)
     owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
     streams = sorted(set().union(*(of_rank for _, of_rank in ranks)))  # also for a rank without samples
-    samples, starts = list(chain(*groups)), list(accumulate(map(len, groups), initial=0))  # first sample of each group
-    indices = [[k for _, i in keys for k in range(starts[i], starts[i + 1])] for keys in owned]
-    packs = [_pack_one([samples[k] for k in index], index, streams, device) for index in indices]
-    if len(ranks) > 1:
-        ids = TokenIds([sample.ids for sample in samples], lengths, device)
+    sequence, of_group = chain(*order), {}  # indices in the order of the shapes; those of each group or part
+    for key in shapes:
+        if key[0] == rank:
+            of_group[key] = list(islice(sequence, len(shapes[key].lengths)))
+    indices = [[i for key in keys for i in of_group[key]] for keys in owned]
+    packs = [_pack_one([samples[i] for i in index], index, streams, device) for index in indices]
+    if len(ranks) > 1 or any(shape.prefix for shape in shapes.values()):
+        ids = TokenIds([samples[i].ids for i in chain(*order)], shapes, device)
         for mb, row, keys in zip(packs, rows, owned, strict=True):
             mb.assigned = ids.computed(row, keys)
     return packs
@@ -136,16 +151,39 @@ def pack_minibatches(
     groups: list[list[Sample]], count: int, pack_tokens: int, device: torch.device, together: bool = False
 ) -> Minibatches:
     """Divide this rank's groups into `count` minibatches of micro-batches. Minibatch m has the m-th of `count` equal
-    parts of each rank's groups, and so the same global prompts on any number of ranks. A group may be empty. With
-    `together` the samples of a group share a micro-batch. Collective."""
+    parts of each rank's groups, and so the same global prompts on any number of ranks. A group may be empty. `together`
+    as in `pack_groups`. Collective."""
     cuts, minibatches = [len(groups) * m // count for m in range(count + 1)], []
     for start, end in pairwise(cuts):
         chosen = [group for group in groups[start:end] if group]
-        wholes = chosen if together else [[sample] for group in chosen for sample in group]
         before = sum(len(group) for group in groups[:start])
-        packs = pack_groups(wholes, pack_tokens, device)
+        packs = pack_groups(chosen, pack_tokens, device, together)
         minibatches.append([mb.with_streams(index_N=mb.index_N + before) for mb in packs])
     return minibatches
+
+
+def set_shortest_prefix(shortest: int, allowed: bool) -> None:
+    """Set the shortest prefix that `pack_groups` shares by default. A model for which this is not `allowed` sets it to
+    0 for all models of the run, which have the same packs."""
+    global _shortest_prefix, _needs_whole_sequences
+    _needs_whole_sequences |= not allowed
+    _shortest_prefix = 0 if _needs_whole_sequences else shortest
+
+
+def prefixes_are_shared() -> bool:
+    return _shortest_prefix > 0
+
+
+def shape_of(samples: list[Sample], shortest: int) -> GroupShape:
+    """Return the shape of a group, with the longest prefix that leaves each sample a target of its own."""
+    lengths = [sample.num_targets for sample in samples]
+    if len(samples) == 1 or not shortest:
+        return GroupShape(lengths)
+    first, last = min(sample.ids for sample in samples), max(sample.ids for sample in samples)
+    # Lists are ordered like words: the common beginning of the first and the last is common to all.
+    equal = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    prefix = min(equal - 1, min(lengths) - 1)
+    return GroupShape(lengths, prefix if prefix + 1 >= shortest else 0)
 
 
 def _pack_one(samples: list[Sample], index: list[int], streams: list[str], device: torch.device) -> PackedBatch:

@@ -2,7 +2,6 @@
 
 import resource
 import sys
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -37,7 +36,8 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     layer, 4 heads x width for each pair of a query and a key that it attends to. Windows are ignored. A backward
     takes twice as many; recomputed operations are not counted."""
     config = config.get_text_config()
-    pairs = sum((end - begin) * (end - begin + 1) / 2 for begin, end in pairwise(tokens.offsets))
+    of_segments = zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True)
+    pairs = sum(queries * (keys - queries) + queries * (queries + 1) / 2 for queries, keys in of_segments)
     pairs *= len(tokens.targets_T) / tokens.offsets[-1]  # this rank's share of the heads of its context group
     heads, width = attention_shape(config)
     attention = 4 * heads * width * pairs * config.num_hidden_layers

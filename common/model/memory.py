@@ -109,7 +109,7 @@ def kept_by_block(m: Shapes, plan: Plan) -> int:
     """Return the bytes that a block keeps for its backward, per token: the inputs of norms and matrix products,
     queries, keys, values and outputs of attention, and four activations of the MLP's width."""
     c, width = plan.bytes, m.hidden * (1 + max(1, 3 * m.experts))  # tokens are copied to experts and back
-    keys = m.keys * math.lcm(m.key_heads, plan.context_ranks) // m.key_heads  # `placement.exchange` copies key heads
+    keys = m.keys * math.lcm(m.key_heads, plan.context_ranks) // m.key_heads  # `context.exchange` copies key heads
     attention = c * (2 * m.queries + 2 * keys) + (m.queries + m.keys) * _norm(plan) * m.normed
     return 2 * m.hidden * _norm(plan) + c * width + attention + 4 * c * m.inner
 

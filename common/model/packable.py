@@ -1,5 +1,7 @@
 """Support of architectures: models without an exact packed forward are refused, before or after they are loaded."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -8,6 +10,7 @@ from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 from common.model.loading import EXPERTS, load_config
 from common.model.logprobs import TokenStats
+from common.parallel import distributed
 from common.parallel.distributed import first_line
 
 
@@ -58,7 +61,8 @@ def check_packing(model: nn.Module, label: str) -> None:
     model_type, generator = model.hf.config.model_type, torch.Generator().manual_seed(0)
     drawn = torch.randint(0, model.hf.config.vocab_size, (38,), generator=generator).tolist()
     first, other, second = (Sample(ids, [True] * len(ids)) for ids in (drawn[:13], drawn[13:26], drawn[26:]))
-    packs = [pack_groups([samples], 100, model.device)[0] for samples in ([first, second], [other, second], [second])]
+    groups = [first, second], [other, second], [second]
+    packs = [pack_groups([samples], 100, model.device, shortest=0)[0] for samples in groups]
     length, logits_TV = second.num_targets, None
     try:
         outputs = [model(mb) for mb in packs[:2]]
@@ -82,3 +86,29 @@ def check_packing(model: nn.Module, label: str) -> None:
         limit = 1e-3 if model.compute_dtype == torch.float32 else 0.5
         if not (expected_T - x_T).abs().max() < limit * max(1.0, logits_TV.abs().max().item() / 64):
             raise ValueError(f"{label}: {model_type} has a head that is not supported")
+
+
+@torch.no_grad()
+def keeps_shared_prefixes(model: nn.Module, label: str) -> bool:
+    """Return whether samples whose common beginning is computed once have the numbers that they have alone, up to
+    rounding or a share of what another beginning changes. If not, rank 0 says so. Collective."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, model.hf.config.vocab_size, (48,), generator=generator)
+    prefix, other, *suffixes = (ids.tolist() for ids in drawn.split([16, 16, 7, 9]))
+    numbers = []
+    for beginning, shortest in ((prefix, 1), (prefix, 0), (other, 0)):
+        pair = [Sample(beginning + ids, [True] * (16 + len(ids))) for ids in suffixes]
+        (mb,) = pack_groups([pair], 100, model.device, shortest=shortest)
+        output = model(mb)
+        numbers.append(output.logprobs_T if isinstance(output, TokenStats) else output)
+    model.reshard()
+    shared_T, alone_T, other_T = numbers
+    error, effect = (
+        distributed.all_max((x_T - alone_T).abs().max().nan_to_num(math.inf)) for x_T in (shared_T, other_T)
+    )
+    rounding, share = (1e-3, 0.01) if model.compute_dtype == torch.float32 else (0.05, 0.25)
+    if error < max(rounding, share * effect):
+        return True
+    model_type = model.hf.config.model_type
+    distributed.say(f"{label}: {model_type} needs every prefix with its sequence; continues as with --share_prefix 0")
+    return False

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from common.config.groups import BaseArgs, SamplingArgs, TrainArgs
-from common.data.packing import PackedBatch
+from common.config.training import PrefixArgs
+from common.data.packing import PackedBatch, prefixes_are_shared, set_shortest_prefix
 from common.model import lora
 from common.model.attention import packed_inputs
 from common.model.comparison import Comparison, TopK, compare
@@ -18,35 +19,35 @@ from common.model.head import Logits, logits_of
 from common.model.loading import EXPERTS, draw_head, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.memory import may_recompute, require_memory
-from common.model.packable import build_on_meta, check_packing, packable_config
+from common.model.packable import build_on_meta, check_packing, keeps_shared_prefixes, packable_config
 from common.objectives.divergence import Divergence
 from common.objectives.policy import expert_balance
+from common.parallel.context import context_group_size, setup_context_groups
 from common.parallel.mesh import shard_mesh
-from common.parallel.placement import Tokens, context_group_size, scatter_back, setup_context_groups
+from common.parallel.placement import Tokens, scatter_back
 
 # ---- models that take packs ----
 
 
 class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names; `flops` counts the
-    operations of its forwards and backwards; `expert_balance_N` is that of the last computed sequences, if watched."""
+    operations of its forwards and backwards, `whole_flops` those that they would take without shared prefixes;
+    `expert_balance_N` is that of the last computed sequences, if watched."""
 
     value_head: tuple[nn.Linear, ...] = ()  # of a value model on this model's layers (value.py); no submodule
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
         self.hf, self.path = hf, path
-        self.matrix_weights, self.flops = matrix_weights(hf), 0.0
+        self.matrix_weights, self.flops, self.whole_flops = matrix_weights(hf), 0.0, 0.0
 
-    def hidden_states(self, tokens: Tokens, second_adapters: bool = False) -> Tensor:
+    def hidden_states(self, mb: PackedBatch, second_adapters: bool = False) -> Tensor:
         """Return the last hidden states [t, D], with the value model's adapters if `second_adapters`."""
         if self.value_head:
             lora.use(self.hf, second_adapters)
-        flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
-        if torch.is_grad_enabled():
-            frozen = not self.hf.get_input_embeddings().weight.requires_grad  # under adapters, which are not counted
-            flops = 3 * flops - (2 * self.matrix_weights * len(tokens.targets_T) if frozen else 0)
-        self.flops += flops
+        tokens = mb.computed
+        self.flops += self._flops(tokens)
+        self.whole_flops += self._flops(mb)
         output = self.hf.base_model(**packed_inputs(tokens))
         if router_logits := getattr(output, "router_logits", None):
             lengths_N, top_k = tokens.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
@@ -56,12 +57,22 @@ class PackedModel(nn.Module):
             hidden_tD.register_hook(lambda _: lora.use(self.hf, second_adapters))
         return hidden_tD
 
+    def _flops(self, tokens: Tokens) -> float:
+        """Return the operations of a forward and, if it keeps a graph, of its backward."""
+        flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
+        if not torch.is_grad_enabled():
+            return flops
+        frozen = not self.hf.get_input_embeddings().weight.requires_grad  # under adapters, which are not counted
+        return 3 * flops - (2 * self.matrix_weights * len(tokens.targets_T) if frozen else 0)
+
     def watch_experts(self, flag: str) -> None:
         """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model without experts."""
         if self.hf.config.model_type not in EXPERTS:
             raise ValueError(f"{flag}: {self.hf.config.model_type} is no mixture of experts")
         if context_group_size() > 1:
             raise ValueError(f"{flag} needs whole sequences on each rank; drop --context_ranks")
+        if prefixes_are_shared():
+            raise ValueError(f"{flag} counts how every token is routed; needs --share_prefix 0")
         self.hf.config.output_router_logits = True
 
 
@@ -72,7 +83,7 @@ class Policy(PackedModel):
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> TokenStats:
         """Return log-probs and further statistics of the targets."""
         tokens = mb.computed
-        stats = token_logprobs(self._logits(tokens), tokens.targets_T, temperature, self.compiled)
+        stats = token_logprobs(self._logits(mb), tokens.targets_T, temperature, self.compiled)
         return TokenStats(*scatter_back(stats, tokens))
 
     def distill(
@@ -81,23 +92,23 @@ class Policy(PackedModel):
     ) -> Comparison:  # fmt: skip
         """Return statistics of this student and its `teacher`, the result of the teacher's `teach`: see `compare`."""
         tokens = mb.computed
-        comparison = compare(self._logits(tokens), teacher, tokens.targets_T, temperature, divergence, top_k)
+        comparison = compare(self._logits(mb), teacher, tokens.targets_T, temperature, divergence, top_k)
         return Comparison(*scatter_back(comparison, tokens))
 
     @torch.no_grad()
     def teach(self, mb: PackedBatch) -> Logits:
         """Return the logits for a student's `distill`, with a copy of the head: FSDP frees its own. Keep it for one
         micro-batch only."""
-        logits = self._logits(mb.computed)
+        logits = self._logits(mb)
         bias_V = None if logits.bias_V is None else logits.bias_V.clone()
         return logits._replace(head_VD=logits.head_VD.clone(), bias_V=bias_V)
 
     def values(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32, of the value model that shares this policy's layers (value.py)."""
-        return scalars(self.hidden_states(mb.computed, second_adapters=True), self.value_head[0], mb)
+        return scalars(self.hidden_states(mb, second_adapters=True), self.value_head[0], mb)
 
-    def _logits(self, tokens: Tokens) -> Logits:
-        return logits_of(self.hf, self.hidden_states(tokens))
+    def _logits(self, mb: PackedBatch) -> Logits:
+        return logits_of(self.hf, self.hidden_states(mb))
 
 
 class ScalarModel(PackedModel):
@@ -107,7 +118,7 @@ class ScalarModel(PackedModel):
     def forward(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` depends on the inputs
         up to t, not on `targets_T[t]`."""
-        return scalars(self.hidden_states(mb.computed), self.hf.score, mb)
+        return scalars(self.hidden_states(mb), self.hf.score, mb)
 
 
 def scalars(hidden_tD: Tensor, head: nn.Linear, mb: PackedBatch) -> Tensor:
@@ -217,6 +228,8 @@ def _load(
     if adapted:
         lora.fill_adapters(hf, stored, args.seed)
     check_packing(model, label)
+    if isinstance(args, PrefixArgs) and args.share_prefix:
+        set_shortest_prefix(args.share_prefix, allowed=keeps_shared_prefixes(model, label))
     return model
 
 
@@ -247,6 +260,8 @@ def shard(model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: tor
     precision = fsdp.MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     mesh, model.copies = shard_mesh(device, args.shard_ranks, args.nccl_timeout)
     home = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads_all(args) else fsdp.OffloadPolicy()
+    if args.compile:  # a block has variants: with a graph or not, with shared prefixes or not, of fixed or any sizes
+        torch._dynamo.config.recompile_limit = 32
     for block in blocks:
         if args.compile:
             for experts in (module for name, module in block.named_modules() if name.endswith("experts")):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from common.config.groups import TrainArgs
 from common.data import durable
-from common.data.packing import PackedBatch, pack, per_sample
+from common.data.packing import PackedBatch, pack_minibatches, per_sample
 from common.data.sample import Sample
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.policy import Policy, load_reference
@@ -80,7 +80,7 @@ def store_reference_logps(
         hint = "; the steps use fewer: --reference_logprobs online is faster" if 2 * used < len(parts[0]) else ""
         distributed.say(f"the reference scores {sum(map(len, parts))} rows once{hint}")
         with distributed.signals_end_the_process():  # nothing is trained yet
-            logps = _reference_logps(_samples(parts), ends[-1], load(), args.pack_tokens, device)
+            logps = _reference_logps(chain.from_iterable(parts), sum(map(len, parts)), load(), args.pack_tokens, device)
         stored = dict(digest=digest, logps=logps)
         if distributed.is_main():
             durable.write_json(file, stored)
@@ -100,21 +100,22 @@ def _read(path: Path, digest: str, count: int) -> dict:
 
 @torch.no_grad()
 def _reference_logps(
-    samples: Iterable[Sample], count: int, reference: nn.Module, pack_tokens: int, device: torch.device
+    groups: Iterable[list[Sample]], count: int, reference: nn.Module, pack_tokens: int, device: torch.device
 ) -> list[float]:
-    """Return the reference's log-probs of `count` samples, on every rank. Collective."""
+    """Return the reference's log-probs of the samples of `count` groups, on every rank. Collective."""
     rank, world_size = torch.distributed.get_rank(), distributed.world_size()
-    mine, logps = islice(samples, rank, None, world_size), []
-    for done in range(0, count, 1024 * world_size):  # the same number of packs on every rank
+    mine, logps = islice(groups, rank, None, world_size), []
+    for done in range(0, count, 512 * world_size):  # the same number of packs on every rank
         if done:
             distributed.say(f"the reference has scored {done / count:.0%}")
-        batch = list(islice(mine, 1024))
-        micro_batches = pack(batch, pack_tokens, device)
+        batch = list(islice(mine, 512))
+        (micro_batches,) = pack_minibatches(batch, 1, pack_tokens, device)
         scores = [weighted_logps(mb, reference(mb).logprobs_T) for mb in micro_batches]
-        logps += per_sample(micro_batches, scores, (len(batch),)).tolist()
+        of_samples = iter(per_sample(micro_batches, scores, (sum(map(len, batch)),)).tolist())
+        logps += [[next(of_samples) for _ in group] for group in batch]
     reference.reshard()  # a forward without backward leaves the root unsharded
     ranks = distributed.gather_objects(logps)
-    return [ranks[i % world_size][i // world_size] for i in range(count)]
+    return [logp for i in range(count) for logp in ranks[i % world_size][i // world_size]]
 
 
 def digest_of(samples: Iterable[Sample], model_path: str, weights: list[str], *settings: object) -> str:

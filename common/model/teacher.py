@@ -63,7 +63,7 @@ class StoredTeacher:
     """Stored distributions of a teacher at the trained tokens of samples, coarsened to its most likely tokens. The
     files do not depend on the number of ranks; complete files of a killed run are kept."""
 
-    flops = 0.0  # no model runs
+    flops = whole_flops = 0.0  # no model runs
 
     def __init__(
         self, folder: Path, path: str, load: Callable[[], Policy], samples: list[Sample], vocabulary: int,

@@ -31,7 +31,7 @@ class ValueModel(nn.Module):
     """Value model on a policy's layers, equal to a `ScalarModel` with the same adapters and head. The policy counts its
     operations."""
 
-    flops = 0.0
+    flops = whole_flops = 0.0
 
     def attach(self, policy: Policy) -> None:
         """Add adapters and head to a policy on meta, before sharding."""

@@ -1,56 +1,61 @@
 """Placement: which rank computes which sequence, and how its results return to the rank that owns the sequence.
 
-A rank owns samples: their masks, streams and losses. `assign` chooses by cost which rank runs the model on them, and
+A rank owns samples: their masks, streams and losses. `place` chooses by cost which rank runs the model on them, and
 `scatter_back` returns the results to the owners. FSDP makes every micro-batch wait for its slowest rank, so that load
-balancing saves time (`bench/balance.py`).
+balancing saves time (`bench/balance.py`). A context group (context.py) counts as one rank.
 
-With `--context_ranks` R, R neighbours are a context group, which runs each pack together: every rank holds one of R
-equal parts of the stream. Only attention mixes tokens; around it, tokens are exchanged for heads (DeepSpeed-Ulysses,
-arXiv:2309.14509). A sequence may then be R times as long as `--pack_tokens`.
+Tokens that all sequences of a group begin with, such as the prompt of its completions, are computed once
+(docs/prefix.md). Of the ids x_0 .. x_n of a sequence a model reads x_0 .. x_(n-1) and predicts x_1 .. x_n. Where the
+first p + 1 ids of all sequences agree, so do their first p targets. The prefix is a segment of its own that reads
+x_0 .. x_(p-1); one more segment for each sequence reads the rest, x_p .. x_(n-1). Every computed token has one target.
 
-Shapes: N sequences, T own tokens, t computed tokens, H heads, d head width. A key is (owner, index of its group).
+Shapes: N segments, T own tokens, t computed tokens, K keys. A key of a dict is (owner, index of its group).
 """
 
 import bisect
-import functools
 import heapq
 import math
-from collections.abc import Callable
-from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
+from common.parallel import distributed
+from common.parallel.context import context_group, context_group_size
+
 Key = tuple[int, int]
 # Attention costs ATTENTION n^2 for a sequence of n tokens: heads x head width x layers / weights. 2e-5 in an 8B model,
 # 1e-4 in one of 0.6B.
 ATTENTION = 4e-5
+KEY_COPY = 1 / 8  # room for a copied key and value, in tokens: a block keeps at least eight times as much of a token
+MICRO_BATCH = 256  # fixed cost of a micro-batch, in tokens
 
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_context_group: dist.ProcessGroup | None = None  # of this rank; None: every rank runs its packs alone
 
 
-def setup_context_groups(context_ranks: int, minutes: float) -> None:
-    """Make a context group of every `context_ranks` neighbours, with a timeout in minutes. The first call is
-    collective, later ones do nothing."""
-    global _context_group
-    if context_ranks > 1 and _context_group is None:
-        for first in range(0, dist.get_world_size(), context_ranks):  # every rank makes all groups
-            ranks = range(first, first + context_ranks)
-            group = dist.new_group(list(ranks), timeout=timedelta(minutes=minutes))
-            _context_group = group if dist.get_rank() in ranks else _context_group
+class Keys:
+    """Keys that the queries of a segment attend to: of its prefix and of itself. A plain class, like `Tokens`."""
 
-
-def context_group_size() -> int:
-    return 1 if _context_group is None else dist.get_world_size(_context_group)
+    def __init__(self, offsets: list[int], after: list[int], device: torch.device):
+        """Segment n is [offsets[n], offsets[n + 1]) and continues segment after[n] < n, or none if that is -1. What a
+        segment continues may itself continue another one."""
+        rows: list[Tensor] = []
+        for previous, (begin, end) in zip(after, pairwise(offsets), strict=True):
+            own = torch.arange(begin, end)
+            rows.append(own if previous < 0 else torch.cat([rows[previous], own]))
+        self.lengths = [len(each) for each in rows]
+        self.rows_K = torch.cat(rows).to(device)  # int64: positions of the keys among the computed tokens
+        self.cu_seqlens_N1 = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(device)
+        self.max_seqlen = max(self.lengths)
 
 
 class Tokens:
-    """Packed sequences that a model runs on: this rank's own, or those that `assign` gave to it.
+    """Packed sequences that a model runs on: this rank's own, or those that `place` gave to it. Where a prefix is
+    computed once, they are segments of sequences.
 
     A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it contains.
     """
@@ -58,12 +63,14 @@ class Tokens:
     own_T: Tensor | None = None  # int64: positions of this rank's own tokens among those that all ranks compute
     longest = 0  # most tokens that a rank computes
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
+    keys: Keys | None = None  # None: no segment continues another one
 
     def __init__(self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int], sequences: int):
-        """The first `sequences` of the sequences with these `lengths` are samples; another one is padding."""
+        """The first `sequences` of the sequences or segments with these `lengths` are samples; another is padding."""
         self.input_ids_T = ids_T  # int64
         self.targets_T = targets_T  # int64
-        self.position_ids_T = position_ids_T  # int64, restarts at 0 in every sequence
+        self.position_ids_T = position_ids_T  # int64, of a token in its sequence
+        self.lengths = lengths
         self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
         self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(ids_T.device)
         self.max_seqlen = max(lengths)  # on the host, like `offsets`: no kernel launch waits for the device
@@ -73,22 +80,89 @@ class Tokens:
 # ---- which rank computes what ----
 
 
-def cost(lengths: list[int]) -> float:
-    """Return the compute cost of sequences, in units of one token of a short sequence."""
-    return sum(n + ATTENTION * n * n for n in lengths)
+class GroupShape(NamedTuple):
+    """Sequences of a group or of a part of it, by their numbers of targets. The first `prefix` targets are the same in
+    all of them, and are computed once."""
+
+    lengths: list[int]
+    prefix: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of computed tokens."""
+        return sum(self.lengths) - self.prefix * (len(self.lengths) - 1)
+
+    @property
+    def size(self) -> int:
+        """Room that the group takes in a pack: its tokens, and a copy of the prefix's keys for each sequence. It is at
+        most that of whole sequences."""
+        return self.tokens + math.ceil(KEY_COPY * self.prefix * len(self.lengths))
+
+    @property
+    def cost(self) -> float:
+        """Compute cost, in units of one token of a short sequence."""
+        pairs = sum(n * n for n in self.lengths) - (len(self.lengths) - 1) * self.prefix**2
+        return self.tokens + ATTENTION * pairs
+
+    def parts(self, limit: int) -> list["GroupShape"]:
+        """Return the sequences, in their order, as groups of at most this size, each with a prefix of its own, or of
+        one sequence. Without a prefix, every sequence is a group."""
+        parts: list[list[int]] = []
+        for n in self.lengths:
+            if parts and self.prefix and GroupShape([*parts[-1], n], self.prefix).size <= limit:
+                parts[-1].append(n)
+            else:
+                parts.append([n])
+        return [GroupShape(lengths, self.prefix if len(lengths) > 1 else 0) for lengths in parts]
+
+    def own_rows(self) -> Tensor:
+        """Return the positions of the targets of all sequences, one after the other, among the computed tokens: [T]."""
+        p = self.prefix
+        suffixes = pairwise(accumulate((n - p for n in self.lengths), initial=p))
+        return torch.cat([torch.cat([torch.arange(p), torch.arange(*bounds)]) for bounds in suffixes])
 
 
-def assign(groups: dict[Key, list[int]], num_bins: int, max_tokens: int) -> list[list[list[Key]]]:
-    """Assign groups of sequences, given by their lengths, to rows of `num_bins` bins: one micro-batch of each context
-    group. A group stays whole, a bin has at most `max_tokens` tokens, and the bins of a row cost about the same. There
-    are as few rows as best-fit decreasing needs.
+def by_key(ranks: list[list[GroupShape]]) -> dict[Key, GroupShape]:
+    return {(owner, i): group for owner, groups in enumerate(ranks) for i, group in enumerate(groups)}
+
+
+Placement = tuple[dict[Key, GroupShape], list[list[list[Key]]]]  # groups of all ranks, rows of bins
+
+
+def place(ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, together: bool) -> Placement:
+    """Return the groups of all ranks, in parts unless the sequences of a group have to stay `together`, and the rows
+    that `assign` makes of them.
+
+    Large parts compute few prefixes, small parts can be divided evenly. The cheapest of several sizes is taken.
+    """
+    if together:
+        return by_key(ranks), assign(by_key(ranks), num_bins, max_tokens)
+    groups = [group for rank in ranks for group in rank]
+    even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
+    limits, placements = {max_tokens, even, even // 2, even // 4, even // 8, 0}, []
+    for limit in sorted(limits, reverse=True) if any(group.prefix for group in groups) else [0]:
+        parts = by_key([[part for group in rank for part in group.parts(limit)] for rank in ranks])
+        placements.append((parts, assign(parts, num_bins, max_tokens)))
+    return min(placements, key=lambda placement: cost(*placement))
+
+
+def cost(groups: dict[Key, GroupShape], rows: list[list[list[Key]]]) -> float:
+    """Return the cost of all rows, each of which waits for its slowest bin."""
+    return sum(MICRO_BATCH + max(sum(groups[key].cost for key in keys) for keys in row) for row in rows)
+
+
+def assign(groups: dict[Key, GroupShape], num_bins: int, max_tokens: int) -> list[list[list[Key]]]:
+    """Assign groups of sequences to rows of `num_bins` bins: one micro-batch of each context group. A group stays
+    whole, the sizes in a bin add up to at most `max_tokens`, and the bins of a row cost about the same. There are as
+    few rows as best-fit decreasing needs.
 
     Raises `ValueError` for a group that does not fit.
     """
-    sizes, bins, free = {key: sum(lengths) for key, lengths in groups.items()}, [], []  # free: sorted (space left, bin)
+    sizes, bins, free = {key: group.size for key, group in groups.items()}, [], []  # free: sorted (space left, bin)
     for key in sorted(groups, key=lambda key: (-sizes[key], key)):
         if sizes[key] > max_tokens:
-            label = "a sequence has" if len(groups[key]) == 1 else f"{len(groups[key])} sequences to keep together have"
+            count = len(groups[key].lengths)
+            label = "a sequence has" if count == 1 else f"{count} sequences to keep together take"
             flags = f"--pack_tokens {max_tokens // (R := context_group_size())}"
             flags += f" x --context_ranks {R}" if R > 1 else ""
             raise ValueError(f"{flags}: {label} {sizes[key]} tokens; raise --pack_tokens or --context_ranks")
@@ -99,8 +173,8 @@ def assign(groups: dict[Key, list[int]], num_bins: int, max_tokens: int) -> list
         bins[i].append(key)
         bisect.insort(free, (left - sizes[key], i))
     rows = max(1, math.ceil(len(bins) / num_bins))
+    costs = {key: group.cost for key, group in groups.items()}
     if num_bins > 1:  # longest processing time first, unless it overfills a bin
-        costs = {key: cost(lengths) for key, lengths in groups.items()}
         even, loads = [[] for _ in range(rows * num_bins)], [(0.0, i) for i in range(rows * num_bins)]
         for key in sorted(groups, key=lambda key: (-costs[key], key)):
             load, i = loads[0]
@@ -109,110 +183,112 @@ def assign(groups: dict[Key, list[int]], num_bins: int, max_tokens: int) -> list
         if all(sum(sizes[key] for key in keys) <= max_tokens for keys in even):
             bins = even
     bins += [[] for _ in range(rows * num_bins - len(bins))]
-    bins.sort(key=lambda keys: -sum(cost(groups[key]) for key in keys))
+    bins.sort(key=lambda keys: -sum(costs[key] for key in keys))
     return [bins[first : first + num_bins] for first in range(0, rows * num_bins, num_bins)]
 
 
 # ---- what a rank computes of a row, and how its results return ----
 
 
+class Segment(NamedTuple):
+    tokens: int
+    start: int  # where its ids are in `TokenIds.flat`
+    position: int  # of its first token in the sequence
+    after: int  # index of the segment that it continues; -1: none
+
+
 class TokenIds:
     """Token ids of all ranks' sequences, one tensor. Making it is collective."""
 
-    def __init__(self, ids: list[list[int]], groups: dict[Key, list[int]], device: torch.device):
-        self.groups, self.sizes = groups, {key: sum(lengths) for key, lengths in groups.items()}
-        starts, totals = {}, [0] * dist.get_world_size()  # starts: of each sequence of a group, in its owner's part
+    def __init__(self, ids: list[list[int]], groups: dict[Key, GroupShape], device: torch.device):
+        """`ids` are this rank's sequences, `groups` the shapes of all ranks."""
+        self.groups, self.rank = groups, dist.get_rank() if dist.is_initialized() else 0
+        starts, totals = {}, [0] * distributed.world_size()  # starts: of a group's first sequence in its owner's part
         for key in sorted(groups):
-            *starts[key], end = accumulate((n + 1 for n in groups[key]), initial=totals[key[0]])
-            totals[key[0]] = end
+            starts[key] = totals[key[0]]
+            totals[key[0]] += sum(n + 1 for n in groups[key].lengths)
         width, padding = max(totals), context_group_size() + 1  # padding: zeros after the last rank's part
         mine = torch.zeros(width, dtype=torch.int32)
-        mine[: totals[dist.get_rank()]] = torch.tensor([i for sequence in ids for i in sequence], dtype=torch.int32)
+        mine[: totals[self.rank]] = torch.tensor([i for sequence in ids for i in sequence], dtype=torch.int32)
         self.flat = torch.zeros(width * len(totals) + padding, dtype=torch.int32, device=device)
-        all_gather_into(self.flat[:-padding], mine.to(device))
-        self.starts = {key: [key[0] * width + start for start in starts[key]] for key in starts}
+        if dist.is_initialized():
+            all_gather_into(self.flat[:-padding], mine.to(device))
+        else:
+            self.flat[:-padding] = mine
+        self.starts = {key: key[0] * width + start for key, start in starts.items()}
+
+    def segments(self, keys: list[Key]) -> list[Segment]:
+        """Return the segments of these groups, in the order in which they are computed."""
+        segments = []
+        for key in keys:
+            start, (lengths, prefix) = self.starts[key], self.groups[key]
+            after = len(segments) if prefix else -1
+            if prefix:
+                segments.append(Segment(prefix, start, 0, -1))
+            for n in lengths:
+                segments.append(Segment(n - prefix, start + prefix, prefix, after))
+                start += n + 1
+        return segments
 
     def computed(self, row: list[list[Key]], owned: list[Key]) -> Tokens:
-        """Return what this rank computes of a row, in which it owns the groups `owned`."""
+        """Return the tokens of a row that this rank computes. `owned`: the groups of the row that it owns."""
         R, device = context_group_size(), self.flat.device
-        totals = [max(1, sum(self.sizes[key] for key in keys)) for keys in row]
+        totals = [max(1, sum(self.groups[key].tokens for key in keys)) for keys in row]
         parts = [math.ceil(total / R) for total in totals]  # tokens of each rank of a context group
         longest = max(parts)
 
         firsts = {}  # of each group: its context group, and the position of its first token in that stream
         for number, keys in enumerate(row):
-            positions = accumulate((self.sizes[key] for key in keys), initial=0)
+            positions = accumulate((self.groups[key].tokens for key in keys), initial=0)
             firsts |= {key: (number, first) for key, first in zip(keys, positions, strict=False)}
         own_T = []
         for key in owned:
             number, first = firsts[key]
-            in_stream = torch.arange(first, first + self.sizes[key])
+            in_stream = first + self.groups[key].own_rows()
             own_T.append((number * R + in_stream // parts[number]) * longest + in_stream % parts[number])
         own_T = torch.cat(own_T) if owned else torch.zeros(1, dtype=torch.int64)  # a padding token takes any result
 
-        number, r = divmod(dist.get_rank(), R)
-        lengths = [n for key in row[number] for n in self.groups[key]]
-        starts = [start for key in row[number] for start in self.starts[key]]
-        sequences = len(lengths)
-        if padding := parts[number] * R - sum(lengths):  # a sequence of zeros makes the parts equal
-            lengths.append(padding)
-            starts.append(len(self.flat) - R - 1)
+        number, r = divmod(self.rank, R)
+        segments = self.segments(row[number])
+        sequences = len(segments)
+        if padding := parts[number] * R - sum(segment.tokens for segment in segments):
+            # A sequence of zeros makes the parts equal.
+            segments.append(Segment(padding, len(self.flat) - R - 1, 0, -1))
+        lengths, starts, positions, after = map(list, zip(*segments, strict=True))
         here = slice(r * parts[number], (r + 1) * parts[number])
-        position_ids_T = torch.cat([torch.arange(n) for n in lengths])[here]
-        ids_T = torch.tensor(starts).repeat_interleave(torch.tensor(lengths))[here] + position_ids_T
-        ids_T, position_ids_T = ids_T.to(device), position_ids_T.to(device)
-        tokens = Tokens(self.flat[ids_T].long(), self.flat[ids_T + 1].long(), position_ids_T, lengths, sequences)
-        tokens.own_T, tokens.longest, tokens.context_group = own_T.to(device), longest, _context_group
+        in_segment_t = torch.cat([torch.arange(n) for n in lengths])[here]
+        of_segment_2t = torch.tensor([starts, positions]).repeat_interleave(torch.tensor(lengths), dim=1)[:, here]
+        ids_t, position_ids_t = (of_segment_2t + in_segment_t).to(device)
+        tokens = Tokens(self.flat[ids_t].long(), self.flat[ids_t + 1].long(), position_ids_t, lengths, sequences)
+        tokens.own_T, tokens.longest, tokens.context_group = own_T.to(device), longest, context_group()
+        tokens.keys = Keys(tokens.offsets, after, device) if max(after) >= 0 else None
         return tokens
 
 
 def scatter_back(streams_t: tuple[Tensor, ...], computed: Tokens) -> tuple[Tensor, ...]:
-    """Return computed streams [t] on this rank's own tokens, [T]; their gradients go to the ranks that computed them.
+    """Return computed streams [t] on this rank's own tokens, [T]; their gradients go to the ranks that computed them,
+    and those of a prefix add up over its sequences.
 
     All streams travel in one collective: whichever of them a loss uses, all ranks meet in its backward. Collective.
     """
     if computed.own_T is None:
         return streams_t
     stacked = torch.stack([x_t.to(streams_t[0].dtype) for x_t in streams_t], dim=1)
-    padded = torch.nn.functional.pad(stacked, (0, 0, 0, computed.longest - len(stacked)))
-    own = all_gather(padded, 0, dist.group.WORLD)[computed.own_T]
+    if dist.is_initialized():
+        padded = torch.nn.functional.pad(stacked, (0, 0, 0, computed.longest - len(stacked)))
+        stacked = all_gather(padded, 0, dist.group.WORLD)
+    own = stacked.index_select(0, computed.own_T)  # indexing would add gradients in any order on several threads
     # Copies: the output of a module may be written to, and FSDP would not see that through a view.
     return tuple(x_T.to(x_t.dtype, copy=True) for x_T, x_t in zip(own.unbind(1), streams_t, strict=True))
 
 
 def send_to_computing_rank(x_T: Tensor, computed: Tokens) -> Tensor:
     """Return an integer stream of own tokens, [T], on the tokens that this rank computes, [t]: `scatter_back` reversed,
-    without gradient. `x_T` is 0 on padding tokens, and so is the result. Collective."""
+    without gradient. `x_T` is 0 on padding tokens, and so is the result. A token of a shared prefix gets the largest
+    number of its sequences. Collective."""
     if computed.own_T is None:
         return x_T
-    of_all_ranks = x_T.new_zeros(dist.get_world_size() * computed.longest)
-    of_all_ranks[computed.own_T] = x_T
-    dist.all_reduce(of_all_ranks)
-    return of_all_ranks.view(-1, computed.longest)[dist.get_rank()][: len(computed.targets_T)]
-
-
-# ---- attention in a context group ----
-
-
-def exchange(attention: Callable) -> Callable:
-    """Turn an attention function of all tokens and some heads into one of some tokens and all heads."""
-
-    @functools.wraps(attention)
-    def exchanged(module, query, key, value, *args, **kwargs):
-        if "pack" not in kwargs or (group := kwargs["pack"].context_group) is None:
-            return attention(module, query, key, value, *args, **kwargs)
-        R = dist.get_world_size(group)
-        copies = math.lcm(key.shape[1], R) // key.shape[1]  # fewer key heads than ranks: each goes to several
-        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-        out, weights = attention(module, *(_to_heads(x, group, R) for x in (query, key, value)), *args, **kwargs)
-        # [1, all tokens, H / R, d] -> [R tokens, t, H / R, d] -> [R heads, t, H / R, d] -> [1, t, H, d]
-        out = collectives.all_to_all_single_autograd(out[0].unflatten(0, (R, -1)).contiguous(), None, None, group)
-        return out.transpose(0, 1).flatten(1, 2)[None], weights
-
-    return exchanged
-
-
-def _to_heads(x: Tensor, group: dist.ProcessGroup, R: int) -> Tensor:
-    """Exchange tokens for heads: [1, H, t, d] -> [1, H / R, all tokens, d]."""
-    x = collectives.all_to_all_single_autograd(x[0].unflatten(0, (R, -1)).contiguous(), None, None, group)
-    return x.transpose(0, 1).flatten(1, 2)[None]
+    of_all_ranks = x_T.new_zeros(distributed.world_size() * computed.longest)
+    of_all_ranks.scatter_reduce_(0, computed.own_T, x_T, "amax")
+    of_all_ranks = distributed.all_sum(of_all_ranks).view(-1, computed.longest)
+    return of_all_ranks[dist.get_rank() if dist.is_initialized() else 0][: len(computed.targets_T)]

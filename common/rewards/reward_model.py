@@ -9,7 +9,7 @@ import torch
 from common.config.groups import SamplingArgs
 from common.data.chat import rendered
 from common.data.encode import Encoder
-from common.data.packing import pack, per_sample
+from common.data.packing import pack_minibatches, per_sample
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
 from common.model.hub import load_tokenizer
@@ -48,15 +48,15 @@ class RewardModel:
 
     def __call__(self, groups: list[Group]) -> list[Result]:
         """Return a number for each sample, or an error: it is too long, or the template refuses it."""
-        asked = [self._ids_or_error(sample) for sample in chain(*groups)]
-        sequences = [ids for ids in asked if isinstance(ids, list)]
-        numbers = iter(score(self.model, sequences, self.args.pack_tokens, self.device))
-        return [Result(next(numbers)) if isinstance(ids, list) else Result(error=ids) for ids in asked]
+        asked = [[self._ids_or_error(sample) for sample in group] for group in groups]
+        known = [[ids for ids in group if isinstance(ids, list)] for group in asked]
+        numbers = iter(score(self.model, known, self.args.pack_tokens, self.device))
+        return [Result(next(numbers)) if isinstance(ids, list) else Result(error=ids) for ids in chain(*asked)]
 
-    def scores(self, samples: list[Completion]) -> list[float]:
+    def scores(self, groups: list[Group]) -> list[float]:
         """Return the number of each sample. Collective. Raises `ValueError` naming the row of one that has none."""
-        results = self([samples])
-        for sample, result in zip(samples, results, strict=True):
+        results = self(groups)
+        for sample, result in zip(chain(*groups), results, strict=True):
             if result.error:
                 raise ValueError(f"{sample.row['_source']}: {result.error}")
         return [result.value for result in results]
@@ -114,12 +114,13 @@ def require_context(model: PackedModel, longest: int) -> None:
 
 
 @torch.no_grad()
-def score(model: ScalarModel, sequences: list[list[int]], pack_tokens: int, device: torch.device) -> list[float]:
-    """Return the reward of each of this rank's sequences of token ids (prompt and completion). Collective.
+def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int, device: torch.device) -> list[float]:
+    """Return the reward of each of this rank's sequences of token ids (prompt and completion), given in groups that may
+    have a common beginning. Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context.
     """
-    require_context(model, max(map(len, sequences), default=0))
-    samples = [at_end(ids) for ids in sequences]
-    micro_batches = pack(samples, pack_tokens, device)
-    return per_sample(micro_batches, [mb.sequence_sums(model(mb)) for mb in micro_batches], (len(samples),)).tolist()
+    require_context(model, max(map(len, chain(*groups)), default=0))
+    (micro_batches,) = pack_minibatches([[at_end(ids) for ids in group] for group in groups], 1, pack_tokens, device)
+    count = sum(map(len, groups))
+    return per_sample(micro_batches, [mb.sequence_sums(model(mb)) for mb in micro_batches], (count,)).tolist()

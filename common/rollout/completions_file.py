@@ -204,8 +204,8 @@ def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[
     return make_lines(_restore(lines, prompts, own_share(len(lines))), prompts, rewards, greedy, to_train_on=False)
 
 
-def score_stored(lines: list[dict], score: Callable[[Group], list], prompts: Prompts, room: int) -> list[list]:
-    """Return the results of `score`, which maps completions to one result each, for all completions of every prompt.
+def score_stored(lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts, room: int) -> list[list]:
+    """Return the results of `score`, which maps groups to one result per completion, for the completions of prompts.
     Collective. Raises `ValueError` for a completion of more than `room` tokens, which fits in no pack."""
     own = own_share(len(lines))
     groups = _restore(lines, prompts, own)
@@ -213,7 +213,7 @@ def score_stored(lines: list[dict], score: Callable[[Group], list], prompts: Pro
         if completion.num_targets > room:
             size, source = completion.num_targets, completion.row["_source"]
             raise ValueError(f"{source}: prompt and completion have {size} tokens, a pack holds {room}")
-    results = iter(score(list(chain(*groups))))
+    results = iter(score(groups))
     of_prompt = {i: [next(results) for _ in group] for i, group in zip(own, groups, strict=True)}
     of_prompt = distributed.gather_dict(of_prompt)
     return [of_prompt[i] for i in range(len(lines))]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.config.groups import SamplingArgs
 from common.data.sample import Completion, Group
+from common.metrics.meter import Meter
 from common.model.policy import compute_dtype
 from common.parallel import distributed
 
@@ -134,9 +135,10 @@ class Engine:
         self._load(weights)
         self.version = version
 
-    def occupancy(self) -> dict[str, float]:
-        """Return the numbers of requests that are running and waiting."""
-        return dict(running=len(self.running), waiting=len(self.waiting))
+    def measure(self, meter: Meter) -> None:
+        """Measure the numbers of requests that are running and waiting. Call after each step."""
+        meter.mean("engine/running", len(self.running))
+        meter.mean("engine/waiting", len(self.waiting))
 
     def generate(self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float) -> list[Group]:
         """Return `n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt. Nothing else

@@ -237,8 +237,7 @@ def _generate(args: OnlineArgs, engine: Engine, episodes: Episodes, mail: Mail, 
                 activity.switch("weights")
                 engine.load_weights(_received_weights(message, link, engine), message.version)
         send(episodes.step())
-        for name, value in engine.occupancy().items():
-            activity.meter.mean(f"engine/{name}", value)
+        engine.measure(activity.meter)
 
 
 def _messages(mail: Mail, wait: bool) -> list:

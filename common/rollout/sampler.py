@@ -151,8 +151,7 @@ class LocalSampler(Sampler):
             for number, group in self.episodes.step():
                 self.groups[number] = group
                 self.rewards.begin([group], number)  # groups with smaller numbers first
-            for name, value in self.engine.occupancy().items():
-                meter.mean(f"engine/{name}", value)
+            self.engine.measure(meter)
         self.engine.interrupt()
         self.engine.sleep()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.metrics.meter import Meter
 from common.model.hub import context_length
 from common.model.loading import hub_weights, load_config
 from common.parallel import distributed
@@ -82,6 +83,7 @@ class VLLMEngine(Engine):
         self.client = self.llm.llm_engine.engine_core
         self.core = self.client.engine_core
         self.templates = {}  # vLLM requests by temperature and EOS ids
+        self.cached_tokens = self.prompt_tokens = 0  # of the prompts since the last `measure`
         if (size := self.args.tensor_parallel_size) > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
@@ -123,7 +125,8 @@ class VLLMEngine(Engine):
         # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU generator cannot do ("CPU
         # Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
         chunks = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
-        return options | dict(enforce_eager=True) | chunks
+        # Only whole blocks of a prompt are computed once for its group. vLLM's default on a CPU is 128 tokens.
+        return options | dict(enforce_eager=True, block_size=32) | chunks
 
     def _template(self, temperature: float):
         """Return a request that vLLM has validated, to be copied: validation takes most of the time of a new one."""
@@ -164,17 +167,24 @@ class VLLMEngine(Engine):
             reason = None if output.finish_reason is None else str(output.finish_reason)
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
             self.append_output(self.running[output.request_id], output.new_token_ids, logprobs, reason)
+            if (prefill := output.prefill_stats) is not None:  # with the first token
+                self.cached_tokens += prefill.num_cached_tokens
+                self.prompt_tokens += prefill.num_prompt_tokens
 
     def _stop(self, names: list[str]) -> None:
         self.client.abort_requests(names)
         while self.core.batch_queue:  # results that were computed ahead for them
             self.client.get_output()
 
-    def occupancy(self) -> dict[str, float]:
-        """Return also the fraction of the cache in use and the number of requests preempted for lack of cache."""
+    def measure(self, meter: Meter) -> None:
+        """Measure also the fraction of the cache in use, the number of requests preempted for lack of cache, and the
+        fraction of the prompts' tokens that were in the cache."""
+        super().measure(meter)
         scheduler = self.core.scheduler
-        preempted = sum(request.num_preemptions > 0 for request in scheduler.requests.values())
-        return super().occupancy() | dict(kv_cache=scheduler.kv_cache_manager.usage, preempted=preempted)
+        meter.mean("engine/kv_cache", scheduler.kv_cache_manager.usage)
+        meter.mean("engine/preempted", sum(request.num_preemptions > 0 for request in scheduler.requests.values()))
+        meter.mean("engine/prefix_hit_rate", self.cached_tokens, self.prompt_tokens)
+        self.cached_tokens = self.prompt_tokens = 0
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if not self.has_head:

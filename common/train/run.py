@@ -97,7 +97,7 @@ class Run:
         """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does not count."""
         while not self.done:
             for model in self.models:
-                model.flops = 0.0  # without those of evaluations
+                model.flops = model.whole_flops = 0.0  # without those of evaluations
             self.meter.start("step")
             yield self.finished
             self.finished += 1
@@ -139,10 +139,12 @@ class Run:
         self.meter.stop("step")
         self.meter.sum("trained", sum(sample.num_targets for sample in samples))
         self.meter.sum("flops", sum(model.flops for model in self.models))
+        self.meter.sum("whole_flops", sum(model.whole_flops for model in self.models))
         for name, gigabytes in peak_memory().items():
             self.meter.max(name, gigabytes)
         metrics = self.meter.reduce() | known
-        tokens, flops, sampled = metrics.pop("trained"), metrics.pop("flops"), metrics.pop("sampled", 0)
+        tokens, sampled = metrics.pop("trained"), metrics.pop("sampled", 0)
+        flops, whole_flops = metrics.pop("flops"), metrics.pop("whole_flops")
         self.num_tokens += int(tokens)
         metrics |= epochs_of(self.data.cursor) | dict(num_tokens=self.num_tokens)
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
@@ -152,6 +154,8 @@ class Run:
         seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
         rate = flops / seconds / distributed.world_size()
         metrics["speed/tflops"] = rate / 1e12
+        if whole_flops > 1.01 * flops:  # prefixes were shared
+            metrics["speed/equivalent_tflops"] = metrics["speed/tflops"] * whole_flops / flops
         if self.peak_flops:
             metrics["speed/mfu"] = rate / self.peak_flops
         return metrics

@@ -124,7 +124,7 @@ MAY_CHANGE = {
     "keep_best", "early_stop", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
     "reward_workers", "max_reward_errors", "environment_timeout", "partial_rollouts", "eval_generate", "eval_reward",
-    "eval_new_tokens", "wandb_project", "wandb_name", "wandb_group", "wandb_tags", "dry_run",
+    "eval_new_tokens", "wandb_project", "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
 }  # fmt: skip
 
 

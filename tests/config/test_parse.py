@@ -245,7 +245,7 @@ def test_help_has_a_section_for_each_group_in_the_order_of_need(capsys, monkeypa
     assert text.startswith("usage: test_parse.py [-h] [OPTIONS]\n\nThe command line, its file, its presets and")
     titles = re.findall(r"^ (\w+) options$", text, re.MULTILINE)
     assert titles == ["model", "data", "scoring", "test_parse", "run", "heldout", "optim", "checkpoint", "lora",
-                      "completion", "engine", "rollout", "reward", "correction"]  # fmt: skip
+                      "prefix", "completion", "engine", "rollout", "reward", "correction"]  # fmt: skip
     blocks = re.split(r"^ \w* ?options$", text, flags=re.MULTILINE)[1:]
     flags = [re.findall(r"^  --(\w+)", block, re.MULTILINE) for block in blocks]
     assert [flags[0], flags[4]] == [["config"], ["preset", "algorithm", "clip_high", "max_draws", "mask_truncated"]]

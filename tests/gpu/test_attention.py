@@ -1,12 +1,14 @@
 """Packed attention equals attention within each sequence: FlashAttention on CUDA in bfloat16, SDPA elsewhere."""
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.nn.functional as F
 from on_gpu import HERE_AND_THERE, relative_error
 from torch.utils.checkpoint import checkpoint
 
-from common.data.packing import pack
+from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 
@@ -65,6 +67,35 @@ def test_packed_attention_and_its_gradient_equal_separate_attention(device, dtyp
     CPU twins: the first case of each, and test_policy.test_packed_forward_equals_separate_forwards."""
     found = errors(device, dtype, (8, 2), head_dim, window, LENGTHS, recompute)
     assert max(found) < BOUNDS[dtype], found
+
+
+@pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
+def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(device, dtype, heads, window):
+    """CUDA has to align masks and windows at the last query and the last key, and adds up the gradients of a prefix's
+    keys: in bfloat16, their error is that of one sequence. CPU twin: the first case."""
+    groups = [(70, (61, 1, 37, 37)), (40, (5, 90)), (1, (64, 2))]
+    samples = [[Sample([9] * p + [i] + [8] * n, []) for i, n in enumerate(rests)] for p, rests in groups]
+    for sample in chain(*samples):
+        sample.loss_mask = [True] * len(sample.ids)
+    (mb,) = pack_groups(samples, 10_000, torch.device(device), shortest=1)
+    tokens, generator = mb.computed, torch.Generator().manual_seed(0)
+    t, T = len(tokens.targets_T), len(mb.targets_T)
+    query, key, value, weights = (
+        torch.randn(*shape, generator=generator).to(device, dtype)
+        for shape in ((1, heads[0], t, 64), *[(1, heads[1], t, 64)] * 2, (T, heads[0], 64))
+    )
+    results = []
+    for shared in (True, False):
+        inputs = [x.clone().requires_grad_() for x in (query, key, value)]
+        if shared:
+            out = packed(*inputs, tokens, window)[tokens.own_T]
+        else:
+            out = separate(*(x.double()[:, :, tokens.own_T] for x in inputs), mb, window)
+        results.append([out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), inputs)])
+    found = [relative_error(ours, exact) for ours, exact in zip(*results, strict=True)]
+    assert tokens.keys is not None and max(found) < BOUNDS[dtype], found
 
 
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)

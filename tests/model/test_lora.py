@@ -589,6 +589,6 @@ def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(model, tmp_pat
     main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")
     assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=0)
     assert_same_weights(tmp_path / "one", tmp_path / "two")
-    many = ("--context_ranks", 2, "--shard_ranks", 2, "--offload", "all")
+    many = ("--context_ranks", 2, "--shard_ranks", 2, "--offload", "all", "--share_prefix", 1)
     run(4, "ppo.py", *flags, *many, "--output_dir", tmp_path / "many")
     assert_close_metrics(tmp_path / "one", tmp_path / "many", names, rel=1e-3, floor=0.1)

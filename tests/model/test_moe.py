@@ -38,7 +38,7 @@ from model.test_moe import *
 from common.parallel import distributed
 path, folder, recompute = sys.argv[1:]
 device, rank, world_size = distributed.setup(0)
-policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute == "True"), device)
+policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute == "True", share_prefix=0), device)
 mine = rows()[rank::2] if rank < 2 else []
 assert gradient_is_transformers(policy, mine, path, 100, device, world_size)
 export_hf(policy, load_tokenizer(path), Path(folder))
@@ -169,7 +169,7 @@ def test_run_with_expert_balancing_resumes_exactly(main, sums, tmp_path):
 def test_gradient_does_not_depend_on_packing(pack_tokens, recompute, path, device):
     """With and without recomputation, the gradient equals that of transformers' model, including the balance of
     experts."""
-    policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)
+    policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute, share_prefix=0), device)
     assert gradient_is_transformers(policy, rows(), path, pack_tokens, device)
 
 
@@ -185,13 +185,15 @@ def test_balance_loss_equals_its_bounds():
     assert (logits_TE.grad[:, 0] > 0).all() and (logits_TE.grad[:, 1:] < 0).all()
 
 
-def test_balancing_a_model_without_experts_is_refused(device):
+def test_balancing_is_refused_without_experts_or_with_shared_prefixes(path, device):
     with pytest.raises(ValueError, match="--router_aux_loss_coef: qwen3 is no mixture of experts"):
         load_policy(tiny_model(), ARGS, device).watch_experts("--router_aux_loss_coef")
+    with pytest.raises(ValueError, match="--router_aux_loss_coef counts how every token is routed; needs --share_pre"):
+        load_policy(path, ARGS, device).watch_experts("--router_aux_loss_coef")
 
 
 def test_empty_pack_has_zero_gradient(path, device):
-    policy = load_policy(path, ARGS, device)
+    policy = load_policy(path, replace(ARGS, share_prefix=0), device)
     policy.watch_experts("")
     (mb,) = pack([], 100, device)
     ((policy(mb)[0] * mb.loss_mask_T).sum() + policy.expert_balance_N.sum()).backward()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from common.config.groups import TrainArgs
-from common.data.packing import pack
+from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import build_tokenizer, tiny_model
@@ -298,8 +298,8 @@ def test_fsdp_does_not_copy_the_pack(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_blocks_are_compiled_once(small, device, recompute):
-    """After two packs, packs of other shapes add no compilation and give the numbers of uncompiled blocks. The backend
-    is eager: the test counts the graphs from Dynamo."""
+    """After two packs of each kind, with and without shared prefixes, packs of other shapes add no compilation and give
+    the numbers of uncompiled blocks. The backend is eager: the test counts the graphs from Dynamo."""
     from torch._dynamo.utils import counters
 
     path = str(small[1])
@@ -308,12 +308,15 @@ def test_blocks_are_compiled_once(small, device, recompute):
     with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
         policy = load_policy(path, args, device)
     with torch.compiler.set_stance("default", force_backend="eager"):
-        for _ in range(12):
-            lengths = [generator.randrange(2, 40) for _ in range(generator.randrange(1, 8))]
-            batch = [Sample([generator.randrange(3, 90) for _ in range(n)], [True] * n) for n in lengths]
-            (mb,) = pack(batch, 1000, device)
+        for i in range(12):
+            lengths = [generator.randrange(2, 40) for _ in range(2 + i // 2)]
+            start = [generator.randrange(3, 90) for _ in range(generator.randrange(2, 30))]
+            batch = [Sample(start + [generator.randrange(3, 90) for _ in range(n)], []) for n in lengths]
+            for sample in batch:
+                sample.loss_mask = [True] * len(sample.ids)
+            (mb,) = pack_groups([batch], 1000, device, shortest=i % 2)
             logprobs_T = policy(mb)[0]
             torch.testing.assert_close(logprobs_T, plain(mb)[0], atol=1e-5, rtol=0)
             logprobs_T.sum().backward()
             graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1] == graphs[-1] > 0
+    assert graphs[3] == graphs[-1] > 0

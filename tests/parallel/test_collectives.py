@@ -24,7 +24,7 @@ from bench.models import ARCHITECTURES, SIZES
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
 from common.model.policy import load_policy, shard
-from common.parallel import distributed, mesh, placement
+from common.parallel import context, distributed, mesh
 from common.parallel.mesh import average_over_copies
 
 distributed.set_timeout = lambda *_: None  # fake groups have no timeout
@@ -45,7 +45,7 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
     args = TrainArgs(dtype="bfloat16", **dict(shard_ranks=world) | flags)
     os.environ |= dict(WORLD_SIZE=str(world), RANK=str(rank))
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    placement.setup_context_groups(args.context_ranks, 30)
+    context.setup_context_groups(args.context_ranks, 30)
     policy, seen = load_policy(folder, args, torch.device("meta")), []
     shard(policy, policy.hf.base_model.layers, args, device, False)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -53,14 +53,14 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
         ids = torch.arange(16) % 30
         others = dict(loss_mask_T=ids.bool(), sequence_ids_T=ids, samples=[], index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [16 * args.context_ranks], **others)
-        mb.context_group = placement._context_group
+        mb.context_group = context._context_group
         with Recorder():
             policy(mb)[0].sum().backward()
             average_over_copies(policy)
     steps[world].append(seen)
     dist.destroy_process_group()
     mesh.shard_mesh.cache_clear()
-    placement._context_group = None
+    context._context_group = None
 print(json.dumps(steps))
 """
 

@@ -7,7 +7,7 @@ from helpers import ROOT, assert_close_metrics, run, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.parallel.placement import assign, cost
+from common.parallel.placement import GroupShape, assign
 
 LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_size=40)
 
@@ -17,31 +17,33 @@ LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_siz
 
 @given(LENGTHS, st.integers(1, 5), st.integers(60, 200))
 def test_every_group_is_assigned_once_to_one_bin_within_the_limit(groups, num_bins, max_tokens):
-    lengths = {(i % 3, i // 3): group for i, group in enumerate(groups)}
+    lengths = {(i % 3, i // 3): GroupShape(group) for i, group in enumerate(groups)}
     rows = assign(lengths, num_bins, max_tokens)
     assert {len(row) for row in rows} == {num_bins}
     assert sorted(key for row in rows for keys in row for key in keys) == sorted(lengths)
-    assert all(sum(sum(lengths[key]) for key in keys) <= max_tokens for row in rows for keys in row)
+    assert all(sum(sum(lengths[key].lengths) for key in keys) <= max_tokens for row in rows for keys in row)
 
 
 @given(LENGTHS, st.integers(2, 5))
 def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_bins):
-    lengths = {(0, i): group for i, group in enumerate(groups)}
-    (row,) = assign(lengths, num_bins, 10_000)
-    costs = [sum(cost(lengths[key]) for key in keys) for keys in row]
-    assert max(costs) - min(costs) <= max((cost(group) for group in groups), default=0) + 1e-9
+    shapes = {(0, i): GroupShape(group) for i, group in enumerate(groups)}
+    (row,) = assign(shapes, num_bins, 10_000)
+    costs = [sum(shapes[key].cost for key in keys) for keys in row]
+    assert max(costs) - min(costs) <= max((shape.cost for shape in shapes.values()), default=0) + 1e-9
 
 
 def test_number_of_rows_is_minimal():
-    lengths = {(0, i): [n] for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))}  # 300: three full bins of 100
+    lengths = {
+        (0, i): GroupShape([n]) for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))
+    }  # 300: three full bins of 100
     assert len(assign(lengths, 1, 100)) == 3 and len(assign(lengths, 2, 100)) == 2 and len(assign({}, 4, 100)) == 1
 
 
 def test_oversized_group_is_refused_and_names_the_flag():
     with pytest.raises(ValueError, match="^--pack_tokens 10: a sequence has 12 tokens; raise --pack_tokens or"):
-        assign({(0, 0): [12]}, 2, 10)
-    with pytest.raises(ValueError, match="^--pack_tokens 10: 2 sequences to keep together have 12 tokens"):
-        assign({(0, 0): [6, 6]}, 2, 10)
+        assign({(0, 0): GroupShape([12])}, 2, 10)
+    with pytest.raises(ValueError, match="^--pack_tokens 10: 2 sequences to keep together take 12 tokens"):
+        assign({(0, 0): GroupShape([6, 6])}, 2, 10)
 
 
 # ---- ranks ----
@@ -54,12 +56,13 @@ from pathlib import Path
 from common.parallel import distributed
 from common.config.groups import TrainArgs
 from common.model.policy import load_policy, load_scalar_model
-from common.data.packing import pack, pack_groups
+from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.objectives.reduction import sequence_mean, sequence_sum
 from model.test_policy import LLAMA3_ROPE, small
 
 folder, context, recompute = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "recompute"
+shortest = int(sys.argv[5])
 device, rank, ranks = distributed.setup(0)
 CONFIGS = dict(
     qwen3=transformers.Qwen3Config(**small(num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)),
@@ -67,10 +70,20 @@ CONFIGS = dict(
     mistral=transformers.MistralConfig(**small(sliding_window=7, num_key_value_heads=4)),
 )
 generator = torch.Generator().manual_seed(0)
-samples, advantages = [], torch.tensor([(i * 7 % 5 - 2) / 2 for i in range(10)])
-for i, n in enumerate((18, 41, 41, 6, 64, 2, 150, 33, 12, 77)):  # more than pack_tokens
-    ids = torch.randint(3, 97, (n,), generator=generator).tolist()
-    samples.append(Sample(ids, [j > n // 3 for j in range(n)]))
+groups = []
+
+def random_ids(n):
+    return torch.randint(3, 97, (n,), generator=generator).tolist()
+
+# More than pack_tokens; some groups begin with equal tokens.
+for start, rests in ((0, [18]), (20, [21, 1, 21]), (6, [1, 3]), (50, [14, 14]), (0, [2]), (9, [150, 24, 3, 90, 68])):
+    begin, group = random_ids(start), []
+    for rest in rests:
+        ids = begin + random_ids(rest)
+        group.append(Sample(ids, [j > len(ids) // 3 for j in range(len(ids))]))
+    groups.append(group)
+samples, first = sum(groups, []), [sum(map(len, groups[:i])) for i in range(len(groups))]
+advantages = torch.tensor([(i * 7 % 5 - 2) / 2 for i in range(len(samples))])
 
 def loss_of(logprobs_T, entropy_T, mask_T, means_T, advantages_T):
     "Sums over tokens, and over sequences of a function of their means."
@@ -95,12 +108,14 @@ for name, config in CONFIGS.items():
         expected += loss.item()
     args = TrainArgs(dtype="float32", context_ranks=context, activation_checkpointing=recompute)
     policy = load_policy(str(path), args, device)
-    packs, total = pack(samples[rank::ranks], 150 // context + 5, device), 0.0
+    mine = torch.tensor([first[i] + k for i in range(rank, len(groups), ranks) for k in range(len(groups[i]))]).long()
+    packs = pack_groups(groups[rank::ranks], 160 // context + 5, device, together=False, shortest=shortest)
+    total = 0.0
     for mb in packs:
         logprobs_T, entropy_T, correct_T, collision_T = policy(mb)
         assert correct_T.dtype == torch.bool and len(correct_T) == len(mb.targets_T)
         means_T = sequence_mean(logprobs_T, mb.loss_mask_T, mb.sequence_ids_T)
-        loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages[rank::ranks]))
+        loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages[mine]))
         (loss * ranks).backward()
         total += loss.item()
     norm = max(p.grad.abs().max().item() for p in plain.parameters())
@@ -125,17 +140,18 @@ distributed.cleanup()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks, context, recompute", [(2, 2, "recompute"), (3, 1, "no"), (4, 2, "no"), (4, 4, "recompute")]
+    "ranks, context, recompute, shortest",
+    [(2, 2, "recompute", 1), (3, 1, "no", 0), (3, 1, "recompute", 8), (4, 2, "no", 1), (4, 4, "recompute", 0)],
 )
-def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, tmp_path):
-    """Cases: any assignment to ranks, losses of tokens and of whole sequences, one key head, windows, recomputed
-    blocks, and a sequence that does not fit on one rank."""
+def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, shortest, tmp_path):
+    """Cases: any assignment to ranks, shared prefixes, losses of tokens and of whole sequences, one key head, windows,
+    recomputed blocks, and a sequence that does not fit on one rank."""
     (tmp_path / "ranks.py").write_text(RANKS)
-    run(ranks, tmp_path / "ranks.py", ROOT, tmp_path, context, recompute)
+    run(ranks, tmp_path / "ranks.py", ROOT, tmp_path, context, recompute, shortest)
     for name, found in json.loads((tmp_path / "found.json").read_text()).items():
         assert found["loss"] < 1e-6 and found["gradient"] < 1e-5, (name, found)
         for tokens in zip(*found["computed"], strict=True):  # on each rank, for one micro-batch
-            assert max(tokens) <= 150 // context + 5
+            assert max(tokens) <= 160 // context + 5
             if context == ranks:
                 assert len(set(tokens)) == 1
 
@@ -170,17 +186,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_scripts_with_context_ranks_train_like_one_rank(main, script, ranks, flags, both, small, tmp_path):
-    """Two context groups of two ranks, or one beside a dedicated rollout rank. Cases include two replicas of a model,
-    with adapters, on the host. Torch checks that all ranks of a group make the same collectives in the same order:
-    NCCL hangs where they do not."""
+    """Two context groups of two ranks, or one beside a dedicated rollout rank, with shared prefixes on many ranks only.
+    Cases include two replicas of a model, with adapters, on the host. Torch checks that all ranks of a group make the
+    same collectives in the same order: NCCL hangs where they do not."""
     if script == "dpo":  # with the flags of the built-in task
         data = ("--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
     else:
         data = ("--engine", "transformers", "--prompts_per_step", 16, "--max_new_tokens", 16)
     steps = (*small, "--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *data, *both)
-    main(script, *steps, "--output_dir", tmp_path / "one")
+    main(script, *steps, "--share_prefix", 0, "--output_dir", tmp_path / "one")
     (tmp_path / "checked.py").write_text(CHECKED)
-    run(ranks, tmp_path / "checked.py", ROOT / f"{script}.py", *steps, *flags, "--output_dir", tmp_path / "many")
+    flags = (*flags, "--share_prefix", 1, "--output_dir", tmp_path / "many")
+    run(ranks, tmp_path / "checked.py", ROOT / f"{script}.py", *steps, *flags)
     assert_close_metrics(tmp_path / "one", tmp_path / "many", ("loss", "grad_norm"), rel=1e-4, floor=0.1)
     one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
     assert all((one[name] - many[name]).abs().max() < 1e-4 for name in one)

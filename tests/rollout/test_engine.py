@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
+from common.metrics.meter import Meter
 from common.model.hub import context_length, load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
@@ -56,6 +57,24 @@ def scaled(policy: Policy, name: str, factor: float) -> Iterator[None]:
         yield
     finally:
         scale(1 / factor)
+
+
+@pytest.mark.slow
+def test_prompt_is_computed_once_for_its_group_and_again_for_new_weights(engines, engine, policy):
+    """vLLM caches whole blocks. Prompts of two groups share a cache as long as the weights stay the same."""
+    if engine is not engines.get("vllm"):
+        pytest.skip("only vLLM caches prompts")
+    block = engine.llm.llm_engine.vllm_config.cache_config.block_size
+    size, rates = block + block // 2, []
+    prompt = [3 + i % 40 for i in range(size)]
+    for version in (1, 2):
+        engine.load_weights(whole_weights(policy, engine.dtype), version)
+        for _ in range(2):
+            meter = Meter()
+            engine.generate([prompt], 8, [1], 1.0)
+            engine.measure(meter)
+            rates.append(meter.reduce()["engine/prefix_hit_rate"] * size / block)
+    assert rates == pytest.approx([7 / 8, 1, 7 / 8, 1])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
