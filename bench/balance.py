@@ -10,6 +10,10 @@ Lengths are drawn at random. Chat: lognormal, median 450, at most 8,192. GSM8K: 
 tokens with the prompt. Chains of thought: 8 per prompt, median 4,000, at most 16,384; prompt and sample contribute
 equally to the variation. "Owned": each rank packs its own samples, first-fit decreasing. "Shared": `assign`, as in the
 scripts. The cost of a sequence is that of Qwen3-8B; `ATTENTION` is 2e-5 here.
+
+The second table has groups of completions whose prompt is computed once: the time of the slowest ranks without shared
+prefixes, over that with them. "Whole": every group on one rank. "Parts": `place`, as in the scripts. Completions are
+lognormal. P tokens of a prompt, C of a completion in the mean, G completions.
 """
 
 import math
@@ -22,6 +26,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.parallel import placement
+from common.parallel.placement import GroupShape, assign, place
 
 BATCHES, RANKS = 20, (8, 64)
 placement.ATTENTION = 2e-5
@@ -63,8 +68,9 @@ def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 def lost(rows: list[list[list[int]]]) -> float:
     """Return the lost fraction. `rows` has, per micro-batch and rank, the lengths that this rank computes."""
-    slowest = sum(max(map(placement.cost, row)) for row in rows)
-    return 1 - sum(placement.cost(lengths) for row in rows for lengths in row) / (len(rows[0]) * slowest)
+    costs = [[GroupShape([n]).cost for n in lengths] for row in rows for lengths in row]
+    slowest = sum(max(sum(GroupShape([n]).cost for n in lengths) for lengths in row) for row in rows)
+    return 1 - sum(map(sum, costs)) / (len(rows[0]) * slowest)
 
 
 def owned(lengths: list[int], ranks: int, per_rank: int, max_tokens: int) -> list[list[list[int]]]:
@@ -73,8 +79,49 @@ def owned(lengths: list[int], ranks: int, per_rank: int, max_tokens: int) -> lis
 
 
 def shared(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    rows = placement.assign({(0, i): [n] for i, n in enumerate(lengths)}, ranks, max_tokens)
+    rows = assign({(0, i): GroupShape([n]) for i, n in enumerate(lengths)}, ranks, max_tokens)
     return [[[lengths[i] for _, i in keys] for keys in row] for row in rows]
+
+
+GROUPS = [  # P, C, G, prompts, ranks, pack_tokens
+    (300, 300, 8, 64, 8, 16384), (300, 300, 8, 16, 8, 16384), (300, 300, 8, 8, 8, 16384), (512, 128, 8, 64, 8, 8192),
+    (512, 128, 8, 512, 64, 8192), (512, 1500, 8, 128, 8, 16384), (512, 4000, 16, 64, 8, 32768),
+    (512, 4000, 16, 64, 32, 32768), (2000, 200, 8, 8, 8, 8192), (2000, 200, 8, 64, 64, 8192),
+    (300, 150, 2, 256, 8, 8192),
+]  # fmt: skip
+
+
+def print_groups() -> None:
+    print("\n| P, C, G | prompts, ranks, pack_tokens | computed tokens | whole | parts |\n|---|---|---|---|---|")
+    for P, C, G, prompts, ranks, max_tokens in GROUPS:
+        draw, times, tokens = random.Random(0), [], []
+        for _ in range(BATCHES // 4):
+            drawn = [[] for _ in range(ranks)]
+            for i in range(prompts):
+                lengths = [
+                    P + min(4 * C, max(2, round(draw.lognormvariate(math.log(C) - 0.18, 0.6)))) for _ in range(G)
+                ]
+                drawn[i % ranks].append(GroupShape(lengths, P - 1))
+            apart = [[GroupShape(group.lengths) for group in groups] for groups in drawn]
+            placed = [place(apart, ranks, max_tokens, together=False)]
+            fits = all(group.size <= max_tokens for groups in drawn for group in groups)
+            placed += [place(drawn, ranks, max_tokens, together=True)] if fits else []
+            placed.append(place(drawn, ranks, max_tokens, together=False))
+            times.append([placement.cost(*each) for each in placed])
+            tokens.append([sum(group.tokens for group in groups.values()) for groups, _ in placed])
+        before, *after = (mean(column) for column in zip(*times, strict=True))
+        whole, parts = (["do not fit"] if len(after) == 1 else []) + [f"{before / x:.2f}x" for x in after]
+        less = mean(row[0] / row[-1] for row in tokens)
+        print(f"| {P}, {C}, {G} | {prompts}, {ranks}, {max_tokens:,} | {less:.2f}x fewer | {whole} | {parts} |")
+    start = time.perf_counter()
+    place(drawn_groups(8192, 8), 64, 8192, together=False)
+    print(f"placing 8,192 completions of 1,024 prompts on 64 ranks: {time.perf_counter() - start:.2f} s")
+
+
+def drawn_groups(sequences: int, G: int) -> list[list[GroupShape]]:
+    draw = random.Random(0)
+    groups = [GroupShape([300 + draw.randrange(50, 600) for _ in range(G)], 299) for _ in range(sequences // G)]
+    return [groups[rank::64] for rank in range(64)]
 
 
 def main() -> None:
@@ -96,6 +143,7 @@ def main() -> None:
         new = shared(lengths, 1, max_tokens)
         seconds = f"{middle - start:.2f} s first fit, {time.perf_counter() - middle:.2f} s best fit"
         print(f"packing {len(lengths):,} sequences ({name}): {seconds}; {len(old)} and {len(new)} packs")
+    print_groups()
 
 
 if __name__ == "__main__":
