@@ -68,9 +68,8 @@ def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 def lost(rows: list[list[list[int]]]) -> float:
     """Return the lost fraction. `rows` has, per micro-batch and rank, the lengths that this rank computes."""
-    costs = [[GroupShape([n]).cost for n in lengths] for row in rows for lengths in row]
-    slowest = sum(max(sum(GroupShape([n]).cost for n in lengths) for lengths in row) for row in rows)
-    return 1 - sum(map(sum, costs)) / (len(rows[0]) * slowest)
+    costs = [[sum(GroupShape([n]).cost for n in lengths) for lengths in row] for row in rows]
+    return 1 - sum(map(sum, costs)) / (len(rows[0]) * sum(map(max, costs)))
 
 
 def owned(lengths: list[int], ranks: int, per_rank: int, max_tokens: int) -> list[list[list[int]]]:

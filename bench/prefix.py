@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.gpu import synchronize
 from common.data.packing import PackedBatch, pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention
@@ -36,6 +37,7 @@ CASES: list[Case] = [
     (512, 128, 8, 1, False), (512, 128, 8, 1, True), (1000, 300, 8, 1, False), (100, 200, 8, 1, False),
     (100, 200, 8, 1, True), (256, 256, 16, 1, False), (300, 150, 2, 4, False), (300, 150, 2, 4, True),
 ]  # fmt: skip
+SHORT = [(8, 100), (2, 100), (8, 400)]  # G, C of the groups with short prompts
 SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
              head_dim=64, vocab_size=512)  # fmt: skip
 LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -77,21 +79,18 @@ def tokens_of(packs: list[PackedBatch]) -> int:
     return sum(len(mb.computed.targets_T) for mb in packs)
 
 
-def step(policy: Policy, packs: list[PackedBatch]) -> None:
-    policy.zero_grad()
+def forward_and_backward(policy: Policy, packs: list[PackedBatch]) -> None:
     for mb in packs:
         logprobs_T, *_ = policy(mb)
         (logprobs_T * mb.loss_mask_T).sum().backward()
 
 
 def seconds(policy: Policy, packs: list[PackedBatch]) -> float:
-    on_cuda = packs[0].targets_T.is_cuda
-    for _ in range(on_cuda):
-        torch.cuda.synchronize()
+    policy.zero_grad()
+    synchronize()
     start = time.perf_counter()
-    step(policy, packs)
-    for _ in range(on_cuda):
-        torch.cuda.synchronize()
+    forward_and_backward(policy, packs)
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -99,7 +98,7 @@ def compare(policy: Policy, case: Case, rounds: int) -> tuple[list[int], float, 
     """Return the tokens without and with, the median seconds of each, and the sorted ratios of the rounds."""
     both = both_packs(case, next(policy.parameters()).device)
     for packs in both:  # warm up
-        step(policy, packs)
+        seconds(policy, packs)
     times = [[seconds(policy, packs) for packs in both] for _ in range(rounds)]
     without, shared = map(median, zip(*times, strict=True))
     return list(map(tokens_of, both)), without, shared, sorted(a / b for a, b in times)
@@ -126,9 +125,6 @@ def print_shortest(device: torch.device, rounds: int) -> None:
     for P in (5, 9, 17, 33, 65, 129):
         cells = [compare(policy, (P, C, G, max(1, 16 // G), True), rounds)[3] for G, C in SHORT]
         print(f"| {P} | " + " | ".join(f"{median(ratios):.2f}x" for ratios in cells) + " |", flush=True)
-
-
-SHORT = [(8, 100), (2, 100), (8, 400)]  # G, C
 
 
 class PeakOfTensors(TorchDispatchMode):
@@ -160,10 +156,7 @@ def peak(policy: Policy, packs: list[PackedBatch]) -> float:
         parameter.grad = torch.zeros_like(parameter)
     gc.collect()
     with PeakOfTensors() as counter:
-        for mb in packs:
-            logprobs_T, *_ = policy(mb)
-            (logprobs_T * mb.loss_mask_T).sum().backward()
-            del logprobs_T
+        forward_and_backward(policy, packs)
     return counter.peak
 
 

@@ -136,7 +136,8 @@ def place(ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, togethe
     Large parts compute few prefixes, small parts can be divided evenly. The cheapest of several sizes is taken.
     """
     if together:
-        return by_key(ranks), assign(by_key(ranks), num_bins, max_tokens)
+        whole = by_key(ranks)
+        return whole, assign(whole, num_bins, max_tokens)
     groups = [group for rank in ranks for group in rank]
     even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
     limits, placements = {max_tokens, even, even // 2, even // 4, even // 8, 0}, []
