@@ -68,7 +68,7 @@ def first_fit(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 def lost(rows: list[list[list[int]]]) -> float:
     """Return the lost fraction. `rows` has, per micro-batch and rank, the lengths that this rank computes."""
-    costs = [[sum(GroupShape([n]).cost for n in lengths) for lengths in row] for row in rows]
+    costs = [[sum(GroupShape([n], [0]).cost for n in lengths) for lengths in row] for row in rows]
     return 1 - sum(map(sum, costs)) / (len(rows[0]) * sum(map(max, costs)))
 
 
@@ -78,7 +78,7 @@ def owned(lengths: list[int], ranks: int, per_rank: int, max_tokens: int) -> lis
 
 
 def shared(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    rows = assign({(0, i): GroupShape([n]) for i, n in enumerate(lengths)}, ranks, max_tokens)
+    rows = assign({(0, i): GroupShape([n], [0]) for i, n in enumerate(lengths)}, ranks, max_tokens)
     return [[[lengths[i] for _, i in keys] for keys in row] for row in rows]
 
 
@@ -100,8 +100,8 @@ def print_groups() -> None:
                 lengths = [
                     P + min(4 * C, max(2, round(draw.lognormvariate(math.log(C) - 0.18, 0.6)))) for _ in range(G)
                 ]
-                drawn[i % ranks].append(GroupShape(lengths, P - 1))
-            apart = [[GroupShape(group.lengths) for group in groups] for groups in drawn]
+                drawn[i % ranks].append(GroupShape(lengths, [0, *[P - 1] * (G - 1)]))
+            apart = [[GroupShape(group.lengths, [0] * G) for group in groups] for groups in drawn]
             placed = [place(apart, ranks, max_tokens, together=False)]
             fits = all(group.size <= max_tokens for groups in drawn for group in groups)
             placed += [place(drawn, ranks, max_tokens, together=True)] if fits else []
@@ -119,7 +119,8 @@ def print_groups() -> None:
 
 def drawn_groups(sequences: int, G: int) -> list[list[GroupShape]]:
     draw = random.Random(0)
-    groups = [GroupShape([300 + draw.randrange(50, 600) for _ in range(G)], 299) for _ in range(sequences // G)]
+    lengths = [[300 + draw.randrange(50, 600) for _ in range(G)] for _ in range(sequences // G)]
+    groups = [GroupShape(of_group, [0, *[299] * (G - 1)]) for of_group in lengths]
     return [groups[rank::64] for rank in range(64)]
 
 

@@ -46,8 +46,8 @@ class PrefixArgs:
     """Shared prefixes"""
 
     share_prefix: MayChange[NotNegative[int]] = 16
-    """compute what all samples of a group begin with, such as the prompt of its completions, once if it has at least
-    this many tokens; never changes the gradient; 0: never (docs/prefix.md)"""
+    """compute a prefix that samples of a group have in common, such as their prompt, once if it has at least this many
+    tokens; never changes the gradient; 0: never (docs/prefix.md)"""
 
 
 @dataclass(config=STRICT)

@@ -119,13 +119,13 @@ def pack_groups(
     groups: list[list[Sample]], pack_tokens: int, device: torch.device, together: bool = True,
     shortest: int | None = None,
 ) -> list[PackedBatch]:  # fmt: skip
-    """Pack like `pack`. The common beginning of a group is computed once, if it has at least `shortest` tokens
-    (default: see `set_shortest_prefix`; 0: never). With `together` the samples of a group, such as chosen and rejected,
-    are neighbours in one micro-batch; otherwise a group may be divided among micro-batches and ranks."""
+    """Pack like `pack`. Prefixes of at least `shortest` tokens (default: see `set_shortest_prefix`; 0: never) that
+    samples of a group have in common are computed once. With `together` the samples of a group, such as chosen and
+    rejected, are neighbours in one micro-batch; otherwise a group may be divided among micro-batches and ranks."""
     samples, ends = list(chain(*groups)), accumulate(map(len, groups), initial=0)
     order = [[*range(*bounds)] for bounds in pairwise(ends)]  # indices of each group's samples
-    if not together:  # neighbours of one length share a call of attention
-        order = [sorted(group, key=lambda i: -samples[i].num_targets) for group in order]
+    if not together:  # in lexical order, neighbours have the longest common prefixes
+        order = [sorted(group, key=lambda i: samples[i].ids) for group in order]
     shortest = _shortest_prefix if shortest is None else shortest
     mine = [shape_of([samples[i] for i in group], shortest) for group in order]
     streams = [name for name in STREAMS if samples and getattr(samples[0], name, None) is not None]
@@ -140,7 +140,7 @@ def pack_groups(
             of_group[key] = list(islice(sequence, len(shapes[key].lengths)))
     indices = [[i for key in keys for i in of_group[key]] for keys in owned]
     packs = [_pack_one([samples[i] for i in index], index, streams, device) for index in indices]
-    if len(ranks) > 1 or any(shape.prefix for shape in shapes.values()):
+    if len(ranks) > 1 or any(any(shape.shared) for shape in shapes.values()):
         ids = TokenIds([samples[i].ids for i in chain(*order)], shapes, device)
         for mb, row, keys in zip(packs, rows, owned, strict=True):
             mb.assigned = ids.computed(row, keys)
@@ -175,15 +175,15 @@ def prefixes_are_shared() -> bool:
 
 
 def shape_of(samples: list[Sample], shortest: int) -> GroupShape:
-    """Return the shape of a group, with the longest prefix that leaves each sample a target of its own."""
-    lengths = [sample.num_targets for sample in samples]
-    if len(samples) == 1 or not shortest:
-        return GroupShape(lengths)
-    first, last = min(sample.ids for sample in samples), max(sample.ids for sample in samples)
-    # Lists are ordered like words: the common beginning of the first and the last is common to all.
-    equal = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    prefix = min(equal - 1, min(lengths) - 1)
-    return GroupShape(lengths, prefix if prefix + 1 >= shortest else 0)
+    """Return the shape of a group. Each sample shares with the one before it the longest prefix that leaves it a target
+    of its own."""
+    lengths, shared = [sample.num_targets for sample in samples], [0] * len(samples)
+    for n, (before, sample) in enumerate(pairwise(samples), 1) if shortest else ():
+        pairs = zip(before.ids, sample.ids, strict=False)
+        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before.ids))
+        prefix = min(equal - 1, lengths[n] - 1)
+        shared[n] = prefix if prefix + 1 >= shortest else 0
+    return GroupShape(lengths, shared)
 
 
 def _pack_one(samples: list[Sample], index: list[int], streams: list[str], device: torch.device) -> PackedBatch:

@@ -1,6 +1,6 @@
 """Attention over packed sequences.
 
-Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each suffix has a copy of their keys.
+Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a copy of the keys of its prefix.
 """
 
 import math
@@ -37,8 +37,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling, sliding
     """Compute causal attention within each sequence of the pack.
 
     `query` is [1, heads, T, head_dim], `key` and `value` may have fewer heads (grouped-query attention); the offsets
-    come through the model's keyword arguments. A segment behind a shared prefix attends to the keys of the prefix and
-    of itself. They are consecutive tokens: masks and windows are exact if the last query is aligned with the last key.
+    come through the model's keyword arguments. Queries behind a shared prefix attend to the keys of the prefix and
+    their own. They are consecutive tokens: masks and windows are exact if the last query is aligned with the last key.
     CUDA has FlashAttention's varlen kernel, which aligns them so and needs no memory quadratic in T; other devices have
     one SDPA call for neighbours of one length. Neither has a `softcap` on the scores (Gemma 2), which
     `capped_attention` computes. Raises `NotImplementedError` for unsupported variants of attention, which loading
@@ -92,8 +92,8 @@ def attention_by_length(
     """Compute `packed_attention` with one call for all neighbours with as many queries and keys: [1, T, heads,
     head_dim]."""
     # Equal lengths are mostly neighbours. One split: the gradient of a slice would be as large as the pack.
-    of_segments = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
-    runs = [(*lengths, len(list(run))) for lengths, run in groupby(of_segments)]
+    of_sequences = zip(pack.lengths, (pack.keys or pack).lengths, strict=True)
+    runs = [(*lengths, len(list(run))) for lengths, run in groupby(of_sequences)]
     queries = query.squeeze(0).split([num_queries * count for num_queries, _, count in runs], dim=1)
     keys, values = (x.squeeze(0).split([num_keys * count for _, num_keys, count in runs], dim=1) for x in (key, value))
     outputs = []

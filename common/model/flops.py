@@ -36,8 +36,8 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     layer, 4 heads x width for each pair of a query and a key that it attends to. Windows are ignored. A backward
     takes twice as many; recomputed operations are not counted."""
     config = config.get_text_config()
-    of_segments = zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True)
-    pairs = sum(queries * (keys - queries) + queries * (queries + 1) / 2 for queries, keys in of_segments)
+    of_sequences = zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True)
+    pairs = sum(queries * (keys - queries) + queries * (queries + 1) / 2 for queries, keys in of_sequences)
     pairs *= len(tokens.targets_T) / tokens.offsets[-1]  # this rank's share of the heads of its context group
     heads, width = attention_shape(config)
     attention = 4 * heads * width * pairs * config.num_hidden_layers

@@ -90,14 +90,14 @@ def check_packing(model: nn.Module, label: str) -> None:
 
 @torch.no_grad()
 def keeps_shared_prefixes(model: nn.Module, label: str) -> bool:
-    """Return whether samples whose common beginning is computed once have the numbers that they have alone, up to
-    rounding or a share of what another beginning changes. If not, rank 0 says so. Collective."""
+    """Return whether samples whose common prefix is computed once have the numbers that they have alone, up to
+    rounding or a share of what another prefix changes. If not, rank 0 says so. Collective."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, model.hf.config.vocab_size, (48,), generator=generator)
     prefix, other, *suffixes = (ids.tolist() for ids in drawn.split([16, 16, 7, 9]))
     numbers = []
-    for beginning, shortest in ((prefix, 1), (prefix, 0), (other, 0)):
-        pair = [Sample(beginning + ids, [True] * (16 + len(ids))) for ids in suffixes]
+    for start, shortest in ((prefix, 1), (prefix, 0), (other, 0)):
+        pair = [Sample(start + ids, [True] * (16 + len(ids))) for ids in suffixes]
         (mb,) = pack_groups([pair], 100, model.device, shortest=shortest)
         output = model(mb)
         numbers.append(output.logprobs_T if isinstance(output, TokenStats) else output)

@@ -4,12 +4,13 @@ A rank owns samples: their masks, streams and losses. `place` chooses by cost wh
 `scatter_back` returns the results to the owners. FSDP makes every micro-batch wait for its slowest rank, so that load
 balancing saves time (`bench/balance.py`). A context group (context.py) counts as one rank.
 
-Tokens that all sequences of a group begin with, such as the prompt of its completions, are computed once
+A prefix that sequences of a group have in common, such as the prompt of its completions, is computed once
 (docs/prefix.md). Of the ids x_0 .. x_n of a sequence a model reads x_0 .. x_(n-1) and predicts x_1 .. x_n. Where the
-first p + 1 ids of all sequences agree, so do their first p targets. The prefix is a segment of its own that reads
-x_0 .. x_(p-1); one more segment for each sequence reads the rest, x_p .. x_(n-1). Every computed token has one target.
+first p + 1 ids of two sequences agree, so do their first p targets. The first sequence of a group is computed whole,
+each later one from its p-th token on, where p is the prefix that it shares with the sequence before it. Every computed
+token has one target. The shared prefixes form a tree if the sequences are in lexical order.
 
-Shapes: N segments, T own tokens, t computed tokens, K keys. A key of a dict is (owner, index of its group).
+Shapes: N sequences, T own tokens, t computed tokens, K keys. A key of a dict is (owner, index of its group).
 """
 
 import bisect
@@ -37,25 +38,30 @@ all_gather = getattr(collectives, "all_gather_single_autograd", None) or collect
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Keys:
-    """Keys that the queries of a segment attend to: of its prefix and of itself. A plain class, like `Tokens`."""
+def rows_of_sequences(lengths: list[int], shared: list[int]) -> list[Tensor]:
+    """Return, for each sequence, the positions of its tokens among the computed ones, int64. Sequence n computes
+    `lengths[n]` tokens behind the first `shared[n]` tokens of sequence n - 1."""
+    rows: list[Tensor] = []
+    for prefix, (begin, end) in zip(shared, pairwise(accumulate(lengths, initial=0)), strict=True):
+        own = torch.arange(begin, end)
+        rows.append(torch.cat([rows[-1][:prefix], own]) if prefix else own)
+    return rows
 
-    def __init__(self, offsets: list[int], after: list[int], device: torch.device):
-        """Segment n is [offsets[n], offsets[n + 1]) and continues segment after[n] < n, or none if that is -1. What a
-        segment continues may itself continue another one."""
-        rows: list[Tensor] = []
-        for previous, (begin, end) in zip(after, pairwise(offsets), strict=True):
-            own = torch.arange(begin, end)
-            rows.append(own if previous < 0 else torch.cat([rows[previous], own]))
-        self.lengths = [len(each) for each in rows]
-        self.rows_K = torch.cat(rows).to(device)  # int64: positions of the keys among the computed tokens
+
+class Keys:
+    """Keys that the queries of each sequence attend to: of its prefix and its own. A plain class, like `Tokens`."""
+
+    def __init__(self, lengths: list[int], shared: list[int], device: torch.device):
+        """`lengths` and `shared` as in `rows_of_sequences`."""
+        self.lengths = [sum(each) for each in zip(lengths, shared, strict=True)]
+        self.rows_K = torch.cat(rows_of_sequences(lengths, shared)).to(device)  # positions among the computed tokens
         self.cu_seqlens_N1 = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32).to(device)
         self.max_seqlen = max(self.lengths)
 
 
 class Tokens:
-    """Packed sequences that a model runs on: this rank's own, or those that `place` gave to it. Where a prefix is
-    computed once, they are segments of sequences.
+    """Packed sequences that a model runs on: this rank's own, or those that `place` gave to it. A sequence that shares
+    a prefix with the one before it has the tokens behind this prefix.
 
     A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it contains.
     """
@@ -63,10 +69,10 @@ class Tokens:
     own_T: Tensor | None = None  # int64: positions of this rank's own tokens among those that all ranks compute
     longest = 0  # most tokens that a rank computes
     context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
-    keys: Keys | None = None  # None: no segment continues another one
+    keys: Keys | None = None  # None: no sequence shares a prefix
 
     def __init__(self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int], sequences: int):
-        """The first `sequences` of the sequences or segments with these `lengths` are samples; another is padding."""
+        """The first `sequences` of the sequences with these `lengths` are samples; another is padding."""
         self.input_ids_T = ids_T  # int64
         self.targets_T = targets_T  # int64
         self.position_ids_T = position_ids_T  # int64, of a token in its sequence
@@ -81,45 +87,43 @@ class Tokens:
 
 
 class GroupShape(NamedTuple):
-    """Sequences of a group or of a part of it, by their numbers of targets. The first `prefix` targets are the same in
-    all of them, and are computed once."""
+    """Sequences of a group or of a part of it, by their numbers of targets. The first `shared[n]` targets of sequence n
+    are those of the sequence before it, and are computed once."""
 
     lengths: list[int]
-    prefix: int = 0
+    shared: list[int]  # 0 for the first sequence; less than its length for every other one
 
     @property
     def tokens(self) -> int:
         """Number of computed tokens."""
-        return sum(self.lengths) - self.prefix * (len(self.lengths) - 1)
+        return sum(self.lengths) - sum(self.shared)
 
     @property
     def size(self) -> int:
-        """Room that the group takes in a pack: its tokens, and a copy of the prefix's keys for each sequence. It is at
-        most that of whole sequences."""
-        return self.tokens + math.ceil(KEY_COPY * self.prefix * len(self.lengths))
+        """Room that the group takes in a pack: its tokens, and copies of shared keys. It is at most that of whole
+        sequences."""
+        return self.tokens + math.ceil(KEY_COPY * sum(self.shared))
 
     @property
     def cost(self) -> float:
         """Compute cost, in units of one token of a short sequence."""
-        pairs = sum(n * n for n in self.lengths) - (len(self.lengths) - 1) * self.prefix**2
-        return self.tokens + ATTENTION * pairs
+        return self.tokens + ATTENTION * (sum(n * n for n in self.lengths) - sum(n * n for n in self.shared))
 
     def parts(self, limit: int) -> list["GroupShape"]:
-        """Return the sequences, in their order, as groups of at most this size, each with a prefix of its own, or of
-        one sequence. Without a prefix, every sequence is a group."""
-        parts: list[list[int]] = []
-        for n in self.lengths:
-            if parts and self.prefix and GroupShape([*parts[-1], n], self.prefix).size <= limit:
-                parts[-1].append(n)
+        """Return the sequences, in their order, as groups of at most this size, or of one sequence. A sequence without
+        a shared prefix begins a group."""
+        parts: list[GroupShape] = []
+        for n, prefix in zip(*self, strict=True):
+            if prefix and (longer := GroupShape([*parts[-1].lengths, n], [*parts[-1].shared, prefix])).size <= limit:
+                parts[-1] = longer
             else:
-                parts.append([n])
-        return [GroupShape(lengths, self.prefix if len(lengths) > 1 else 0) for lengths in parts]
+                parts.append(GroupShape([n], [0]))
+        return parts
 
-    def own_rows(self) -> Tensor:
+    def rows(self) -> Tensor:
         """Return the positions of the targets of all sequences, one after the other, among the computed tokens: [T]."""
-        p = self.prefix
-        suffixes = pairwise(accumulate((n - p for n in self.lengths), initial=p))
-        return torch.cat([torch.cat([torch.arange(p), torch.arange(*bounds)]) for bounds in suffixes])
+        own = [n - prefix for n, prefix in zip(*self, strict=True)]
+        return torch.cat(rows_of_sequences(own, self.shared))
 
 
 def by_key(ranks: list[list[GroupShape]]) -> dict[Key, GroupShape]:
@@ -141,7 +145,7 @@ def place(ranks: list[list[GroupShape]], num_bins: int, max_tokens: int, togethe
     groups = [group for rank in ranks for group in rank]
     even = min(max_tokens, sum(group.size for group in groups) // num_bins + 1)
     limits, placements = {max_tokens, even, even // 2, even // 4, even // 8, 0}, []
-    for limit in sorted(limits, reverse=True) if any(group.prefix for group in groups) else [0]:
+    for limit in sorted(limits, reverse=True) if any(any(group.shared) for group in groups) else [0]:
         parts = by_key([[part for group in rank for part in group.parts(limit)] for rank in ranks])
         placements.append((parts, assign(parts, num_bins, max_tokens)))
     return min(placements, key=lambda placement: cost(*placement))
@@ -191,13 +195,6 @@ def assign(groups: dict[Key, GroupShape], num_bins: int, max_tokens: int) -> lis
 # ---- what a rank computes of a row, and how its results return ----
 
 
-class Segment(NamedTuple):
-    tokens: int
-    start: int  # where its ids are in `TokenIds.flat`
-    position: int  # of its first token in the sequence
-    after: int  # index of the segment that it continues; -1: none
-
-
 class TokenIds:
     """Token ids of all ranks' sequences, one tensor. Making it is collective."""
 
@@ -218,18 +215,16 @@ class TokenIds:
             self.flat[:-padding] = mine
         self.starts = {key: key[0] * width + start for key, start in starts.items()}
 
-    def segments(self, keys: list[Key]) -> list[Segment]:
-        """Return the segments of these groups, in the order in which they are computed."""
-        segments = []
+    def sequences(self, keys: list[Key]) -> list[tuple[int, int, int]]:
+        """Return the sequences of these groups in order: number of computed tokens, where the ids of these tokens start
+        in `flat`, number of tokens shared with the sequence before."""
+        found = []
         for key in keys:
-            start, (lengths, prefix) = self.starts[key], self.groups[key]
-            after = len(segments) if prefix else -1
-            if prefix:
-                segments.append(Segment(prefix, start, 0, -1))
-            for n in lengths:
-                segments.append(Segment(n - prefix, start + prefix, prefix, after))
+            start = self.starts[key]
+            for n, prefix in zip(*self.groups[key], strict=True):
+                found.append((n - prefix, start + prefix, prefix))
                 start += n + 1
-        return segments
+        return found
 
     def computed(self, row: list[list[Key]], owned: list[Key]) -> Tokens:
         """Return the tokens of a row that this rank computes. `owned`: the groups of the row that it owns."""
@@ -245,24 +240,23 @@ class TokenIds:
         own_T = []
         for key in owned:
             number, first = firsts[key]
-            in_stream = first + self.groups[key].own_rows()
+            in_stream = first + self.groups[key].rows()
             own_T.append((number * R + in_stream // parts[number]) * longest + in_stream % parts[number])
         own_T = torch.cat(own_T) if owned else torch.zeros(1, dtype=torch.int64)  # a padding token takes any result
 
         number, r = divmod(self.rank, R)
-        segments = self.segments(row[number])
-        sequences = len(segments)
-        if padding := parts[number] * R - sum(segment.tokens for segment in segments):
-            # A sequence of zeros makes the parts equal.
-            segments.append(Segment(padding, len(self.flat) - R - 1, 0, -1))
-        lengths, starts, positions, after = map(list, zip(*segments, strict=True))
+        sequences = self.sequences(row[number])
+        num_samples = len(sequences)
+        if padding := parts[number] * R - sum(length for length, _, _ in sequences):
+            sequences.append((padding, len(self.flat) - R - 1, 0))  # a sequence of zeros makes the parts equal
+        lengths, starts, shared = map(list, zip(*sequences, strict=True))
         here = slice(r * parts[number], (r + 1) * parts[number])
-        in_segment_t = torch.cat([torch.arange(n) for n in lengths])[here]
-        of_segment_2t = torch.tensor([starts, positions]).repeat_interleave(torch.tensor(lengths), dim=1)[:, here]
-        ids_t, position_ids_t = (of_segment_2t + in_segment_t).to(device)
-        tokens = Tokens(self.flat[ids_t].long(), self.flat[ids_t + 1].long(), position_ids_t, lengths, sequences)
+        in_sequence_t = torch.cat([torch.arange(n) for n in lengths])[here]
+        of_sequence_2t = torch.tensor([starts, shared]).repeat_interleave(torch.tensor(lengths), dim=1)[:, here]
+        ids_t, position_ids_t = (of_sequence_2t + in_sequence_t).to(device)
+        tokens = Tokens(self.flat[ids_t].long(), self.flat[ids_t + 1].long(), position_ids_t, lengths, num_samples)
         tokens.own_T, tokens.longest, tokens.context_group = own_T.to(device), longest, context_group()
-        tokens.keys = Keys(tokens.offsets, after, device) if max(after) >= 0 else None
+        tokens.keys = Keys(lengths, shared, device) if any(shared) else None
         return tokens
 
 

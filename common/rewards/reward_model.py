@@ -116,7 +116,7 @@ def require_context(model: PackedModel, longest: int) -> None:
 @torch.no_grad()
 def score(model: ScalarModel, groups: list[list[list[int]]], pack_tokens: int, device: torch.device) -> list[float]:
     """Return the reward of each of this rank's sequences of token ids (prompt and completion), given in groups that may
-    have a common beginning. Collective.
+    share prefixes. Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context.
     """

@@ -74,6 +74,16 @@ def group(prompt: int, completions: list[int], seed: int = 0) -> list[Sample]:
     return samples
 
 
+def tree(seed: int = 0) -> list[Sample]:
+    """Return samples that part after 5 tokens, after 9 or 8 of them, and after 8 to 12 tokens of each branch."""
+    draw = random.Random(seed)
+    trunk, left, right, *leaves = ([draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 4, 3, 6, 2, 1, 7, 4))
+    branches = left, left, right, right, []
+    paths = [trunk + branch + leaf for branch, leaf in zip(branches, leaves, strict=True)]
+    draw.shuffle(paths)
+    return [Sample(ids, [i > 4 for i in range(len(ids))]) for ids in paths]
+
+
 GROUPS = {
     "one sequence": [group(9, [5])],
     "two": [group(9, [5, 5])],
@@ -84,6 +94,8 @@ GROUPS = {
     "identical sequences": [group(6, [8]) * 3],
     "one is the beginning of the others": [[Sample(list(range(3, 3 + n)), [True] * n) for n in (12, 8, 20)]],
     "completions of one token": [group(13, [1, 1, 1])],
+    "a tree": [tree()],
+    "a tree on a trunk": [tree(0) + tree(0)[:2], tree(1)],
     "several": [group(20, [6, 2, 9]), group(5, [40]), group(33, [3, 3, 3, 3]), group(1, [2, 2]), group(17, [25, 1])],
 }
 
@@ -137,8 +149,8 @@ def test_numbers_and_gradients_are_those_of_whole_sequences(name, dtype):
         assert error(results(model, packs_of(groups, 1)), results(model, packs_of(groups, 0))) < limit, case
 
 
-def wrong_rows(offsets, after, device, make=Keys) -> Keys:
-    keys = make(offsets, after, device)
+def wrong_rows(lengths, shared, device, make=Keys) -> Keys:
+    keys = make(lengths, shared, device)
     keys.rows_K = (keys.rows_K - 1).clamp(min=0)
     return keys
 
@@ -153,8 +165,19 @@ class CountsOnce(attention.GatherKeys):
         return total.index_copy_(2, rows_K, gradient), None
 
 
-def restarted(tokens, start, position, after, make=placement.Segment):
-    return make(tokens, start, 0, after)
+def restarted(ids, row, owned, compute=placement.TokenIds.computed):
+    tokens = compute(ids, row, owned)
+    tokens.position_ids_T = torch.cat([torch.arange(n) for n in tokens.lengths])
+    return tokens
+
+
+def beside(lengths, shared, rows_of=placement.rows_of_sequences):
+    """Every sequence continues the first one of its group."""
+    first, rows = None, rows_of(lengths, shared)
+    for n, prefix in enumerate(shared):
+        first = first if prefix else rows[n]
+        rows[n] = torch.cat([first[:prefix], rows[n][prefix:]])
+    return rows
 
 
 MUTATIONS = {
@@ -169,7 +192,8 @@ MUTATIONS = {
     "keys of a prefix have the gradient of one sequence": lambda patch: patch.setattr(
         attention, "GatherKeys", CountsOnce
     ),
-    "positions start again behind the prefix": lambda patch: patch.setattr(placement, "Segment", restarted),
+    "positions start again behind the prefix": lambda patch: patch.setattr(placement.TokenIds, "computed", restarted),
+    "sequences have the prefix of the first one": lambda patch: patch.setattr(placement, "rows_of_sequences", beside),
     "targets of a prefix have the gradient of one sequence": lambda patch: patch.setattr(
         Policy,
         "forward",
@@ -191,7 +215,7 @@ def once(stats, mb: PackedBatch):
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutation_is_detected(mutation, monkeypatch):
-    model, groups = build("qwen3", torch.float32), GROUPS["ragged"]
+    model, groups = build("qwen3", torch.float32), GROUPS["ragged"] + GROUPS["a tree"]
     expected = results(model, packs_of(groups, 0))
     MUTATIONS[mutation](monkeypatch)
     assert error(results(model, packs_of(groups, 1)), expected) > 1e-2
@@ -224,24 +248,6 @@ def test_scalar_models():
     assert error(*found) < 1e-5  # the head is float32
 
 
-def test_tree_of_segments():
-    """A prefix may continue another one: 5 tokens, then 4 or 3, then two ways each."""
-    model, draw = build("mistral", torch.float64), torch.Generator().manual_seed(0)
-    lengths, after, first = [5, 4, 6, 2, 3, 1, 7], [-1, 0, 1, 1, 0, 4, 4], [0, 5, 9, 9, 5, 8, 8]
-    ids = [torch.randint(3, VOCABULARY, (n,), generator=draw).tolist() for n in lengths]
-    (mb,) = packs_of([group(1, [27])], 0)
-    positions_t = torch.cat([torch.arange(f, f + n) for f, n in zip(first, lengths, strict=True)])
-    mb.assigned = placement.Tokens(torch.tensor(sum(ids, [])), positions_t, positions_t, lengths, len(lengths))
-    mb.assigned.keys = Keys(mb.assigned.offsets, after, CPU)
-    offsets, hidden_tD = mb.assigned.offsets, model.hidden_states(mb).detach()
-    for leaf in (2, 3, 5, 6):
-        path = [0, after[leaf], leaf]
-        sample = Sample([i for n in path for i in ids[n]] + [5], [True] * (sum(lengths[n] for n in path) + 1))
-        expected_TD = model.hidden_states(packs_of([[sample]], 0)[0]).detach()
-        found_TD = torch.cat([hidden_tD[offsets[n] : offsets[n + 1]] for n in path])
-        assert (found_TD - expected_TD).abs().max() < 1e-11
-
-
 # ---- packs ----
 
 
@@ -250,17 +256,25 @@ def test_tokens_of_the_prompt_are_computed_once():
     tokens = mb.computed
     # 20 tokens of the prompt are equal: 19 shared targets. The 20th is read by each of the three.
     assert len(tokens.targets_T) == 19 + 6 + 2 + 9 and len(mb.targets_T) == 3 * 19 + 6 + 2 + 9
-    assert tokens.offsets == [0, 19, 25, 27, 36]
-    assert tokens.position_ids_T.tolist() == [*range(19), *range(19, 25), *range(19, 21), *range(19, 28)]
+    assert tokens.offsets == [0, 25, 27, 36]
+    assert tokens.position_ids_T.tolist() == [*range(25), *range(19, 21), *range(19, 28)]
     assert (tokens.targets_T[tokens.own_T] == mb.targets_T).all()
     assert (tokens.input_ids_T[tokens.own_T] == mb.input_ids_T).all()
     assert (tokens.position_ids_T[tokens.own_T] == mb.position_ids_T).all()
-    assert tokens.keys.lengths == [19, 25, 21, 28] and tokens.keys.cu_seqlens_N1.tolist() == [0, 19, 44, 65, 93]
+    assert tokens.keys.lengths == [25, 21, 28] and tokens.keys.cu_seqlens_N1.tolist() == [0, 25, 46, 74]
+
+
+def test_branches_of_a_tree_are_computed_once():
+    """Lexical order makes neighbours of the samples that share most, whatever their order in the group."""
+    (mb,) = pack_groups([tree()], 100_000, CPU, together=False, shortest=1)
+    assert len(mb.computed.targets_T) == 5 + 4 + 3 + 6 + 2 + 1 + 7 + 4 - 1
+    (mb,) = pack_groups([tree()], 100_000, CPU, together=False, shortest=9)  # only the left branch has 9 ids
+    assert len(mb.computed.targets_T) == len(mb.targets_T) - 8
 
 
 def test_prefixes_are_shared_only_if_they_are_long_enough():
     assert packs_of([group(29, [5, 5])], 30)[0].assigned is None
-    assert packs_of([group(30, [5, 5])], 30)[0].assigned.offsets == [0, 29, 34, 39]
+    assert packs_of([group(30, [5, 5])], 30)[0].assigned.offsets == [0, 34, 39]
     assert packs_of([group(30, [5, 5])], 0)[0].assigned is None
 
 
@@ -300,7 +314,7 @@ def test_group_that_does_not_fit_is_computed_in_parts(monkeypatch):
     assert len(packs) > 1 and any(mb.assigned for mb in packs)
     assert sum(len(mb.computed.targets_T) for mb in packs) < sum(sample.num_targets for sample in groups[0])
     assert error(results(model, packs), results(model, packs_of(groups, 0))) < 1e-12
-    with pytest.raises(ValueError, match="8 sequences to keep together take 106 tokens"):
+    with pytest.raises(ValueError, match="8 sequences to keep together take 104 tokens"):
         pack_minibatches(groups, 1, 60, CPU, together=True)
 
 
@@ -309,7 +323,7 @@ def test_group_that_does_not_fit_is_computed_in_parts(monkeypatch):
 
 @given(SIZES, st.integers(90, 300), st.integers(1, 4))
 def test_parts_are_the_groups_and_fit(sizes, room, num_bins):
-    groups = [GroupShape([p + n for n in lengths], p if len(lengths) > 1 else 0) for p, lengths in sizes]
+    groups = [GroupShape([p + n for n in lengths], [0, *[p] * (len(lengths) - 1)]) for p, lengths in sizes]
     ranks = [groups[rank::num_bins] for rank in range(num_bins)]
     keyed, rows = place(ranks, num_bins, room, together=False)
     for rank, before in enumerate(ranks):
@@ -321,13 +335,13 @@ def test_parts_are_the_groups_and_fit(sizes, room, num_bins):
 
 @given(st.integers(1, 60), st.lists(st.integers(1, 60), min_size=2, max_size=16))
 def test_group_needs_no_more_room_than_its_sequences(prefix, suffixes):
-    shape = GroupShape([prefix + n for n in suffixes], prefix)
+    shape = GroupShape([prefix + n for n in suffixes], [0, *[prefix] * (len(suffixes) - 1)])
     assert shape.tokens <= shape.size <= sum(shape.lengths)
 
 
 def test_few_groups_are_divided_among_many_ranks():
     """One prompt for each of four ranks, one with long completions: whole groups would make three ranks wait."""
-    ranks = [[GroupShape([120 + n] * 8, 100)] for n in (900, 30, 30, 30)]
+    ranks = [[GroupShape([120 + n] * 8, [0, *[100] * 7])] for n in (900, 30, 30, 30)]
     parts, (row,) = place(ranks, 4, 10_000, together=False)
     costs = [sum(parts[key].cost for key in keys) for keys in row]
     assert (0, 1) in parts and max(costs) < 0.6 * ranks[0][0].cost

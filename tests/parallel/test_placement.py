@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_siz
 
 @given(LENGTHS, st.integers(1, 5), st.integers(60, 200))
 def test_every_group_is_assigned_once_to_one_bin_within_the_limit(groups, num_bins, max_tokens):
-    lengths = {(i % 3, i // 3): GroupShape(group) for i, group in enumerate(groups)}
+    lengths = {(i % 3, i // 3): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)}
     rows = assign(lengths, num_bins, max_tokens)
     assert {len(row) for row in rows} == {num_bins}
     assert sorted(key for row in rows for keys in row for key in keys) == sorted(lengths)
@@ -26,7 +26,7 @@ def test_every_group_is_assigned_once_to_one_bin_within_the_limit(groups, num_bi
 
 @given(LENGTHS, st.integers(2, 5))
 def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_bins):
-    shapes = {(0, i): GroupShape(group) for i, group in enumerate(groups)}
+    shapes = {(0, i): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)}
     (row,) = assign(shapes, num_bins, 10_000)
     costs = [sum(shapes[key].cost for key in keys) for keys in row]
     assert max(costs) - min(costs) <= max((shape.cost for shape in shapes.values()), default=0) + 1e-9
@@ -34,16 +34,16 @@ def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_b
 
 def test_number_of_rows_is_minimal():
     lengths = {
-        (0, i): GroupShape([n]) for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))
+        (0, i): GroupShape([n], [0]) for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))
     }  # 300: three full bins of 100
     assert len(assign(lengths, 1, 100)) == 3 and len(assign(lengths, 2, 100)) == 2 and len(assign({}, 4, 100)) == 1
 
 
 def test_oversized_group_is_refused_and_names_the_flag():
     with pytest.raises(ValueError, match="^--pack_tokens 10: a sequence has 12 tokens; raise --pack_tokens or"):
-        assign({(0, 0): GroupShape([12])}, 2, 10)
+        assign({(0, 0): GroupShape([12], [0])}, 2, 10)
     with pytest.raises(ValueError, match="^--pack_tokens 10: 2 sequences to keep together take 12 tokens"):
-        assign({(0, 0): GroupShape([6, 6])}, 2, 10)
+        assign({(0, 0): GroupShape([6, 6], [0, 0])}, 2, 10)
 
 
 # ---- ranks ----
