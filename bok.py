@@ -63,8 +63,8 @@ def best(ranking_PG: Tensor, *, keep: int, keep_above: float | None) -> Tensor:
 
 
 def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
-    """Return this micro-batch's share of the loss: the mean of -log pi over the `tokens` of the *global* minibatch."""
-    return -(logprobs_T * mask_T).sum() / tokens.clamp(min=1)
+    """Return each token's share of the loss: the mean of -log pi over the `tokens` of the *global* minibatch."""
+    return -logprobs_T * mask_T / tokens.clamp(min=1)
 
 
 @dataclass
@@ -199,10 +199,10 @@ def main(args: Args) -> None:
                 minibatch_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    mb_loss = loss(logprobs_T, mb.loss_mask_T, tokens)
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    meter.masked_means({"loss": -logprobs_T, "entropy": entropy_T}, mb.loss_mask_T)
+                    share_T = loss(logprobs_T, mb.loss_mask_T, tokens)
+                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_T.detach().sum()
+                    meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
                     if i < args.minibatches:  # the first epoch
                         statistics.measure_mismatch(meter, logprobs_T.detach(), mb)
                         meter.masked_mean("sampling/kept_fraction", mb.loss_mask_T, mb.loss_mask_T)
@@ -216,7 +216,7 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, kept_PG.double())
+        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, kept_PG.double(), parts)
 
     run.end()
     rollouts.close()

@@ -75,8 +75,8 @@ def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, old_entropy_T: Tensor | None,
     advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, threshold: float, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the objective L, to be minimised, and per-token tensors to log. `mask_T`:
-    trained tokens; `sequence_ids_T`: the completion of each token; `tokens`: number of trained tokens of the *global*
+    """Return each token's share of the objective L, to be minimised, and per-token tensors to log. `mask_T`: trained
+    tokens; `sequence_ids_T`: the completion of each token; `tokens`: number of trained tokens of the *global*
     minibatch; `threshold`: least entropy of a token with a loss, with --top_entropy."""
     log_rho_T, A_T = logprobs_T - old_logprobs_T, advantages_T
     rho_T = bounded_exp(log_rho_T)
@@ -89,8 +89,8 @@ def loss(
     if args.top_entropy < 1:
         loss_T = loss_T * (old_entropy_T >= threshold)
     clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
-    logged = {"clip_ratio/region_mean": clipped_T, "sampling/kept_fraction": c_T > 0}
-    return (loss_T * mask_T).sum() / tokens, logged
+    logged = {"ratio": rho_T.detach(), "clip_ratio/region_mean": clipped_T, "sampling/weight": c_T}
+    return loss_T * mask_T / tokens, logged | {"sampling/kept_fraction": c_T > 0}
 
 
 def entropy_threshold(minibatches: list[list[PackedBatch]], fraction: float) -> float:
@@ -171,18 +171,19 @@ def main(args: Args) -> None:
 
     for step in run.steps():
         # ---- 1. rollout and rewards, until enough groups have unequal rewards (dynamic sampling) ----
-        groups, draws, kept, drawn = {}, [], [], 0  # groups: those of this rank, by their positions in the step
+        groups, draws, parts, kept, drawn = {}, [], [], [], 0  # groups: of this rank, by their positions in the step
         while len(kept) < args.prompts_per_step and (size := next_draw(len(kept), drawn, args)) > 0:
             fresh = rollouts.rollout(step, total_steps, meter, size)
             if fresh is None:  # a stop was requested
                 break
             with meter.time("reward"):
-                scores_PG, parts, _ = rewards(fresh, meter)
-            statistics.measure_groups(meter, fresh, scores_PG, parts, first=step == drawn == 0)
+                scores_PG, parts_of_draw, _ = rewards(fresh, meter)
+            statistics.measure_groups(meter, fresh, scores_PG, parts_of_draw, first=step == drawn == 0)
             penalties_PG = statistics.truncation_penalties(fresh, args.missing_eos_penalty)
             penalties_PG = penalties_PG + overlong_penalties(statistics.lengths(fresh), args)
             mine = torch.stack([scores_PG, scores_PG + penalties_PG], dim=1)
             draws.append(statistics.gather_groups(mine, rollouts.positions))
+            parts.append(parts_of_draw)
             scores_BG, rewards_BG = torch.cat(draws).unbind(1)
             groups |= zip((drawn + i for i in rollouts.positions), fresh, strict=True)
             unequal_B = unequal(scores_BG) | (args.max_draws == 0)
@@ -221,13 +222,13 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
-                    mb_loss, logged = loss(
+                    share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.old_entropy_T,
                         mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, threshold, args,
                     )  # fmt: skip
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    meter.masked_means({"entropy": entropy_T} | logged, mb.loss_mask_T)
+                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_T.detach().sum()
+                    meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
                     statistics.measure_mismatch(meter, old_logprobs_T, mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
                 meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
@@ -240,7 +241,8 @@ def main(args: Args) -> None:
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
         mine = list(groups)
-        run.show_samples(step + 1, list(groups.values()), mine, scores_BG[mine], advantages_BG[mine])
+        parts = {name: torch.cat([of_draw[name] for of_draw in parts]) for name in parts[0]}
+        run.show_samples(step + 1, list(groups.values()), mine, scores_BG[mine], advantages_BG[mine], parts)
 
     run.end()
     rollouts.close()

@@ -14,8 +14,7 @@ The student pi samples, and on each of its tokens its distribution is pulled tow
 (docs/distill.md): the fraction is of each step's prompts, not a coin for each step; the sampling has no gradient (as in
 GKD); only `sampled` learns from a reward; bounded weights c_t = pi_old(y_t) / pi_engine(y_t).
 
-Shapes: P prompts on this rank, G completions per prompt, T packed tokens of a micro-batch. Per-token tensors are
-aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
+Shapes: P prompts on this rank, G completions of each, T packed tokens of a micro-batch; x_T[t] describes targets_T[t].
 """
 
 from dataclasses import replace
@@ -81,12 +80,12 @@ def loss(
     both: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None, advantages_T: Tensor | None,
     mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of L, a mean over the `tokens` of the *global* minibatch, and tensors [T] to log.
+    """Return each token's share of L, a mean over the `tokens` of the *global* minibatch, and tensors [T] to log.
     `both`: student and teacher. Only the student's own completions have `rollout_logprobs_T`, of the engine, and
     `advantages_T`, reward_coef A."""
     if args.estimator == "full":
         logged = {} if rollout_logprobs_T is None else {"sampling/kept_fraction": torch.ones_like(mask_T)}
-        return (both.divergence_T * mask_T).sum() / tokens, logged
+        return both.divergence_T * mask_T / tokens, logged
     A_T = args.teacher_coef * (both.teacher_logprobs_T - old_logprobs_T) + advantages_T
     c_T = importance_weights(
         old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, level=args.correction, mode=args.correction_mode,
@@ -95,8 +94,9 @@ def loss(
     log_rho_T = both.logprobs_T - old_logprobs_T
     rho_T = bounded_exp(log_rho_T)
     loss_T = -torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T) * c_T
-    clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
-    return (loss_T * mask_T).sum() / tokens, {"clip_ratio/region_mean": clipped_T, "sampling/kept_fraction": c_T > 0}
+    logged = {"ratio": rho_T.detach(), "sampling/weight": c_T, "sampling/kept_fraction": c_T > 0,
+              "clip_ratio/region_mean": is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)}  # fmt: skip
+    return loss_T * mask_T / tokens, logged
 
 
 @dataclass
@@ -215,7 +215,7 @@ def evaluate(
     for mb in pack(mine, args.pack_tokens, device) if samples else []:
         both = policy.distill(mb, teacher.teach(mb), divergence(args), args.top_k, args.temperature)
         means = {"eval_loss": both.divergence_T, "eval/reverse_kl": both.reverse_kl_T, "eval/agreement": both.agree_T}
-        meter.masked_means(means, mb.loss_mask_T)
+        meter.tokens(mb, means)
     return meter.reduce() if samples else {}
 
 
@@ -299,13 +299,13 @@ def main(args: Args) -> None:
                 for prefix, mb in [("", mb) for mb in own_mbs] + [("data/", mb) for mb in data_mbs]:
                     both = policy.distill(mb, teacher.teach(mb), compare_with, args.top_k, args.temperature)
                     old_logprobs_T = both.logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
-                    mb_loss, logged = loss(
+                    share_T, logged = loss(
                         both, old_logprobs_T, mb.rollout_logprobs_T, None if prefix else mb.on_tokens(advantages_PG),
                         mb.loss_mask_T, mb.sequence_ids_T, tokens, args,
                     )  # fmt: skip
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    meter.masked_means(logged | compared(both, prefix), mb.loss_mask_T)
+                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_T.detach().sum()
+                    meter.tokens(mb, logged | compared(both, prefix), share_T)
                     if not prefix:
                         statistics.measure_mismatch(meter, old_logprobs_T, mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
@@ -318,7 +318,7 @@ def main(args: Args) -> None:
             metrics |= evaluate(policy, teacher, given_held_out, args, device)
         run.log(step + 1, metrics)
         if own:
-            run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG)
+            run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG, parts)
 
     run.end()
     if rollouts is not None:

@@ -183,15 +183,14 @@ def forward(
     chosen_N, rejected_N = preference.implicit_rewards(
         pairs, per_token=per_token, referenced=first not in REFERENCE_FREE, beta=args.beta
     )
-    logged = {"loss": total, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
+    logged = {"loss": loss_N[own] + args.sft_weight * nll_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
               "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N,
               "logps/chosen": pairs.chosen_logps, "logps/rejected": pairs.rejected_logps}  # fmt: skip
     if len(parts) > 1 or args.sft_weight:
         logged |= {f"loss/{name}": part_N[own] for name, part_N in parts.items()}
     logged |= ({"loss/sft": nll_N} if args.sft_weight else {}) | ({"wpo/weight": pairs.weights} if args.wpo else {})
-    for name, value in logged.items():
-        meter.mean(prefix + name, value.detach().sum(), len(chosen_N))
-    meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
+    meter.rows(mb, logged, logged["loss"] / args.batch_size, prefix)
+    meter.tokens(mb, {f"{prefix}entropy": entropy_T})
     return total
 
 

@@ -119,7 +119,7 @@ def loss(
     entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor,
     args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the objective, to be minimised, and per-token tensors to log:
+    """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
@@ -134,7 +134,7 @@ def loss(
         low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
     )  # fmt: skip
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
-    logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
+    logged = {"ratio": bounded_exp(log_rho_T.detach()), "sampling/weight": c_T, "sampling/kept_fraction": c_T > 0}
     if args.off_policy_threshold is not None:  # mask if A < 0 and the policy has moved far away
         loss_T *= off_policy_mask(rollout_logprobs_T - logprobs_T, advantages_T, *where, args.off_policy_threshold)
     if flags == CLIP:
@@ -156,7 +156,7 @@ def loss(
             w_T = mask_T / sequences
         case "constant":  # the same, over a constant length (Dr. GRPO, arXiv:2503.20783)
             w_T = mask_T / sequences / args.max_new_tokens
-    return (loss_T * w_T).sum(), logged
+    return loss_T * w_T, logged
 
 
 @dataclass
@@ -303,13 +303,13 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
-                    mb_loss, logged = loss(
+                    share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T, entropy_T,
                         mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
                     )  # fmt: skip
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    meter.masked_means(logged, mb.loss_mask_T)
+                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_T.detach().sum()
+                    meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
                     statistics.measure_mismatch(meter, old_logprobs_T, mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
                 meter.mean("loss", minibatch_loss, 1 / world_size)  # weights of all ranks add up to 1
@@ -319,7 +319,7 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG)
+        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG, parts)
 
     run.end()
     rollouts.close()

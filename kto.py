@@ -163,13 +163,13 @@ def forward(
         weights_N = wpo_weights(mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N)
         loss_N = loss_N * weights_N
         meter.mean(f"{prefix}wpo/weight", weights_N.sum(), count)
-    meter.mean(f"{prefix}loss", loss_N.detach().sum(), count)
-    meter.mean(f"{prefix}kl", baseline * count, count)
-    meter.mean(f"{prefix}rewards/accuracies", ((rewards_N > args.beta * baseline) == desirable_N).sum(), count)
+    logged = {"loss": loss_N, "log_ratio": log_ratio_N, "kl": baseline.expand(count),
+              "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
+    meter.rows(mb, logged, loss_N / args.batch_size, prefix)
     for name, side_N in (("chosen", desirable_N), ("rejected", ~desirable_N)):
         meter.mean(f"{prefix}rewards/{name}", rewards_N[side_N].sum(), side_N.sum())
         meter.mean(f"{prefix}logps/{name}", logps_N.detach()[side_N].sum(), side_N.sum())
-    meter.masked_mean(f"{prefix}entropy", entropy_T, mb.loss_mask_T)
+    meter.tokens(mb, {f"{prefix}entropy": entropy_T})
     return loss_N.sum()
 
 

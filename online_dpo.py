@@ -107,21 +107,19 @@ def measure_pairs(meter: Meter, rewards_PG: Tensor) -> None:
     meter.mean("pairs/tied_fraction", (tied_P & unequal_P).sum(), len(unequal_P))
 
 
-def measure_policy(meter: Meter, pairs: Pairs, loss_N: Tensor, args: "Args") -> None:
-    """Measure the loss, log-probs and implicit rewards of a micro-batch, the latter by the first objective."""
+def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
+    """Return the loss, log-probs and implicit rewards of each pair to log, the latter by the first objective."""
     referenced = args.loss[0] not in REFERENCE_FREE
     per_token = preference.rewards_per_token(args.loss[0], args.length_normalize)
     chosen_N, rejected_N = preference.implicit_rewards(
         pairs, per_token=per_token, referenced=referenced, beta=args.beta
     )
-    for name, values_N in (
-        ("loss", loss_N), ("rewards/chosen", chosen_N), ("rewards/rejected", rejected_N),
-        ("rewards/margins", chosen_N - rejected_N), ("rewards/accuracies", chosen_N > rejected_N),
-        ("logps/chosen", pairs.chosen_logps), ("logps/rejected", pairs.rejected_logps),
-    ):  # fmt: skip
-        meter.mean(name, values_N.detach().sum(), len(values_N))
-    if set(args.loss) - REFERENCE_FREE:
-        meter.mean("kl", (pairs.lc + pairs.lr).detach().sum(), 2 * len(loss_N))
+    kl = {"kl": (pairs.lc + pairs.lr) / 2} if set(args.loss) - REFERENCE_FREE else {}
+    return kl | {
+        "loss": loss_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
+        "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N,
+        "logps/chosen": pairs.chosen_logps, "logps/rejected": pairs.rejected_logps,
+    }  # fmt: skip
 
 
 @dataclass
@@ -203,12 +201,12 @@ def main(args: Args) -> None:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     mb_pairs = make_pairs(mb, logprobs_T)
                     loss_N = loss(mb_pairs, args)
-                    mb_loss = loss_N.sum() / num_pairs
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    measure_policy(meter, mb_pairs, loss_N, args)
+                    share_N = loss_N / num_pairs
+                    (share_N.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_N.detach().sum()
+                    meter.rows(mb, measured(mb_pairs, loss_N, args), share_N)
                     streams = {"entropy": entropy_T, "sampling/kept_fraction": mb.loss_mask_T}  # no importance weights
-                    meter.masked_means(streams, mb.loss_mask_T)
+                    meter.tokens(mb, streams)
                     if n < len(minibatches):  # in the first epoch
                         statistics.measure_mismatch(meter, logprobs_T.detach(), mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
@@ -218,7 +216,7 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, signs_PG)
+        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, signs_PG, parts)
 
     run.end()
     rollouts.close()

@@ -91,18 +91,18 @@ def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, entropy_T: Tensor, A_T: Tensor, importance_T: Tensor, mask_T: Tensor,
     tokens: Tensor, positives: Tensor, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the policy loss and per-token tensors to log. The loss is a mean over the
-    `tokens` of the *global* minibatch; that of `--positive_nll` over its `positives`, the tokens with A > 0."""
+    """Return each token's share of the policy loss and per-token tensors to log. The loss is a mean over the `tokens`
+    of the *global* minibatch; that of `--positive_nll` over its `positives`, the tokens with A > 0."""
     log_rho_T = logprobs_T - old_logprobs_T
     rho_T = bounded_exp(log_rho_T)
     loss_T = -torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T) * importance_T
     if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    total = (loss_T * mask_T).sum() / tokens
-    total = total - args.positive_nll * (logprobs_T * (mask_T & (A_T > 0))).sum() / positives.clamp(min=1)
+    share_T = loss_T * mask_T / tokens
+    share_T = share_T - args.positive_nll * logprobs_T * (mask_T & (A_T > 0)) / positives.clamp(min=1)
     moved_T = kl_estimate(old_logprobs_T, logprobs_T.detach())  # from the policy of the rollout
     clipped_T = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
-    return total, {"entropy": entropy_T, "policy/approx_kl": moved_T, "clip_ratio/region_mean": clipped_T}
+    return share_T, {"ratio": rho_T.detach(), "policy/approx_kl": moved_T, "clip_ratio/region_mean": clipped_T}
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_clip: float) -> Tensor:
@@ -284,12 +284,12 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     if learn_policy:
                         logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                        mb_loss, logged = loss(logprobs_T, mb.old_logprobs_T, entropy_T, mb.advantages_T,
+                        share_T, logged = loss(logprobs_T, mb.old_logprobs_T, entropy_T, mb.advantages_T,
                                                mb.importance_T, mb.loss_mask_T, tokens, positives, args)  # fmt: skip
-                        (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                        policy_sum += mb_loss.detach()
+                        (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                        policy_sum += share_T.detach().sum()
                         moved += (logged["policy/approx_kl"] * mb.loss_mask_T).sum()
-                        meter.masked_means(logged, mb.loss_mask_T)
+                        meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
                     value_loss_T = value_loss(value_model(mb), mb.values_T, mb.returns_T, args.value_clip)
                     mb_loss = (value_loss_T * mb.loss_mask_T).sum() / tokens
                     (mb_loss * world_size).backward()
@@ -318,7 +318,7 @@ def main(args: Args) -> None:
         run.log(step + 1, metrics)
         last = [mb.advantages_T[mb.ends_N] for mb in chain(*minibatches)]  # advantages of the last tokens
         advantages_PG = per_sample(chain(*minibatches), last, rewards_PG.shape)
-        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG)
+        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, advantages_PG, parts)
 
     run.end()
     rollouts.close()

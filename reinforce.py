@@ -76,7 +76,7 @@ def loss(
     entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor,
     beta: float, args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the objective, to be minimised, and per-token tensors to log:
+    """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = 1/M sum_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)               KL_t: only with --kl_in loss
 
@@ -87,7 +87,7 @@ def loss(
         old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, level=args.correction, mode=args.correction_mode,
         low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
     )  # fmt: skip
-    logged = {"entropy": entropy_T, "sampling/kept_fraction": c_T > 0}
+    logged = {"ratio": bounded_exp(log_rho_T.detach()), "sampling/weight": c_T, "sampling/kept_fraction": c_T > 0}
     match args.loss:
         case "clip":  # PPO (arXiv:1707.06347 Eq. 7)
             rho_T = bounded_exp(log_rho_T)
@@ -101,7 +101,7 @@ def loss(
         loss_T, logged["kl"] = loss_T + beta * kl_T, kl_T
     if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    return (loss_T * (mask_T / (tokens if args.reduction == "token" else sequences))).sum(), logged
+    return loss_T * (mask_T / (tokens if args.reduction == "token" else sequences)), logged
 
 
 @dataclass
@@ -225,14 +225,14 @@ def main(args: Args) -> None:
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
-                    mb_loss, logged = loss(
+                    share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T, entropy_T,
                         mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, beta.value,
                         args,
                     )  # fmt: skip
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    meter.masked_means(logged, mb.loss_mask_T)
+                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_T.detach().sum()
+                    meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
                     statistics.measure_mismatch(meter, old_logprobs_T, mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
                 meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
@@ -245,7 +245,7 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG)
+        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG, parts)
 
     run.end()
     rollouts.close()

@@ -62,14 +62,14 @@ def loss(
     logprobs_N: Tensor, old_logprobs_N: Tensor, weights_N: Tensor, advantages_N: Tensor, completions: Tensor,
     args: "Args",
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the objective L, to be minimised, and a number of each completion to log.
+    """Return each completion's share of the objective L, to be minimised, and further numbers of each to log.
     Log-probs are those of whole completions. `weights_N`: c_i; `completions`: their number in the *global* minibatch.
     """
     log_rho_N, A_N = logprobs_N - old_logprobs_N, advantages_N
     rho_N = bounded_exp(log_rho_N)
     loss_N = -torch.min(rho_N * A_N, rho_N.clamp(1 - args.clip_low, 1 + args.clip_high) * A_N) * weights_N
     clipped_N = is_clipped(log_rho_N.detach(), A_N, args.clip_low, args.clip_high)
-    return loss_N.sum() / completions, {"loss": loss_N, "clip_ratio/region_mean": clipped_N}
+    return loss_N / completions, {"loss": loss_N, "ratio": rho_N, "clip_ratio/region_mean": clipped_N}
 
 
 @dataclass
@@ -158,15 +158,14 @@ def main(args: Args) -> None:
                         level=args.correction, mode=args.correction_mode, low=args.correction_low,
                         high=args.correction_high, keep=args.correction_filter,
                     )  # fmt: skip
-                    mb_loss, logged = loss(
+                    share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T), weights_T[mb.ends_N],
                         mb.select(advantages_PG), completions, args,
                     )  # fmt: skip
-                    (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += mb_loss.detach()
-                    for name, x_N in logged.items():
-                        meter.mean(name, x_N.detach().sum(), len(x_N))
-                    meter.masked_means({"entropy": entropy_T, "sampling/kept_fraction": weights_T > 0}, mb.loss_mask_T)
+                    (share_N.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                    minibatch_loss += share_N.detach().sum()
+                    meter.rows(mb, logged, share_N)
+                    meter.tokens(mb, {"entropy": entropy_T, "sampling/kept_fraction": weights_T > 0})
                     statistics.measure_mismatch(meter, old_logprobs_T, mb)
                 meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
 
@@ -178,7 +177,7 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG)
+        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG, parts)
 
     run.end()
     rollouts.close()

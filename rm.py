@@ -123,8 +123,7 @@ def forward(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefi
     if count:  # a rank may have no pair of this pack
         logged = {"loss": loss_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
                   "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N}  # fmt: skip
-        for name, value_N in logged.items():
-            meter.mean(prefix + name, value_N.detach().sum(), count)
+        meter.rows(mb, logged, loss_N / args.batch_size, prefix)
         rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
         meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
         meter.std(f"{prefix}rewards/std", rewards_2N)

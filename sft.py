@@ -113,7 +113,7 @@ def evaluate(policy: Policy, samples: Samples, mine: list[int], args: Args, devi
     for mb in pack([samples[i] for i in mine], args.pack_tokens, device):
         logprobs_T, entropy_T, correct_T, _ = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
-        meter.masked_means({f"eval_{name}": x_T for name, x_T in measured.items()}, mb.loss_mask_T)
+        meter.tokens(mb, {f"eval_{name}": x_T for name, x_T in measured.items()})
     return meter
 
 
@@ -159,14 +159,15 @@ def main(args: Args) -> None:
             for mb in micro_batches:
                 logprobs_T, entropy_T, correct_T, _ = policy(mb)
                 loss_T = loss(args.loss, logprobs_T)
-                mb_loss = (loss_T * mb.loss_mask_T).sum() / tokens
+                share_T = loss_T * mb.loss_mask_T / tokens
+                mb_loss = share_T.sum()
                 if args.router_aux_loss_coef:  # a mean over sequences: one over tokens would depend on the packing
                     mb_loss = mb_loss + args.router_aux_loss_coef * policy.expert_balance_N.sum() / args.batch_size
                     meter.mean("expert_balance", policy.expert_balance_N.sum(), len(policy.expert_balance_N))
                 (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
                 batch_loss += mb_loss.detach()
                 measured = dict(loss=loss_T, entropy=entropy_T, mean_token_accuracy=correct_T)
-                meter.masked_means(measured, mb.loss_mask_T)
+                meter.tokens(mb, measured, share_T)
                 for name, mask_T in mb.source_masks_T.items():
                     meter.masked_mean(f"loss{name}", loss_T, mask_T)
             lr = run.learning_rate(step)

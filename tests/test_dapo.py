@@ -93,9 +93,9 @@ def test_loss_and_gradient_equal_naive_code(threshold):
             kept += 1
             expected -= weight * min(ratio * a, min(max(ratio, 0.8), 1.28) * a) / 17
             slopes[t] = 0.0 if clipped[-1] else -weight * ratio * a / 17
-    total, logged = dapo.loss(new, old, engine, entropy, ADVANTAGES, MASK, IDS, TOKENS, threshold, args)
-    assert total.item() == pytest.approx(expected, rel=1e-6)
-    assert torch.autograd.grad(total, new)[0].tolist() == pytest.approx(slopes, rel=1e-6)
+    share_T, logged = dapo.loss(new, old, engine, entropy, ADVANTAGES, MASK, IDS, TOKENS, threshold, args)
+    assert share_T.sum().item() == pytest.approx(expected, rel=1e-6)
+    assert torch.autograd.grad(share_T.sum(), new)[0].tolist() == pytest.approx(slopes, rel=1e-6)
     assert logged["clip_ratio/region_mean"][MASK].tolist() == clipped and 0 < sum(clipped) < len(clipped)
     assert 0 < kept < len(clipped) or threshold == -math.inf
 

@@ -85,8 +85,8 @@ MASK, SEQUENCES = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1
 def test_full_loss_is_the_mean_divergence_of_the_global_minibatch():
     student = both([0.5, 2.0, 1.0, 9.0], [-1.0] * 4, [-2.0] * 4)
     args, old_T = distill.Args(), torch.zeros(4)
-    share, logged = distill.loss(student, old_T, None, None, MASK, SEQUENCES, torch.tensor(10), args)
-    assert share.item() == pytest.approx(3.5 / 10) and logged == {}
+    share_T, logged = distill.loss(student, old_T, None, None, MASK, SEQUENCES, torch.tensor(10), args)
+    assert share_T.sum().item() == pytest.approx(3.5 / 10) and logged == {}
     _, logged = distill.loss(student, old_T, old_T, None, MASK, SEQUENCES, torch.tensor(10), args)
     assert logged["sampling/kept_fraction"].all()
 
@@ -100,10 +100,10 @@ def test_sampled_loss_equals_a_calculation_by_hand():
     args = distill.Args(estimator="sampled", teacher_coef=0.5, reward=("exact_match",), reward_coef=2.0,
                         samples_per_prompt=2, correction_high=1.5)  # fmt: skip
     extra_T = torch.tensor([0.25, 0.25, -0.5, 0.0])  # reward_coef A
-    share, logged = distill.loss(student, old_T, rollout_T, extra_T, MASK, SEQUENCES, torch.tensor(10), args)
-    share.backward()
+    share_T, logged = distill.loss(student, old_T, rollout_T, extra_T, MASK, SEQUENCES, torch.tensor(10), args)
+    share_T.sum().backward()
     A = [0.5 * 0.5 + 0.25, 0.5 * 0.5 + 0.25, 0.5 * -2.0 - 0.5]
-    assert share.item() == pytest.approx((-A[0] - 1.2 * A[1] - 1.5 * A[2]) / 10)
+    assert share_T.sum().item() == pytest.approx((-A[0] - 1.2 * A[1] - 1.5 * A[2]) / 10)
     assert student.logprobs_T.grad.tolist() == pytest.approx([-A[0] / 10, 0, -1.5 * A[2] / 10, 0])
     assert logged["clip_ratio/region_mean"].tolist()[:3] == [False, True, False]
     assert logged["sampling/kept_fraction"].all()

@@ -70,10 +70,11 @@ def batch(drift: float) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
 def loss(args: grpo.Args, mb: PackedBatch, logprobs_T, old_logprobs_T) -> tuple[torch.Tensor, dict]:
     """Return the loss of grpo.py if engine and trainer agree and the policy equals the reference."""
     tokens, sequences = mb.loss_mask_T.sum(), torch.tensor(sum(any(s.loss_mask) for s in mb.samples))
-    return grpo.loss(
+    share_T, logged = grpo.loss(
         logprobs_T, old_logprobs_T, old_logprobs_T, None, torch.zeros_like(logprobs_T), mb.on_tokens(ADVANTAGES),
         mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
     )  # fmt: skip
+    return share_T.sum(), logged
 
 
 def outcome(**flags) -> float:
@@ -112,7 +113,7 @@ def test_clip_fraction_counts_the_tokens_removed_by_bounds_and_dual_clip():
     meter, fractions = Meter(), {}
     for dual_clip in (3.0, 0.0):
         _, logged = loss(grpo.Args(dual_clip=dual_clip), mb, logprobs_T, old_logprobs_T)
-        meter.masked_means(logged, mb.loss_mask_T)
+        meter.tokens(mb, logged)
         fractions[dual_clip] = meter.reduce()["clip_ratio/region_mean"]
     assert fractions[3.0] == pytest.approx((without_T.sum() / mb.loss_mask_T.sum()).item())
     assert fractions[0.0] < fractions[3.0]

@@ -43,12 +43,12 @@ def test_engine_correction_multiplies_the_policy_loss_but_not_the_kl():
     advantages, weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), [2.0, 0.5, 9.0]
     rollout_logprobs = logprobs - torch.tensor(weights, dtype=torch.float64).log()
     args = flags(correction="token", correction_high=4.0, beta=0.3, kl_estimator="k1")
-    total, _ = grpo.loss(
+    share_T, _ = grpo.loss(
         logprobs, logprobs, rollout_logprobs, logprobs - 1, torch.zeros(3), advantages, ids >= 0, ids, torch.tensor(3),
         torch.tensor(3), args,
     )  # fmt: skip
     policy = sum(-min(w, 4.0) * a for w, a in zip(weights, advantages.tolist(), strict=True))
-    assert total.item() == pytest.approx((policy + 3 * 0.3 * 1.0) / 3)
+    assert share_T.sum().item() == pytest.approx((policy + 3 * 0.3 * 1.0) / 3)
 
 
 # ---- the loss of a token ----
@@ -224,7 +224,7 @@ def total_loss(loss, reduction="sequence", drift=0.5, packs=ONE_PACK):
         total += grpo.loss(
             logprobs_T, old_T, old_T, None, torch.zeros_like(old_T), advantages.repeat_interleave(lengths), mask_T,
             ids_T, tokens, sequences, args,
-        )[0]  # fmt: skip
+        )[0].sum()  # fmt: skip
     return total.item(), [g.tolist() for g in torch.autograd.grad(total, new, materialize_grads=True)]
 
 
@@ -366,11 +366,11 @@ def weights_of(mb, reduction, tokens, sequences):
     logprobs_T = torch.zeros(len(mb.targets_T)).double().requires_grad_()
     tokens, sequences = tokens.clamp(min=1), sequences.clamp(min=1)
     args, zeros_T = flags(loss="reinforce", reduction=reduction), torch.zeros(len(mb.targets_T))
-    total, _ = grpo.loss(
+    share_T, _ = grpo.loss(
         logprobs_T, logprobs_T.detach(), logprobs_T.detach(), None, zeros_T, zeros_T - 1, mb.loss_mask_T,
         mb.sequence_ids_T, tokens, sequences, args,
     )  # fmt: skip
-    return torch.autograd.grad(total, logprobs_T)[0]
+    return torch.autograd.grad(share_T.sum(), logprobs_T)[0]
 
 
 def naive_weights(masks, reduction):

@@ -56,9 +56,9 @@ def loss(logprobs, old, entropy, A, importance, mask, tokens, positives, **flags
     """Return value, gradient of the log-probs and logged metrics of the policy loss, from lists of numbers."""
     logprobs_T, *others = (torch.tensor(x, dtype=torch.float64) for x in (logprobs, old, entropy, A, importance))
     counts = torch.tensor(tokens), torch.tensor(positives)
-    total, logged = ppo.loss(logprobs_T.requires_grad_(), *others, torch.tensor(mask), *counts, ppo.Args(**flags))
-    total.backward()
-    return total.item(), logprobs_T.grad.tolist(), logged
+    share_T, logged = ppo.loss(logprobs_T.requires_grad_(), *others, torch.tensor(mask), *counts, ppo.Args(**flags))
+    share_T.sum().backward()
+    return share_T.sum().item(), logprobs_T.grad.tolist(), logged
 
 
 # ---- token rewards ----

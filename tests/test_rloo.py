@@ -58,9 +58,9 @@ def test_loss_and_gradient_equal_naive_code(rows, completions):
         outside = (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
         expected -= weight * min(ratio * a, min(max(ratio, 0.9), 1.3) * a) / completions
         slopes.append(0.0 if outside else -weight * ratio * a / completions)
-    total, logged = rloo.loss(new.requires_grad_(), old, weights, advantages, torch.tensor(completions), args)
-    assert total.item() == pytest.approx(expected, abs=1e-9)
-    assert torch.autograd.grad(total, new)[0].tolist() == pytest.approx(slopes, abs=1e-9)
+    share_N, logged = rloo.loss(new.requires_grad_(), old, weights, advantages, torch.tensor(completions), args)
+    assert share_N.sum().item() == pytest.approx(expected, abs=1e-9)
+    assert torch.autograd.grad(share_N.sum(), new)[0].tolist() == pytest.approx(slopes, abs=1e-9)
     assert logged["loss"].sum().item() == pytest.approx(expected * completions, abs=1e-9)
 
 
@@ -75,8 +75,8 @@ def test_clipping_is_one_sided_and_logged():
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_extreme_ratios_do_not_overflow(advantage, log_ratio):
     logprobs_N = torch.tensor([log_ratio], requires_grad=True)
-    total, _ = rloo.loss(logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args())
-    assert total.isfinite() and torch.autograd.grad(total, logprobs_N)[0].isfinite().all()
+    share_N, _ = rloo.loss(logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args())
+    assert share_N.isfinite() and torch.autograd.grad(share_N, logprobs_N)[0].isfinite().all()
 
 
 def test_expected_gradient_is_that_of_the_expected_reward():
@@ -90,8 +90,8 @@ def test_expected_gradient_is_that_of_the_expected_reward():
         for actions in map(list, itertools.product((0, 1), repeat=k)):
             logps_N = logits.log_softmax(0)[actions]
             advantages_N = rloo.advantages(pays[actions][None])[0]
-            total, _ = rloo.loss(logps_N, logps_N.detach(), torch.ones(k), advantages_N, torch.tensor(k), rloo.Args())
-            expected -= torch.autograd.grad(total, logits)[0] * logps_N.detach().sum().exp()
+            share_N, _ = rloo.loss(logps_N, logps_N.detach(), torch.ones(k), advantages_N, torch.tensor(k), rloo.Args())
+            expected -= torch.autograd.grad(share_N.sum(), logits)[0] * logps_N.detach().sum().exp()
         torch.testing.assert_close(expected, analytic, rtol=1e-12, atol=1e-12)
 
 

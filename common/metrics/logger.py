@@ -133,7 +133,7 @@ class RunLogger:
             mine[position] = [
                 dict(
                     step=step,
-                    prompt=_asked(sample.row),
+                    prompt=asked(sample.row),
                     completion=sample.transcript or sample.text,
                     reward=reward,
                     advantage=advantage,
@@ -204,7 +204,7 @@ def preview(sample: Sample, tokenizer, console) -> None:
     console.print(Text("a sample (trained tokens in green or ⟦ ⟧):"), text, sep="\n")
 
 
-def _asked(row: dict) -> str | None:
+def asked(row: dict) -> str | None:
     """Return the text of a prompt, or of its last message."""
     prompt = row.get("_prompt") or row.get("prompt") or row.get("question")
     return prompt[-1]["content"] if isinstance(prompt, list) else prompt

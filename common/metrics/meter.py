@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.data.packing import PackedBatch
 from common.metrics.timeline import Span
 from common.parallel import distributed
+
+Keep = Callable[[PackedBatch, dict[str, Tensor], dict[str, Tensor]], None]
 
 
 class Meter:
@@ -22,6 +25,7 @@ class Meter:
         self.values: dict[str, tuple[str, list]] = {}
         self.started: dict[str, float] = {}
         self.spans: list[Span] = []  # measured periods of this rank
+        self.keep: Keep | None = None  # of a trace: gets values of single tokens, and of samples or pairs
 
     def _entry(self, kind: str, name: str) -> list:
         entry = self.values.setdefault(name, (kind, []))
@@ -36,10 +40,21 @@ class Meter:
         """Add to the mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
 
-    def masked_means(self, values_T: dict[str, Tensor], mask_T: Tensor) -> None:
-        """Add to the mean of each stream over the tokens in the mask."""
+    def tokens(self, mb: PackedBatch, values_T: dict[str, Tensor], share_T: Tensor | None = None) -> None:
+        """Add to the mean of each stream over the trained tokens of a micro-batch. `share_T`: the part of the loss that
+        each token adds, for the trace."""
         for name, x_T in values_T.items():
-            self.masked_mean(name, x_T, mask_T)
+            self.masked_mean(name, x_T, mb.loss_mask_T)
+        if self.keep is not None:
+            self.keep(mb, values_T | ({} if share_T is None else dict(share=share_T)), {})
+
+    def rows(self, mb: PackedBatch, values_N: dict[str, Tensor], share_N: Tensor | None = None, prefix="") -> None:
+        """Add to the mean of each value over the samples of a micro-batch, or over its pairs: [N] or [N / 2]. The name
+        of the metric has the `prefix`. `share_N`: the part of the loss that each adds, for the trace."""
+        for name, x_N in values_N.items():
+            self.mean(prefix + name, x_N.detach().sum(), len(x_N))
+        if self.keep is not None:
+            self.keep(mb, {}, values_N | ({} if share_N is None else dict(share=share_N)))
 
     def sum(self, name: str, value: float) -> None:
         self._entry("sum", name).append((value, 0.0))

@@ -1,6 +1,7 @@
 """Attention over packed sequences.
 
-Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a copy of the keys of its prefix.
+Shapes: T computed tokens, K keys: more than T if prefixes are shared, because each sequence has a copy of the keys of
+its prefix.
 """
 
 import math

@@ -4,6 +4,7 @@ Shapes: T packed tokens of this rank, t tokens that it computes, D hidden size, 
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,10 @@ from common.parallel.placement import Tokens, scatter_back
 class PackedModel(nn.Module):
     """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names; `flops` counts the
     operations of its forwards and backwards, `whole_flops` those that they would take without shared prefixes;
-    `expert_balance_N` is that of the last computed sequences, if watched."""
+    `expert_balance_N` is that of the last computed sequences, if watched. `watch` gets the outputs that have a graph,
+    for the trace."""
 
+    watch: Callable[[PackedBatch, TokenStats | Comparison | Tensor], None] | None = None
     value_head: tuple[nn.Linear, ...] = ()  # of a value model on this model's layers (value.py); no submodule
 
     def __init__(self, hf: nn.Module, path: str):
@@ -56,6 +59,11 @@ class PackedModel(nn.Module):
         if self.value_head and hidden_tD.requires_grad:  # the backward may compute blocks again
             hidden_tD.register_hook(lambda _: lora.use(self.hf, second_adapters))
         return hidden_tD
+
+    def _watched(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor) -> TokenStats | Comparison | Tensor:
+        if self.watch is not None and torch.is_grad_enabled():
+            self.watch(mb, output)
+        return output
 
     def _flops(self, tokens: Tokens) -> float:
         """Return the operations of a forward and, if it keeps a graph, of its backward."""
@@ -84,7 +92,7 @@ class Policy(PackedModel):
         """Return log-probs and further statistics of the targets."""
         tokens = mb.computed
         stats = token_logprobs(self._logits(mb), tokens.targets_T, temperature, self.compiled)
-        return TokenStats(*scatter_back(stats, tokens))
+        return self._watched(mb, TokenStats(*scatter_back(stats, tokens)))
 
     def distill(
         self, mb: PackedBatch, teacher: Logits | TopK, divergence: Divergence | None = None, top_k: int = 0,
@@ -93,7 +101,7 @@ class Policy(PackedModel):
         """Return statistics of this student and its `teacher`, the result of the teacher's `teach`: see `compare`."""
         tokens = mb.computed
         comparison = compare(self._logits(mb), teacher, tokens.targets_T, temperature, divergence, top_k)
-        return Comparison(*scatter_back(comparison, tokens))
+        return self._watched(mb, Comparison(*scatter_back(comparison, tokens)))
 
     @torch.no_grad()
     def teach(self, mb: PackedBatch) -> Logits:
@@ -105,7 +113,7 @@ class Policy(PackedModel):
 
     def values(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32, of the value model that shares this policy's layers (value.py)."""
-        return scalars(self.hidden_states(mb, second_adapters=True), self.value_head[0], mb)
+        return self._watched(mb, scalars(self.hidden_states(mb, second_adapters=True), self.value_head[0], mb))
 
     def _logits(self, mb: PackedBatch) -> Logits:
         return logits_of(self.hf, self.hidden_states(mb))
@@ -118,7 +126,7 @@ class ScalarModel(PackedModel):
     def forward(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` depends on the inputs
         up to t, not on `targets_T[t]`."""
-        return scalars(self.hidden_states(mb), self.hf.score, mb)
+        return self._watched(mb, scalars(self.hidden_states(mb), self.hf.score, mb))
 
 
 def scalars(hidden_tD: Tensor, head: nn.Linear, mb: PackedBatch) -> Tensor:

@@ -49,7 +49,7 @@ def rows_of_sequences(lengths: list[int], shared: list[int]) -> list[Tensor]:
 
 
 class Keys:
-    """Keys that the queries of each sequence attend to: of its prefix and its own. A plain class, like `Tokens`."""
+    """Keys that the queries of each sequence attend to: its prefix's and its own. A plain class, like `Tokens`."""
 
     def __init__(self, lengths: list[int], shared: list[int], device: torch.device):
         """`lengths` and `shared` as in `rows_of_sequences`."""

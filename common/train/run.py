@@ -32,6 +32,7 @@ from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
 from common.train.publish import publish
 from common.train.run_folder import unlock
+from common.train.trace import Trace
 
 
 class Run:
@@ -68,6 +69,8 @@ class Run:
         self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
         self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves, history=self.history)
         self.timeline = Timeline(args.output_dir)
+        self.trace = Trace(args, [*self.models], optimizer, tokenizer)
+        self.meter.keep = self.trace.keep
         self.told_to_stop = False
         if line := memory.settle(self.models, args):
             self.message(line)
@@ -98,9 +101,13 @@ class Run:
         while not self.done:
             for model in self.models:
                 model.flops = model.whole_flops = 0.0  # without those of evaluations
+            self.trace.begin(self.finished + 1, last=self.finished + 1 == self.total_steps)
             self.meter.start("step")
             yield self.finished
             self.finished += 1
+            if self.trace.on:
+                with self.meter.time("trace"):  # logged with the next step
+                    self.trace.end(self.finished)
             self.told_to_stop = distributed.stop_requested()
             if self.told_to_stop:
                 return
@@ -195,9 +202,12 @@ class Run:
             self.without_gain += 1
 
     def show_samples(
-        self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor, advantages_PG: Tensor
-    ) -> None:
-        """Write all completions to samples.jsonl and print some, every `--log_every` steps. Collective."""
+        self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor, advantages_PG: Tensor,
+        parts: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Write all completions to samples.jsonl and print some, every `--log_every` steps. `parts`: rewards by name,
+        [P, G] each, for the trace. Collective."""
+        self.trace.add_groups(groups, positions, dict(reward=rewards_PG, advantage=advantages_PG) | parts)
         if finished % self.args.log_every == 0 or finished == self.total_steps:
             self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)
 
