@@ -191,6 +191,22 @@ class Ranks:
         return subprocess.CompletedProcess([], codes[0] if len(codes) == 1 else int(any(codes)), *texts)
 
 
+def call_main(
+    main: Callable[[], None], words: Sequence[object], code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> tuple[str, str]:  # fmt: skip
+    """Call the `main` of a tool with this command line; it must end with `code`. Return stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    ended = 0
+    try:
+        main()
+    except SystemExit as error:
+        ended = error.code
+    shown = capsys.readouterr()
+    assert ended == code, shown
+    return shown.out, shown.err
+
+
 def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None:
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

@@ -35,17 +35,12 @@ from common.metrics.curves import read_metrics
 from common.model.convert import checkpoints_in
 from common.parallel import distributed
 from common.train import trace
+from common.train.optim import local
 from common.train.run import Run
 from common.train.run_folder import unlock
 
-OF_THE_MACHINE = (
-    "time/",
-    "speed/",
-    "idle/",
-    "memory/",
-    "engine/",
-    "tokens_per_second",
-)  # of the machine
+# Beginnings of metrics that measure the machine.
+OF_THE_MACHINE = ("time/", "speed/", "idle/", "memory/", "engine/", "tokens_per_second")
 REPLACED = dict(resume="auto", log=[], dry_run=False, trace_every=1, push_to_hub=None)
 
 
@@ -87,7 +82,7 @@ class ReplayRun(Run):
             return
         self.compared = True
         parameters = ((name, p.grad) for name, p in self.models[0].named_parameters() if p.grad is not None)
-        mine = {name: getattr(x, "to_local", lambda x=x: x)().double().cpu() for name, x in parameters}
+        mine = {name: local(x).double().cpu() for name, x in parameters}
         name = f"gradient_rank_{torch.distributed.get_rank()}.pt"
         if self.exact is None:
             torch.save(mine, Path(self.args.output_dir, name))

@@ -38,10 +38,10 @@ class HostAdamW(torch.optim.AdamW):
     def step(self) -> None:
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
-                state = {name: _local(value) for name, value in self.state[parameter].items()}
+                state = {name: local(value) for name, value in self.state[parameter].items()}
                 here = {name: value.to(parameter.device, non_blocking=True) for name, value in state.items()}
                 adamw_update(
-                    [_local(parameter)], [_local(parameter.grad)], [here["exp_avg"]], [here["exp_avg_sq"]], [],
+                    [local(parameter)], [local(parameter.grad)], [here["exp_avg"]], [here["exp_avg_sq"]], [],
                     [here["step"]], fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
                     lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 )  # fmt: skip
@@ -49,8 +49,9 @@ class HostAdamW(torch.optim.AdamW):
                     value.copy_(here[name])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a DTensor
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:

@@ -30,6 +30,7 @@ from common.model.comparison import Comparison
 from common.model.logprobs import TokenStats
 from common.model.policy import PackedModel
 from common.parallel import distributed
+from common.train.optim import local
 
 SCHEMA = 1
 # Streams of a micro-batch that all updates of a step read.
@@ -116,6 +117,8 @@ class Trace:
 
     def add_groups(self, groups: list[Group], positions: Sequence[int], columns_PG: dict[str, Tensor]) -> None:
         """Keep this rank's groups with their positions in the step, and named numbers of each completion."""
+        if not self.on:
+            return
         columns = {name: x_PG.tolist() for name, x_PG in columns_PG.items()}
         for p, (position, group) in enumerate(zip(positions, groups, strict=True)):
             known = [{name: rows[p][g] for name, rows in columns.items()} for g in range(len(group))]
@@ -243,9 +246,8 @@ def _value(group: list[Traced]) -> tuple[float, float]:
 def fingerprint(model: nn.Module) -> str:
     """Return a hash of the trained weights on this rank, as 16 hexadecimal digits."""
     combined = 0
-    for i, weight in enumerate(p for p in model.parameters() if p.requires_grad):
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
-        number = torch.hash_tensor(local).view(torch.int64).item() if local.numel() else 0
+    for i, shard in enumerate(local(p) for p in model.parameters() if p.requires_grad):
+        number = torch.hash_tensor(shard).view(torch.int64).item() if shard.numel() else 0
         combined ^= ((number + i) * 0x9E3779B97F4A7C15) % 2**64
     return f"{combined:016x}"
 

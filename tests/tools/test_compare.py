@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import ROOT
+from helpers import ROOT, call_main
 from PIL import Image
 
 COMPARE = ROOT / "tools" / "compare.py"
@@ -41,16 +41,9 @@ def compare(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[list[list[str]
 
     def compare(*options: object, code: int = 0) -> tuple[list[list[str]], str]:
         out = [] if "--out" in options else ["--out", tmp_path / "compare.png"]
-        monkeypatch.setattr(sys, "argv", [str(COMPARE), *map(str, [*options, *out])])
-        ended = 0
-        try:
-            module["main"]()
-        except SystemExit as error:
-            ended = error.code
-        shown = capsys.readouterr()
-        assert ended == code, shown
-        lines = [line.split("│")[1:-1] for line in shown.out.splitlines() if line.startswith("│")]
-        return [[cell.strip() for cell in line] for line in lines], shown.err
+        shown, errors = call_main(module["main"], [COMPARE, *options, *out], code, monkeypatch, capsys)
+        lines = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
+        return [[cell.strip() for cell in line] for line in lines], errors
 
     return compare
 

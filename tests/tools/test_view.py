@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ROOT
+from helpers import ROOT, call_main
 
 import bok
 import dapo
@@ -519,15 +519,7 @@ def command(monkeypatch, capsys) -> Callable:
     """`command(*options)` returns stdout and stderr of the tool, which must end with `code`."""
 
     def command(*options: object, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", [str(VIEW), *map(str, options)])
-        ended = 0
-        try:
-            module["main"]()
-        except SystemExit as error:
-            ended = error.code
-        shown = capsys.readouterr()
-        assert ended == code, shown
-        return shown.out, shown.err
+        return call_main(module["main"], [VIEW, *options], code, monkeypatch, capsys)
 
     return command
 
