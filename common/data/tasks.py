@@ -1,7 +1,8 @@
 """Built-in tasks, `--dataset arithmetic` and others. They have the same rows in the same order at every start.
 
 `arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that SFT, preference
-learning and RL each have something to learn. The others need an environment (common/rollout/environments.py).
+learning and RL each have something to learn. `splits` has many right answers to a question, and the answers of `chains`
+have many lengths. The others need an environment (common/rollout/environments.py).
 """
 
 import random
@@ -20,8 +21,7 @@ def arithmetic_rows(split: str) -> list[dict]:
 
     Raises `ValueError` for another split.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"the arithmetic task has no split {split!r}, only train and test")
+    require_split("arithmetic", split)
     rng = random.Random(0)
     questions = [(a, op * b) for a in range(100, 500) for op in (1, -1) for b in range(4, 10)]
     questions = [(a, b) for a, b in questions if a // 100 == (a + b) // 100]
@@ -38,9 +38,98 @@ def arithmetic_rows(split: str) -> list[dict]:
     return rows[split]
 
 
+def require_split(task: str, split: str) -> None:
+    """Raise `ValueError` unless `split` is train or test."""
+    if split not in ("train", "test"):
+        raise ValueError(f"the {task} task has no split {split!r}, only train and test")
+
+
 def _one_digit_off(number: str, rng: random.Random) -> str:
     i = rng.randrange(1, len(number))  # not the first: 0 there would be a different kind of mistake
     return number[:i] + rng.choice([d for d in string.digits if d != number[i]]) + number[i + 1 :]
+
+
+# ---- many right answers, answers of many lengths ----
+
+
+def splits_rows(split: str) -> list[dict]:
+    """Return rows with `prompt`, `completion`, `chosen` and `rejected`, all strings, and `target`, a number.
+
+    The prompts are `n=` for 20 <= n < 99, without those that end in 9: 16 questions in `test`, and 56 in `train` with
+    200 demonstrations each. Every `a+b` with the sum n is right, for a, b >= 1 (the reward `split`). The demonstrator
+    draws any a below n. Two times in three it forgets to borrow when it computes b = n - a. `chosen` is right, and
+    `rejected` lacks a borrow.
+
+    Raises `ValueError` for another split.
+    """
+    require_split("splits", split)
+    rng = random.Random(0)
+    rows: dict[str, list[dict]] = dict(test=[], train=[])
+    questions = [n for n in range(20, 99) if n % 10 != 9]  # 29 - a needs no borrow for any a
+    rng.shuffle(questions)
+    for number, n in enumerate(questions):
+        name = "test" if number < 16 else "train"
+        borrows = [a for a in range(1, n) if _without_borrow(n, a) != n - a]
+        for _ in range(1 if name == "test" else 200):
+            a, right, wrong = rng.randrange(1, n), rng.randrange(1, n), rng.choice(borrows)
+            b = _without_borrow(n, a) if rng.random() < 2 / 3 else n - a
+            pair = dict(chosen=f"{right}+{n - right}", rejected=f"{wrong}+{_without_borrow(n, wrong)}")
+            rows[name].append(dict(prompt=f"{n}=", completion=f"{a}+{b}", target=n, **pair))
+    rng.shuffle(rows["train"])
+    return rows[split]
+
+
+def _without_borrow(n: int, a: int) -> int:
+    """Return n - a for 0 <= a <= n < 100, digit by digit, without the borrow."""
+    return (n // 10 - a // 10) * 10 + (n - a) % 10
+
+
+def chains_rows(split: str) -> list[dict]:
+    """Return rows with `prompt`, `completion`, `answer`, `chosen` and `rejected`, all strings.
+
+    The prompts are sums of a three-digit number and one to three digits, `247+9+8=`, with unchanged hundreds and at
+    least one carry: 500 questions in `test`, 4,000 in `train` with three demonstrations each. A demonstration adds one
+    digit at a time, `247+9=256+8=264`, and may check the last sum up to four times, `247+9=256+8=264?264`: 9 to 37
+    characters. The demonstrator forgets every third carry. It checks more often if the sum is right, but a check only
+    repeats the sum, so that length and being right go together and neither causes the other. The last number is the
+    answer (the reward `gsm8k_flexible`). `chosen` and `rejected` are a right and a wrong demonstration.
+
+    Raises `ValueError` for another split.
+    """
+    require_split("chains", split)
+    rng = random.Random(0)
+    questions: dict[tuple[int, ...], None] = {}  # an ordered set
+    while len(questions) < 4_500:
+        terms = (rng.randint(100, 399), *(rng.randint(4, 9) for _ in range(rng.randint(1, 3))))
+        if terms[0] // 10 < sum(terms) // 10 and terms[0] // 100 == sum(terms) // 100:
+            questions[terms] = None
+    rows: dict[str, list[dict]] = dict(test=[], train=[])
+    for number, terms in enumerate(questions):
+        name = "test" if number < 500 else "train"
+        for _ in range(1 if name == "test" else 3):
+            drawn = {False: "", True: ""}  # the last wrong and right demonstration
+            while not all(drawn.values()):
+                completion, right = _chain(terms, rng)
+                drawn[right] = completion
+            prompt, (completion, _) = "+".join(map(str, terms)) + "=", _chain(terms, rng)
+            pair = dict(chosen=drawn[True], rejected=drawn[False])
+            rows[name].append(dict(prompt=prompt, completion=completion, answer=str(sum(terms)), **pair))
+    rng.shuffle(rows["train"])
+    return rows[split]
+
+
+def _chain(terms: tuple[int, ...], rng: random.Random) -> tuple[str, bool]:
+    """Return a demonstration for `chains`, and whether it is right."""
+    said = terms[0]
+    chain = str(said)
+    for term in terms[1:]:
+        carries = said % 10 + term > 9
+        said += term - 10 * (carries and rng.random() < 1 / 3)
+        chain += f"+{term}={said}"
+    right, checks = said == sum(terms), 0
+    while checks < 4 and rng.random() < (0.45 if right else 0.25):
+        chain, checks = f"{chain}?{said}", checks + 1
+    return chain, right
 
 
 # ---- for environments: rows with `prompt`, the columns of the environment, and `messages`, a demonstration for sft.py
@@ -126,5 +215,5 @@ def sliding_puzzle_rows(split: str) -> list[dict]:
     return _rows(split, dict(test=200, train=4_000), row)
 
 
-TASKS = dict(arithmetic=arithmetic_rows, calculator=calculator_rows, guess_number=guess_number_rows,
-             sliding_puzzle=sliding_puzzle_rows)  # fmt: skip
+TASKS = dict(arithmetic=arithmetic_rows, splits=splits_rows, chains=chains_rows, calculator=calculator_rows,
+             guess_number=guess_number_rows, sliding_puzzle=sliding_puzzle_rows)  # fmt: skip

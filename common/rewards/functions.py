@@ -176,8 +176,24 @@ def check_countdown(row: dict) -> None:
     numbers = countdown_numbers(row)
     if not isinstance(numbers, list) or not numbers or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"{row['_source']}: column nums or numbers: expected integers >= 0, got {numbers!r}")
+    check_target(row)
+
+
+def check_target(row: dict) -> None:
+    """Raise `ValueError` unless the row has a whole `target`."""
     if type(row["target"]) is not int:
         raise ValueError(f"{row['_source']}: column target: expected an integer, got {row['target']!r}")
+
+
+# ---- splits ----
+
+SPLIT = re.compile(r"([1-9][0-9]{0,14})\+([1-9][0-9]{0,14})")
+
+
+def split(completion: str, row: dict) -> float:
+    """Return 1 if the completion is `a+b` with the sum `target`, for whole numbers a, b >= 1 without leading zeros."""
+    match = SPLIT.fullmatch(completion.strip())
+    return float(match is not None and int(match[1]) + int(match[2]) == row["target"])
 
 
 # ---- the form of a completion: for small weights beside a reward for right answers ----
@@ -216,7 +232,8 @@ def tag_format(completion: str, row: dict) -> float:
 
 
 exact_match.columns = characters.columns = gsm8k.columns = gsm8k_flexible.columns = boxed.columns = ("answer",)
-countdown.columns = ("target",)  # the numbers have one of two names: check_countdown
-countdown.check, length.check = check_countdown, check_length
-ALL = (exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, countdown, length, repetition, tag_format, ifeval)
+countdown.columns = split.columns = ("target",)  # countdown's numbers have one of two names: check_countdown
+countdown.check, split.check, length.check = check_countdown, check_target, check_length
+ALL = (exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, countdown, split, length, repetition, tag_format,
+       ifeval)  # fmt: skip
 REWARDS: dict[str, Reward] = {function.__name__: function for function in ALL}

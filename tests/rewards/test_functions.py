@@ -27,6 +27,7 @@ from common.rewards.functions import (
     last_boxed,
     length,
     repetition,
+    split,
     tag_format,
     to_number,
 )
@@ -346,6 +347,30 @@ def test_countdown_accepts_well_formed_rows():
         countdown.check(columns | dict(target=3, _source=""))
 
 
+# ---- splits ----
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("40+7", 1), ("7+40", 1), ("1+46", 1), (" 46+1\n", 1), ("40+8", 0), ("0+47", 0), ("47+0", 0), ("007+40", 0),
+     ("48+-1", 0), ("40+7+0", 0), ("40 + 7", 0), ("47", 0), ("", 0), ("40+7=47", 0), ("٤٠+7", 0), ("50-3", 0)],
+)  # fmt: skip
+def test_split_accepts_every_pair_with_the_sum_in_one_form(completion, reward):
+    assert split(completion, dict(target=47)) == reward
+
+
+@given(st.integers(2, 10**6), st.data())
+def test_split_accepts_all_pairs(n, data):
+    a = data.draw(st.integers(1, n - 1))
+    assert split(f"{a}+{n - a}", dict(target=n)) == 1
+    assert split(f"{a}+{n - a + 1}", dict(target=n)) == split(f"0{a}+{n - a}", dict(target=n)) == 0
+
+
+def test_split_refuses_a_target_that_is_no_whole_number():
+    with pytest.raises(ValueError, match="rows.jsonl:7: column target: expected an integer, got '47'"):
+        split.check(dict(target="47", _source="rows.jsonl:7"))
+
+
 # ---- the form of a completion ----
 
 
@@ -427,7 +452,7 @@ FULL_ROW = dict(
     kwargs=[{}, dict(keywords=["x"])],
     _source="rows.jsonl:1",
 )
-SINGLE_TURN = "exact_match gsm8k boxed format countdown length repetition tag_format ifeval".split()
+SINGLE_TURN = "exact_match gsm8k boxed format countdown split length repetition tag_format ifeval".split()
 RANGES = dict(length=(-math.inf, 0), repetition=(-1, 0))
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "####", "A:", "\\boxed{", "{", "}", "1", "1,", "/", ".", " "]
 PIECES += ["\n", "*", "$", "-", "(", ")", "3+5", "=8", "×", "x", "\x00", "\ufeff", "٣", "😀", "\u2028"]
