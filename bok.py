@@ -6,9 +6,9 @@ Noukhovitch et al. 2024, arXiv:2410.18252).
 The policy samples G completions of every prompt and learns the best ones by maximum likelihood, as in sft.py. No term
 of the objective lowers the probability of the others:
 
-    S_i = R_i - beta log(pi(y_i) / pi_ref(y_i))                                                  ranking_PG in main()
-    K   = the `keep` completions of each prompt with the highest S_i, or all with S_i > keep_above              best()
-    L   = mean_t [ -log pi(y_t) ]                              t: tokens of the completions in K                loss()
+    R_i  = r_i - beta log(pi(y_i) / pi_ref(y_i))                                                 ranking_PG in main()
+    kept = the `keep` completions of each prompt with the highest R_i, or all with R_i > keep_above            best()
+    L    = mean_t [ -log pi(y_t) ]                             t: tokens of the kept completions                loss()
 
 With `--offline` the starting model samples once, for all prompts, and the best of these completions are the training
 set. Differences from the papers: a rollout is one optimizer step by default, where RAFT alternates large rounds of
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from common.config.flags import AtLeast2, NotNegative, Positive, Real, require_default
 from common.config.groups import OnlineArgs
+from common.config.objectives import LogKLArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.data.sample import Completion
@@ -68,7 +69,7 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(OnlineArgs):
+class Args(LogKLArgs, OnlineArgs):
     """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/; with
     --offline completions.jsonl too"""
 
@@ -92,7 +93,7 @@ class Args(OnlineArgs):
         if self.keep_above is not None:
             require_default(self, ("keep",), "with --keep_above")
         if self.offline:
-            require_default(self, ("beta",), "with --offline: the starting model samples")
+            require_default(self, ("beta", "log_kl"), "with --offline: the starting model samples")
             require_default(self, ("rollout_ranks",), "with --offline: training samples nothing")
 
 
@@ -135,11 +136,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [])
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [])
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model

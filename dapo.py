@@ -6,9 +6,9 @@ Groups of G completions are compared as in grpo.py, with four changes: a wider u
 over all tokens of the batch, a penalty near the length limit (overlong shaping), and further groups in place of those
 whose rewards are all equal (dynamic sampling, chapter 1 of the loop). There is no KL term:
 
-    R_i   = score_i + penalty(length_i)                                                  overlong_penalties()
+    R_i   = r_i + penalty(length_i)                                                      overlong_penalties()
     A_i   = (R_i - mean(R_1..R_G)) / std(R_1..R_G)                                       advantages()
-    L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
+    L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
     rho_t = pi(y_t) / pi_old(y_t)                    pi_old: the policy at the time of the rollout
 
 On request only the tokens of highest entropy have a loss (Wang et al. 2025, arXiv:2506.01939).
@@ -31,15 +31,15 @@ from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, Fraction, NotNegative, Positive, PositiveFraction, require_default
 from common.config.groups import OnlineArgs
-from common.config.objectives import CorrectionArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, pack_minibatches
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.policy import load_policy
+from common.model.policy import load_policy, load_reference
 from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, unequal
 from common.objectives.importance import importance_weights
-from common.objectives.policy import bounded_exp, is_clipped
+from common.objectives.policy import bounded_exp, is_clipped, kl_estimate
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout import statistics
@@ -117,7 +117,7 @@ def next_draw(kept: int, drawn: int, args: "Args") -> int:
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs):
+class Args(LogKLArgs, CorrectionArgs, OnlineArgs):
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G): a group, whose rewards are compared"""
@@ -154,10 +154,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards)
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.log_kl else [])
 
     # ---- models: FSDP2 shards ----
-    policy = load_policy(path, args, device)
+    policy = load_policy(path, args, device)  # trained
+    reference = load_reference(policy, args, device) if args.log_kl else None  # frozen
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 
@@ -208,7 +209,7 @@ def main(args: Args) -> None:
         minibatches = pack_minibatches(kept_groups, count, args.pack_tokens, device)
         with meter.time("logprobs"):  # on policy the log-probs of the update itself can serve as old ones
             old = policy if needs_old or run.checks_engine(step) else None
-            minibatches = with_logprobs(minibatches, args.temperature, old=old)
+            minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if run.checks_engine(step):
             statistics.check_agreement(minibatches, step, args, device)
         threshold = entropy_threshold(minibatches, args.top_entropy)
@@ -226,6 +227,8 @@ def main(args: Args) -> None:
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.old_entropy_T,
                         mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, threshold, args,
                     )  # fmt: skip
+                    if mb.ref_logprobs_T is not None:
+                        logged["kl"] = kl_estimate(logprobs_T.detach(), mb.ref_logprobs_T)
                     (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
                     minibatch_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)

@@ -7,8 +7,8 @@ The student pi samples, and on each of its tokens its distribution is pulled tow
 
     full:     L   = mean_t D(pi, q) of the distributions at t; D: --divergence                            loss()
     sampled:  L   = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]          loss()
-              A_t = teacher_coef log(q(y_t) / pi_old(y_t)) + reward_coef A       rho_t = pi(y_t) / pi_old(y_t)
-              A   = (R - mean of the R of its prompt) / their standard deviation                    advantages()
+              A_t = teacher_coef log(q(y_t) / pi_old(y_t)) + reward_coef A_i     rho_t = pi(y_t) / pi_old(y_t)
+              A_i = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                          advantages()
 
 `--on_policy_fraction` below 1 takes the other completions of a step from the data. Differences from the papers
 (docs/distill.md): the fraction is of each step's prompts, not a coin for each step; the sampling has no gradient (as in
@@ -70,7 +70,7 @@ def divergence(args: "Args") -> Divergence:
 
 
 def advantages(rewards_PG: Tensor) -> Tensor:
-    """Return the advantage A of every completion, [P, G] float64: 0 without a reward (NaN) or where all are equal."""
+    """Return the advantage A_i of every completion, [P, G] float64: 0 without a reward (NaN) or where all are equal."""
     centred_PG, size_P1 = centre_groups(rewards_PG), (~rewards_PG.isnan()).sum(-1, keepdim=True)
     std_P1 = (centred_PG.square().sum(-1, keepdim=True) / (size_P1 - 1).clamp(min=1)).sqrt()
     return centred_PG / (std_P1 + 1e-6)
@@ -82,7 +82,7 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of L, a mean over the `tokens` of the *global* minibatch, and tensors [T] to log.
     `both`: student and teacher. Only the student's own completions have `rollout_logprobs_T`, of the engine, and
-    `advantages_T`, reward_coef A."""
+    `advantages_T`, reward_coef A_i."""
     if args.estimator == "full":
         logged = {} if rollout_logprobs_T is None else {"sampling/kept_fraction": torch.ones_like(mask_T)}
         return both.divergence_T * mask_T / tokens, logged
@@ -111,7 +111,7 @@ class Args(CorrectionArgs, OnlineArgs):
     on_policy_fraction: Fraction = 1.0
     """fraction of a step's prompts that the student completes (the paper's lambda); the data completes other rows"""
     divergence: Literal[tuple(DIVERGENCES)] = "reverse_kl"
-    """divergence of student p and teacher q. reverse_kl: KL(p || q); forward_kl: KL(q || p); jsd: both to a mixture"""
+    """divergence of student pi from teacher q. reverse_kl: KL(pi || q); forward_kl: KL(q || pi); jsd: to a mixture"""
     jsd_beta: OpenFraction = 0.5
     """jsd: weight of the teacher in the mixture; near 0: like forward_kl, near 1: like reverse_kl"""
     top_k: NotNegative[int] = 0

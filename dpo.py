@@ -6,7 +6,7 @@ The policy learns from pairs: a prompt with a chosen and a rejected completion, 
 reference is an implicit reward, and the loss makes it larger for the chosen completion:
 
     r(y) = beta log(pi(y) / pi_ref(y))                  pi(y): product over the tokens of the completion
-    L    = mean_pairs [ -log sigmoid(r(y_c) - r(y_r)) ]                                         loss()
+    L    = mean_pairs [ -log sigma(r(y_c) - r(y_r)) ]                    sigma: logistic function         loss()
 
 `--loss` adds up 16 other objectives: common/objectives/preference.py has their equations, docs/dpo.md a table. kto.py
 learns from single completions.

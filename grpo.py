@@ -5,13 +5,13 @@
 The policy samples G completions of every prompt. The advantage of each is its reward relative to its group:
 
     A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                                              advantages()
-    L     = mean_t [ -min(rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A) + beta KL_t ]    loss()
+    L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) + beta KL_t ]    loss()
     rho_t = pi(y_t) / pi_old(y_t)                      pi_old: the policy at the time of the rollout
 
 There is no value model, and no reference model unless `--beta` is positive. `--loss`, `--reduction` and `--advantage`
 select a variant of the family, and `--preset` selects that of a paper. dapo.py and reinforce.py have further variants.
 Differences from the paper, without a preset (docs/grpo.md): the mean is over the tokens of the global minibatch and the
-clip bounds differ (both as in DAPO, arXiv:2503.14476); no KL term; truncated importance weights pi_old / pi_engine.
+clip bounds differ (both as in DAPO, arXiv:2503.14476); no KL term; truncated weights c_t = pi_old / pi_engine.
 
 Shapes: P prompts on this rank, B on all ranks, G completions per prompt, K rewards, T packed tokens of a micro-batch.
 Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive, require_default, require_effect
 from common.config.groups import OnlineArgs
-from common.config.objectives import CorrectionArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -107,7 +107,7 @@ def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args"
             return -4 / tau_T * torch.sigmoid(tau_T * (rho_T - 1)) * A_T
         case "topr":  # arXiv:2503.14286 Eq. 8: truncates rho of bad completions, ignores rho of good ones
             return torch.where(A_T < 0, rho_T.clamp(max=1), 1.0).detach() * (-A_T * logprobs_T)
-        case "vespo":  # arXiv:2602.10693: phi(rho) = rho^k exp(lambda (1 - rho)), which is 1 at rho = 1
+        case "vespo":  # arXiv:2602.10693: phi(rho) = rho^vespo_k exp(vespo_lambda (1 - rho)), 1 at 1
             positive_T = args.vespo_k_positive * log_rho_T + args.vespo_lambda_positive * (1 - rho_T)
             negative_T = args.vespo_k_negative * log_rho_T + args.vespo_lambda_negative * (1 - rho_T)
             return bounded_exp(torch.where(A_T < 0, negative_T, positive_T)).detach() * (-A_T * logprobs_T)
@@ -160,7 +160,7 @@ def loss(
 
 
 @dataclass
-class Args(CorrectionArgs, OnlineArgs):
+class Args(LogKLArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04, clip_low=0.2, clip_high=0.2),
         "dr_grpo": dict(loss="clip", reduction="constant", advantage="group_mean", clip_low=0.2, clip_high=0.2),
@@ -180,7 +180,7 @@ class Args(CorrectionArgs, OnlineArgs):
     preset: Literal[tuple(PRESETS)] | None = None
     """published variant: sets the flags in its row of the table in docs/grpo.md; contradicting flags are an error"""
     loss: Literal[tuple(LOSSES)] = "clip"
-    """policy loss (docs/grpo.md). clip: PPO; reinforce: -A log p; cispo: clips the weight of the gradient; sapo: soft
+    """policy loss (docs/grpo.md). clip: PPO; reinforce: -A log pi; cispo: clips the weight of the gradient; sapo: soft
     clip; gspo: clip, ratio of the whole completion, per token; sequence_clip: the same, summed; topr: clips the
     completion's ratio if A < 0; vespo: smooth weight by the completion's ratio"""
     reduction: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
@@ -230,7 +230,7 @@ class Args(CorrectionArgs, OnlineArgs):
             for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none")):
                 if (value := getattr(self, flag)) not in fits.split(" or "):
                     raise ValueError(f"--{flag} {value}: --loss {self.loss} treats completions as a whole; use {fits}")
-        if not self.beta:
+        if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp", "unbiased_kl"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
@@ -253,11 +253,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [])
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [])
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 

@@ -7,8 +7,8 @@ with a baseline z0:
 
     l(y) = log(pi(y) / pi_ref(y))                       pi(y): product over the tokens of the completion
     z0   = max(0, mean of l over mismatches)            kl_baseline(); a mismatch: a completion of another prompt
-    L    = mean_y [ w_d (1 - sigmoid(beta (l - z0))) ]  desirable y         loss()
-           mean_y [ w_u (1 - sigmoid(beta (z0 - l))) ]  undesirable y
+    L    = mean_y [ desirable_weight (1 - sigma(beta (l(y) - z0))) ]      desirable y         loss()
+           mean_y [ undesirable_weight (1 - sigma(beta (z0 - l(y)))) ]    undesirable y
 
 Differences from the paper: z0 is an average over the global batch; the log-probs of the reference are computed once,
 before training. See docs/kto.md.
@@ -158,13 +158,13 @@ def forward(
     logps_N, desirable_N, count = mb.sequence_sums(logprobs_T), mb.select(desirable_P).bool(), len(mb.samples)
     log_ratio_N = logps_N - mb.select(ref_logps_P)
     loss_N, rewards_N = loss(log_ratio_N, desirable_N, baseline, args), args.beta * log_ratio_N.detach()
+    logged = {"log_ratio": log_ratio_N, "kl": baseline.expand(count),
+              "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
     if args.wpo:
         lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
-        weights_N = wpo_weights(mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N)
-        loss_N = loss_N * weights_N
-        meter.mean(f"{prefix}wpo/weight", weights_N.sum(), count)
-    logged = {"loss": loss_N, "log_ratio": log_ratio_N, "kl": baseline.expand(count),
-              "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
+        logged["wpo/weight"] = wpo_weights(mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N)
+        loss_N = loss_N * logged["wpo/weight"]
+    logged["loss"] = loss_N
     meter.rows(mb, logged, loss_N / args.batch_size, prefix)
     for name, side_N in (("chosen", desirable_N), ("rejected", ~desirable_N)):
         meter.mean(f"{prefix}rewards/{name}", rewards_N[side_N].sum(), side_N.sum())

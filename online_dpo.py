@@ -8,7 +8,7 @@ of dpo.py makes the policy prefer the one to the other more than the starting mo
 
     y_c, y_r = completions of highest and of lowest reward                              preferences()
     r(y)     = beta log(pi(y) / pi_ref(y))             pi(y): product over the tokens of the completion
-    L        = mean_pairs [ -log sigmoid(r(y_c) - r(y_r)) ]                             loss()
+    L        = mean_pairs [ -log sigma(r(y_c) - r(y_r)) ]      sigma: logistic function loss()
 
 There is no value model and no importance ratio: a pair stays a pair when older weights have sampled it, so of the
 online scripts this one tolerates `--max_staleness` best.

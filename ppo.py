@@ -5,7 +5,7 @@
 Each token y_t of a sampled completion is an action. A second model predicts its value V_t, the sum of future rewards:
 
     r_t   = -beta log(pi_old(y_t) / pi_ref(y_t)), plus the score of the completion at its last token     token_rewards()
-    A_t   = sum_k (gamma lambda)^k (r_t+k + gamma V_t+k+1 - V_t+k)        R_t = A_t + V_t                   advantages()
+    A_t   = sum_j (gamma lambda)^j (r_{t+j} + gamma V_{t+j+1} - V_{t+j})  R_t = A_t + V_t                   advantages()
     L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]                          loss()
     L_V   = mean_t [ max((v_t - R_t)^2, (clip(v_t, V_t - value_clip, V_t + value_clip) - R_t)^2) / 2 ]      value_loss()
     rho_t = pi(y_t) / pi_old(y_t)                         pi_old, V: the models at the time of the rollout
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from common.config.flags import BelowOne, Fraction, NotNegative, Positive, require_default
 from common.config.groups import TINY_ONLINE, OnlineArgs
-from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs, RewardArgs
 from common.config.parse import parse
 from common.data.packing import PackedBatch, pack_minibatches, per_sample
 from common.metrics.meter import Meter
@@ -116,7 +116,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, value_
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS = TINY_ONLINE | dict(value_lr=1e-3, prompts_per_step=256, samples_per_prompt=1, max_steps=30)
     value_model: str | None = None
     """Hugging Face id or folder that the value model starts from: a reward model with its head, or a language model,
@@ -166,7 +166,7 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs):
             require_default(self, ("kl_stop",), "with one update per rollout")
         if self.max_steps is not None and self.value_warmup_steps >= self.max_steps:
             raise ValueError(f"--value_warmup_steps {self.value_warmup_steps} must be below --max_steps")
-        if not self.beta:
+        if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp"), "with --beta 0")
 
 
@@ -226,12 +226,12 @@ def main(args: Args) -> None:
     require_same_tokenizer("--value_model", value_path, tokenizer)
     prompts, held_out = load_prompts(args, tokenizer, min(context_length(path, args), context_length(value_path, args)))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [], value_path)
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [], value_path)
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----
     policy, value_model = load_with_value_model(path, value_path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
     optimizer, value_optimizer = adamw(policy, args), adamw(value_model, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 

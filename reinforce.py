@@ -7,7 +7,7 @@ reward of a completion, from which the KL to the starting model is subtracted, w
 
     R_i   = score_i - beta sum_t KL_t                                                  rewards_PG in the loop
     A_i   = (R_i - mean(R)) / std(R)             over all trained tokens of the step   advantages()
-    L     = mean_t [ -c_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) ]     loss()
+    L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
     rho_t = pi(y_t) / pi_old(y_t)                pi_old: the policy at the time of the rollout
 
 Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss. `--preset` has both and
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from common.config.flags import BelowOne, NotNegative, Positive, require_default
 from common.config.groups import OnlineArgs
-from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs, RewardArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -78,10 +78,10 @@ def loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
-        L = 1/M sum_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)               KL_t: only with --kl_in loss
+        L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)               KL_t: only with --kl_in loss
 
-    M: trained `tokens` of the *global* minibatch, or their `sequences` with --reduction sequence_sum. `mask_T`: trained
-    tokens; `sequence_ids_T`: the completion of each token."""
+    w_t = 1 / `tokens`, the trained tokens of the *global* minibatch, or 1 / `sequences` with --reduction sequence_sum.
+    `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token."""
     log_rho_T, A_T = logprobs_T - old_logprobs_T, advantages_T
     c_T = importance_weights(
         old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, level=args.correction, mode=args.correction_mode,
@@ -105,7 +105,7 @@ def loss(
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out", beta=0.0,
                           minibatches=1, epochs_per_rollout=1),
@@ -118,7 +118,7 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs):
     preset: Literal[tuple(PRESETS)] | None = None
     """flags of a published variant (table in docs/reinforce.md); another value for one of them is an error"""
     loss: Literal["clip", "reinforce"] = "clip"
-    """policy loss of a token with advantage A. clip: PPO's, with a clipped importance ratio; reinforce: -A log p"""
+    """policy loss of a token with advantage A. clip: PPO's, with a clipped importance ratio; reinforce: -A log pi"""
     reduction: Literal["token", "sequence_sum"] = "token"
     """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions of their sums"""
     advantage: Literal["reinforce++", "reinforce++_baseline", "leave_one_out"] = "reinforce++"
@@ -144,7 +144,7 @@ class Args(RewardArgs, CorrectionArgs, OnlineArgs):
             require_default(self, ("clip_low", "clip_high"), "with --loss reinforce")
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
             raise ValueError(f"--advantage {self.advantage} compares completions; set --samples_per_prompt above 1")
-        if not self.beta:
+        if not (self.beta or self.log_kl):
             require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
@@ -167,11 +167,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [])
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [])
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
 from common.config.groups import TINY_ONLINE, OnlineArgs
-from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, LogKLArgs, RewardArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.model.hub import context_length, load_tokenizer, resolve_model
@@ -73,7 +73,7 @@ def loss(
 
 
 @dataclass
-class Args(RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE | dict(beta=0.01)
     samples_per_prompt: AtLeast2 = 8
     """completions sampled for each prompt (G); the baseline of each is the mean reward of the others"""
@@ -99,11 +99,11 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta else [])
+    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [])
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta else None  # frozen
+    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
     optimizer = adamw(policy, args)
     rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
 

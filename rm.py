@@ -5,7 +5,7 @@
 A language model with a scalar head reads its reward r at the last token of prompt and completion. It learns from pairs
 of a chosen and a rejected completion, with rewards r_c and r_r:
 
-    L = mean_pairs [ -log sigmoid(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2 ]      loss()
+    L = mean_pairs [ -log sigma(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2 ]        loss()
 
 The trained model evaluates and relabels pairs:
 

@@ -5,8 +5,8 @@
 The policy imitates the completions of the data. Its loss is a mean over the M trained tokens y_t of the global batch,
 on any number of ranks and in any packing:
 
-    L = -1/M sum_t log p(y_t)                   loss(), --loss nll
-    L = -1/M sum_t sg(p(y_t)) log p(y_t)        loss(), --loss dft (arXiv:2508.05629); sg: without gradient
+    L = -1/M sum_t log pi(y_t)                  loss(), --loss nll
+    L = -1/M sum_t sg(pi(y_t)) log pi(y_t)      loss(), --loss dft (arXiv:2508.05629); sg: without gradient
 
 See docs/sft.md.
 
@@ -68,7 +68,7 @@ class Args(GenerateArgs, StreamArgs, TrainArgs):
     train_on: Literal["completion", "all"] = "completion"
     """tokens with a loss. completion: completions, or every assistant turn; all: prompts too"""
     loss: Literal["nll", "dft"] = "nll"
-    """loss of a token of probability p. nll: -log p; dft: -p log p, without gradient through the factor p. Evaluations
+    """loss of a token of probability pi. nll: -log pi; dft: -pi log pi, without gradient of the factor. Evaluations
     always use nll, so that runs are comparable"""
     lr: Positive[float] = 2e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -67,15 +67,17 @@ def importance(f: Mapping) -> Formulas:
     if f["correction"] == "none":
         return [("c", "1")]
     total = "sum_old_logprobs - sum_rollout_logprobs"
-    found = [("r", f"exp({total if f['correction'] == 'sequence' else 'old_logprobs - rollout_logprobs'})")]
-    bounded = "clip(r, correction_low, correction_high)"
+    log_ratio = total if f["correction"] == "sequence" else "old_logprobs - rollout_logprobs"
+    found = [("unbounded", f"exp({log_ratio})")]
+    bounded = "clip(unbounded, correction_low, correction_high)"
     if f["correction_mode"] == "mask":
-        bounded = "where(r < correction_low, 0, where(r > correction_high, 0, r))"
+        bounded = "where(unbounded < correction_low, 0, where(unbounded > correction_high, 0, unbounded))"
     if f["correction_filter"] is None:
         return [*found, ("c", bounded)]
     low, high = f["correction_filter"]
-    found.append(("mean_r", f"exp(({total}) / length)"))
-    return [*found, ("kept", f"where(mean_r < {low}, 0, where(mean_r > {high}, 0, 1))"), ("c", f"{bounded} * kept")]
+    found.append(("mean_ratio", f"exp(({total}) / length)"))
+    kept = f"where(mean_ratio < {low}, 0, where(mean_ratio > {high}, 0, 1))"
+    return [*found, ("kept", kept), ("c", f"{bounded} * kept")]
 
 
 def kl(f: Mapping) -> Formulas:
@@ -132,7 +134,7 @@ def ppo(f: Mapping) -> Formulas:
 
 def distill(f: Mapping) -> Formulas:
     if f["estimator"] == "full":
-        return [("loss", "reverse_kl" if f["divergence"] == "reverse_kl" else "divergence"), ("w", "1 / tokens")]
+        return [("loss", "divergence"), ("w", "1 / tokens")]
     A = ("A", "teacher_coef * (teacher_logprobs - old_logprobs) + advantage")
     return [A, *RATIO[1:], ("policy_loss", f"-{CLIP}"), *importance(f), ("loss", "policy_loss * c"),
             ("w", "1 / tokens")]  # fmt: skip

@@ -41,6 +41,14 @@ class CorrectionArgs:
 
 
 @dataclass(config=STRICT)
+class LogKLArgs:
+    """KL to the starting model"""
+
+    log_kl: bool = False
+    """log the KL to the starting model also with beta 0, at the cost of its memory and of one forward pass a step"""
+
+
+@dataclass(config=STRICT)
 class RewardArgs:
     """Reward shaping and KL penalty"""
 

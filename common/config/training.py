@@ -56,8 +56,8 @@ class DataArgs:
 
     dataset: Several[str] = ("arithmetic",)
     """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv), glob ('data/*.jsonl'),
-    folder of files, or built-in task (arithmetic, calculator, guess_number, sliding_puzzle). Several data sets are
-    joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    folder of files, or built-in task (arithmetic, splits, chains, calculator, guess_number, sliding_puzzle). Several
+    data sets are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None
@@ -190,6 +190,8 @@ class CheckpointArgs:
     too; 0: off"""
     trace_groups: MayChange[Positive[int]] = 4
     """number of traced groups (or rows of data): the first, the last, the best, the most disputed, then others"""
+    trace_positions: MayChange[Several[NotNegative[int]]] = ()
+    """positions in the step, from 0, of groups (or rows) to trace in addition"""
     dry_run: MayChange[bool | str] = False
     """check flags, all data and the rewards of ten rows, print the first batch, the predicted memory and the plan, and
     end without loading weights or writing files. 8x80GB: plan for 8 GPUs of 80 GB, on any machine"""

@@ -1,7 +1,7 @@
-"""Divergences of a student's next-token distribution p from its teacher's q, each with its gradient.
+"""Divergences of a student's next-token distribution pi from its teacher's q, each with its gradient.
 
 A divergence takes log-probs [C, V] and returns its value [C] in nats, and the gradient of the value with respect to the
-student's logits, [C, V]: p_j (g_j - sum_i p_i g_i), where g = d value / d p.
+student's logits, [C, V]: pi (g - sum_j pi_j g_j), where g = d value / d pi. In code, p is pi.
 
 Both distributions may be coarsened to K tokens and one more for all other tokens. The divergence is then a lower bound
 of the full one (data processing inequality), and does not depend on the distribution over the other tokens.
@@ -19,21 +19,21 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def reverse_kl(logp_CV: Tensor, logq_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(p || q) = sum p log(p / q), and p (log(p / q) - KL)."""
+    """Return KL(pi || q) = sum_j pi_j log(pi_j / q_j), and pi (log(pi / q) - KL)."""
     p_CV, log_ratio_CV = logp_CV.exp(), logp_CV - logq_CV
     value_C = torch.linalg.vecdot(p_CV, log_ratio_CV)
     return value_C, p_CV * (log_ratio_CV - value_C[:, None])
 
 
 def forward_kl(logp_CV: Tensor, logq_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(q || p) = sum q log(q / p), and p - q."""
+    """Return KL(q || pi) = sum_j q_j log(q_j / pi_j), and pi - q."""
     q_CV = logq_CV.exp()
     return torch.linalg.vecdot(q_CV, logq_CV - logp_CV), logp_CV.exp() - q_CV
 
 
 def jsd(logp_CV: Tensor, logq_CV: Tensor, *, jsd_beta: float) -> tuple[Tensor, Tensor]:
-    """Return b KL(q || m) + (1 - b) KL(p || m) with m = b q + (1 - b) p (arXiv:2306.13649 Eq. 1), and
-    (1 - b) p (log(p / m) - KL(p || m)).
+    """Return b KL(q || m) + (1 - b) KL(pi || m) with m = b q + (1 - b) pi (arXiv:2306.13649 Eq. 1), and
+    (1 - b) pi (log(pi / m) - KL(pi || m)).
 
     0 < b < 1: as b goes to 0 it approaches b forward_kl, as b goes to 1 (1 - b) reverse_kl.
     """
@@ -58,6 +58,6 @@ def coarsen(logp_CV: Tensor, tokens_CK: Tensor) -> Tensor:
 
 def spread_gradient(gradient_CS: Tensor, logp_CV: Tensor, logp_CS: Tensor, tokens_CK: Tensor) -> Tensor:
     """Return the gradient with respect to all logits, [C, V], from the gradient with respect to the coarsened ones:
-    each of the other tokens gets a share in proportion to p."""
+    each of the other tokens gets a share in proportion to pi."""
     share_CV = (logp_CV - logp_CS[:, -1:]).exp()
     return (share_CV * gradient_CS[:, -1:]).scatter(1, tokens_CK, gradient_CS[:, : tokens_CK.shape[1]])

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-EXPONENT_LIMIT = 60.0  # e^60 = 1e26: ratios stop growing there and have no gradient beyond; inf times 0 would be NaN
+EXPONENT_LIMIT = 60.0  # exp(60) = 1e26: ratios stop growing there and have no gradient beyond; inf times 0 would be NaN
 
 
 def bounded_exp(x: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, estimator: KLEstimat
 
 
 def expert_balance(router_logits: tuple[Tensor, ...], lengths_N: Tensor, top_k: int) -> Tensor:
-    """Return the load-balancing loss of each sequence, the mean over layers of sum_i f_i P_i (arXiv:2412.19437
+    """Return the load-balancing loss of each sequence, the mean over layers of sum_j load_j prob_j (arXiv:2412.19437
     Eq. 17-20). It is 1 for a uniform load, and experts / `top_k` if all tokens choose the same experts with certainty.
 
-    f_i is the fraction of tokens that choose expert i, divided by the uniform fraction top_k / experts. P_i is the mean
-    probability of expert i and carries the gradient. `router_logits`: [T, experts] of each layer; `lengths_N`: tokens
-    of each sequence. Shape [N], float32.
+    load_j is the fraction of tokens that choose expert j, divided by the uniform fraction top_k / experts. prob_j is
+    the mean probability of expert j and carries the gradient. `router_logits`: [T, experts] of each layer; `lengths_N`:
+    tokens of each sequence. Shape [N], float32.
     """
     balance_N = torch.zeros(len(lengths_N), device=lengths_N.device)
     sequence_ids_T = torch.arange(len(lengths_N), device=lengths_N.device).repeat_interleave(lengths_N)

@@ -1,7 +1,7 @@
 """Objectives of preference learning, as cases of one pure function: one value per pair, float64.
 
 Log-probs are sums over the tokens of a completion, in nats. Notation: pc, pr are the policy's log-probs of chosen and
-rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in tokens, s the logistic function, and
+rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in tokens, sigma the logistic function, and
 z = beta (f(lc) - f(lr)), where f depends on `f_divergence` and is the identity by default.
 
 `READS` names the flags of each objective.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 FDivergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
-EXPONENT_LIMIT = 60.0  # e^60 = 1e26: exponentials stop growing there, and so do their gradients
+EXPONENT_LIMIT = 60.0  # exp(60) = 1e26: exponentials stop growing there, and so do their gradients
 
 
 @dataclass
@@ -56,7 +56,8 @@ class Pairs:
 
 def f(u: Tensor, f_divergence: FDivergence, f_alpha: float) -> Tensor:
     """Return the derivative of the divergence's generator at the log-ratio u, up to constants that cancel
-    (arXiv:2309.16240): reverse_kl u; forward_kl 1 - e^-u; js log 2 + log s(u); alpha (e^((a-1)u) - 1) / (a - 1)."""
+    (arXiv:2309.16240): reverse_kl u; forward_kl 1 - exp(-u); js log 2 + log sigma(u); alpha (exp(a u) - 1) / a with
+    a = f_alpha - 1."""
     match f_divergence:
         case "js":
             return math.log(2) + logsigmoid(u)
@@ -122,9 +123,9 @@ def preference_loss(
             return -logsigmoid(rc) - logsigmoid(-rr)
         case "sppo_hard":  # SPPO (arXiv:2405.00675) with win probabilities 1 and 0
             return (p.lc - 1 / (2 * beta)).square() + (p.lr + 1 / (2 * beta)).square()
-        case "apo_zero":  # arXiv:2408.06266: 1 - s(rc) + s(rr); chosen up, rejected down
+        case "apo_zero":  # arXiv:2408.06266: 1 - sigma(rc) + sigma(rr); chosen up, rejected down
             return (-rc).sigmoid() + rr.sigmoid()
-        case "apo_down":  # arXiv:2408.06266: s(rc) + 1 - s(rc - rr); both down, rejected further
+        case "apo_down":  # arXiv:2408.06266: sigma(rc) + 1 - sigma(rc - rr); both down, rejected further
             return rc.sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
         case "aot":  # optimal transport, paired (arXiv:2406.05882): i-th smallest gaps of policy and reference
             gaps, order = (p.chosen_logps - p.rejected_logps).sort()
@@ -134,7 +135,7 @@ def preference_loss(
             lc, order = p.lc.sort()
             lr, _ = p.lr.sort()
             return -logsigmoid(beta * (lc - lr))[order.argsort()]
-        case "discopop":  # arXiv:2406.08414: (1 - m) (-log s(z)) + m e^-z with m = s(z / tau), the product in the log
+        case "discopop":  # arXiv:2406.08414: -sigma(-z/tau) log sigma(z) + sigma(z/tau) exp(-z), a product in the log
             return -(-z / discopop_tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / discopop_tau) - z)
         case "simpo":  # arXiv:2405.14734 Eq. 6
             return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - simpo_gamma)
@@ -170,7 +171,7 @@ def implicit_rewards(pairs: Pairs, *, per_token: bool, referenced: bool, beta: f
 def wpo_weights(mean_adjusted_logps: Tensor) -> Tensor:
     """Return the weights of WPO (arXiv:2406.11827), which favour completions that are likely under the policy.
 
-    `mean_adjusted_logps` [N] is the mean over tokens of log p(token) - log sum_v p(v)^2, of a completion or summed over
+    `mean_adjusted_logps` [N] is the mean over tokens of log pi(y_t) - log sum_j pi(j)^2, of a completion or summed over
     a pair. Weights are at most 1. [N], without gradient.
     """
     return mean_adjusted_logps.detach().clamp(max=0).exp()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 class KLCoefficient:
     """Coefficient of the KL, `value`, adapted to keep the KL near `target` nats (Ziegler et al. 2019, arXiv:1909.08593
-    Eq. 3-4, with the factor e^x instead of 1 + x, which is positive for any horizon). In `horizon` completions it
-    changes by a factor of e^0.2 at most. A target of 0 keeps it constant."""
+    Eq. 3-4, with the factor exp(x), not 1 + x, which is positive for any horizon). In `horizon` completions it
+    changes by a factor of exp(0.2) at most. A target of 0 keeps it constant."""
 
     def __init__(self, beta: float, target: float, horizon: float):
         self.value, self.target, self.horizon = beta, target, horizon

@@ -99,8 +99,12 @@ class Trace:
             model.watch = self._see if self.on else None
 
     def _see(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor) -> None:
-        scalar = isinstance(output, Tensor)  # of a value or reward model
-        outputs = dict(value=output) if scalar else dict(logprobs=output.logprobs_T, entropy=output.entropy_T)
+        if isinstance(output, Tensor):  # of a value or reward model
+            outputs = dict(value=output)
+        else:
+            outputs = dict(logprobs=output.logprobs_T, entropy=output.entropy_T)
+        if isinstance(output, Comparison):
+            outputs |= dict(divergence=output.divergence_T, teacher_logprobs=output.teacher_logprobs_T)
         for x_T in outputs.values():
             if x_T.requires_grad:
                 x_T.retain_grad()
@@ -128,7 +132,7 @@ class Trace:
         """Write the trace of a step. Collective."""
         groups = self._sampled_groups() if self.sampled else self._rows_of_data()
         values = distributed.gather_dict({i: _value(group) for i, group in groups.items()})
-        chosen = choose(values, self.args.trace_groups)
+        chosen = choose(values, self.args.trace_groups, self.args.trace_positions)
         lines = distributed.gather_dict({i: self._line(i, chosen[i], groups[i]) for i in chosen if i in groups})
         weights = distributed.gather_objects([fingerprint(model) for model in self.models])
         traced = [each for i in chosen for sample in groups.get(i, []) for each in sample.shares()]
@@ -219,14 +223,16 @@ class Trace:
 # ---- what is traced, and how it is written ----
 
 
-def choose(values: dict[int, tuple[float, float]], count: int) -> dict[int, list[str]]:
-    """Return the positions of `count` groups with the reasons: the first, the last, the best and the most disputed;
-    then others by dispute. `values`: how good and how disputed each group is."""
+def choose(values: dict[int, tuple[float, float]], count: int, given: Sequence[int] = ()) -> dict[int, list[str]]:
+    """Return the positions of the `given` groups and of `count` groups, with the reasons: the first, the last, the best
+    and the most disputed; then others by dispute. `values`: how good and how disputed each group is."""
     if not values:
         return {}
+    if unknown := set(given) - values.keys():
+        raise ValueError(f"--trace_positions {min(unknown)}: this step has groups {min(values)} to {max(values)}")
     by_dispute = sorted(values, key=lambda i: (-values[i][1], i))
     named = dict(first=min(values), last=max(values), best=max(values, key=lambda i: (values[i][0], -i)))
-    reasons: dict[int, list[str]] = {}
+    reasons, count = {i: ["given"] for i in given}, count + len(set(given))
     for reason, i in [*named.items(), ("disputed", by_dispute[0]), *(("", i) for i in by_dispute)]:
         if i in reasons or len(reasons) < count:
             reasons.setdefault(i, []).extend([reason] if reason else [])

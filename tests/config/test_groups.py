@@ -121,7 +121,7 @@ def test_numeric_flags_have_bounds(args_class):
 
 MAY_CHANGE = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "trace_every",
-    "trace_groups", "keep_last", "resume", "log",
+    "trace_groups", "trace_positions", "keep_last", "resume", "log",
     "keep_best", "early_stop", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
     "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
     "reward_workers", "max_reward_errors", "environment_timeout", "partial_rollouts", "eval_generate", "eval_reward",

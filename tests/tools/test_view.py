@@ -166,12 +166,13 @@ def dpo_case(*names: str, **changed):
     return row_case(args, {}, row)
 
 
-def kto_case():
-    args = kto.Args(desirable_weight=1.5)
+def kto_case(**changed):
+    args = kto.Args(desirable_weight=1.5, **changed)
+    weights = [0.5, 0.25] if args.wpo else [1, 1]
     ratio_N, baseline = torch.tensor([0.5, -0.25]).double(), torch.tensor(0.125).double()
     loss_N = kto.loss(ratio_N, torch.tensor([True, False]), baseline, args)
-    rows = [{"share": loss_N[n] / args.batch_size, "log_ratio": ratio_N[n], "kl": baseline, "rewards/accuracies": 1}
-            for n in range(2)]  # fmt: skip
+    rows = [{"share": weights[n] * loss_N[n] / args.batch_size, "log_ratio": ratio_N[n], "kl": baseline,
+             "rewards/accuracies": 1, "wpo/weight": weights[n]} for n in range(2)]  # fmt: skip
     return row_case(args, {}, *rows)
 
 
@@ -189,9 +190,12 @@ def likelihood_case(args):
     return args, lines(args, loss_T * MASK / TOKENS, dict(logprobs=NEW), {})
 
 
-def distill_case():
-    args = distill.Args(estimator="full", divergence="reverse_kl")
-    return args, lines(args, ENTROPY * MASK / TOKENS, dict(logprobs=NEW, reverse_kl=ENTROPY), {})
+def distill_case(**flags):
+    args, zero = distill.Args(samples_per_prompt=2, reward="exact_match", **flags), torch.zeros(7)
+    both = distill.Comparison(NEW, ENTROPY, zero, zero, REF, zero, zero, zero.bool())
+    share_T, logged = distill.loss(both, OLD, ROLLOUT, ADVANTAGES[IDS], MASK, IDS, TOKENS, args)
+    streams = dict(divergence=ENTROPY, teacher_logprobs=REF) | logged
+    return token_case(args, share_T, streams)
 
 
 WHOLE = dict(reduction="sequence", correction="sequence")
@@ -217,7 +221,9 @@ CASES: dict[str, Callable] = {
     "rm": rm_case,
     "sft": lambda: likelihood_case(sft.Args(loss="dft")),
     "bok": lambda: likelihood_case(bok.Args()),
-    "distill": distill_case,
+    "distill": lambda: distill_case(divergence="forward_kl"),
+    "distill sampled": lambda: distill_case(estimator="sampled", reward_coef=1.0),
+    "kto wpo": lambda: kto_case(wpo=True),
     "dpo sum": lambda: dpo_case("sigmoid", "nca_pair", loss_weights=(0.8, 0.2)),
     "dpo js": lambda: dpo_case("hinge", f_divergence="js"),
     "dpo forward_kl": lambda: dpo_case("sigmoid", f_divergence="forward_kl"),

@@ -121,10 +121,18 @@ def test_two_ranks_trace_what_one_rank_traces(main, small, tmp_path):
 def test_chosen_groups_have_reasons_and_are_as_many_as_asked(values, count):
     chosen = choose(values, count)
     assert len(chosen) == min(count, len(values))
+    given = sorted(values)[::3]
+    both = choose(values, count, given)
+    assert len(both) == min(count + len(given), len(values)) and all("given" in both[i] for i in given)
     assert "first" in chosen[min(values)]
     for reason, i in ((reason, i) for i, reasons in chosen.items() for reason in reasons):
         worse = dict(best=0, disputed=1).get(reason)
         assert worse is None or values[i][worse] == max(value[worse] for value in values.values())
+
+
+def test_unknown_position_is_refused():
+    with pytest.raises(ValueError, match="^--trace_positions 7: this step has groups 0 to 3$"):
+        choose(dict.fromkeys(range(4), (0.0, 0.0)), 4, [2, 7])
 
 
 def test_fingerprint_shows_any_changed_weight():
