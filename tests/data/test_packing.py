@@ -43,6 +43,16 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
     assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
 
 
+def test_targets_are_the_next_tokens():
+    (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
+    assert mb.input_ids_T.tolist() == [100, 101, 102, 0, 1] and mb.targets_T.tolist() == [101, 102, 103, 1, 2]
+
+
+def test_positions_restart_in_every_sequence():
+    (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
+    assert mb.position_ids_T.tolist() == [0, 1, 2, 0, 1]
+
+
 def test_sequence_ids_and_offsets_mark_the_samples():
     (mb,) = pack([sample(3), sample(5, 100)], 100, CPU)
     assert mb.offsets == [0, 4, 6] and mb.max_seqlen == 4 and len(mb.samples) == 2
