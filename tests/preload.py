@@ -36,6 +36,8 @@ if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of 
     type(vllm.current_platform).register_triton_kernel_overrides = lambda _: None
     sys.modules["vllm.logger"].configure_logging(sys.modules["vllm.config.logging"].LoggingConfig())
     vllm.CPUWorker.determine_available_memory = lambda _: 1 << 27  # bytes of zeros, instead of a GiB
+if registry := sys.modules.get("vllm.model_executor.models.registry"):  # else a new interpreter inspects a class
+    registry._run_in_subprocess = lambda inspect: inspect()
 conversions.get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them
 unfreeze, gc.unfreeze = gc.unfreeze, lambda: None  # an engine's shutdown would undo it

@@ -472,7 +472,8 @@ def test_bad_input_gives_exit_code_2(tmp_path):
 def test_two_ranks_refuse_truncated_weights(tmp_path):
     shutil.copytree(tiny_model(), tmp_path / "model")
     os.truncate(tmp_path / "model" / "model.safetensors", 100_000)
-    error = one_error(2, "sft.py", *FLAGS, "--model", tmp_path / "model", "--output_dir", tmp_path / "run")
+    flags = ("--model", tmp_path / "model", "--dataset", few_rows(tmp_path), "--output_dir", tmp_path / "run")
+    error = one_error(2, "sft.py", *FLAGS, *flags)
     assert error.startswith(f"--model {tmp_path / 'model'}: cannot read the checkpoint")
 
 
@@ -496,9 +497,9 @@ def test_failing_rewards_stop_two_ranks(tmp_path):
     (tmp_path / "rewards.py").write_text("def fails(completion, row): raise KeyError('score')")
     flags = ["--reward", f"{tmp_path}/rewards.py:fails", "--prompts_per_step", 2, "--samples_per_prompt", 2,
              "--max_new_tokens", 4, "--eval_every", 0, "--engine", "transformers",
-             "--output_dir", tmp_path / "run"]  # fmt: skip
+             "--dataset", few_rows(tmp_path), "--output_dir", tmp_path / "run"]  # fmt: skip
     error = one_error(2, "grpo.py", *flags)
-    assert "4 of 4 rewards could not be computed (--max_reward_errors 0.1); the first: fails on arithmetic" in error
+    assert "4 of 4 rewards could not be computed (--max_reward_errors 0.1); the first: fails on rows.jsonl" in error
 
 
 DATA_ERRORS = [

@@ -62,7 +62,11 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(model, tmp_path, monkeyp
 @pytest.mark.slow
 def test_demo_launches_ranks_and_stops_if_they_fail(tmp_path, capfd):
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\nsys.exit(2)\n")
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\nprint('rank', os.environ['RANK'], *sys.argv[1:], flush=True)\n"
+        "Path(__file__).with_name(os.environ['RANK']).touch()\n"
+        "while not all(Path(__file__).with_name(rank).exists() for rank in '01'): time.sleep(0.01)\nsys.exit(2)\n"
+    )
     with pytest.raises(SystemExit, match="script.py failed; its message is above"):
         demo.train(str(script), "--config", "configs/absent.yaml")
     told = capfd.readouterr().out

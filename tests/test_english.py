@@ -8,7 +8,17 @@ from helpers import ROOT
 
 OPENERS = re.compile(r"(What|Of|As|Its|Until|Those|Nobody)\b")
 BANNED = re.compile(r"\b(nobody|everyone|in work(?!\.)|is told|told of|lets go|what came of)\b", re.IGNORECASE)
-PLACES = ("*.py", "*.md", "common/**/*.py", "tools/*.py", "tests/**/*.py", "bench/**/*.py", "docs/**/*.md")
+PLACES = (
+    "*.py",
+    "*.md",
+    "common/**/*.py",
+    "tools/*.py",
+    "exercises/*.*",
+    "site/*.py",
+    "tests/**/*.py",
+    "bench/**/*.py",
+    "docs/**/*.md",
+)
 
 
 def docstrings(source: str) -> list[str]:

@@ -183,11 +183,11 @@ def reward(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def flags(reward):
+def flags(reward, sums):
     return (
-        "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
-        "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
+        "--dataset", sums, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4,
+        "--samples_per_prompt", 4, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
+        "--log_every", 1, "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -218,7 +218,8 @@ def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp
     (tmp_path / "rank.py").write_text(
         "import os, pathlib, runpy\nrunpy.run_path('grpo.py', run_name='__main__')\n"
         "# With AVX-512 vLLM has shared memory, and unlinks it when a process exits that is no fork.\n"
-        "for file in pathlib.Path('/dev/shm').glob(f'*{os.environ[\"VLLM_DIST_IDENT\"]}-*cpushm*'):\n"
+        "name = os.environ['VLLM_DIST_IDENT'].lstrip('/')  # of env://: two slashes, which shm_open ignores\n"
+        "for file in pathlib.Path('/dev/shm').glob(f'{name}-*cpushm*'):\n"
         "    file.unlink(missing_ok=True)\n"
     )
     run(2, tmp_path / "rank.py", *flags, "--tensor_parallel_size", 2, "--max_steps", 1, "--output_dir", tmp_path)
@@ -226,9 +227,9 @@ def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp
 
 
 @pytest.mark.slow
-def test_start_and_end_of_vllm_print_no_warnings(flags, tmp_path):
+def test_start_and_end_of_vllm_print_no_warnings(flags, small, tmp_path):
     """The run has its own process, with all imports."""
-    done = finished(ended(start(1, "grpo.py", *flags, "--max_steps", 1, "--output_dir", tmp_path)))
+    done = finished(ended(start(1, "grpo.py", *flags, *small, "--max_steps", 1, "--output_dir", tmp_path)))
     assert not any(word in done.stderr for word in ("UserWarning", "FutureWarning", "Triton")), done.stderr
 
 

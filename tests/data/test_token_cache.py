@@ -3,9 +3,8 @@
 import json
 import os
 import random
-import subprocess
+import signal
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -230,25 +229,18 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_killed_rank_leaves_no_process(args, cache, tmp_path):
+def test_killed_rank_leaves_no_process(args, cache, tmp_path, monkeypatch):
     (tmp_path / "rank.py").write_text(ORPHANS)
     (tmp_path / "pids").mkdir()
-    variables = dict(PYTHONPATH=str(ROOT), PIDS=str(tmp_path / "pids"), DATA=args.dataset[0].removesuffix(":3"))
-    rank = subprocess.Popen([sys.executable, tmp_path / "rank.py"], env=os.environ | variables, cwd=ROOT)
-    lines = Path(variables["DATA"]).read_text().splitlines()
-    Path(variables["DATA"]).write_text("\n".join(line for line in lines if line != "no JSON"))
-    try:
-        deadline = time.monotonic() + 300
-        while not (found := os.listdir(tmp_path / "pids")):
-            assert rank.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        rank.kill()
-        rank.wait()
-    pids = {int(pid) for name in found for pid in name.split()}
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a process is left"
-        time.sleep(0.1)
+    data = Path(args.dataset[0].removesuffix(":3"))
+    data.write_text("\n".join(line for line in data.read_text().splitlines() if line != "no JSON"))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("DATA", str(data))
+    with helpers.Ranks(1, tmp_path / "rank.py") as rank:
+        helpers.until(lambda: os.listdir(tmp_path / "pids") or not helpers.alive(*rank.pids))
+        os.kill(*rank.pids, signal.SIGKILL)
+        pids = {int(pid) for name in os.listdir(tmp_path / "pids") for pid in name.split()}
+        helpers.until(lambda: not any(map(helpers.alive, pids)))
     assert len(pids) >= 2 and not list(cache.glob("*/about.json"))
 
 

@@ -235,14 +235,14 @@ def test_run_keeps_its_starting_model(checkpoint):
 
 
 @pytest.mark.slow
-def test_scripts_start_from_a_checkpoint(main, tmp_path):
+def test_scripts_start_from_a_checkpoint(main, small, tmp_path):
     """Two ranks write and read the checkpoint; the last step's checkpoint equals hf/ bit for bit. A checkpoint of rm.py
     is a reward model."""
     row = dict(prompt="1+1=", answer="2", completion="2", chosen="2", rejected="3")
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     data = ("--dataset", tmp_path / "rows.jsonl")
     short = (*data, "--batch_size", 2, "--max_steps", 2, "--eval_every", 0, "--save_every", 1)
-    run(2, "sft.py", *short, "--output_dir", tmp_path / "sft")
+    run(2, "sft.py", *small[:2], *short, "--output_dir", tmp_path / "sft")
     model = tmp_path / "sft/checkpoints/step_000002"
     done = run(2, "rm.py", "--model", model, *short, "--output_dir", tmp_path / "rm")
     assert done.stdout.count("is a checkpoint: its weights are in") == 1

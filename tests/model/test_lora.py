@@ -554,7 +554,7 @@ ONLINE = ("--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, tmp_path, main):
+def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, sums, tmp_path, main):
     """The checkpoints contain the adapters of the value model and its head; a reference is used too."""
     (tmp_path / "reward.py").write_text("def digits(completion, row): return sum(map(str.isdigit, completion)) / 5")
     extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
@@ -563,6 +563,8 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, t
         *extra,
         "--model",
         model,
+        "--dataset",
+        sums,
         "--reward",
         f"{tmp_path}/reward.py:digits",
         "--max_logprob_difference",
@@ -579,11 +581,12 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, t
 
 
 @pytest.mark.slow
-def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(model, tmp_path, main):
+def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(model, sums, tmp_path, main):
     """The second value model has the same weights in another folder. Four ranks agree too: two replicas of the models
     on two ranks each, context groups of two, offloaded to the host."""
     copied = shutil.copytree(model, tmp_path / "copied")
-    flags = (*ONLINE, "--model", model, "--value_lr", 1e-2, "--minibatches", 2, "--activation_checkpointing", "true")
+    flags = (*ONLINE, "--model", model, "--dataset", sums, "--value_lr", 1e-2, "--minibatches", 2)
+    flags += ("--activation_checkpointing", "true")
     names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")
     main("ppo", *flags, "--output_dir", tmp_path / "one")
     main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")

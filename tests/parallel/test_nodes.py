@@ -50,10 +50,10 @@ def two_nodes(script: str, *flags: object, folder: Path) -> Iterator[list[Node]]
             node.agent.wait()
 
 
-def test_one_node_trains_the_other_generates_and_ranks_end_after_their_torchrun_is_killed(tmp_path):
+def test_one_node_trains_the_other_generates_and_ranks_end_after_their_torchrun_is_killed(small, tmp_path):
     """The ranks get a stop signal and save, which stops the ranks of the other machine."""
     folder = tmp_path / "run"
-    with two_nodes("online_dpo.py", "--max_steps", 100_000, "--epochs", 1e6, folder=folder) as nodes:
+    with two_nodes("online_dpo.py", *small, "--max_steps", 100_000, "--epochs", 1e6, folder=folder) as nodes:
         until(lambda: logged(folder, 2))
         ranks = [node.rank for node in nodes]
         try:

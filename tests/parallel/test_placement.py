@@ -98,7 +98,7 @@ for name, config in CONFIGS.items():
     distributed.barrier()
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     expected = 0.0
-    for s, advantage in zip(samples, advantages.tolist(), strict=True):
+    for s, advantage in zip(samples, advantages.tolist(), strict=True) if distributed.is_main() else ():
         logp_TV = plain(torch.tensor([s.ids[:-1]]), use_cache=False).logits[0].log_softmax(-1)
         logprobs_T = logp_TV.gather(-1, torch.tensor(s.ids[1:])[:, None])[:, 0]
         mask_T = torch.tensor(s.loss_mask[1:])
@@ -118,20 +118,20 @@ for name, config in CONFIGS.items():
         loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages[mine]))
         (loss * ranks).backward()
         total += loss.item()
-    norm = max(p.grad.abs().max().item() for p in plain.parameters())
-    worst = 0.0
-    for name_, p in plain.named_parameters():
-        mine = policy.hf.get_parameter(name_).grad.full_tensor()
-        worst = max(worst, (mine - p.grad).abs().max().item() / norm)
+    gradient = {name_: policy.hf.get_parameter(name_).grad.full_tensor() for name_, _ in plain.named_parameters()}
+    total = float(distributed.all_sum(total))
     computed = [len(mb.computed.targets_T) for mb in packs]
     pairs = [[a, b] for a, b in zip(samples[rank::ranks][::2], samples[rank::ranks][1::2])]
     scalar = load_scalar_model(str(path), args, device)
     for mb in pack_groups(pairs, 300, device):
         values_T = scalar(mb)
         assert len(values_T) == len(mb.targets_T) and values_T.requires_grad
-    found[name] = dict(loss=abs(float(distributed.all_sum(total)) / expected - 1), gradient=worst)
-    found[name]["computed"] = distributed.gather_objects(computed)
+    found[name] = dict(computed=distributed.gather_objects(computed))
     found[name]["owned"] = distributed.gather_objects([len(mb.targets_T) * bool(mb.samples) for mb in packs])
+    if distributed.is_main():
+        norm = max(p.grad.abs().max().item() for p in plain.parameters())
+        worst = max((gradient[name_] - p.grad).abs().max().item() for name_, p in plain.named_parameters()) / norm
+        found[name] |= dict(loss=abs(total / expected - 1), gradient=worst)
 if distributed.is_main():
     (folder / "found.json").write_text(json.dumps(found))
 distributed.cleanup()
@@ -141,7 +141,7 @@ distributed.cleanup()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, context, recompute, shortest",
-    [(2, 2, "recompute", 1), (3, 1, "no", 0), (3, 1, "recompute", 8), (4, 2, "no", 1), (4, 4, "recompute", 0)],
+    [(3, 1, "no", 0), (3, 1, "recompute", 8), (4, 2, "recompute", 1), (4, 4, "no", 0)],
 )
 def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, shortest, tmp_path):
     """Cases: any assignment to ranks, shared prefixes, losses of tokens and of whole sequences, one key head, windows,

@@ -142,36 +142,26 @@ def test_exception_reaches_the_caller_and_spares_other_groups():
 # ---- the thread ----
 
 
-def test_run_ends_while_rewards_are_computed(tmp_path):
+@pytest.mark.slow
+def test_run_ends_while_rewards_are_computed_and_programs_run(tmp_path):
     """No process is left, and the run does not wait for pending rewards."""
     began = tmp_path / "began"
     code = f"""
-import os, sys, torch
-sys.path.insert(0, "tests")
-from tests.rewards.test_begun_rewards import ROW, groups, make, until
-rewards = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=[ROW | dict(tests=["assert f()"])])
-batch = groups(*[["late"]] * 9)
-for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere", tests=["assert f()"])
-rewards.begin(batch)
-until(lambda: os.path.exists({str(began)!r}))
-print(rewards.pools[0].server.process.pid, flush=True)
-raise SystemExit(3)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (3, "")
-    until(lambda: not alive(int(done.stdout)))
-
-
-def test_run_ends_while_programs_run():
-    code = """
 import os, sys
 sys.path.insert(0, "tests")
 from tests.rewards.test_begun_rewards import ROW, descendants, groups, make, until
-rewards = make(("code",), rows=[ROW | dict(tests=["assert f()"])])
+programs = make(("code",), rows=[ROW | dict(tests=["assert f()"])])
 batch = groups(*[["while True: pass"]] * 9)
 for (sample,) in batch: sample.row = dict(_source="a:1", tests=["assert f()"])
-rewards.begin(batch)
-print(*until(lambda: descendants(os.getpid())), flush=True)
+programs.begin(batch)
+until(lambda: descendants(os.getpid()))
+functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=[ROW | dict(tests=["assert f()"])])
+batch = groups(*[["late"]] * 9)
+for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere", tests=["assert f()"])
+functions.begin(batch)
+until(lambda: os.path.exists({str(began)!r}))
+assert functions.pools[0].server.process.pid in descendants(os.getpid())
+print(*descendants(os.getpid()), flush=True)
 raise SystemExit(3)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)

@@ -9,14 +9,13 @@ import runpy
 import select
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, ROOT, environment, kill
+from helpers import PATIENCE, ROOT, Ranks
 from model.test_lora import ARGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,7 +25,6 @@ from common.model.policy import load_policy
 from common.model.tiny import build_tokenizer, tiny_model
 from common.train.checkpoint import export_hf
 
-PIPES = ("stdin", "stdout", "stderr")
 CHAT = ROOT / "tools" / "chat.py"
 main = runpy.run_path(str(CHAT), run_name="chat")["main"]
 
@@ -188,10 +186,14 @@ def endless(folder: Path) -> Path:
 @pytest.mark.slow
 def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_chat(tmp_path):
     controller, terminal = pty.openpty()
+    (tmp_path / "on_terminal.py").write_text(
+        "import os, runpy, sys\n_, terminal, *sys.argv = sys.argv\nos.setsid()\n"
+        "for descriptor in (0, 1, 2): os.dup2(os.open(terminal, os.O_RDWR), descriptor)\n"
+        "sys.stdin, sys.stdout = open(0), open(1, 'w', buffering=1)\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
     options, shown = "--max_new_tokens 2000 --prompt_format plain --temperature 0 --model".split(), b""
-    line, ends = [sys.executable, CHAT, *options, endless(tmp_path / "model")], dict.fromkeys(PIPES, terminal)
-    process = subprocess.Popen(line, **ends, cwd=ROOT, env=environment(), start_new_session=True)
-    os.close(terminal)
+    line = (tmp_path / "on_terminal.py", os.ttyname(terminal), CHAT, *options, endless(tmp_path / "model"))
 
     def expect(words: bytes) -> None:
         nonlocal shown
@@ -200,17 +202,16 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_chat(tmp_path):
             shown += os.read(controller, 4096)
         shown = shown.partition(words)[2]
 
-    try:
+    with Ranks(1, *line) as chat:
         expect(b"> ")
         for _ in range(2):
             os.write(controller, b"1+1=\n")
             expect(b"1+1=")
             expect(b"\r\n" * 9)  # the answer has begun
-            os.kill(process.pid, signal.SIGINT)
+            os.kill(*chat.pids, signal.SIGINT)
             expect(b"[stopped]")
             expect(b"> ")
         os.write(controller, b"\x04")
-        assert process.wait(PATIENCE) == 0
-    finally:
-        kill(process.pid)
-        os.close(controller)
+        assert chat.end().returncode == 0
+    os.close(terminal)
+    os.close(controller)

@@ -38,12 +38,29 @@ def test_replayed_step_has_the_weights_of_the_run(main, here, script, small, tmp
 
 
 @pytest.mark.slow
-def test_steps_are_repeated_from_the_start_on_two_ranks(small, tmp_path, capsys):
+def test_steps_are_repeated_from_the_start_on_two_ranks(small, tmp_path, capsys, monkeypatch):
+    """The ranks are forked; the next test has the launch."""
+    monkeypatch.setattr(replay, "launch", lambda ranks, folder, *words: run(ranks, replay.__file__, "--work", *words))
     run(2, ROOT / "grpo.py", *flags(small, "reinforce", tmp_path / "run", "--max_steps", 3, "--lr", 1e-3))
     replay.replay(tmp_path / "run", 2, 3, {})
     shown = capsys.readouterr().out
     assert "grpo.py, 2 ranks: starts from the start of the run, repeats 1 steps, then replays step 2" in shown
     assert f"step 2: {EQUAL}" in shown and f"step 3: {EQUAL}" in shown
+
+
+@pytest.mark.slow
+def test_launched_ranks_get_the_words_and_a_failed_launch_raises_the_first_error(tmp_path, monkeypatch):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\n"
+        "if sys.argv[-1] == 'bad': sys.exit('error: no such step')\n"
+    )
+    monkeypatch.setattr(replay, "__file__", str(script))
+    replay.launch(2, tmp_path, "grpo.py", 3, 5)
+    log = (tmp_path / "log.txt").read_text()
+    assert all(f"rank {rank} --work grpo.py 3 5\n" in log for rank in (0, 1))
+    with pytest.raises(ValueError, match=r"^no such step \(the replay's output is in .*/log.txt\)$"):
+        replay.launch(1, tmp_path, "bad")
 
 
 @pytest.mark.slow

@@ -33,12 +33,12 @@ def solved(folder: str, rows: list[dict]) -> float:
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
-def test_generation_scores_the_present_weights_and_changes_no_weight(tmp_path):
-    alone, with_it = tmp_path / "alone", tmp_path / "with"
-    run(2, "sft.py", *FLAGS, "--output_dir", alone, "--eval_generate", 0)
-    done = run(2, "sft.py", *FLAGS, "--output_dir", with_it, "--eval_generate", 50, "--eval_new_tokens", 5)
+def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_path):
+    flags, alone, with_it = (*FLAGS, "--dataset", sums), tmp_path / "alone", tmp_path / "with"
+    run(2, "sft.py", *flags, "--output_dir", alone, "--eval_generate", 0)
+    done = run(2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50, "--eval_new_tokens", 5)
     assert_same_weights(alone, with_it)
-    rows = train_and_eval_rows(sft.Args(eval_size=60))[1][:50]
+    rows = train_and_eval_rows(sft.Args(dataset=(str(sums),), eval_size=60))[1][:50]
     first, _, last = metrics(with_it)
     assert (first["step"], last["step"]) == (0, 2) and "eval_loss" in last
     assert last["eval/solved"] == last["eval/reward"] == pytest.approx(solved(with_it / "hf", rows))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ended, finished, metrics, start
+from helpers import metrics, run
 from huggingface_hub import ModelCard, constants
 
 import sft
@@ -150,10 +150,14 @@ def test_card_may_be_edited_and_an_edited_one_survives_the_next_export(main, sma
 
 @pytest.mark.slow
 def test_two_ranks_upload_once(hub, small, tmp_path):
-    stub = dict(HF_ENDPOINT=hub.address, HF_TOKEN="hf_stub", HF_HUB_OFFLINE=0)
-    flags = (*SHORT, "--output_dir", tmp_path, "--push_to_hub", "me/model")
-    done = finished(ended(start(2, "sft.py", *small, *flags, **stub)))
-    assert hub.files == files_in(tmp_path / "hf") and "model.safetensors" in hub.files
+    (tmp_path / "rank.py").write_text(
+        "import runpy\nfrom huggingface_hub import constants\n"
+        f"constants.ENDPOINT, constants.HF_HUB_OFFLINE = {hub.address!r}, False\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
+    folder = tmp_path / "run"
+    done = run(2, tmp_path / "rank.py", *small, *SHORT, "--output_dir", folder, "--push_to_hub", "me/model")
+    assert hub.files == files_in(folder / "hf") and "model.safetensors" in hub.files
     assert sum("/commit/" in path for path, _ in hub.asked) == 1
     assert done.stdout.count(f"{hub.address}/me/model") == 2  # before training and at the end
 
