@@ -461,7 +461,7 @@ def test_compare_page_shows_differences(tmp_path, run, tab):
     (other / "gradients.json").write_text(json.dumps(dict(cosine={"layers.0": 0.99, "head": -0.5}, norm=[1.5, 2.5])))
     page = tab(built(run, other))
     page.click("#tab-compare")
-    assert page.locator("#compared").inner_text().startswith("2 completions of the same prompts; steps 1 and 1")
+    sync_api.expect(page.locator("#compared")).to_contain_text("2 completions of the same prompts; steps 1 and 1")
     first = group["completions"][0]["updates"][0]["share"][0]
     mine = grpo_lines()[1][1]["completions"][0]["updates"][0]["share"][0]
     page.locator("#pairs .token").first.focus()
