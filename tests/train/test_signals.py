@@ -66,7 +66,7 @@ _, rank, _ = distributed.setup(0)
 Path(sys.argv[1], f"rank_{rank}").touch()
 while not distributed.stop_requested():
     time.sleep(0.01)
-print("stopped rank", rank)
+sys.stdout.write(f"stopped rank {rank}\\n")  # in one piece, as print does not
 distributed.cleanup()
 """
 
