@@ -117,7 +117,7 @@ class _Compare(torch.autograd.Function):
                 if isinstance(teacher, TopK):
                     slope_CV = spread_gradient(slope_CV, x.logp_CV, x.logp_CS, teacher.tokens_TK[c])
                 grad_CV[:, : x.logp_CV.shape[1]] = slope_CV.mul_(grad_divergence_T[c, None])
-            if grad_logprobs_T is not None:  # d log p_target / dz_j = [j is target] - p_j
+            if grad_logprobs_T is not None:  # d log pi_target / d logit_j = [j is target] - pi_j
                 grad_CV -= x.student_CV.exp_().mul_(grad_logprobs_T[c, None])
                 grad_CV.scatter_add_(1, targets_T[c, None], grad_logprobs_T[c, None])
             return grad_CV, x.derivative

@@ -50,7 +50,7 @@ def gradient(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the logits of a chunk, in their place, from those of log-probs and entropies:
 
-    d log p_target / dz_j = [j is target] - p_j,    dH / dz_j = -p_j (log p_j + H)
+    d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)
     """
     logp_CV = logits_CV.sub_(logsumexp_C[:, None])
     if by_entropy_C is None:

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): the model is frozen, and each of its linear layers learns
-a product of two narrow matrices, s B A, that is added to its weight W.
+a product of two narrow matrices, `scale b a`, that is added to its weight.
 
-The layer multiplies by W + s B A rounded to the compute dtype. The engine and the exports get the same numbers. A and B
-are float32, so that small steps add up in them.
+The layer multiplies by weight + scale b a, rounded to the compute dtype. Engine and exports get the same numbers. The
+two matrices are float32, so that small steps add up in them.
 
 Shapes: R rank, I inputs and O outputs of a layer.
 """
@@ -34,13 +34,13 @@ def has_adapters(args: BaseArgs) -> bool:
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """Return W + s B A, computed in float32 and rounded to W's dtype."""
+    """Return weight + scale b a, computed in float32 and rounded to the dtype of the weight."""
     return torch.addmm(weight_OI.float(), b_OR.float(), a_RI.float(), alpha=scale).to(weight_OI.dtype)
 
 
 class _MergedLinear(torch.autograd.Function):
-    """x (W + s B A)^T. The backward computes the sum again, and its gradient, [O, I], never exists: the gradients of A
-    and B are products of narrow matrices."""
+    """x (weight + scale b a)^T. The backward computes the sum again, and its gradient, [O, I], never exists: the
+    gradients of a and b are products of narrow matrices."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float):

@@ -37,9 +37,7 @@ def fit(divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[
         logp_SV = student(parameters_S2)
         _, gradient_SV = divergence(logp_SV.detach(), LOGQ_V.expand_as(logp_SV))
         optimizer.zero_grad()
-        logp_SV.backward(
-            gradient_SV
-        )  # a shift of the logits changes neither the log-probs nor the sum of this gradient
+        logp_SV.backward(gradient_SV)  # of logits; its sum over V is 0, so it is right for log-probs too
         optimizer.step()
     logp_SV = student(parameters_S2.detach())
     values_S, _ = divergence(logp_SV, LOGQ_V.expand_as(logp_SV))
@@ -49,7 +47,7 @@ def fit(divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[
 
 
 def main() -> None:
-    print("divergence   mean  width  mass of tokens 0-9, 10-20   KL(q || p)  KL(p || q)")
+    print("divergence   mean  width  mass of tokens 0-9, 10-20   KL(q || pi)  KL(pi || q)")
     for name, divergence in (
         ("forward_kl", forward_kl),
         ("jsd", partial(jsd, jsd_beta=0.5)),
@@ -59,7 +57,7 @@ def main() -> None:
         mass = logp_V.exp()[:10].sum(), logp_V.exp()[10:].sum()
         both = (f(logp_V[None], LOGQ_V[None])[0].item() for f in (forward_kl, reverse_kl))
         numbers = f"{mean:6.2f} {width:6.2f}  {mass[0]:18.3f} {mass[1]:6.3f}   "
-        print(f"{name:<10} {numbers}{' '.join(f'{x:11.3f}' for x in both)}")
+        print(f"{name:<10} {numbers}{'  '.join(f'{x:11.3f}' for x in both)}")
 
 
 if __name__ == "__main__":
