@@ -130,7 +130,7 @@ def divergence_chart() -> dict:
     p_X, q, beta = grid(0.01, 0.99, 99), dict(q=[0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98]), dict(jsd_beta=[0.1, 0.5, 0.9])
     each = [(reverse_kl, q), (forward_kl, q), (jsd, q | beta)]
     lines = [line(d.__name__, partial(f, d), {"logit": p_X.logit()}, settings) for d, settings in each]
-    return chart("divergence", "divergence", "p", p_X, lines, q=0.75)
+    return chart("divergence", "divergence", "pi", p_X, lines, q=0.75)
 
 
 def other_charts() -> list[dict]:
@@ -154,7 +154,7 @@ def other_charts() -> list[dict]:
     pair = line("loss", of_pair, {"r_c": r_X}, margins)
     completion = [line(name, partial(of_completion, side), {"l": l_X}, scales) for name, side in sides.items()]
     return [
-        chart("other", "sft.py: loss", "p", p_X, nll),
+        chart("other", "sft.py: loss", "pi", p_X, nll),
         chart("other", "rm.py: loss with r_r = 0", "r_c", r_X, [pair], margin=0.0, center_coefficient=0.0),
         chart("other", "kto.py: loss", "l", l_X, completion, beta=0.1, z0=0.0),
         chart("other", "ppo.py: value_loss with V = 0", "v", v_X, [line("value_loss", of_value, {"v": v_X}, values)]),
