@@ -23,7 +23,7 @@ OUT = ROOT / "runs" / "lora"
 DATA = ("--dataset", OUT / "train.jsonl", "--eval_dataset", OUT / "test.jsonl", "--eval_size", 500)
 STEPS = ("--max_steps", 200, "--batch_size", 64, "--warmup_steps", 10, "--eval_every", 20)
 SFT = ("sft.py", "--model", "runs/demo/sft/hf", *DATA, *STEPS)
-DPO = ("dpo.py", "--config", "configs/demo_dpo.yaml", "--max_steps", 150, "--eval_every", 15)
+DPO = ("dpo.py", "--config", "configs/demo_dpo.yaml", "--sft_weight", 0, "--max_steps", 150, "--eval_every", 15)
 RUNS = {
     "sft_full": (*SFT, "--lr", 5e-4),
     "sft_lora": (*SFT, "--lr", 2e-3, "--lora_rank", 16),

@@ -117,13 +117,13 @@ Any other architecture is checked when it is loaded, on 12 tokens. A sequence mu
 and alone, and they must match the model's own logits. Otherwise the run ends with one line. The check is too short to
 cover a sliding window.
 
-- Soft-capped attention (Gemma 2) has no kernel here, neither on a CPU nor on a GPU. The scores of a sequence are
-  stored in full, so memory grows with the square of the longest sequence. `--activation_checkpointing` limits this to
+- Soft-capped attention (Gemma 2) has no kernel here. The scores of a sequence are stored in full, so memory grows with
+  the square of the longest sequence. `--activation_checkpointing` limits this to
   one layer.
 - Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs differ beyond the window.
-- Not supported: mixtures of experts except these three (docs/moe.md), attention sinks, state-space and convolutional
-  layers, `dynamic` and `longrope` rotary embeddings (they depend on the longest sequence of a batch), checkpoints of
-  images and text.
+- Not supported: mixtures of experts except these three (docs/moe.md); attention sinks; state-space and convolutional
+  layers; checkpoints of images and text. `dynamic` and `longrope` rotary embeddings are not supported either: they
+  depend on the longest sequence of a batch.
 """
 
 
