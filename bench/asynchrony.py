@@ -88,8 +88,7 @@ def main() -> None:
         ratios = [alternating / own for alternating, own in zip(seconds["S = 0"], seconds[name], strict=True)]
         print(f"{name:19s}: {min(ratios):.2f} to {max(ratios):.2f} times as fast as S = 0; greedy exact match "
               + " ".join(f"{score:.3f}" for score in scores[name]))  # fmt: skip
-    pictured = {name: f"{name} (--max_staleness {name[-1]})" for name in ("S = 0", "S = 1")}
-    runs = {title: folder(name, 0) for name, title in pictured.items()}
+    runs = {name: folder(name, 0) for name in ("S = 0", "S = 1")}
     picture(runs, ROOT / "docs" / "asynchronous.png", seconds=2.0)
 
 
