@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from helpers import ROOT, call_main
+from helpers import ROOT, call_main, run
 
 from common.config.parse import adapted_defaults, read_command_line, read_yaml
 from tools import lesson as module
@@ -129,3 +129,13 @@ def test_tool_compares_a_run_to_the_band_and_draws_it(small, monkeypatch, capsys
 )  # fmt: skip
 def test_errors_are_one_line(small, number, message, monkeypatch, capsys):
     assert call_main(module.main, ["lesson.py", number], 2, monkeypatch, capsys)[1] == message
+
+
+@pytest.mark.slow
+def test_a_noisy_engine_is_refused(tmp_path):
+    """Without noise, the same program trains."""
+    flags = ("--config", "configs/course_rl.yaml", "--engine", "transformers", "--max_steps", 1, "--eval_every", 0)
+    command = "docs/lessons/noisy_engine.py", *flags, "--output_dir", tmp_path
+    refused = run(1, *command, "--noise", 0.2, code=1)
+    assert "error: engine and trainer log-probs differ" in refused.stderr
+    run(1, *command, "--noise", 0)
