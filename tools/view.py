@@ -17,7 +17,8 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -296,21 +297,30 @@ def serve(folders: list[Path], port: int, ready: Callable[[ThreadingHTTPServer],
         server.serve_forever(poll_interval=0.05)
 
 
-def screenshot(html: Path, picture: Path, size: tuple[int, int] = (1500, 940)) -> None:
+@contextmanager
+def opened(html: Path) -> Iterator:
+    """Open the page in Chromium, filled. Yields playwright's page; needs playwright and chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=[*CHROMIUM])
+        tab = browser.new_page(viewport=dict(width=1500, height=940))
+        tab.goto(html.resolve().as_uri())
+        tab.locator("[data-ready]").wait_for()
+        yield tab
+        browser.close()
+
+
+def screenshot(html: Path, picture: Path) -> None:
     """Take a picture of the page with the token of the largest share of the loss open."""
     try:
-        from playwright.sync_api import Error, sync_playwright
+        from playwright.sync_api import Error
     except ImportError as error:
         raise ValueError("--screenshot: playwright is missing; pip install playwright") from error
     try:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=[*CHROMIUM])
-            tab = browser.new_page(viewport=dict(width=size[0], height=size[1]))
-            tab.goto(html.resolve().as_uri())
-            tab.locator("[data-ready]").wait_for()
+        with opened(html) as tab:
             tab.evaluate("view.openLargest()")
             tab.screenshot(path=picture)
-            browser.close()
     except Error as error:
         raise ValueError(f"--screenshot: {str(error).splitlines()[0]}; apt-get install chromium") from error
 
