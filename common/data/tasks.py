@@ -90,7 +90,7 @@ def chains_rows(split: str) -> list[dict]:
     The prompts are sums of a three-digit number and one to three digits, `247+9+8=`, with unchanged hundreds and at
     least one carry: 500 questions in `test`, 4,000 in `train` with three demonstrations each. A demonstration adds one
     digit at a time, `247+9=256+8=264`, and may check the last sum up to four times, `247+9=256+8=264?264`: 9 to 37
-    characters. The demonstrator forgets every third carry. It checks more often if the sum is right, but a check only
+    characters. The demonstrator forgets one carry in three. It checks more often if the sum is right, but a check only
     repeats the sum, so that length and being right go together and neither causes the other. The last number is the
     answer (the reward `gsm8k_flexible`). `chosen` and `rejected` are a right and a wrong demonstration.
 
