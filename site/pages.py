@@ -18,19 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".patch": "diff", ".js": "javascript", ".txt": "text", "": "text"}
 START = ("README", "docs/choosing", "docs/reading_order", "docs/changes/README")
-COURSE = (
-    "docs/primer",
-    "docs/glossary",
-    "docs/lessons/README",
-    "docs/lessons/*",
-    "exercises/*",
-    "objectives",
-    "docs/flags",
-)
+COURSE = ("docs/primer", "docs/glossary", "docs/lessons/README", "docs/lessons/*", "exercises/*", "objectives",
+          "docs/flags")  # fmt: skip
 GREEK = {"rho": "ρ", "pi": "π", "beta": "β", "gamma": "γ", "lambda": "λ", "sigma": "σ"}
-LETTER = re.compile(
-    rf"(?<![\w'`.{{+-])({'|'.join(GREEK)}|KL|z0|[B-Zb-z]|A(?! [a-z]))(?![A-Za-z0-9'])"
-)  # not the articles
+# Not the articles: "a", and "A" in front of a word.
+LETTER = re.compile(rf"(?<![\w'`.{{+-])({'|'.join(GREEK)}|KL|z0|[B-Zb-z]|A(?! [a-z]))(?![A-Za-z0-9'])")
 
 
 # ---- equations ----
