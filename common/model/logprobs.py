@@ -33,32 +33,39 @@ def token_logprobs(logits: Logits, targets_T: Tensor, temperature: float = 1.0, 
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
-    """Return the statistics of a chunk, in the order of `TokenStats`, and the logsumexp. Overwrites the logits."""
-    largest_C1 = logits_CV.amax(-1, keepdim=True)
-    logits_CV.sub_(largest_C1)  # log-probs and entropy stay the same, and nothing overflows or cancels
+    """Return the statistics of a chunk, in the order of `TokenStats`, then the largest logit and the sum of
+    exp(logit - largest). These two stay apart: their logsumexp would be rounded to the precision of the largest logit.
+    Overwrites the logits."""
+    largest_C = logits_CV.amax(-1)
+    logits_CV.sub_(largest_C[:, None])  # log-probs and entropy stay the same, and nothing overflows or cancels
     target_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
     exp_CV = logits_CV.exp()
     sum_C = exp_CV.sum(-1)
     entropy_C = sum_C.log() - logits_CV.mul_(exp_CV).sum(-1) / sum_C
     collision_C = 2 * (torch.linalg.vector_norm(exp_CV, dim=-1).log() - sum_C.log())
-    return target_C - sum_C.log(), entropy_C, target_C == 0, collision_C, largest_C1[:, 0] + sum_C.log()
+    return target_C - sum_C.log(), entropy_C, target_C == 0, collision_C, largest_C, sum_C
 
 
 def gradient(
-    logits_CV: Tensor, targets_C: Tensor, logsumexp_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor,
+    logits_CV: Tensor, targets_C: Tensor, largest_C: Tensor, sum_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor,
     by_entropy_C: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the logits of a chunk, in their place, from those of log-probs and entropies:
 
     d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)
+
+    The factor 1 / sum of pi_j is in the numbers per token, which saves a pass over the chunk.
     """
-    logp_CV = logits_CV.sub_(logsumexp_C[:, None])
+    logits_CV.sub_(largest_C[:, None])
+    by_exp_C = -by_logprob_C / sum_C
     if by_entropy_C is None:
-        grad_CV = logp_CV.exp_().mul_(-by_logprob_C[:, None])
+        grad_CV = logits_CV.exp_().mul_(by_exp_C[:, None])
     else:
-        probs_CV = logp_CV.exp()
-        grad_CV = logp_CV.add_(entropy_C[:, None]).mul_(-by_entropy_C[:, None]).sub_(by_logprob_C[:, None])
-        grad_CV.mul_(probs_CV)
+        exp_CV = logits_CV.exp()
+        offset_C = entropy_C - sum_C.log()  # log pi_j + H = logit_j - largest + offset
+        slope_C = -by_entropy_C / sum_C
+        grad_CV = logits_CV.add_(offset_C[:, None]).mul_(slope_C[:, None]).add_(by_exp_C[:, None])
+        grad_CV.mul_(exp_CV)
     return grad_CV.scatter_add_(1, targets_C[:, None], by_logprob_C[:, None])
 
 
@@ -81,8 +88,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
         of_chunk = fused(statistics_of_copy) if compiled else statistics
         chunks = [of_chunk(logits.chunk(c, temperature)[0], targets_T[c]) for c in logits.chunks()]
-        *out, logsumexp_T = map(torch.cat, zip(*chunks, strict=True))
-        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, out[1])
+        *out, largest_T, sum_T = map(torch.cat, zip(*chunks, strict=True))
+        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, out[1])
         ctx.settings = scale, softcap, temperature, compiled
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[2:])
@@ -90,15 +97,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, by_logprob_T: Tensor | None, by_entropy_T: Tensor | None, *_):
-        hidden_TD, head_VD, bias_V, targets_T, logsumexp_T, entropy_T = ctx.saved_tensors
+        hidden_TD, head_VD, bias_V, *streams_T = ctx.saved_tensors  # targets, largest, sum, entropy
         scale, softcap, temperature, compiled = ctx.settings
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
         of_chunk = fused(gradient) if compiled else gradient
         total = LogitsGradient(logits, head_is_trained=ctx.needs_input_grad[1])
-        by_logprob_T = torch.zeros_like(logsumexp_T) if by_logprob_T is None else by_logprob_T
+        by_logprob_T = torch.zeros_like(streams_T[-1]) if by_logprob_T is None else by_logprob_T
         for c in logits.chunks():
             logits_CV, derivative = logits.chunk(c, temperature)
-            streams = (x_T[c] for x_T in (targets_T, logsumexp_T, entropy_T, by_logprob_T))
-            grad_CV = of_chunk(logits_CV, *streams, None if by_entropy_T is None else by_entropy_T[c])
+            numbers_C = (x_T[c] for x_T in (*streams_T, by_logprob_T))
+            grad_CV = of_chunk(logits_CV, *numbers_C, None if by_entropy_T is None else by_entropy_T[c])
             total.add(c, grad_CV, derivative)
         return *total.result(), *[None] * 5

@@ -109,3 +109,31 @@ def test_extreme_logits_do_not_overflow():
     torch.testing.assert_close(collision_T, torch.tensor([0.0, 0.0, -torch.tensor(3.0).log()]))  # log sum_v p_v^2
     (logprobs_T.sum() + entropy_T.sum()).backward()
     assert hidden_TD.grad.isfinite().all() and head_VD.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [0.0, 1e2, 1e4, 1e6, 1e9])
+def test_large_logits_lose_no_digits(size, compiled):
+    """All logits are near `size`, and exact in float32. Values and gradients are those of float64 whatever the size."""
+    spacing = max(2**-6, torch.finfo(torch.float32).eps * size)  # of float32 numbers of this size, or wider
+    steps_TV = torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 2 / spacing
+    logits_TV = (size + steps_TV.round() * spacing).requires_grad_()
+    exact_TV = logits_TV.detach().double().requires_grad_()
+    targets_T = torch.tensor([*range(5), int(exact_TV[5].argmax())])
+    ours = token_logprobs(Logits(logits_TV, torch.eye(37)), targets_T, compiled=compiled)
+    logp_TV = exact_TV.log_softmax(-1)
+    expected = logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+    torch.testing.assert_close(ours.collision_T.double(), (2 * logp_TV).logsumexp(-1), atol=1e-6, rtol=1e-6)
+    for value, wanted in zip(ours, expected, strict=False):
+        torch.testing.assert_close(value.double(), wanted, atol=1e-6, rtol=1e-6)
+        found_TV, wanted_TV = (
+            torch.autograd.grad(x_T.sum(), x_TV, retain_graph=True)[0]
+            for x_T, x_TV in ((value, logits_TV), (wanted, exact_TV))
+        )
+        torch.testing.assert_close(found_TV.double(), wanted_TV, atol=1e-6, rtol=1e-6)
+
+
+def test_two_equal_logits_share_the_gradient_at_any_size():
+    logits_TV = torch.full((1, 2), 1e9, requires_grad=True)
+    token_logprobs(Logits(logits_TV, torch.eye(2)), torch.tensor([0])).logprobs_T.sum().backward()
+    assert logits_TV.grad.tolist() == [[0.5, -0.5]]
