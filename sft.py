@@ -100,6 +100,8 @@ def encode_rows(
         if not any(sample.loss_mask[1:]):  # the first token is never predicted
             counts["dropped because no token is trained"] += 1
             continue
+        if sample.context_turns:
+            counts["with turns left untrained, which the chat template shows in another form than the sampled one"] += 1
         if encoder.tokenizer.unk_token_id in sample.ids:
             counts["with characters that the tokenizer lacks"] += 1
         samples.append(sample)
@@ -187,3 +189,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

@@ -1,115 +1,48 @@
-"""The chat template: messages -> text, the places of the model's turns in it, and the token that ends a turn."""
+"""The chat template: messages -> text, in the form that the template reads, and the token that ends a turn."""
 
-import json
+import contextlib
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
-from common.config.groups import BaseArgs
 from common.config.specs import pairs_of
+from common.data.messages import THOUGHT_KEYS, tools_field
 from common.parallel import distributed
 
 MARK = "(here the model spoke)"  # text of a probe turn: templates may trim a turn or depend on earlier ones
-PROBE = [dict(role="user", content="?"), dict(role="assistant", content=MARK)]
+ASKED = dict(role="user", content="?")
+PROBE = [ASKED, dict(role="assistant", content=MARK)]
+CALL = dict(type="function", id="probecall", function=dict(name="probe", arguments=dict(x=1)))
+SECONDS = 20  # for the first rendering
 # Errors of templates: their own, and those of Python expressions in them.
-_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+_ERRORS = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, MemoryError, RecursionError
+)  # fmt: skip
 _OURS = ("messages", "tools", "add_generation_prompt")  # variables that `ChatTemplate.render` sets
 
 
-# ---- columns of a row ----
+@dataclass(frozen=True)
+class TurnEnd:
+    """How a template ends a turn of the model."""
 
-
-def text_field(row: dict, column: str) -> str:
-    """Return a column that must be a string. Raises `ValueError` with file and row number."""
-    value = row.get(column)
-    if not isinstance(value, str):
-        problem = "is missing" if value is None else f"is {type(value).__name__}, expected a string"
-        raise ValueError(f"{row['_source']}: column {column} {problem}")
-    return _valid(row, column, value)
-
-
-def _valid(row: dict, column: str, text: str) -> str:
-    """Return the text. Raises `ValueError` for half a surrogate pair, which JSON may contain: it has no UTF-8."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{row['_source']}: column {column} contains a lone surrogate, which is not a character")
-    return text
-
-
-def is_message(message: object) -> bool:
-    """Return whether the value is an object with string role and content."""
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def messages_field(row: dict, column: str) -> list[dict] | None:
-    """Return the column as messages with string content and tool calls with object arguments; None if it is no list.
-
-    Content may be a list of text parts. An assistant message with tool calls may lack content. Raises `ValueError` for
-    a malformed message.
-    """
-    value = row.get(column)
-    if not isinstance(value, list):
-        return None
-    where, messages = f"{row['_source']}: column {column}", []
-    for number, message in enumerate(value, 1):
-        message = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-        if "tool_calls" in message:
-            calls = message["tool_calls"]
-            if not isinstance(calls, list) or (calls and message.get("role") != "assistant"):
-                raise ValueError(f"{where}: tool_calls must be a list, in an assistant's message")
-            message["tool_calls"] = [_tool_call(f"{where}: turn {number}", call) for call in calls]
-            message.setdefault("content", "")
-            _valid(row, column, json.dumps(message["tool_calls"], ensure_ascii=False, default=str))
-        if isinstance(parts := message.get("content"), list):
-            kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
-            if wrong := [kind for kind, p in zip(kinds, parts, strict=True) if not _is_text_part(p)]:
-                raise ValueError(f"{where}: turn {number} has a part of type {wrong[0]}; only text is supported")
-            message["content"] = "".join(part["text"] for part in parts)
-        if not is_message(message):
-            raise ValueError(f"{where} must list objects with string role and content")
-        _valid(row, column, message["content"])
-        messages.append(message)
-    return messages
-
-
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _tool_call(where: str, call: object) -> dict:
-    """Return a tool call with its arguments as an object, the form that templates expect."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: a tool call must be an object with a `function` that has a `name`")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"{where}: the arguments of {function['name']} are not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{where}: the arguments of {function['name']} are not an object")
-    return call | dict(function=function | dict(arguments=arguments))
-
-
-def tools_field(row: dict) -> list[dict] | None:
-    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError` otherwise."""
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) or None
-        except ValueError as error:
-            raise ValueError(f"{row['_source']}: column tools is not JSON: {error}") from error
-    for tool in tools if isinstance(tools, list) else [tools] if tools else []:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if tools is tool or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{row['_source']}: column tools must list JSON schemas of functions, each with a name")
-    if tools:
-        _valid(row, "tools", json.dumps(tools, ensure_ascii=False, default=str))
-    return tools
+    token: str
+    """last token that the model samples"""
+    last: str
+    """text from the end of the answer up to and with `token`, in the last turn"""
+    tail: str
+    """all text after the answer of the last turn; begins with `last`"""
+    earlier: str | None
+    """like `last`, in earlier turns; None if they end in another way, so that they are context"""
+    appended: bool = False
+    """whether the template leaves the token of a last turn out, so that it is added here"""
 
 
 # ---- templates ----
@@ -124,17 +57,8 @@ def use_template(tokenizer, file: str) -> None:
         raise ValueError(f"{flag}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag}: not UTF-8: {error}") from error
-    if MARK not in _probe(tokenizer, flag):
+    if ChatTemplate(tokenizer, label=flag).end is None:
         raise ValueError(f"{flag}: the template changes the text of an assistant turn")
-
-
-def _probe(tokenizer, label: str) -> str:
-    """Return a conversation with `MARK` as the assistant's turn."""
-    try:
-        return tokenizer.apply_chat_template(PROBE, tokenize=False)
-    except _ERRORS as error:
-        problem = f"{distributed.first_line(error)} (line {error.lineno})" if hasattr(error, "lineno") else error
-        raise ValueError(f"{label}: the chat template does not render: {problem}") from error
 
 
 def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
@@ -142,20 +66,17 @@ def rendered(tokenizer, messages: list[dict], label: str, **options) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except _ERRORS as error:
-        raise ValueError(f"{label} chat template refuses the messages: {distributed.first_line(error)}") from error
+        problem = distributed.first_line(error) or type(error).__name__
+        raise ValueError(f"{label} chat template refuses the messages: {problem}") from error
 
 
-def end_of_turn(tokenizer, text: str | None = None, start: int = 0) -> tuple[int, int] | None:
-    """Return the id and the end of the first special token at or after `start`; without a text, those of the token that
-    ends an assistant's turn; None without such a token. Some tokenizers list this token as an added one only."""
-    if text is None:
-        text = _probe(tokenizer, f"--model {tokenizer.name_or_path}")
-        if (start := text.find(MARK) + len(MARK)) < len(MARK):
-            return None
-    tokens = [(str(token), i) for i, token in tokenizer.added_tokens_decoder.items()]
-    found = [(at, at + len(token), i) for token, i in tokens if (at := text.find(token, start)) >= 0]
-    _, end, token_id = min(found, default=(0, 0, None))
-    return (token_id, end) if found else None
+def end_of_turn(tokenizer) -> int | None:
+    """Return the token that the tokenizer's chat template writes at the end of an assistant's turn; None without such a
+    token. Some tokenizers list it as an added token only."""
+    end = ChatTemplate(tokenizer).end
+    if end is None or (end.appended and end.earlier is None):
+        return None
+    return tokenizer.convert_tokens_to_ids(end.token)
 
 
 def names_read(tokenizer) -> set[str]:
@@ -164,9 +85,30 @@ def names_read(tokenizer) -> set[str]:
     names = set()
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         # tags of transformers around an assistant's text, which plain jinja does not parse
-        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
         names |= find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
     return names
+
+
+@contextlib.contextmanager
+def _time_limit(label: str) -> Iterator[None]:
+    """Raise `ValueError` if the block takes more than `SECONDS`; only in the main thread, which has the signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    except TimeoutError as error:
+        raise ValueError(f"{label}: the chat template does not render within {SECONDS} seconds") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _scalar(text: str) -> object:
@@ -179,77 +121,191 @@ def _scalar(text: str) -> object:
 
 
 class ChatTemplate:
-    """Chat template of the tokenizer, with the variables of `--template_kwargs`."""
+    """Chat template of the tokenizer, with the variables of `--template_kwargs`.
 
-    def __init__(self, tokenizer, args: BaseArgs):
+    Probes show how it writes what templates write differently: content as text or as a list of parts, thoughts, turns
+    of a developer, and the end of a turn.
+    """
+
+    def __init__(self, tokenizer, template_kwargs: tuple[str, ...] = (), label: str | None = None):
         """Parse `--template_kwargs`. Raises `ValueError` if the template does not render or ignores a variable."""
-        self.tokenizer, self.reads = tokenizer, names_read(tokenizer)
-        self.kwargs = {k: _scalar(v) for k, v in pairs_of("template_kwargs", args.template_kwargs).items()}
-        for name in self.kwargs:
-            if name in _OURS or name not in self.reads:
-                why = "the data determines it" if name in _OURS else "the chat template does not read it"
-                raise ValueError(f"--template_kwargs {name}: {why}")
-        end = end_of_turn(tokenizer)
-        self.end = None if end is None else str(tokenizer.added_tokens_decoder[end[0]])
+        self.tokenizer, self.in_parts = tokenizer, False
+        self.thought_key = self.thought_key_of_calls = "reasoning_content"
+        label = label or f"--model {tokenizer.name_or_path}"
+        with _time_limit(label):
+            self._check_rendering(label)
+            self.reads = names_read(tokenizer)
+            self.kwargs = {k: _scalar(v) for k, v in pairs_of("template_kwargs", template_kwargs).items()}
+            for name in self.kwargs:
+                if name in _OURS or name not in self.reads:
+                    why = "the data determines it" if name in _OURS else "the chat template does not read it"
+                    raise ValueError(f"--template_kwargs {name}: {why}")
+            self.in_parts = not self._shows(*PROBE) and self._renders_parts()
+            self.thought_key = self._key_of_thoughts(dict(role="assistant", content="!"))
+            calling = dict(role="assistant", content="", tool_calls=[CALL])  # gpt-oss: a thought or content, not both
+            self.thought_key_of_calls = self._key_of_thoughts(calling)
+            self.shows_developer = self._shows(dict(role="developer", content=MARK), ASKED)
+            self.end = self._find_end()
+            self.header = self._find_header()
+            self.opens_thought = opened_thought(self.header) is not None
+        self.shown: set[tuple] = set()  # structures of conversations whose messages are all in the rendering
+        self.usual: set[str] = set()  # texts that the template writes into the model's turns
+
+    # ---- probes ----
+
+    def _check_rendering(self, label: str) -> None:
+        """Raise `ValueError` if the template does not render a plain conversation."""
+        try:
+            self.tokenizer.apply_chat_template(PROBE, tokenize=False)
+        except _ERRORS as error:
+            if self._renders_parts():
+                return
+            problem = distributed.first_line(error) or type(error).__name__
+            problem = f"{problem} (line {error.lineno})" if hasattr(error, "lineno") else problem
+            raise ValueError(f"{label}: the chat template does not render: {problem}") from error
+
+    def _renders_parts(self) -> bool:
+        try:
+            return MARK in self.tokenizer.apply_chat_template([_in_parts(m) for m in PROBE], tokenize=False)
+        except _ERRORS:
+            return False
+
+    def _after_mark(self, messages: list[dict]) -> str | None:
+        """Return the rendering of a probe behind `MARK`; None if the template refuses the probe or drops `MARK`."""
+        try:
+            _, mark, after = self._render(messages, "", add_generation_prompt=False).partition(MARK)
+        except ValueError:
+            return None
+        return after if mark else None
+
+    def _shows(self, *messages: dict) -> bool:
+        return self._after_mark([*messages]) is not None
+
+    def _key_of_thoughts(self, turn: dict) -> str | None:
+        """Return the key under which the template reads the thought of such a turn; None if it reads none."""
+        return next((key for key in THOUGHT_KEYS if self._shows(ASKED, turn | {key: MARK})), None)
+
+    def _find_header(self) -> str:
+        """Return what a prompt has after the question, up to the start of the reply."""
+        try:
+            prompt = self._render([ASKED], "", add_generation_prompt=True)
+            same = os.path.commonprefix([prompt, self._render([ASKED], "", add_generation_prompt=False)])
+        except ValueError:
+            return ""
+        return prompt[len(same) :]
+
+    def _find_end(self) -> TurnEnd | None:
+        """Return how turns end; None if the template does not show the text of an assistant's turn."""
+        tail, earlier = self._after_mark(PROBE), self._after_mark([*PROBE, ASKED])
+        if tail is None:
+            return None
+        last_tokens, earlier_tokens = self.added_tokens(tail), self.added_tokens(earlier or "")
+        shared = os.path.commonprefix([[t for t, _ in last_tokens], [t for t, _ in earlier_tokens]])
+        # <|END_RESPONSE|><|END_OF_TURN_TOKEN|> end a turn together; text stands between an end and the next turn
+        apart = [i for i in range(1, len(shared)) if last_tokens[i][1] - len(shared[i]) > last_tokens[i - 1][1]]
+        shared = shared[: min(apart, default=len(shared))]
+        if shared:  # closed turns: <|im_end|>
+            token, end = last_tokens[len(shared) - 1]
+            return TurnEnd(token, tail[:end], tail, earlier[: earlier_tokens[len(shared) - 1][1]])
+        if last_tokens:  # gpt-oss: the last turn ends with <|return|>, and earlier ones with another token
+            token, end = last_tokens[0]
+            return TurnEnd(token, tail[:end], tail, None)
+        if earlier_tokens:
+            token, end = earlier_tokens[0]
+            follows = not earlier[: end - len(token)].strip()
+            if follows and token != self.tokenizer.bos_token:  # GLM: the next role's token ends a turn
+                return TurnEnd(token, tail + token, tail + token, earlier[:end], appended=True)
+        token = self.tokenizer.eos_token or ""
+        return TurnEnd(token, tail + token, tail + token, None, appended=True)
+
+    def added_tokens(self, text: str) -> list[tuple[str, int]]:
+        """Return the special and added tokens in a text, each with the place where it ends."""
+        tokens = sorted((str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        pattern = "|".join(re.escape(token) for token in tokens if token.strip())
+        return [(match[0], match.end()) for match in re.finditer(pattern, text)] if pattern else []
+
+    # ---- text ----
 
     def render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation; with `add_generation_prompt` up to the start of the next reply."""
-        if (tools := tools_field(row)) and "tools" not in self.reads:
-            advice = "set --chat_template to one that does, such as the file of a Qwen3 model"
+        tools = tools_field(row)
+        if tools and "tools" not in self.reads:
+            advice = "set --chat_template to one that does, such as configs/templates/chatml_tools.jinja"
             raise ValueError(f"{row['_source']}: column tools: the chat template does not read it; {advice}")
-        options = self.kwargs | dict(tools=tools, add_generation_prompt=add_generation_prompt)
-        return rendered(self.tokenizer, messages, f"{row.get('_source')}: the", **options)
+        label = f"{row.get('_source')}: the"
+        return self._render(messages, label, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _render(self, messages: list[dict], label: str, **options) -> str:
+        return rendered(self.tokenizer, [self._as_read(m) for m in messages], label, **self.kwargs, **options)
+
+    def _as_read(self, message: dict) -> dict:
+        """Return a message in the form that the template reads."""
+        key = self.thought_key_of_calls if message.get("tool_calls") else self.thought_key
+        if key is not None:
+            message = {key if k == "reasoning_content" else k: v for k, v in message.items()}
+        return _in_parts(message) if self.in_parts else message
+
+    def normal(self, messages: list[dict]) -> list[dict]:
+        """Return the messages without what the template adds itself or has no place for: an assistant's text ends
+        before the token that ends its turn; a thought that the template does not read is written in the text; a
+        developer is the system where the template has only that."""
+        normal = []
+        for message in messages:
+            if message["role"] == "developer" and not self.shows_developer:
+                message = message | dict(role="system")
+            if message["role"] == "assistant":
+                message = self._normal_thought(message | dict(content=self._without_end(message["content"])))
+            normal.append(message)
+        return normal
+
+    def _without_end(self, text: str) -> str:
+        """Return the text of a turn without the tokens that end it."""
+        ends = tuple(filter(None, (self.end.token if self.end else "", self.tokenizer.eos_token)))
+        while text.rstrip().endswith(ends):
+            text = text.rstrip()
+            text = text[: -max(len(end) for end in ends if text.endswith(end))]
+        return text
+
+    def _normal_thought(self, message: dict) -> dict:
+        """Return a turn with its thought where the template reads thoughts: beside the content, or in it."""
+        thought = message.get("reasoning_content")
+        key = self.thought_key_of_calls if message.get("tool_calls") else self.thought_key
+        if key is None and thought:
+            rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+            tag = opened_thought(self.header) or "<think>"
+            return rest | dict(content=with_thought(thought, message["content"], tag))
+        inline = re.fullmatch(r"\s*<think>(.*?)</think>\s*(.*)", message["content"], re.DOTALL)
+        if key is not None and not thought and inline:
+            return message | dict(reasoning_content=inline[1].strip(), content=inline[2])
+        return message
 
     def reply(self, messages: list[dict]) -> str:
-        """Return the text of `messages` between two turns of the model, from the end of the first turn."""
+        """Return the text of `messages` between two turns of the model: from the token that ends the first one to the
+        start of the second."""
         row = dict(_source="the environment's messages")
         text = self.render(row, PROBE + messages, add_generation_prompt=True)
-        return text[end_of_turn(self.tokenizer, text, text.index(MARK) + len(MARK))[1] :]
+        after = text[text.index(MARK) + len(MARK) :]
+        if self.end.earlier and after.startswith(self.end.earlier):
+            return after[len(self.end.earlier) :]
+        tokens = self.added_tokens(after)
+        return after[tokens[0][1] :] if tokens else after
 
-    def pieces(
-        self, row: dict, messages: list[dict], first_trained: int, add_generation_prompt: bool = False
-    ) -> list[tuple[str, bool]]:
-        """Split a conversation into (text, trained) pieces: a turn of the model with its end-of-turn token, as it is
-        sampled, is one piece. The turns from message `first_trained` on are trained. Raises `ValueError` for a trained
-        turn whose text the template changes."""
-        text, done, pieces = self.render(row, messages, add_generation_prompt), 0, []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or (i == 0 < first_trained):  # it has no prompt
-                continue
-            start, content = self._start(row, text, messages, i), message["content"].strip()
-            at = -1 if start is None else text.find(content, start)
-            # The end-of-turn token is trained, also behind other text ("\n", say): it teaches the model to stop.
-            end = None if at < 0 else self._end(row, text, at + len(content), message)
-            if end is None and i < first_trained:
-                continue
-            if end is None:
-                problem = "changes the text of" if at < 0 else "puts no end-of-turn token after"
-                raise ValueError(f"{row['_source']}: the chat template {problem} turn {i + 1}")
-            pieces += [(text[done:start], False), (text[start:end], i >= first_trained)]
-            done = end
-        return pieces + [(text[done:], False)]
 
-    def _start(self, row: dict, text: str, messages: list[dict], i: int) -> int | None:
-        """Return the start of turn `i` in the conversation: the end of the prompt that it is sampled from."""
-        prompt = self.render(row, messages[:i], add_generation_prompt=True)
-        if text.startswith(prompt):
-            return len(prompt)
-        # Some templates render an earlier turn differently from the last one: Qwen3's drops the empty thoughts at the
-        # end of the prompt. The turn then starts where both texts differ, whatever its content.
-        other = self.render(row, [*messages[:i], PROBE[1], *messages[i + 1 :]])
-        start = len(os.path.commonprefix([prompt, other, text]))
-        return start if start >= len(self.render(row, messages[:i])) else None
+def _in_parts(message: dict) -> dict:
+    """Return a message whose content is a list of one part, the form of templates for images and text."""
+    return message | dict(content=[dict(type="text", text=message["content"])])
 
-    def _end(self, row: dict, text: str, start: int, message: dict) -> int | None:
-        """Return the end of the turn whose content ends at `start`, behind its end-of-turn token."""
-        calls = message.get("tool_calls") or []
-        if not calls:
-            end = end_of_turn(self.tokenizer, text, start)
-            return end and end[1]
-        # special tokens around the calls do not end the turn
-        end = text.find(self.end, start) if self.end else -1
-        for call in calls:
-            if call["function"]["name"] not in text[start : max(end, start)]:
-                name = call["function"]["name"]
-                raise ValueError(f"{row['_source']}: the chat template omits the tool call of {name}")
-        return end + len(self.end) if end >= 0 else None
+
+def opened_thought(prompt: str) -> str | None:
+    """Return the tag that opens a thought at the end of a prompt; None without one."""
+    match = re.search(r"(<(\w+:)?(think|thinking|thought|reasoning)>|\[THINK\])\s*$", prompt)
+    return match[1] if match else None
+
+
+def with_thought(thought: str, answer: str, tag: str = "<think>") -> str:
+    """Return a thought, with its tags, and the answer."""
+    return f"{tag}\n{thought}\n{closing(tag)}\n\n{answer}"
+
+
+def closing(tag: str) -> str:
+    return f"{tag[0]}/{tag[1:]}"

@@ -89,7 +89,10 @@ class WeightedOrder:
             order.load_state_dict(state["sources"][name])
 
 
-def make_order(rows: Sequence[dict], args: TrainArgs) -> RowOrder | WeightedOrder:
+Order = RowOrder | WeightedOrder
+
+
+def make_order(rows: Sequence[dict], args: TrainArgs) -> Order:
     """Return the order in which a run draws `rows`, by the weights of `--dataset`."""
     sources = sources_of(args.dataset)
     if len(sources) == 1:

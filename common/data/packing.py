@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.data.sample import Completion, Sample
+from common.data.sample import Sample
 from common.parallel import distributed
 from common.parallel.context import context_group_size
 from common.parallel.placement import GroupShape, TokenIds, Tokens, place
 
-# Optional per-token streams of a Sample; in a PackedBatch they are `<name>_T`.
+# Optional per-token streams of a Sample, beside its own `streams`; in a PackedBatch they are `<name>_T`.
 STREAMS = ("rollout_logprobs", "versions", "weights")
 _shortest_prefix = 0  # shortest common beginning that is computed once; 0: none is
 _needs_whole_sequences = False  # whether a model of this process failed the check of shared prefixes
@@ -128,8 +128,8 @@ def pack_groups(
         order = [sorted(group, key=lambda i: samples[i].ids) for group in order]
     shortest = _shortest_prefix if shortest is None else shortest
     mine = [shape_of([samples[i] for i in group], shortest) for group in order]
-    streams = [name for name in STREAMS if samples and getattr(samples[0], name, None) is not None]
-    ranks = distributed.gather_objects((mine, streams))
+    streams = _streams(samples[0]) if samples else {}
+    ranks = distributed.gather_objects((mine, [*streams]))
     rank, R = int(dist.is_initialized() and dist.get_rank()), context_group_size()
     shapes, rows = place([shapes for shapes, _ in ranks], len(ranks) // R, pack_tokens * R, together)
     owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
@@ -186,10 +186,25 @@ def shape_of(samples: list[Sample], shortest: int) -> GroupShape:
     return GroupShape(lengths, shared)
 
 
+def _streams(sample: Sample) -> dict[str, list[float]]:
+    """Return the per-token streams of a sample by name."""
+    optional = {name: getattr(sample, name, None) for name in STREAMS}
+    return {name: values for name, values in optional.items() if values is not None} | sample.streams
+
+
+def _stream(sample: Sample, name: str) -> list[float]:
+    """Return a stream of a sample. Raises `ValueError` unless it has one number for each id."""
+    values = _streams(sample).get(name, [])
+    if len(values) != len(sample.ids):
+        wrong = f"{len(values)} numbers for {len(sample.ids)} ids"
+        raise ValueError(f"stream {name}: {wrong}; give every sample of a batch one number for each of its ids")
+    return values
+
+
 def _pack_one(samples: list[Sample], index: list[int], streams: list[str], device: torch.device) -> PackedBatch:
     packed = samples
     if not samples:
-        samples = [Completion(ids=[0, 0], loss_mask=[False, False], **{name: [0.0, 0.0] for name in streams})]
+        samples = [Sample(ids=[0, 0], loss_mask=[False, False], streams=dict.fromkeys(streams, [0.0, 0.0]))]
     lengths = [sample.num_targets for sample in samples]
 
     def targets(values_of, dtype: torch.dtype) -> Tensor:
@@ -202,7 +217,9 @@ def _pack_one(samples: list[Sample], index: list[int], streams: list[str], devic
     tokens = input_ids_T, targets(lambda sample: sample.ids, torch.int64), position_ids_T, lengths
     of_tokens = dict(loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool), sequence_ids_T=sequence_ids_T)
     batch = PackedBatch(*tokens, **of_tokens, samples=packed, index_N=torch.tensor(index, dtype=torch.int64))
-    streams_T = {f"{name}_T": targets(lambda s, name=name: getattr(s, name), torch.float32) for name in streams}
+    streams_T = {f"{name}_T": targets(lambda s, name=name: _stream(s, name), torch.float32) for name in streams}
+    if taken := streams_T.keys() & vars(batch).keys():
+        raise ValueError(f"stream {min(taken).removesuffix('_T')}: a micro-batch has another {min(taken)}; rename it")
     return batch.with_streams(**streams_T)
 
 

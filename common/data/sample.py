@@ -22,6 +22,11 @@ class Sample:
     """weight of each token in a sum over the sequence"""
     stored_at: int = 0
     """index of the first trained token of this sample in the stored log-probs (common/model/teacher.py)"""
+    context_turns: int = 0
+    """turns of the model that are not trained, because the chat template shows them in another form than the sampled
+    one"""
+    streams: dict[str, list[float]] = field(default_factory=dict)
+    """further per-token lists by name, from a script of your own: `streams["x"]` is `x_T` of a micro-batch"""
 
     @property
     def prompt_ids(self) -> list[int]:

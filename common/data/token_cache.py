@@ -40,12 +40,13 @@ from common.data.rows import (
 from common.data.sample import Sample, first
 from common.data.streaming import StreamedSamples
 from common.parallel import distributed
+from common.parallel.console import visible
 
 SMALLEST = 32 << 20  # bytes of data below which every rank tokenises for itself, in seconds
 # Flags that determine rows and ids. The process that tokenises gets only these and the script's own flags. A flag that
 # is missing here therefore raises AttributeError and does not give a wrong sample.
 FLAGS = ("dataset", "dataset_flag", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size",
-         "columns", "on_bad_row", "prompt_format", "system_prompt", "template_kwargs")  # fmt: skip
+         "columns", "on_bad_row", "prompt_format", "system_prompt", "template_kwargs", "special_text")  # fmt: skip
 
 Item = Sample | list[Sample]  # samples or groups; all items of a script have the same kind and size
 EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[list[Item], Counter]]
@@ -155,7 +156,7 @@ def _write(folder: Path, *task) -> None:
             if not (problem := _damage(folder)):
                 return
             if folder.exists():
-                print(f"{folder} is damaged ({problem}); tokenising the data again", flush=True)
+                print(visible(f"{folder} is damaged ({problem}); tokenising the data again"), flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(incomplete, ignore_errors=True)
             incomplete.mkdir()

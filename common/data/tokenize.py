@@ -35,7 +35,7 @@ BATCH = 200  # rows that a worker tokenises at a time
 ROW = Features(row=Value("large_binary"))
 SAMPLE = dict(
     ids=List(Value("int32")), loss_mask=List(Value("bool")), weights=List(Value("float64")),
-    prompt_length=Value("int32"), row=Value("string"),
+    prompt_length=Value("int32"), row=Value("string"), context_turns=Value("int32"),
 )  # fmt: skip
 # Output of `map`: the samples of a data row. A group, a single sample, or none if the row was dropped.
 TOKENISED = Features(

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from common.config.groups import BaseArgs
-from common.data.chat import end_of_turn, messages_field, tools_field
+from common.data.chat import end_of_turn
 from common.data.encode import Encoder
+from common.data.messages import messages_field, tools_field
 from common.model.hub import load_tokenizer
 from common.model.tiny import build_tokenizer, tiny_model
 
@@ -144,7 +145,9 @@ def test_malformed_tools_are_refused_by_position(tools, words):
 
 def test_tools_that_the_template_omits_are_refused():
     row = dict(messages=CALLING, prompt="x", **SOURCE)
-    with pytest.raises(ValueError, match="rows.jsonl:3: the chat template omits the tool call of add"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template omits the tool call of add"
+    ):
         encoder().sft(row, ("messages",))
     with pytest.raises(ValueError, match="rows.jsonl:3: column tools: the chat template does not read it"):
         encoder().sft(row | dict(tools=[TOOL]), ("messages",))
@@ -206,9 +209,8 @@ def test_templates_may_use_extensions_of_transformers():
         "{{ '<|end_of_turn|>\n' }}", "{% generation %}{{ '<|end_of_turn|>\n' }}{%- endgeneration %}"
     )
     template += "{% for m in messages %}{% break %}{% endfor %}"
-    assert trained(
-        encoder(tokenizer_with(template), template_kwargs=("brief=1",)), dict(messages=[CALLING[0], CALLING[-1]])
-    )
+    coder = encoder(tokenizer_with(template), template_kwargs=("brief=false",))
+    assert trained(coder, dict(messages=[CALLING[0], CALLING[-1]])) == ["It is 2" + EOT]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_text_that_a_template_adds_or_strips_is_not_trained():
 def test_template_that_rewrites_turns_is_refused_by_row():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
-    with pytest.raises(ValueError, match="rows.jsonl:3: .* turn 2"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template changes its text"):
         encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",))
 
 
@@ -261,35 +263,40 @@ def test_end_of_turn_in_added_tokens_only_is_trained(special):
 
 
 def test_end_of_turn_token_is_found():
-    token_id, _ = end_of_turn(TOKENIZER)
-    assert TOKENIZER.decode([token_id]) == EOT
+    assert TOKENIZER.decode([end_of_turn(TOKENIZER)]) == EOT
     assert end_of_turn(tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")) is None
     assert end_of_turn(tokenizer_with("<|turn|>")) is None
 
 
+WITHOUT_THINKING = (
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|end_of_turn|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
+)
+
+
 @pytest.mark.parametrize("earlier", ["b", "<b>", "assistant", "<think>"])
-def test_earlier_turn_may_differ_from_its_sampled_form(earlier):
+def test_turn_that_is_not_shown_as_sampled_is_context(earlier):
     """Qwen3 without thinking: the prompt ends with an empty thinking block, which the template keeps only for the last
-    turn."""
-    tokenizer = tokenizer_with(
-        "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}"
-        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-        "{{ m.content + '<|end_of_turn|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
-    )
-    messages = [turn("user", "a"), turn("assistant", earlier), turn("user", "c"), turn("assistant", "d")]
-    assert trained(encoder(tokenizer), dict(messages=messages)) == [earlier + EOT, "d" + EOT]
+    turn. Training the earlier turn would train it after another prompt."""
+    coder = encoder(tokenizer_with(WITHOUT_THINKING))
+    row = dict(messages=[turn("user", "a"), turn("assistant", earlier), turn("user", "c"), turn("assistant", "d")])
+    assert trained(coder, row) == ["d" + EOT]
+    assert coder.sft(row | SOURCE, ("messages",)).context_turns == 1
+    pair = dict(prompt=row["messages"][:1], completion=row["messages"][1:], **SOURCE)
+    with pytest.raises(ValueError, match="rows.jsonl:3: column completion: the chat template shows an earlier turn"):
+        coder.completion(pair, "prompt", "completion")
 
 
-def test_turn_after_a_changed_prompt_is_refused():
+def test_last_turn_after_another_prompt_is_refused():
     tokenizer = tokenizer_with("{{ messages | length }}" + TOKENIZER.chat_template)
-    with pytest.raises(ValueError, match="rows.jsonl:3: the chat template changes the text of turn 2"):
+    with pytest.raises(ValueError, match=r"turn 2 \(assistant\): .* prompt goes on with '1<.*', the turn with '2<"):
         trained(encoder(tokenizer), dict(messages=[turn("user", "a"), turn("assistant", "b")]))
 
 
 def test_earlier_turns_are_tokenised_as_sampled():
-    """Each turn is tokenised separately from the preceding text; jointly, two line breaks would become one token
-    here."""
+    """A turn begins with a token of its own; in the whole text, two line breaks would become one token here."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["\n\n"])
     messages, coder = [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")], encoder(tokenizer)

@@ -1,9 +1,11 @@
 """The chat templates of common models give the same ids in training, sampling and evaluation. The templates here are
 small ones with the same structure: special tokens, trimming, default system turns, generation prompts, tool calls."""
 
+import json
 from dataclasses import dataclass
 
 import pytest
+from helpers import ROOT
 
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder
@@ -108,6 +110,8 @@ class Family:
     kwargs: tuple[str, ...] = ()
     last: str = "{}"
     """form of the last turn's text after the prompt"""
+    trains_earlier: bool = True
+    """whether the template shows earlier turns as they are sampled"""
     system: bool = True
     tools: bool = True
 
@@ -119,11 +123,12 @@ MARKS = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_
 FAMILIES = dict(
     qwen2_5=Family(QWEN2_5, "<|im_end|>", QWEN),
     qwen3=Family(QWEN3, "<|im_end|>", QWEN, last="<think>\n\n</think>\n\n{}"),
-    qwen3_without_thinking=Family(QWEN3, "<|im_end|>", QWEN, kwargs=("enable_thinking=false",)),
+    qwen3_without_thinking=Family(QWEN3, "<|im_end|>", QWEN, kwargs=("enable_thinking=false",), trains_earlier=False),
     llama3=Family(LLAMA3, "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), bos="<|begin|>"),
     gemma=Family(GEMMA, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>"), bos="<bos>", system=False, tools=False),
     mistral=Family(MISTRAL, "<|eos|>", MARKS, bos="<s>", last=" {}"),
     smollm2=Family(SMOLLM2, "<|im_end|>", CHATML, tools=False),
+    shipped=Family((ROOT / "configs/templates/chatml_tools.jinja").read_text(), "<|im_end|>", QWEN),
 )
 
 
@@ -181,7 +186,8 @@ def test_training_prompt_equals_the_sampling_prompt_and_replies_are_trained(chat
     assert ids[:last] == prompt
     replies = chat.trained(ids, mask)
     earlier = [chat.family.last.format("<b>2</b>").replace("<think>\n\n</think>\n\n", "") + chat.family.end]
-    assert replies == earlier * (len(messages) > 2) + [chat.family.last.format("So.") + chat.family.end]
+    shows_earlier = len(messages) > 2 and chat.family.trains_earlier
+    assert replies == earlier * shows_earlier + [chat.family.last.format("So.") + chat.family.end]
     row = dict(prompt=messages, completion="So.", _source="x:1")
     sample = chat.encoder.completion(row, "prompt", "completion")
     assert (sample.ids[: len(prompt)], sample.prompt_length) == (prompt, len(prompt))
@@ -215,18 +221,40 @@ def test_tool_calls_are_trained_or_refused(chat):
     prompt, (ids, mask) = chat.prompt(ASKED, tools=[TOOL]), chat.sft(CALLED[:2], tools=[TOOL])
     assert ids[: mask.index(True)] == prompt[: mask.index(True)] and '"parameters"' in chat.tokenizer.decode(prompt)
     ids, mask = chat.sft([*CALLED, turn("assistant", "It is 2.")], tools=[TOOL])
-    call, reply = chat.trained(ids, mask)
-    assert "add" in call and call.endswith(chat.family.end) and call.count(chat.family.end) == 1
+    *calls, reply = chat.trained(ids, mask)
+    assert len(calls) == chat.family.trains_earlier
+    for call in calls:
+        assert "add" in call and call.endswith(chat.family.end) and call.count(chat.family.end) == 1
     assert reply == chat.family.last.format("It is 2.") + chat.family.end
     assert chat.prompt(CALLED, tools=[TOOL]) == ids[: len(ids) - mask[::-1].index(False, mask[::-1].index(True))]
 
 
-def test_moving_system_turn_is_refused_if_earlier_turns_are_trained():
+def test_shipped_template_has_schemas_calls_and_results_in_their_places():
+    """Two calls with an awkward argument, two results in one turn, and text before a call."""
+    chat = Chat(FAMILIES["shipped"])
+    calls = [dict(CALL, function=dict(name="add", arguments=dict(a=x))) for x in (1, '"\n</tool')]
+    results = [turn("tool", "1"), turn("tool", "2")]
+    messages = [turn("system", "Be brief."), *ASKED, turn("assistant", "I add.", tool_calls=calls), *results]
+    ids, mask = chat.sft([*messages, turn("assistant", "3")], tools=[TOOL, dict(TOOL, note="x")])
+    system, user, calling, told, answer, _ = chat.tokenizer.decode(ids).split("<|im_end|>\n")
+    schemas = system.partition("<tools>\n")[2].partition("\n</tools>")[0].split("\n")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n") and user == "<|im_start|>user\n1+1?"
+    assert [json.loads(line) for line in schemas] == [TOOL, dict(TOOL, note="x")]
+    text, *called = calling.split("\n<tool_call>\n")
+    assert text == "<|im_start|>assistant\nI add."
+    assert [json.loads(one.removesuffix("\n</tool_call>")) for one in called] == [call["function"] for call in calls]
+    responses = "\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert told == "<|im_start|>user" + responses and answer == "<|im_start|>assistant\n3"
+    assert chat.trained(ids, mask) == [calling.removeprefix("<|im_start|>assistant\n") + "<|im_end|>", "3<|im_end|>"]
+    between = chat.tokenizer.decode(chat.encoder.reply(results))
+    assert between == f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_turn_before_a_moving_system_turn_is_context():
     """Some Mistral templates write the system turn into the last question."""
     family = FAMILIES["mistral"]
     chat = Chat(Family(MISTRAL.replace("loop.first", "m == users[-1]"), family.end, family.tokens, bos=family.bos))
     messages = [turn("system", "Be brief."), *TWICE]
-    with pytest.raises(ValueError, match="x:1: the chat template changes the text of turn 3"):
-        chat.sft([*messages, turn("assistant", "So.")])
+    assert chat.trained(*chat.sft([*messages, turn("assistant", "So.")])) == [" So.<|eos|>"]
     sample = chat.encoder.sft(dict(prompt=messages, completion="So.", _source="x:1"), ("prompt", "completion"))
     assert sample.ids[: sample.prompt_length] == chat.prompt(messages)

@@ -43,6 +43,30 @@ def test_every_target_appears_once_with_its_streams(lengths, pack_tokens):
     assert sorted(targets) == sorted(i for s in samples for i in s.ids[1:])
 
 
+def test_streams_of_your_own_are_aligned_with_the_targets():
+    samples = [sample(3), sample(4, 100)]
+    for each in samples:
+        each.streams = dict(advantages=[i / 2 for i in each.ids], curiosity=[i / 4 for i in each.ids])
+    (mb,) = pack(samples, 100, CPU)
+    assert torch.equal(mb.advantages_T, mb.targets_T / 2) and torch.equal(mb.curiosity_T, mb.targets_T / 4)
+
+
+@pytest.mark.parametrize(
+    ("streams", "words"),
+    [
+        (dict(x=[0.0] * 3), "^stream x: 3 numbers for 4 ids; give every sample of a batch one number for each of its"),
+        (dict(y=[0.0] * 4), "^stream x: 0 numbers for 4 ids; give"),
+        (dict(x=[0.0] * 4, loss_mask=[0.0] * 4), "^stream loss_mask: a micro-batch has another loss_mask_T; rename it"),
+    ],
+)
+def test_wrong_streams_are_refused(streams, words):
+    samples = [sample(4), sample(4)]
+    for each, own in zip(samples, (dict.fromkeys(("x", *streams), [0.0] * 4), streams), strict=True):
+        each.streams = own
+    with pytest.raises(ValueError, match=words):
+        pack(samples, 100, CPU)
+
+
 def test_targets_are_the_next_tokens():
     (mb,) = pack([sample(3), sample(4, 100)], 100, CPU)
     assert mb.input_ids_T.tolist() == [100, 101, 102, 0, 1] and mb.targets_T.tolist() == [101, 102, 103, 1, 2]

@@ -1,0 +1,56 @@
+"""The text of a special token in the data, such as <|im_end|> in a question, kept as text: --special_text text.
+
+A character that stands for the text keeps its place while the chat template is rendered and the rest is tokenised.
+"""
+
+import re
+from collections.abc import Sequence
+
+from common.data.pieces import ANCHORS, continuation, pieces_of
+
+FIRST = 0x100000  # of a private range of Unicode
+_STAND_INS = re.compile("[\U00100000-\U0010ffff]")
+
+
+def hidden(where: str, text: str, tokens: Sequence[str]) -> str:
+    """Return a text with a stand-in for each of the special tokens in it. Raises `ValueError` for a text with stand-ins
+    of its own; `where` is its place."""
+    if _STAND_INS.search(text):
+        raise ValueError(f"{where}: a character beyond U+FFFFF cannot be read with --special_text text")
+    for number, token in enumerate(tokens):
+        text = text.replace(token, chr(FIRST + number))
+    return text
+
+
+def pieces_with_literals(
+    tokenizer, text: str, cuts: Sequence[int], special: bool, tokens: Sequence[str]
+) -> list[list[int]]:  # fmt: skip
+    """Return what `pieces_of` does, for a text with stand-ins for `tokens`."""
+    pieces: list[list[int]] = [[]]
+    place = 0
+    for end in [*(match.start() for match in _STAND_INS.finditer(text)), len(text)]:
+        chunk = text[place:end]
+        inner = [cut - place for cut in cuts if place <= cut <= end]
+        if place == 0:
+            chunk_pieces = pieces_of(tokenizer, chunk, inner, special)
+        elif chunk:
+            chunk_pieces = continuation(tokenizer, chunk, inner)
+        else:
+            chunk_pieces = [[] for _ in range(len(inner) + 1)]
+        pieces[-1] += chunk_pieces[0]
+        pieces += chunk_pieces[1:]
+        if end < len(text):
+            pieces[-1] += _as_text(tokenizer, tokens[ord(text[end]) - FIRST])
+        place = end + 1
+    return pieces
+
+
+def _as_text(tokenizer, token: str) -> list[int]:
+    """Return the ids of the characters of a special token, behind other text."""
+    options = dict(add_special_tokens=False, split_special_tokens=True)
+    for anchor in ANCHORS:
+        head = tokenizer(anchor, **options)["input_ids"]
+        ids = tokenizer(anchor + token, **options)["input_ids"]
+        if ids[: len(head)] == head:
+            return ids[len(head) :]
+    raise ValueError(f"--special_text text: the tokenizer cannot separate {token} from the text before it")
