@@ -5,6 +5,7 @@ Each split is opened as shards, which are read row by row. The column `_source` 
 """
 
 import contextlib
+import csv
 import glob
 import io
 import json
@@ -16,14 +17,16 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from common.data.folders import names_of_split
 from common.data.tasks import TASKS
 from common.parallel import distributed
 
-# Kinds of files: one JSON object per line, one JSON value, tables.
+# Kinds of files: one JSON object per line, one JSON value, tables of text with their separators, tables with types.
 LINES, WHOLE = (".jsonl", ".jsonl.gz", ".jsonl.zst"), (".json", ".json.gz", ".json.zst")
-TABLES = (".parquet", ".arrow", ".csv")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TABLES = (".parquet", ".arrow")
 LONGEST, LARGEST = 1 << 26, 1 << 30  # characters of a line, and of a whole .json file
-KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv"
+KINDS = ".jsonl, .json (these also as .gz or .zst), .parquet, .arrow, .csv or .tsv"
 
 _reports: ContextVar[list[list[str]] | None] = ContextVar("reports", default=None)
 
@@ -88,7 +91,7 @@ def open_shards(flag: str, dataset: str, split: str, config: str | None, streami
     if files := files_of(path):
         files = files if split == "train" else []
     elif os.path.isdir(path) and not _is_saved(path):
-        files = _files_of_split(label, path, split)
+        files = _files_of_split(label, path, split, config)
     elif os.path.isdir(path):
         return _shards_of_table(label, f"{path.name}/{split}", _saved_split(label, path, split))
     elif is_file_name(dataset):
@@ -102,7 +105,7 @@ def open_shards(flag: str, dataset: str, split: str, config: str | None, streami
 
 def kind_of(path: Path) -> str:
     """Return the file's suffix from `KINDS`, or an empty string for other files."""
-    return next((kind for kind in (*LINES, *WHOLE, *TABLES) if path.name.endswith(kind)), "")
+    return next((kind for kind in (*LINES, *WHOLE, *SEPARATORS, *TABLES) if path.name.endswith(kind)), "")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -117,15 +120,20 @@ def is_file_name(dataset: str) -> bool:
     return bool(kind_of(Path(dataset))) or dataset.startswith((".", "/", "~")) or glob.escape(dataset) != dataset
 
 
-def _files_of_split(label: str, folder: Path, split: str) -> list[Path]:
-    """Return the files `train.jsonl`, `train-00000-of-00002.parquet`, ... All are `train` if none has such a name."""
-    files = sorted(f for f in folder.rglob("*") if kind_of(f) and not f.is_dir())
-    if not files:
+def _files_of_split(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
+    """Return the files of a split, see folders.py, without hidden ones such as the copies in `.ipynb_checkpoints`."""
+    files = sorted(file for file in folder.rglob("*") if kind_of(file) and not file.is_dir())
+    names = [str(file.relative_to(folder)) for file in files]
+    visible = [name for name in names if not re.search(r"(^|/)(\.|__[^/]*/)", name)]
+    if not visible:
         raise ValueError(f"{label}: no {KINDS} files in it")
-    splits = {file: file.stem.split("-")[0].split(".")[0] for file in files}
-    if {"train", "test", "validation", "eval", split} & set(splits.values()):
-        return [file for file in files if splits[file] == split]
-    return files if split == "train" else []
+    chosen = names_of_split(label, folder, visible, split, config)
+    stems: dict[str, str] = {}
+    for name in chosen:
+        other = stems.setdefault(name.removesuffix(kind_of(Path(name))), name)
+        if other != name:
+            raise ValueError(f"{label}: {other} and {name} have one name; delete one, or name one kind by a pattern")
+    return [folder / name for name in chosen]
 
 
 # ---- built-in tasks and files ----
@@ -143,6 +151,9 @@ def _read_file(label: str, path: Path, streaming: bool, bad: BadRows) -> Iterato
     if kind in TABLES:
         table = _load_dataset(label, kind[1:], data_files=glob.escape(str(path)), split="train", streaming=streaming)
         yield from _table_rows(label, path.name, table, bad)
+        return
+    if kind in SEPARATORS:
+        yield from _csv_rows(label, path, SEPARATORS[kind], bad)
         return
     for number, text in enumerate(_texts(label, path, kind in WHOLE), 1):
         if text.strip():
@@ -185,7 +196,29 @@ def _parsed(label: str, name: str, kind: str, number: int, text: str, bad: BadRo
             bad.add(ValueError(f"{label}: {name}:{place} is not an object"), label)
 
 
-# ---- tables: parquet, arrow and csv files, saved datasets, the hub ----
+def _csv_rows(label: str, path: Path, separator: str, bad: BadRows) -> Iterator[dict]:
+    """Yield the rows of a table of text. Every value is the text in the file, such as 07, NA or None; an empty one is
+    None. Columns without a name, such as an index, are left out."""
+    csv.field_size_limit(LONGEST)
+    lines = (f"{text}\n" for text in _texts(label, path, whole=False))
+    rows = (row for row in csv.reader(lines, delimiter=separator, strict=True) if row)
+    try:
+        if not (names := next(rows, [])):
+            raise ValueError(f"{label}: cannot be read: it is empty")
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise ValueError(f"{label}: two columns have the name {twice[0]}")
+        for number, row in enumerate(rows, 1):
+            where = f"{path.name}:{number}"
+            if len(row) == len(names):
+                named = {name: value or None for name, value in zip(names, row, strict=True) if name}
+                yield named | {"_source": where}
+            else:
+                bad.add(ValueError(f"{label}: {where} has {len(row)} values for {len(names)} columns"), label)
+    except csv.Error as error:
+        raise ValueError(f"{label}: cannot be read: {error}") from error
+
+
+# ---- tables with types: parquet and arrow files, saved datasets, the hub ----
 
 
 def _shards_of_table(label: str, name: str, table) -> list[Shard] | None:

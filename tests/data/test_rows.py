@@ -407,7 +407,7 @@ FILE_ERRORS = [
     ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
     ("number.json", '[{"prompt": "a"}, 3]', "number.json:2 is not an object"),
     ("bytes.jsonl", b"\xff\xfe", "can't decode"),
-    ("rows.txt", "a", "expected a .jsonl, .json (these also as .gz or .zst), .parquet, .arrow or .csv file"),
+    ("rows.txt", "a", "expected a .jsonl, .json (these also as .gz or .zst), .parquet, .arrow, .csv or .tsv file"),
     ("rows.parquet", "not parquet", "cannot be read"),
     ("empty.csv", "", "cannot be read"),
 ]
@@ -486,7 +486,9 @@ def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
 
 
 def test_empty_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow or .csv files in it"):
+    with pytest.raises(
+        ValueError, match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow, .csv or .tsv files in it"
+    ):
         load_rows("--dataset", str(tmp_path), "train")
 
 
@@ -539,3 +541,60 @@ def test_missing_columns_are_answered_with_the_flag_that_renames_others():
         assert require_columns("--dataset", renamed_rows, SFT_COLUMNS) in SFT_COLUMNS
     with pytest.raises(ValueError, match="or input and output$"):
         require_columns("--dataset", [dict(other="", _source="")], SFT_COLUMNS)
+
+
+# ---- types of tables ----
+
+TEXTS = ["07", "NA", "None", "nan", "1.0", "", "True", " a ", 'say "x"', "two\nlines", "a,b", "\u2028", "2"]
+
+
+@pytest.mark.parametrize(("kind", "separator"), [("csv", ","), ("tsv", "\t")])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_values_of_a_text_table_are_the_text_in_the_file(kind, separator, streaming, tmp_path):
+    """Also with an index, a byte order mark, Windows line ends and an empty line at the end."""
+    import csv
+
+    path = tmp_path / f"rows.{kind}"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerows([["", "prompt", "n"], *([i, text, 2 * i] for i, text in enumerate(TEXTS)), []])
+    (shard,) = files.open_shards("--dataset", str(path), "train", None, streaming=streaming)
+    assert list(shard.read(files.BadRows("error"))) == [
+        dict(prompt=text or None, n=str(2 * i), _source=f"rows.{kind}:{i + 1}") for i, text in enumerate(TEXTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2\n3\n", "rows.csv:2 has 1 values for 2 columns"),
+        ("a,b\n1,2,3\n", "rows.csv:1 has 3 values for 2 columns"),
+        ("a,b,a\n1,2,3\n", "two columns have the name a"),
+        ('a,b\n1,"2\n', "cannot be read: unexpected end of data"),
+        ('a,b\n1,"2"x\n', "cannot be read: ',' expected after '\"'"),
+        ("\n\n", "cannot be read: it is empty"),
+    ],
+)
+def test_bad_text_tables_are_refused(text, words, tmp_path):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "rows.csv")
+    assert str(error.value) == f"--dataset {tmp_path}/rows.csv: {words}"
+
+
+def test_long_cell_is_read_and_bad_rows_are_skipped(tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text(f"a,b\n{'x' * 200_000},1\nonly one\n2,3\n")
+    rows = load_rows("--dataset", str(tmp_path / "rows.csv"), "train", on_bad_row="skip")
+    assert [(len(row["a"]), row["b"]) for row in rows] == [(200_000, "1"), (1, "3")]
+    assert "1 left out, such as" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_values_of_a_parquet_table_keep_their_types(streaming, tmp_path):
+    import datasets
+
+    rows = [dict(n=7, x=0.5, t="07", b=True, l=[1, 2]), dict(n=None, x=None, t=None, b=None, l=None)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (shard,) = files.open_shards("--dataset", str(tmp_path / "rows.parquet"), "train", None, streaming=streaming)
+    found = [{k: v for k, v in row.items() if k != "_source"} for row in shard.read(files.BadRows("error"))]
+    assert found == rows and type(found[0]["n"]) is int

@@ -315,7 +315,7 @@ def pairs(tmp_path) -> tuple[str, str]:
     for name, count in (("c", 40), ("d", 25)):
         texts = [("7 " * rng.randint(1, 40), "é" * rng.randint(1, 40)) for _ in range(count)]
         rows = [dict(prompt=f"{i // 2}?", chosen=c, rejected=r, margin=i / 3) for i, (c, r) in enumerate(texts)]
-        rows[7]["chosen"], rows[9]["margin"] = 8, "1"
+        rows[7]["chosen"], rows[9]["margin"] = 8, "one"
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"{tmp_path}/c.jsonl:3", f"{tmp_path}/d.jsonl:1"
 
