@@ -37,6 +37,7 @@ from common.evaluate.estimators import final_answer, majority_at_k, mean_and_int
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.parallel import distributed
+from common.parallel.console import visible
 from common.rewards.reward_model import RewardModel, require_context
 from common.rewards.scoring import Rewards
 from common.rollout import completions_file
@@ -110,7 +111,7 @@ def measure(args: Args, lines: list[dict]) -> dict:
     right = [[c["score"] >= 1 for c in group] for group in sampled]
     rng = np.random.default_rng(distributed.fold_seed(args.seed))
     votes = [
-        majority_at_k([final_answer(c["text"]) for c in group], right_S, rng)
+        majority_at_k([final_answer(c["text"][c["answer_at"] :]) for c in group], right_S, rng)
         for group, right_S in zip(sampled, right, strict=True)
     ]
     greedy = [[c for c in group if c["greedy"]] for group in everything]
@@ -153,6 +154,7 @@ def print_results(args: Args, results: dict) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     overall = results["overall"]
     ks = shown_ks(args, overall)
@@ -166,9 +168,8 @@ def print_results(args: Args, results: dict) -> None:
         out |= dict(truncated=(m["truncated"], 100.0), tokens=(m["mean_length"], 1.0))
         return {name: (x, scale) for name, (x, scale) in out.items() if x}
 
-    table = Table(
-        "", "", "95%", title=escape(f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}")
-    )
+    title = f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}"
+    table = Table("", "", "95%", title=Text(visible(title)))
     lines = shown(overall) | {name: (results[name], 1.0) for name in checkpoint_curve.BESIDE if results.get(name)}
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
@@ -176,10 +177,10 @@ def print_results(args: Args, results: dict) -> None:
     Console().print(table)
     if results["domains"]:
         columns = [name for name in shown(overall) if not name.startswith("majority")]
-        table = Table("prompts", *columns, escape(args.domain_column))
+        table = Table("prompts", *columns, escape(visible(args.domain_column)))
         for name, m in results["domains"].items():
             cells = {c: f"{scale * x['mean']:.4g}" for c, (x, scale) in shown(m).items()}
-            table.add_row(str(m["prompts"]), *(cells.get(column, "") for column in columns), escape(name))
+            table.add_row(str(m["prompts"]), *(cells.get(column, "") for column in columns), Text(visible(name)))
         Console().print(table)
 
 
@@ -318,3 +319,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

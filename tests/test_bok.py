@@ -16,6 +16,7 @@ from bok import Args, best, loss, sample_offline
 from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
+from common.rewards.thoughts import Thoughts
 from common.rollout.completions_file import make_lines, read_completions, samples_to_train_on
 from common.rollout.prompts import Prompts
 
@@ -207,6 +208,8 @@ def test_episodes_are_stored_as_sampled(device, tmp_path):
     ]
 
     class Rewarded:
+        thoughts = Thoughts(tokenizer, cut=True)
+
         def __call__(self, groups, meter):
             rewards_PG = torch.tensor([[1.5, 0.0, NAN]], dtype=torch.float64)
             return rewards_PG, dict(environment=rewards_PG), {}

@@ -16,12 +16,13 @@ from helpers import metrics, run
 from test_bad_input import one_error
 
 from common.config.groups import TrainArgs
-from common.data.sample import Sample
+from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.parallel import distributed
 from common.rewards.reward_model import score
+from common.rewards.scoring import Rewards
 from common.rollout import completions_file
 from common.rollout.completions_file import read_completions
 from common.rollout.prompts import Prompts
@@ -93,7 +94,7 @@ def test_results_equal_those_of_the_written_completions(one_rank):
         subsets = [any(subset) for group in scores for subset in itertools.combinations(group[1:], k)]
         assert found["overall"]["pass_at_k"][str(k)]["mean"] == pytest.approx(sum(subsets) / len(subsets))
     means = [found["overall"]["pass_at_k"][str(k)]["mean"] for k in (1, 2, 3, 4)]
-    assert means == sorted(means) and 0.1 < means[0] < 0.6 < means[3]
+    assert means == sorted(means) and 0.1 < means[0] < 0.5 < means[3]
     assert found["overall"]["majority_at_k"]["1"]["mean"] == pytest.approx(means[0], abs=0.08)
     lengths = [sum(c["sampled"]) for line in lines for c in line["completions"]]
     assert found["overall"]["mean_length"]["mean"] == pytest.approx(sum(lengths) / 55)
@@ -180,6 +181,17 @@ def test_killed_run_resumes_with_equal_results(one_rank, flags, models, main, tm
     main("eval", *flags, "--output_dir", tmp_path)
     assert results(tmp_path) == results(one_rank)
     assert completions(tmp_path) == completions(one_rank)
+
+
+@pytest.mark.parametrize(("thoughts", "majority"), [("cut", 1), ("keep", 0)])
+def test_thoughts_do_not_vote(thoughts, majority, device):
+    texts = [r"<think>\boxed{7}"] * 3 + [r"<think>\boxed{7}</think>\boxed{18}"]
+    row = dict(answer="18", _source="rows:1")
+    group = [Completion([1, 2], [False, True], 1, row, text=text, finish_reason="stop") for text in texts]
+    args = evaluation.Args(reward="boxed", thoughts=thoughts)
+    rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
+    lines = completions_file.make_lines([group], Prompts([[1]], [row]), rewards, greedy=False, to_train_on=False)
+    assert evaluation.measure(args, lines)["majority_at_k"][4]["mean"] == majority
 
 
 # ---- all checkpoints of a run ----

@@ -5,6 +5,7 @@ functions they call are stand-ins, whose calls are relayed to the program. `comm
 """
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -17,6 +18,8 @@ from common.sandbox.program import Limits, Program, ProgramError, run_program
 
 LISTED = r"^([ \t]*(?:[-*+]|\d+[.)])?[ \t]*)"  # before a fence: the start of a list item
 BLOCK = re.compile(rf"(?:{LISTED})?```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+FLOAT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+TOLERANCE = 1e-6  # of floats in stdout: absolute up to 1, then relative
 PARSED = 50_000  # longest code that is parsed, in characters: the parser is slow
 JUDGE = Path(child.__file__).with_name("judge.py").read_text(encoding="utf-8")
 
@@ -37,8 +40,9 @@ def fraction(completion: str, row: dict, limits: Limits | None = None, unsafe: b
 
 
 def extract_program(completion: str, row: dict) -> str:
-    """Return the last fenced block that is labelled as Python, parses and defines a tested name; the last one if none
-    does. Blocks without a label count if none has one; without blocks the whole of `completion` does.
+    """Return the last fenced block that is labelled as Python, parses and defines a tested name or, for tests of stdin,
+    is a program (`is_program`); the last one if none is. Blocks without a label count if none has one; without blocks
+    the whole of `completion` does.
 
     HumanEval's prompt goes in front: the program may continue its function, or define it again. The names of `typing`,
     which LeetCode provides, go in front of the methods of APPS.
@@ -54,12 +58,47 @@ def extract_program(completion: str, row: dict) -> str:
     blocks = labelled or unlabelled
     if not blocks:
         return assemble(completion, row, cut=True)
-    programs, names = [assemble(code, row) for code in blocks], tested_names(row) if len(blocks) > 1 else set()
-    for code, program in zip(reversed(blocks), reversed(programs), strict=True):
-        continued = stub(row) and code.lstrip("\n")[:1] in (" ", "\t")
-        if len(blocks) > 1 and parsed(program)[0] and (not names or continued or names & defined(code)):
-            return program
-    return programs[-1]
+    programs = [assemble(code, row) for code in blocks]
+    if len(blocks) == 1:
+        return programs[0]
+    names = tested_names(row)
+    whole = [i for i, program in enumerate(programs) if parsed(program)[0]]
+    if names:
+        continued = [i for i in whole if stub(row) and blocks[i].lstrip("\n")[:1] in (" ", "\t")]
+        found = [i for i in whole if i in continued or names & defined(blocks[i])]
+    else:
+        has_input = any(test.input.strip() for test in parse_tests(row))
+        in_any = set().union(*map(defined, blocks))
+        found = [i for i in whole if is_program(blocks[i], in_any, has_input)] or whole
+    return programs[found[-1] if found else -1]
+
+
+def is_program(code: str, in_any: set[str], has_input: bool) -> bool:
+    """Return whether a block is a program for tests of stdin: it uses no name that only another block defines, as a
+    test of its functions would (`in_any`: the names that any block defines), and reads stdin if the tests have input,
+    else prints."""
+    return not in_any & unbound(code) and (reads_stdin(code) if has_input else prints(code))
+
+
+def prints(code: str) -> bool:
+    """Return whether a program names `print` or `stdout`."""
+    tree, _ = parsed(code)
+    nodes = list(ast.walk(tree)) if tree else []
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return bool({"print", "stdout"} & (loaded(nodes) | attributes))
+
+
+def reads_stdin(code: str) -> bool:
+    """Return whether a program names `input`, `stdin`, `fileinput` or `open(0)`, and does not replace `sys.stdin`."""
+    tree, _ = parsed(code)
+    nodes = list(ast.walk(tree)) if tree else []
+    stdins = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("stdin", "__stdin__")]
+    if any(isinstance(node.ctx, ast.Store) for node in stdins):
+        return False
+    opened = [n for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "open"]
+    opens_0 = any(isinstance(n, ast.Constant) and n.value == 0 for call in opened for n in call.args)
+    imported = {alias.name for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for alias in n.names}
+    return bool(stdins or opens_0 or imported & {"stdin", "fileinput"}) or "input" in loaded(nodes) - defined(code)
 
 
 def assemble(code: str, row: dict, cut: bool = False) -> str:
@@ -108,6 +147,22 @@ def defined(code: str) -> set[str]:
     return functions | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
+def loaded(nodes: list[ast.AST]) -> set[str]:
+    """Return the names that are read."""
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
+def unbound(code: str) -> set[str]:
+    """Return the names that are read but neither bound here nor built in."""
+    tree, _ = parsed(code)
+    nodes = list(ast.walk(tree)) if tree else []
+    imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {alias.asname or alias.name.partition(".")[0] for n in imports for alias in n.names}
+    names |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    names |= {n.name for n in nodes if isinstance(n, ast.ExceptHandler)}
+    return loaded(nodes) - defined(code) - names - set(dir(builtins))
+
+
 # ---- verdicts ----
 
 
@@ -122,7 +177,7 @@ def results(completion: str, row: dict, limits: Limits | None, unsafe: bool) -> 
                 continue
             outcome = run_program(source, test.input, with_room(limits, [test]), unsafe)
             limits = replace(limits, seconds=limits.seconds - outcome.seconds)
-            yield outcome.status == "ok" and lines(outcome.stdout) == lines(test.output)
+            yield outcome.status == "ok" and same_output(outcome.stdout, test.output)
     calls = [test for test in tests if not isinstance(test, StdinTest)]
     if not calls or limits.seconds <= 0:
         yield from (False for _ in calls)
@@ -162,8 +217,30 @@ def with_room(limits: Limits, tests: list[StdinTest | CallTest | AssertTest]) ->
     return replace(limits, output_bytes=max(sizes))
 
 
+def same_output(text: str, expected: str) -> bool:
+    """Return whether two outputs have the same lines, except for white space at their ends and blank last lines. Within
+    a line, floats may differ by `TOLERANCE`."""
+    ours, theirs = lines(text), lines(expected)
+    return ours == theirs or (len(ours) == len(theirs) and all(map(same_line, ours, theirs)))
+
+
 def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def same_line(line: str, expected: str) -> bool:
+    ours, theirs = re.split(r"(\s+)", line), re.split(r"(\s+)", expected)
+    return len(ours) == len(theirs) and all(map(same_token, ours, theirs))
+
+
+def same_token(token: str, expected: str) -> bool:
+    """Return whether two words are equal or, if the expected one has a decimal point or an exponent, nearly equal
+    numbers."""
+    if token == expected:
+        return True
+    if not FLOAT.fullmatch(token) or not FLOAT.fullmatch(expected) or expected.lstrip("+-").isdigit():
+        return False
+    return abs(float(token) - float(expected)) <= TOLERANCE * max(1.0, abs(float(expected)))
 
 
 def check_call(program: Program, test: CallTest) -> bool:

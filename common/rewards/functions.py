@@ -1,8 +1,8 @@
 """The built-in reward functions: `(completion text, row) -> float`, or None where the reward does not apply to the row.
 
-A function may have two attributes: `columns`, the names of the columns it reads (a dataset without them is refused at
-start), and `check`, which is called with every row at start and raises `ValueError` naming `row["_source"]` for a row
-that it cannot use.
+A function may have three attributes: `columns`, the names of the columns it reads (a dataset without them is refused at
+start); `check`, which is called with every row at start and raises `ValueError` naming `row["_source"]` for a row that
+it cannot use; and `reads`, its part of the text (thoughts.py), by default the answer without thoughts.
 
 A completion may be any text: no function raises, or takes more than linear time. Worker processes import this module
 (processes.py), so it imports nothing heavy.
@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from common.rewards.answers import check_answer, gold_answers
 from common.rewards.ifeval import ifeval
 
 Reward = Callable[[str, dict], float | None]
@@ -22,9 +23,15 @@ Reward = Callable[[str, dict], float | None]
 
 # ---- answers ----
 
-NUMBER = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)"  # without sign
+NUMBER = r"(?:\d(?:[\d,]*\d)?(?:\.\d+)?|\.\d+)"  # without sign
+# What makes two numbers, or a formula, of a number: `18 or 20`, `18-20`, `18/2`, `1 000`, `1e3`.
+JOINT = r"[ \t*(]*+(?:[-+/^=:;,~–×÷x|&]|\\times|(?:or|and|to)\b(?: maybe| perhaps)?)?[ \t*]*+"
+LARGE = r"[ \t]?(?:[kK]|thousand|million|billion)\b"
+MORE = rf"%?(?:[ \t]+[a-z]{{1,20}}(?=[ \t]+or\b))?(?:{JOINT}[-+]?\\?\$?[-+]?{NUMBER}|[eE][-+]?\d+|{LARGE})"
 # "*+" gives nothing back: with three plain "*" after each other, white space without a number takes cubic time.
-FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*+([-+]?)\s*+\$?\s*+({NUMBER})(?!\d|\s*/\s*\d)")
+FINAL_ANSWER = re.compile(rf"(?:####|\bA:)[\s*]*+([-+]?)\s*+\\?\$?\s*+([-+]?{NUMBER}(?:{MORE})?)")
+# A box is braced; a number alone needs no braces.
+BOX = re.compile(r"\\(?:boxed|fbox|framebox(?:\[[^\]\n]{0,20}\]){0,2})(?:\s*(\{)|\s*([-+]?\d[\d.,/]*))")
 # Neither part of a word nor of a fraction.
 ANY_NUMBER = re.compile(
     r"(?:(?<!\w)([-+]))?\\?\$?(?<![\w/])((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?!\.?\d|\s*/\s*\d)"
@@ -42,59 +49,84 @@ def to_number(text: str) -> Fraction | None:
 
 def exact_match(completion: str, row: dict) -> float:
     """Return 1 if the completion is the `answer` column, except for white space at the ends."""
-    return float(completion.strip() == str(row["answer"]).strip())
+    return float(completion.strip() in [answer.strip() for answer in gold_answers(row)])
 
 
 def characters(completion: str, row: dict) -> float:
     """Return the fraction of characters that agree with the `answer` column, out of the longer of the two: a reward
     that an untrained model can climb."""
-    answer = str(row["answer"])
-    return sum(a == b for a, b in zip(completion, answer, strict=False)) / max(len(answer), len(completion), 1)
+    return max(agreement(completion, answer) for answer in gold_answers(row))
+
+
+def agreement(text: str, other: str) -> float:
+    return sum(a == b for a, b in zip(text, other, strict=False)) / max(len(text), len(other), 1)
 
 
 def gsm8k(completion: str, row: dict) -> float:
     """Return 1 if the last `#### n` or `A: n` of the completion is the same number as in the `answer` column, which may
-    be the number alone. Commas, a plus sign, a dollar sign and trailing zeros do not matter."""
-    found, gold = final_answers(completion), final_answers(str(row["answer"])) or [str(row["answer"])]
-    return float(bool(found) and to_number(found[-1]) is not None and to_number(found[-1]) == to_number(gold[-1]))
+    be the number alone. Commas, a plus sign, a dollar sign and trailing zeros do not matter. Several numbers, such as
+    `#### 18 or 20`, are no answer."""
+    found = [to_number(answer) for answer in final_answers(completion)]
+    return float(bool(found) and found[-1] is not None and found[-1] in gold_numbers(row))
 
 
 def final_answers(text: str) -> list[str]:
-    """Return every number behind `####` or `A:`, as its sign and digits."""
-    return [sign + number for sign, number in FINAL_ANSWER.findall(text)]
+    """Return every number behind `####` or `A:`, as its sign and digits, with what makes it more than a number."""
+    return [sign + number for sign, number in FINAL_ANSWER.findall(text.replace("−", "-"))]
+
+
+def gold_numbers(row: dict) -> list[Fraction | None]:
+    """Return the number of each right answer: the last behind `####` or `A:`, else the answer; None if it is none."""
+    return [to_number((final_answers(answer) or [answer])[-1]) for answer in gold_answers(row)]
+
+
+def check_number(row: dict) -> None:
+    """Raise `ValueError` unless each right answer is a number."""
+    check_answer(row)
+    for answer, number in zip(gold_answers(row), gold_numbers(row), strict=True):
+        if number is None:
+            expected = "expected a number, or text with `#### number`"
+            raise ValueError(f"{row['_source']}: column answer: {expected}, got {answer[-80:]!r}")
 
 
 def boxed(completion: str, row: dict) -> float:
     """Return 1 if the last \\boxed{...} of the completion equals the `answer` column, or the \\boxed{...} there: as
     numbers if both are, else as text without white space."""
-    found, gold = last_boxed(completion), last_boxed(str(row["answer"])) or str(row["answer"])
+    found = last_boxed(completion)
     if found is None:
         return 0.0
+    golds = [last_boxed(answer) or answer for answer in gold_answers(row)]
     if to_number(found) is not None:
-        return float(to_number(found) == to_number(gold))
-    return float("".join(found.split()) == "".join(gold.split()))
+        return float(to_number(found) in map(to_number, golds))
+    return float("".join(found.split()) in ["".join(gold.split()) for gold in golds])
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{...}, with balanced braces; None without one."""
-    start = text.rfind("\\boxed{")
+    """Return the content of the last box (\\boxed, \\fbox, \\framebox), with balanced braces; None without a box, or
+    if it is not closed."""
+    boxes = list(BOX.finditer(text))
+    if not boxes:
+        return None
+    brace, number = boxes[-1].span(1), boxes[-1][2]
+    if number is not None:
+        return number.rstrip(".,")
     depth = 0
-    for i in range(start + len("\\boxed{") - 1, len(text) if start >= 0 else 0):
+    for i in range(brace[0], len(text)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
-            return text[start + len("\\boxed{") : i]
+            return text[brace[1] : i]
     return None
 
 
 def gsm8k_flexible(completion: str, row: dict) -> float:
     """Return `gsm8k` of a completion in any form. Its answer is the first number in the last \\boxed{...}, else the
-    number behind the last `####` or `A:`, else the last number. Text in <think> tags is no answer."""
-    gold = to_number((final_answers(str(row["answer"])) or [str(row["answer"])])[-1])
-    return float(gold is not None and flexible_answer(completion) == gold)
+    number behind the last `####` or `A:`, else the last number."""
+    found = flexible_answer(completion)
+    return float(found is not None and found in gold_numbers(row))
 
 
 def flexible_answer(text: str) -> Fraction | None:
-    text = text.rpartition("</think>")[2].partition("<think>")[0].replace("−", "-")
+    text = text.replace("−", "-")
     if (box := last_boxed(text)) is not None:
         plain = box.replace("{,}", ",").replace("\\!", "")  # 1,234 in LaTeX
         found = [] if "frac{" in plain else numbers_in(plain)[:1]
@@ -232,8 +264,12 @@ def tag_format(completion: str, row: dict) -> float:
 
 
 exact_match.columns = characters.columns = gsm8k.columns = gsm8k_flexible.columns = boxed.columns = ("answer",)
+exact_match.check = characters.check = boxed.check = check_answer
+gsm8k.check = gsm8k_flexible.check = check_number
 countdown.columns = split.columns = ("target",)  # countdown's numbers have one of two names: check_countdown
 countdown.check, split.check, length.check = check_countdown, check_target, check_length
+length.reads = repetition.reads = "completion"
+tag_format.reads = "turn"
 ALL = (exact_match, characters, gsm8k, gsm8k_flexible, boxed, format, countdown, split, length, repetition, tag_format,
        ifeval)  # fmt: skip
 REWARDS: dict[str, Reward] = {function.__name__: function for function in ALL}

@@ -49,6 +49,7 @@ class ForkServer:
         has closed."""
         path, _, name = target.rpartition(":")
         self.target = f"{os.path.abspath(path)}:{name}" if path.endswith(".py") else target
+        self.folders = [os.path.dirname(os.path.abspath(path))] if path.endswith(".py") else []  # of imports beside it
         self.shared, self.memory_gib, self.grace = shared, memory_gib, grace
         self.process: subprocess.Popen | None = None
 
@@ -79,7 +80,7 @@ class ForkServer:
         self.close(hangs=True)
         self.control, theirs = socket.socketpair()
         self.control.settimeout(START_SECONDS)
-        setup = dict(path=sys.path, control=theirs.fileno(), parent=os.getpid(), target=self.target)
+        setup = dict(path=[*sys.path, *self.folders], control=theirs.fileno(), parent=os.getpid(), target=self.target)
         setup |= dict(shared=self.shared, memory_gib=self.memory_gib, grace=self.grace)
         # -P: without the script's folder on sys.path. A new session: Ctrl-C at the terminal goes to the parent only.
         command = [sys.executable, "-P", "-u", worker.__file__, json.dumps(setup)]

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from pathlib import Path
 
 from common.config.groups import SamplingArgs
 from common.parallel import distributed
@@ -17,12 +18,26 @@ def load_reward(name: str) -> Reward:
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
-        known = ", ".join([*BUILT_IN, "by_row", "environment", "path/to/file.py:function", "model:PATH"])
-        near = difflib.get_close_matches(name, BUILT_IN, 1)
-        hint = f"did you mean {near[0]}?" if near else f"name the function: {name}:..." if name.endswith(".py") else ""
-        raise ValueError(f"--reward {name}: unknown; {hint or f'there are {known}'}")
+        raise ValueError(f"--reward {name}: unknown; {intention(name)}")
     reward_form(name, function := load_callable("--reward", name))
     return function
+
+
+def intention(name: str) -> str:
+    """Return what an unknown name without a colon probably means."""
+    file, dot, function = name.rpartition(".")
+    near = difflib.get_close_matches(name, BUILT_IN, 1)
+    if near:
+        return f"did you mean {near[0]}?"
+    if name.endswith(".py"):
+        return f"name the function: {name}:..."
+    if Path(f"{name}.py").is_file():
+        return f"name the function: {name}.py:..."
+    if dot and Path(f"{file}.py").is_file():
+        return f"did you mean {file}.py:{function}?"
+    if Path(name, "config.json").is_file():
+        return f"did you mean model:{name}?"
+    return f"there are {', '.join([*BUILT_IN, 'by_row', 'environment', 'path/to/file.py:function', 'model:PATH'])}"
 
 
 def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from common.config.groups import SamplingArgs
-from common.data.chat import rendered
+from common.data.chat import ChatTemplate, rendered
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches, per_sample
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group, Sample
+from common.data.turns import conversation_of
 from common.model.hub import load_tokenizer
 from common.model.loading import load_config
 from common.model.policy import PackedModel, ScalarModel, load_scalar_model
@@ -43,6 +44,7 @@ class RewardModel:
             self.encoder = Encoder(tokenizer, args)
             if self.tokenizer.chat_template is None and isinstance(self.encoder.as_asked(rows[0], self.column), list):
                 raise ValueError(f"{self.flag}: prompts are messages, but its tokenizer has no chat template")
+            self.chat = ChatTemplate(self.tokenizer) if self.tokenizer.chat_template is not None else None
             self._ids(Completion([], [], text="?", row=rows[0]))  # its template may refuse a system prompt
         self.model = load_scalar_model(path, args, device, trainable=False, flag=flag)
 
@@ -81,11 +83,12 @@ class RewardModel:
             ids = ids[:-1] if ids[-1] == end else ids  # some tokenizers append it
             return ids if sample.finish_reason == "length" else ids + [end]
         messages = [*prompt, dict(role="assistant", content=sample.text)]
-        text = rendered(self.tokenizer, messages, f"{self.flag}: its")
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        while self.at_end_of_turn and ids[-1] not in self.tokenizer.added_tokens_decoder:
-            ids.pop()
-        return ids
+        if self.at_end_of_turn:
+            conversation = conversation_of(self.chat, dict(_source=self.flag), messages, first_trained=len(prompt))
+            text = conversation.text[: conversation.turns[-1].end]
+        else:
+            text = rendered(self.tokenizer, messages, f"{self.flag}: its")
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def short_names(rewards: Sequence[str]) -> dict[str, str]:

@@ -11,22 +11,27 @@ from common.parallel import distributed
 from common.rewards.functions import REWARDS
 from common.rewards.processes import Pool, Result
 from common.rewards.registry import load_reward, require_usable_rows, reward_of_row
+from common.rewards.thoughts import Thoughts
 from common.rewards.user_code import reward_form
 from common.sandbox import program
 
 Scorer = Callable[[list[Group]], list[Result]]  # one result per sample, group by group; values are not checked yet
 
 
-def scorers_by_row(rows: list[dict], args: SamplingArgs, pools: list[Pool]) -> dict[str, Scorer]:
+def scorers_by_row(rows: list[dict], args: SamplingArgs, pools: list[Pool], thoughts: Thoughts) -> dict[str, Scorer]:
     """Return a scorer for each name in the column `reward`. It applies to the rows with this name only."""
     of_name: dict[str, list[dict]] = {}
     for row in rows:
         of_name.setdefault(reward_of_row(row), []).append(row)
-    return {name: partial(_only, name, make_scorer(name, its, args, pools)) for name, its in sorted(of_name.items())}
+    return {
+        name: partial(_only, name, make_scorer(name, its, args, pools, thoughts))
+        for name, its in sorted(of_name.items())
+    }
 
 
-def make_scorer(name: str, rows: list[dict], args: SamplingArgs, pools: list[Pool]) -> Scorer:
+def make_scorer(name: str, rows: list[dict], args: SamplingArgs, pools: list[Pool], thoughts: Thoughts) -> Scorer:
     """Return the scorer of a reward that is not a reward model, and append its pool of processes, if any, to `pools`.
+    A user-defined function reads all text, a built-in one the text that `thoughts` selects.
 
     Raises `ValueError` for an unknown name and for rows that the reward cannot use.
     """
@@ -34,13 +39,13 @@ def make_scorer(name: str, rows: list[dict], args: SamplingArgs, pools: list[Poo
         return partial(_each, _of_environment)
     require_usable_rows(name, function := load_reward(name), rows)
     if name in ("code", "code_fraction"):
-        return _of_code(name, function, args)
+        return _of_code(name, function, args, thoughts)
     if name in REWARDS:
-        return partial(_each, lambda sample: Result(function(sample.text, sample.row)))
+        return partial(_each, lambda sample: Result(function(thoughts.read_by(function, sample), sample.row)))
     target = "common.rewards.math_reward:math" if name == "math" else name
     pools.append(pool := Pool(target, args.reward_workers, args.reward_timeout, shared=name == "math"))
     if name == "math":
-        return partial(_of_math, pool)
+        return partial(_of_math, pool, thoughts)
     of_group, with_ids = reward_form(name, function, chain(*rows[:1]))
     return partial(_of_groups if of_group else _of_samples, pool, with_ids)
 
@@ -81,24 +86,24 @@ def _spread(result: Result, size: int) -> list[Result]:
     return [result] * size
 
 
-def _of_math(pool: Pool, groups: list[Group]) -> list[Result]:
+def _of_math(pool: Pool, thoughts: Thoughts, groups: list[Group]) -> list[Result]:
     """Score with `math`. An answer that exceeds the time or memory limit is wrong and not an error: otherwise such an
     answer would go unpunished. Only a gold answer that cannot be parsed is an error."""
-    results = _of_samples(pool, False, groups)
+    results = pool.map([(thoughts.answer(sample), sample.row) for sample in chain(*groups)])
     return [
         r if r.error is None or r.error.startswith("ValueError: ") else r._replace(value=0.0, error=None)
         for r in results
     ]
 
 
-def _of_code(name: str, function: Callable, args: SamplingArgs) -> Scorer:
+def _of_code(name: str, function: Callable, args: SamplingArgs, thoughts: Thoughts) -> Scorer:
     if (problem := program.problem()) and not args.unsafe_code_execution:
         raise ValueError(f"--reward {name}: {problem}; --unsafe_code_execution runs programs without this protection")
     limits = program.Limits(seconds=args.reward_timeout)
 
     def run(sample: Completion) -> Result:
         try:
-            return Result(function(sample.text, sample.row, limits, args.unsafe_code_execution))
+            return Result(function(thoughts.answer(sample), sample.row, limits, args.unsafe_code_execution))
         except (ValueError, RuntimeError) as error:  # caused by bad tests or by the machine
             return Result(error=distributed.first_line(error))
 

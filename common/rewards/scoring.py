@@ -26,6 +26,7 @@ from common.parallel import distributed
 from common.rewards.processes import CONCURRENT, Pool, Result
 from common.rewards.reward_model import RewardModel, short_names
 from common.rewards.scorers import Scorer, make_scorer, scorers_by_row
+from common.rewards.thoughts import Thoughts
 from common.rewards.worker import one_line
 
 
@@ -59,19 +60,20 @@ class Rewards:
         cannot use, a model that is no reward model or does not fit these prompts.
         """
         self.args, self.pools = args, []
+        self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         self.scorers: dict[str, Scorer] = {}
         self.first_names: list[str] = []
         weights: list[float] = []
         shorts = short_names(args.reward)
         for name, weight in zip(args.reward, args.reward_weights or [1.0] * len(args.reward), strict=True):
             if name == "by_row":
-                new = scorers_by_row(rows, args, self.pools)
+                new = scorers_by_row(rows, args, self.pools, self.thoughts)
             elif name.startswith("model:"):
                 dry = isinstance(args, TrainArgs) and bool(args.dry_run)
                 path = resolve_model(name.removeprefix("model:"), "--reward", not dry)
                 new = {} if dry else {shorts[name]: RewardModel("--reward", path, args, rows, tokenizer, device)}
             else:
-                new = {shorts[name]: make_scorer(name, rows, args, self.pools)}
+                new = {shorts[name]: make_scorer(name, rows, args, self.pools, self.thoughts)}
             if new.keys() & self.scorers:
                 raise ValueError(f"--reward {' '.join(args.reward)}: the names must differ")
             self.scorers |= new

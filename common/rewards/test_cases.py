@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StdinTest:
-    """The program's stdout on `input` must be `output`, except for white space at the ends of lines and blank last
-    lines."""
+    """The program's stdout on `input` must be `output`, except for white space at the ends of lines, blank last lines
+    and the last digits of floats."""
 
     input: str
     output: str

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -21,6 +22,7 @@ from functools import cache
 HEADER = struct.Struct("!qQ")  # header of a message: number of the question, size of the pickle that follows
 LOADED, DIED = -1, -2  # numbers of other messages: the target has loaded or failed to load; the process died
 DEATHS = {os.EX_PROTOCOL: "it closed a file that it had not opened"} | {-n: n.name for n in signal.Signals}
+CONTROL = re.compile(rb"[\0-\x08\x0b-\x1f\x7f]")
 OUTPUT = 1 << 20  # bytes that all workers of a server may print
 
 
@@ -125,12 +127,12 @@ class ForkServer:
             self.loop.stop()
 
     def relay(self) -> None:
-        """Copy output of the workers to stderr, `OUTPUT` bytes in all."""
+        """Copy output of the workers to stderr, `OUTPUT` bytes in all, with visible control characters: of models."""
         data = os.read(self.output, 1 << 16)
         shown, self.room = data[: self.room], max(0, self.room - len(data))
         if shown and not self.room:
             shown += f"\n{self.target}: printed {OUTPUT >> 20} MiB, the rest is dropped; write to a file\n".encode()
-        os.write(2, shown)
+        os.write(2, CONTROL.sub(lambda found: rb"\x%02x" % found[0][0], shown))
 
 
 def children() -> set[int]:
@@ -294,6 +296,7 @@ def one_line(error: BaseException) -> str:
 
 if __name__ == "__main__":
     setup = json.loads(sys.argv[1])
+    sys.stdout.reconfigure(errors="backslashreplace")  # a reward may print what the encoding lacks
     sys.path[:] = setup.pop("path")
     ForkServer(**setup)
     os._exit(0)  # without waiting for threads of the user's file

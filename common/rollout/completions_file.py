@@ -45,6 +45,7 @@ class StoredCompletion(TypedDict, total=False):
     """A completion in the file. A text alone stands for one with this text."""
 
     text: Required[str]
+    answer_at: NonNegativeInt  # start of the answer in the text, behind the thoughts
     greedy: bool
     score: float | None  # the first of the rewards; null: none
     reward: float | None
@@ -90,7 +91,8 @@ def make_lines(groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: 
     for j, (i, group) in enumerate(zip(own, groups, strict=True)):
         lines[i] = dict(source=prompts.rows[i]["_source"]) | (dict(prompt_ids=prompts.ids[i]) if to_train_on else {})
         lines[i]["completions"] = [
-            dict(text=s.text, greedy=greedy and k == 0, score=_null(firsts_PS[j, k]), reward=_null(rewards_PS[j, k]),
+            dict(text=s.text, answer_at=len(s.text) - len(rewards.thoughts.answer(s)), greedy=greedy and k == 0,
+                 score=_null(firsts_PS[j, k]), reward=_null(rewards_PS[j, k]),
                  rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()}
                  | {name: float(x_PS[j, k]) for name, x_PS in numbers.items() if not x_PS[j, k].isnan()},
                  finish_reason=s.finish_reason, ids=s.completion_ids,
@@ -284,7 +286,8 @@ def _whole(stored: StoredCompletion, required: set[str], tokenizer, own: bool) -
     if "ids" not in stored:
         ids = tokenizer(stored["text"], add_special_tokens=False)["input_ids"]
         stored = stored | dict(ids=[*ids, tokenizer.eos_token_id])
-    defaults = dict(finish_reason="stop", sampled=[1] * len(stored["ids"]), turns=1, turn_rewards=[], error="")
+    defaults = dict(answer_at=0, finish_reason="stop", sampled=[1] * len(stored["ids"]))
+    defaults |= dict(turns=1, turn_rewards=[], error="")
     stored = stored | {name: value for name, value in defaults.items() if name not in stored}
     if any(len(stored[name]) != len(stored["ids"]) for name in ("sampled", "logprobs") if name in stored):
         raise ValueError("completion: `ids`, `sampled` and `logprobs` must have the same length")

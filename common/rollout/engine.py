@@ -96,6 +96,13 @@ class Engine:
 
     # ---- requests ----
 
+    @property
+    def silent_ids(self) -> set[int]:
+        """Tokens that are no text: those that end a turn, BOS and padding. A character that ends a turn is text."""
+        tokenizer = self.tokenizer
+        ends = {*self.eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        return ends & self.added_ids
+
     def submit(self, request: Request) -> None:
         """Add a request. `step` advances it, and returns it when it has ended."""
         self.submitted.append(request)
@@ -176,9 +183,9 @@ class Engine:
         completion.versions += [self.version] * len(ids)
         if finish_reason:
             completion.finish_reason, turn = finish_reason, completion.ids[request.start :]
-            # The token that ends a turn is not part of the text; not every tokenizer marks it as special.
-            text_ids = turn[:-1] if turn[-1] in self.eos_ids and turn[-1] in self.added_ids else turn
-            completion.text = self.tokenizer.decode(text_ids, skip_special_tokens=True)
+            # Other special tokens, such as <think> or <answer>, are text: a reward or an environment reads them.
+            text_ids = [i for i in turn if i not in self.silent_ids]
+            completion.text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def _fill_slots(self) -> None:
         """Begin waiting requests by priority."""

@@ -6,7 +6,7 @@ import pytest
 from helpers import PATIENCE, Clock
 
 from common.rewards import code_reward
-from common.rewards.code_reward import extract_program, fraction, passes, same
+from common.rewards.code_reward import extract_program, fraction, passes, same, same_output
 from common.sandbox import process, program
 from common.sandbox.program import Limits, Outcome
 
@@ -278,6 +278,20 @@ def test_question_from_the_program_is_a_wrong_answer(program):
     assert passes(program, row(tests=["assert f(1) == 1"]), LIMITS) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", 1), ("1  2", "1 2", 0), ("1\n2", "1 2", 0), ("x", "X", 0),
+        ("0.33333333", "0.3333333", 1), ("0.3333", "0.3333333", 0), ("a 1e3\nb", "a 1000.0005\nb", 1), ("0", "1e-7", 1),
+        ("1000000.5", "1000000.9", 1), ("1000000.5", "1000003.9", 0), ("-0.0", "0.0", 1), ("2", "2.0", 1),
+        ("2.0", "2", 0), ("2", "3.0", 0), ("1_0.0", "10.0", 0), ("nan", "nan", 1), ("nan", "1.0", 0),
+        ("0.5", "half", 0), ("1e999", "2e999", 0), ("0.5 0.5", "0.5", 0),
+    ],
+)  # fmt: skip
+def test_output_equals_the_expected_one_up_to_the_last_digits_of_floats(text, expected, same):
+    assert same_output(text, expected) == same
+
+
 # ---- extraction ----
 
 
@@ -320,6 +334,39 @@ def test_block_that_defines_a_tested_name_is_extracted(columns, name):
         program = extract_program(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
         assert program.strip().endswith(code.strip()) and usage not in program
     assert usage in extract_program(fenced("x = 1") + fenced(usage), columns)
+
+
+READS = "a, b = map(int, input().split())\nprint(a + b)"
+SOLVES = "import sys\n\ndef solve(text):\n    return sum(map(int, text.split()))\n\nprint(solve(sys.stdin.read()))"
+NO_PROGRAMS = {
+    "assert": (SOLVES, 'assert solve("1 2") == 3'),
+    "call": (SOLVES, 'print(solve("1 2"))'),
+    "replaced stdin": (SOLVES, "import io, sys\nsys.stdin = io.StringIO('1 2')\nprint(solve(sys.stdin.read()))"),
+    "test function": (SOLVES, "def test():\n    assert solve('1 2') == 3\n\ntest()"),
+    "comments": (READS, "# 1 2\n# 3"),
+    "other program": (READS, "print(1 + 2)"),
+    "loop over cases": (READS, "for text, result in [('1 2', 3)]:\n    assert sum(map(int, text.split())) == result"),
+    "renamed input": ("import sys\ninput = sys.stdin.readline\n" + READS, "print(3)"),
+    "open(0)": ("print(sum(map(int, open(0).read().split())))", "print(3)"),
+    "imported stdin": ("from sys import stdin\nprint(sum(map(int, stdin.read().split())))", "print(3)"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PROGRAMS)
+def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
+    program, other = NO_PROGRAMS[kind]
+    assert extract_program(fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert extract_program(fenced(READS) + fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert extract_program(fenced(other) + fenced(program), STDIN) == program + "\n"
+    assert extract_program(fenced(other), STDIN) == other + "\n"
+
+
+def test_program_without_input_uses_no_name_of_another_block():
+    prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
+    assert extract_program(fenced(prints) + fenced("assert f() == 7"), silent) == prints + "\n"
+    assert extract_program(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
+    for output in ("7", "# 7", "result = 7"):
+        assert extract_program(fenced(prints) + fenced(output), silent) == prints + "\n"
 
 
 def test_prompt_is_prepended_only_if_it_is_a_stub():

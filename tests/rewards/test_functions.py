@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from common.rewards.functions import (
     FINAL_ANSWER,
-    NUMBER,
     REWARDS,
     arithmetic,
     boxed,
@@ -31,6 +30,8 @@ from common.rewards.functions import (
     tag_format,
     to_number,
 )
+from common.rewards.registry import BUILT_IN
+from common.rewards.thoughts import answer_of
 
 # ---- equal answers ----
 
@@ -67,6 +68,37 @@ from common.rewards.functions import (
         ("", "18", 0),
         ("#### none", "none", 0),
         ("#### 18", "eighteen", 0),
+        ("#### 18, I think", "18", 1),
+        ("#### \\$18, #### $18", "18", 1),
+        ("#### −5", "-5", 1),
+        ("#### $-5", "-5", 1),
+        ("**A:** **18**", "18", 1),
+        ("#### 18\n#### Check", "18", 1),
+        # more than one number is no answer, and replaces an earlier one
+        ("#### 18\n#### 18 or 20", "18", 0),
+        ("#### 18 or 20", "20", 0),
+        ("#### **18** or **20**", "18", 0),
+        ("#### 18 apples or 20", "18", 0),
+        ("#### 18% or 20%", "18", 0),
+        ("#### 18 and 20", "18", 0),
+        ("#### 18 (or 20)", "18", 0),
+        ("#### 18 or maybe 20", "18", 0),
+        ("#### 18 | 20", "18", 0),
+        ("#### 18 & 20", "18", 0),
+        ("#### 18 million", "18", 0),
+        ("#### 18k", "18", 0),
+        ("#### 18 (apples)", "18", 1),
+        ("#### 18 kilos", "18", 1),
+        ("#### 18, 20", "18", 0),
+        ("#### 18-20", "18", 0),
+        ("#### 18 * 2", "18", 0),
+        ("#### 18^2", "18", 0),
+        ("#### 36/2", "18", 0),
+        ("#### 9 + 9 = 18", "9", 0),
+        ("#### 1 000", "1", 0),
+        ("#### 1e3", "1", 0),
+        ("#### 1.5.2", "1.5", 0),
+        ("#### 18\n20", "18", 1),
     ],
 )
 def test_gsm8k_scores_the_final_answer(completion, answer, reward):
@@ -118,7 +150,7 @@ def test_gsm8k_scores_the_final_answer(completion, answer, reward):
     ],
 )
 def test_gsm8k_flexible_scores_the_extracted_answer(completion, answer, reward):
-    assert gsm8k_flexible(completion, dict(answer=answer)) == reward
+    assert gsm8k_flexible(answer_of(completion), dict(answer=answer)) == reward
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
@@ -149,6 +181,13 @@ def test_to_number_is_exact():
         (r"\boxed{18}", "x", 0),
         (r"\boxed{}", "18", 0),
         ("18", "18", 0),
+        (r"\boxed{7}, \fbox{18}", "18", 1),
+        (r"\framebox{18}", "18", 1),
+        (r"\framebox[2cm][c]{18}", r"\fbox{18}", 1),
+        (r"\boxed {18}", "18", 1),
+        (r"\boxed 18.", "18", 1),
+        (r"\boxed{18}, in \boxed notation", "18", 1),
+        (r"\boxed{18} and then \fbox{1", "18", 0),
     ],
 )
 def test_boxed_scores_the_last_box(completion, answer, reward):
@@ -172,6 +211,48 @@ def test_format_scores_the_tags(completion, reward):
 def test_exact_match_compares_the_stripped_text():
     assert exact_match(" 18\n", dict(answer="18")) == 1 and exact_match("18", dict(answer=18)) == 1
     assert exact_match("18.0", dict(answer="18")) == 0 and exact_match("", dict(answer="18")) == 0
+
+
+# ---- types of the column `answer` ----
+
+READ_ANSWER = dict(exact_match="{}", characters="{}", gsm8k="#### {}", gsm8k_flexible="{}", boxed=r"\boxed{{{}}}")
+
+
+@pytest.mark.parametrize("name", READ_ANSWER)
+@pytest.mark.parametrize(
+    ("value", "right", "wrong"),
+    [
+        ("18", ["18"], ["8"]), (18, ["18"], ["8"]), (18.0, ["18"], ["8"]), (0.5, ["0.5"], ["5"]),
+        (1e-5, ["0.00001"], ["1"]), (1e22, [f"1{'0' * 22}"], ["1"]), (-0.0, ["0"], ["1"]), (["18"], ["18"], ["8"]),
+        (["18", 20, 0.5], ["18", "20", "0.5"], ["8"]), (1e23, [f"1{'0' * 23}"], ["1"]),
+    ],
+)  # fmt: skip
+def test_answer_column_may_be_text_a_number_or_a_list_of_alternatives(name, value, right, wrong):
+    reward, row = REWARDS[name], dict(answer=value, _source="rows:1")
+    reward.check(row)
+    assert [reward(READ_ANSWER[name].format(text), row) for text in right] == [1] * len(right)
+    assert all(reward(READ_ANSWER[name].format(text), row) < 1 for text in wrong)
+
+
+def test_whole_number_may_be_larger_than_any_float():
+    row = dict(answer=10**400, _source="rows:1")
+    exact_match.check(row)
+    assert exact_match(f"1{'0' * 400}", row) == 1
+
+
+@pytest.mark.parametrize("name", [*READ_ANSWER, "math"])
+@pytest.mark.parametrize("value", [True, [], [None], [["18"]], {"a": 1}, math.nan, [18, math.inf], [False]])
+def test_answers_of_other_types_are_refused(name, value):
+    with pytest.raises(ValueError, match="rows:1: column answer: expected text, a number, or a list of them, got "):
+        BUILT_IN[name].check(dict(answer=value, _source="rows:1"))
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_flexible"])
+@pytest.mark.parametrize("value", ["eighteen", "", "1/2", '["18"]', "#### 18 or 20", ["18", "x"]])
+def test_answers_without_a_number_are_refused_where_numbers_are_compared(name, value):
+    with pytest.raises(ValueError, match="rows:1: column answer: expected a number, or text with `#### number`, got '"):
+        REWARDS[name].check(dict(answer=value, _source="rows:1"))
+    REWARDS[name].check(dict(answer="so\n#### 1,800", _source="rows:1"))
 
 
 @needs_gsm8k
@@ -502,7 +583,7 @@ def test_long_random_text_takes_linear_time(name, kind):
 
 @given(st.lists(st.sampled_from(["####", "A:", " ", "*", "-", "+", "$", "1", "23", ",", ".", "/", "\n", "x"])))
 def test_linear_gsm8k_pattern_equals_the_plain_one(pieces):
-    plain = re.compile(rf"(?:####|\bA:)[\s*]*([-+]?)\s*\$?\s*({NUMBER})(?!\d|\s*/\s*\d)")
+    plain = re.compile(FINAL_ANSWER.pattern.replace("*+", "*"))
     assert FINAL_ANSWER.findall("".join(pieces)) == plain.findall("".join(pieces))
 
 

@@ -42,6 +42,25 @@ PAIRS = [
     (r"\text{Evelyn}", "Evelyn", 1), (r"\text{even}", r"\text{odd}", 0), ("C", r"\text{(C)}", 1), ("C", "D", 0),
     (r"\infty", r"-\infty", 0), ("5", "1/0", 0), ("5", "", 0), ("5", r"\frac{", 0),
     ("5", "}", 0), (5, "5", 1), (1e-5, "0.00001", 1),
+    # exact numbers are compared exactly, decimals by their size too
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}", 0), (r"\frac{1}{2004!}", r"\frac{2005}{2005!}", 1), ("2004!", "2006!", 0),
+    ("2^{-1000}", "2^{-1001}", 0), ("e^{-100}", "e^{-101}", 0), ("e^{-100}", r"\frac{1}{e^{100}}", 1),
+    (r"\sqrt{2}+10^{-20}", r"\sqrt{2}", 0), (r"\left(2^{-100}, 1\right)", r"\left(2^{-101}, 1\right)", 0),
+    (r"\{2^{-100}\}", r"\{2^{-101}\}", 0), ("x = 2^{-100}", "2^{-101}", 0), ("x + 2^{-100}", "x + 2^{-101}", 0),
+    (r"(1+\sqrt{2})^2", r"3+2\sqrt{2}", 1), ("0.0000001", "0.0000002", 0), ("0.0000001", "10^{-7}", 1),
+    (r"1.5 \times 10^{-20}", r"2.5 \times 10^{-20}", 0), (r"1.5 \times 10^{-20}", r"15 \times 10^{-21}", 1),
+    (r"\frac{100}{3}\%", r"\frac{1}{3}", 1), (r"\frac{1}{8}", r"12.5\%", 1),
+    ("33.33", r"33.33\%", 1), (r"7.2\%", "7.2", 1), (r"7.2\%", "7.3", 0), (1e23, "10^{23}", 1),
+    # repeating decimals
+    (r"0.\overline{3}", r"\frac{1}{3}", 1), (r"0.\overline{3}", "0.3", 0), (r"0.1\overline{6}", "1/6", 1),
+    (r"-2.1\overline{36}", r"-\frac{47}{22}", 1), ("1/3", r"0.\bar3", 1), ("1/3", r"0.\dot{3}", 1),
+    ("1/7", r"0.\dot{1}4285\dot{7}", 1), ("4/33", r"0.\dot1\dot2", 1), ("1/6", "0.1(6)", 1), ("1/3", "0.3\u0305", 1),
+    ("1", r"0.\overline{9}", 1), (r"33.\overline{3}\%", "1/3", 1), ("0.5(x+1)", "0.5x+0.5", 1), ("1/3", "0.333...", 0),
+    # times; 3:10 may be a ratio
+    ("12:00", "12:00", 1), ("12:00", "13:00", 0), ("12:05", "2.4", 0), (r"3:45 \text{ p.m.}", "15:45", 1),
+    ("3:45 p.m.", "3:45", 1), ("3:45", "3:45 PM", 1), ("3:45 a.m.", "3:45 p.m.", 0), ("15:45", "3:45", 0),
+    ("12{:}30 am", "0:30", 1), ("3 p.m.", "3:00 PM", 1), ("4:30", "4:30:00", 1), ("12:00", "12", 0),
+    ("3:10", "6:20", 1), (["7", r"\frac{1}{2}"], "0.5", 1), (["7", "8"], "9", 0),
 ]  # fmt: skip
 
 
@@ -53,13 +72,14 @@ def row(answer) -> dict:
 def test_equal_answers_are_recognised(gold, answer, equal):
     assert math(f"so it is $\\boxed{{{answer}}}$.", row(gold)) == equal
     assert math(f"so it is\n#### {answer}\n", row(gold)) == equal
-    if answer != "}":  # which closes the box
+    if answer != "}" and not isinstance(gold, list):  # "}" closes the box
         assert math(f"\\boxed{{{answer}}}", row(f"thus \\boxed{{{gold}}}")) == equal
 
 
 @pytest.mark.parametrize(
     "completion, reward",
     [
+        (r"\fbox{18}", 1), (r"\boxed{7}, \framebox{18}", 1), (r"\boxed{18}, \fbox{1", 0), (r"\boxed 18", 1),
         (r"\boxed{7}, no: \boxed{18}", 1), (r"\boxed{18}, no: \boxed{7}", 0), (r"#### 7 \boxed{18}", 1),
         (r"\boxed{18}, no: \boxed{7", 0), (r"\boxed{1", 0), ("#### 7\nno:\n#### 18", 1), ("#### 18\nno:\n#### 7", 0),
         ("####18", 1), ("#### $18.00", 1), ("#### 18 dollars per week", 1), ("####\n18", 1), ("#### 36/2", 1),

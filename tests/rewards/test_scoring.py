@@ -317,13 +317,18 @@ def test_rank_without_groups_returns_empty_rewards():
 
 
 def test_bad_names_are_refused(tmp_path):
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm/config.json").write_text("{}")
     file = user_file(tmp_path, "x = 1\n")
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
         ("gsm9k", "unknown; did you mean gsm8k?"), ("my.py", "unknown; name the function: my.py:..."),
         ("xyz", f"unknown; there are {', '.join(REWARDS)}, math, code, code_fraction, by_row, environment"),
-        (f"{tmp_path}/none.py:f", "no file"),
+        (f"{tmp_path}/none.py:f", "no file"), (f"{tmp_path}/mine:x", rf"no file .*; did you mean {file}:x\?"),
+        (f"{tmp_path}/mine", f"unknown; name the function: {file}:..."),
+        (f"{tmp_path}/mine.x", rf"unknown; did you mean {file}:x\?"),
+        (f"{tmp_path}/rm", f"unknown; did you mean model:{tmp_path}/rm"),
         (f"{file}:f", "has no function f"), (f"{file}:x", "has no function x"), (f"{broken}:f", "fails to import"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=what):

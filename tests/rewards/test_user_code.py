@@ -1,10 +1,14 @@
 """User files: errors name the problem, signals are restored, and the parameters of a reward determine its form."""
 
+import json
 import signal
+import sys
 
 import pytest
+import yaml
 
 from common.rewards.user_code import load_callable, reward_form
+from tests.rewards.pools import opened
 
 FILES = {
     "good.py": "made = []\nmade.append(1)\nclass Thing: ...\ndef f(x): return x + 1\nnumber = 3\n",
@@ -28,7 +32,9 @@ def folder(tmp_path):
     ("name", "words"),
     [
         ("absent.py:f", "no file "),
+        ("good:f", "; did you mean {folder}/good.py:f?"),
         ("good.py:absent", "has no function absent"),
+        ("good.py:Things", "has no function Things; did you mean Thing?"),
         ("good.py:number", "has no function number"),
         ("notes.txt:f", "is not a Python file"),
         ("missing.py:f", "fails to import: ModuleNotFoundError: No module named 'nonesuch'"),
@@ -41,7 +47,8 @@ def folder(tmp_path):
 def test_errors_name_the_problem(name, words, folder):
     with pytest.raises(ValueError) as error:
         load_callable("--reward", f"{folder}/{name}")
-    assert str(error.value).startswith(f"--reward {folder}/{name}: ") and words in str(error.value)
+    assert str(error.value).startswith(f"--reward {folder}/{name}: ")
+    assert words.format(folder=folder) in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -58,6 +65,50 @@ def test_hanging_file_can_be_interrupted_and_handlers_are_restored(tmp_path):
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# ---- files beside it ----
+
+SIBLINGS = {
+    "mine.py": "import first_helper\nimport json\ndef f(completion, row):\n    import late_helper\n"
+               "    return first_helper.g(completion) + late_helper.ONE\n",
+    "first_helper.py": "import yaml\nfrom second_helper import part\ndef g(text): return part.TWO * len(text)\n",
+    "late_helper.py": "ONE = 1.0\n",
+    "second_helper/__init__.py": "",
+    "second_helper/part.py": "TWO = 2.0\n",
+}  # fmt: skip
+
+
+@pytest.fixture
+def siblings(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "second_helper").mkdir()
+    for file, text in SIBLINGS.items():
+        (tmp_path / file).write_text(text)
+    yield tmp_path
+    for name in ("first_helper", "late_helper", "second_helper", "second_helper.part"):
+        sys.modules.pop(name, None)
+
+
+def test_files_beside_it_can_be_imported_in_the_run_and_in_worker_processes(siblings, capsys):
+    spec = f"{siblings}/mine.py:f"
+    assert load_callable("--reward", spec)("abc", {}) == 7
+    with opened(spec, 1) as pool:
+        assert pool.map([("abc", {})])[0].value == 7
+    assert capsys.readouterr().out == ""
+
+
+def test_name_of_another_module_is_not_replaced_and_is_reported_once(siblings, capsys):
+    for name in ("json", "yaml", "unread"):
+        (siblings / f"{name}.py").write_text("raise RuntimeError\n")
+    spec = f"{siblings}/mine.py:f"
+    assert load_callable("--reward", spec)("abc", {}) == load_callable("--reward", spec)("abc", {}) == 7
+    with opened(spec, 1) as pool:
+        assert pool.map([("abc", {})])[0].value == 7
+    lines = capsys.readouterr().out.splitlines()
+    for line, module in zip(lines, (json, yaml), strict=True):
+        start = f"warning: --reward {spec}: import {module.__name__} finds {module.__file__}, "
+        assert line == f"{start}not {siblings}/{module.__name__}.py; rename that file"
 
 
 # ---- the forms of a reward ----

@@ -102,6 +102,13 @@ def test_output_and_children_do_not_affect_answers(capfd):
     assert out == "" and err.count("hello") == 3 and err.count("directly") == 3
 
 
+def test_output_controls_no_terminal_in_any_encoding(capfd, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with watched(DO, 1) as (pool, _):
+        assert errors(pool.map([("say", "\x1b[2J⟦")])) == [None]
+    assert r"\x1b[2J\u27e6" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("line", [b"x" * 2**16, b"x" * 63 + b"\n"], ids=["one line", "many lines"])
 def test_output_is_bounded(line, capfd):
     with opened(DO, 2) as pool:
@@ -117,7 +124,8 @@ def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, mon
     (tmp_path / "here.py").write_text("def three(): return 3\n")
     with watched(DO, 1) as (pool, _):
         torch, path, cwd, session, modules = pool.map([("where",)])[0].value
-        assert not torch and path == sys.path and cwd == str(tmp_path) and session != os.getsid(0) and not modules
+        assert path == [*sys.path, str(USER_FILE.parent)]
+        assert not torch and cwd == str(tmp_path) and session != os.getsid(0) and not modules
     with opened("here.py:three", 1) as pool:
         assert pool.map([()])[0].value == 3
 

@@ -104,10 +104,10 @@ def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_f
             pieces, text = spans(sample), synced.tokenizer.decode
             assert [sampled for sampled, _ in pieces] == [i % 2 == 0 for i in range(2 * sample.turns - 1)]
             for turn, (_, ids) in enumerate(pieces[1::2], 1):
-                spoken = text(pieces[2 * turn - 2][1], skip_special_tokens=True)
+                spoken = text([i for i in pieces[2 * turn - 2][1] if i not in synced.silent_ids])
                 said = [dict(role="tool", content=f"{turn}: {len(spoken)}"), dict(role="user", content="on")]
                 assert ids == play.encoder.reply(said)
-            assert sample.text == text(pieces[-1][1], skip_special_tokens=True)
+            assert sample.text == text([i for i in pieces[-1][1] if i not in synced.silent_ids])
             assert sample.transcript == text(sample.ids[sample.prompt_length :])
             ends, at = [], sample.prompt_length
             for sampled, ids in pieces:
@@ -126,11 +126,7 @@ def test_conversation_is_rendered_as_by_the_template(synced, user_file):
     end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     messages, ids = [dict(role="user", content="5?")], []
     for turn in ("12", "so <b>", ""):
-        ids = (
-            play.encoder._ids(play.encoder.chat.render(ROWS[0], messages, add_generation_prompt=True))
-            if not ids
-            else ids
-        )
+        ids = ids or play.encoder.prompt(dict(prompt=messages, _source="x:1"), ("prompt",))
         ids = ids + synced.tokenizer(turn)["input_ids"] + [end]
         said = [dict(role="tool", content="x y"), dict(role="user", content="\nand?")]
         ids += play.encoder.reply(said)
