@@ -8,7 +8,6 @@ interrupted save is ignored. All ranks must share the folder.
 
 import json
 import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,8 @@ from common.config.groups import TrainArgs
 from common.data import durable
 from common.model import convert, lora
 from common.model.convert import checkpoints_in
-from common.model.hub import eos_token_ids, save_ends
+from common.model.export_files import base_dtype, config_file, generation_file, tokenizer_files
+from common.model.hub import eos_token_ids
 from common.model.loading import hub_weights, load_config, one_line_errors
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
@@ -39,7 +39,10 @@ class Checkpointer:
         self.checkpoints = self.folder / "checkpoints"
         self.model, self.stateful = model, stateful
         self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
-        self.files = hf_files(model, tokenizer, args.prompt_format) if distributed.is_main() else {}
+        self.files: dict[str, bytes] = {}
+        if distributed.is_main():
+            dtype = export_dtype(model, args.export_dtype)
+            self.files = hf_files(model, tokenizer, args.prompt_format, dtype)
 
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without checkpoints. Collective.
@@ -133,9 +136,8 @@ class Checkpointer:
         distributed.barrier()
 
     def export_hf(self, name: str = "hf", curves: Sequence[str] = ()) -> None:
-        """Write `hf/`: safetensors in the wider of `--dtype` and the starting dtype, config and tokenizer. Adapters are
-        merged, and also written alone to `adapter/` (`best_adapter/` for `best/`). A model card in both has the metrics
-        `curves`. Collective.
+        """Write `hf/`: safetensors in `--export_dtype`, config and tokenizer. Adapters are merged, and also written
+        alone to `adapter/` (`best_adapter/` for `best/`). A model card in both has the metrics `curves`. Collective.
 
         Weights are gathered one at a time, to rank 0's host only. The new folder replaces the old one at the end.
         """
@@ -147,27 +149,39 @@ class Checkpointer:
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
-    """Write the export of `Checkpointer.export_hf`, without separate adapters, to any folder. Collective."""
-    _export(model, hf_files(model, tokenizer, prompt_format) if distributed.is_main() else {}, folder)
+    """Write the export of `Checkpointer.export_hf`, without separate adapters, to any folder, in the dtype of the base.
+    Collective."""
+    files: dict[str, bytes] = {}
+    if distributed.is_main():
+        files = hf_files(model, tokenizer, prompt_format, base_dtype(model.path))
+    _export(model, files, folder)
 
 
-def hf_files(model: PackedModel, tokenizer, prompt_format: str) -> dict[str, bytes]:
+def export_dtype(model: PackedModel, name: str) -> torch.dtype:
+    """Return the dtype of `--export_dtype`, and warn if it is narrower than the compute dtype."""
+    dtype = base_dtype(model.path) if name == "base" else getattr(torch, name)
+    if torch.promote_types(dtype, model.compute_dtype) != dtype:
+        narrow, wide = (str(kind).removeprefix("torch.") for kind in (dtype, model.compute_dtype))
+        loss = f"hf/ has {narrow}, training {wide}: small updates are rounded away"
+        distributed.say(f"warning: --export_dtype {name}: {loss}; --export_dtype {wide} keeps them")
+    return dtype
+
+
+def hf_files(model: PackedModel, tokenizer, prompt_format: str, dtype: torch.dtype) -> dict[str, bytes]:
     """Return the files of an export besides the weights, by name: config.json, generation_config.json and those of the
     tokenizer. A run reads them at start: its model may be a checkpoint that another run deletes later."""
-    config = load_config(model.path)  # from disk: the loaded one has another attention and dtype
-    config.architectures = [type(model.hf).__name__]
-    # Not narrower than the compute dtype: bfloat16 would round away the changes of some dozen small steps.
-    config.dtype = torch.promote_types(config.dtype or torch.float32, model.compute_dtype)
+    path = model.path
+    changes: dict[str, object] = dict(architectures=[type(model.hf).__name__])
     if isinstance(model, ScalarModel):
-        config.num_labels = 1
-        config.scored_at = "end_of_turn"  # rewards/reward_model.py: the token with a trained score
+        changes |= dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})  # one score
+        changes["scored_at"] = "end_of_turn"  # rewards/reward_model.py: the token with a trained score
         # Transformers scores the last token that is not padding: an EOS must not also be the padding.
-        ends = eos_token_ids(model.path, tokenizer, prompt_format)
-        config.pad_token_id = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
-    with tempfile.TemporaryDirectory() as work:
-        config.save_pretrained(work)
-        save_ends(model.path, tokenizer, prompt_format, Path(work))
-        return {str(f.relative_to(work)): f.read_bytes() for f in Path(work).rglob("*") if f.is_file()}
+        ends = eos_token_ids(path, tokenizer, prompt_format)
+        changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
+    return {
+        "config.json": config_file(path, dtype, changes),
+        "generation_config.json": generation_file(path, tokenizer, prompt_format),
+    } | tokenizer_files(path, tokenizer, prompt_format)
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> None:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.config.groups import OnlineArgs, TrainArgs
 from common.data import durable
 from common.model.convert import checkpoints_in
-from common.model.hub import load_tokenizer
+from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel.disk_errors import disk_error
@@ -40,23 +40,45 @@ from common.train.run_folder import prepare_output_dir, unlock
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))])
 def test_export_of_an_untrained_model_equals_the_checkpoint(name, dtype, computed, tmp_path, device):
-    """Directly after loading, names and weights are equal, in the wider of their dtype and `--dtype`, and transformers
-    opens the files."""
+    """Directly after loading, names, dtype and weights are equal, and transformers opens the files."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
     args = dataclasses.replace(ARGS, dtype=computed)
     export_hf(load_policy(path, args, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf"))
-    wider = torch.promote_types(dtype, getattr(torch, computed))
     assert before.keys() == after.keys()
-    assert all(after[n].dtype == wider and torch.equal(after[n], before[n].to(wider)) for n in before)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == wider
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=wider) for folder in (path, tmp_path / "hf")]
+    assert all(after[n].dtype == dtype for n in after)
+    # A float32 weight is trained and exported as it is, also under bfloat16 compute.
+    assert all(torch.equal(after[n], before[n]) for n in before)
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (path, tmp_path / "hf")]
+    assert models[1].dtype == dtype
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.equal(*(model(ids).logits for model in models))
     text = "1+1=\u00e9"
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(path)(text)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("export_dtype", ["base", "float32"])
+def test_weights_are_rounded_to_the_dtype_of_the_base_unless_a_flag_keeps_them(export_dtype, tmp_path, device, capsys):
+    """A step that is too small for bfloat16 stays in float32, in hf/ and in the checkpoint as a model."""
+    path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", torch.bfloat16)
+    args = dataclasses.replace(ARGS, export_dtype=export_dtype, output_dir=str(tmp_path / "run"))
+    policy = load_policy(path, args, device)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.0001)
+    run = Checkpointer(args, policy, adamw(policy, args), AutoTokenizer.from_pretrained(path))
+    warned = "warning: --export_dtype base: hf/ has bfloat16, training float32" in capsys.readouterr().out
+    assert warned == (export_dtype == "base")
+    run.export_hf()
+    run.save(1)
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    for folder in (tmp_path / "run/hf", Path(resolve_model(str(tmp_path / "run/checkpoints/step_000001")))):
+        after = load_file(folder / "model.safetensors")
+        for name, weight in before.items():
+            expected = weight.float() * 1.0001 if export_dtype == "float32" else weight
+            assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
 
 
 def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, device):
@@ -163,6 +185,27 @@ def test_full_disk_ends_a_run_with_one_line(ranks, small, tmp_path):
     words = r"^error: writing to the disk failed: .*; files that were complete before are intact$"
     assert re.search(words, done.stderr, re.MULTILINE)
     assert "rank 0 failed" not in done.stderr and not checkpoints_in(tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.slow
+def test_vanished_output_folder_ends_two_ranks_with_one_line(small, tmp_path):
+    (tmp_path / "vanishing.py").write_text(
+        "import runpy, shutil\nfrom common.train.run import Run\nlog = Run.log\n"
+        "def log_and_delete(run, finished, metrics):\n"
+        "    log(run, finished, metrics)\n"
+        "    shutil.rmtree(run.args.output_dir, ignore_errors=True)\n"
+        "Run.log = log_and_delete\n"
+        "runpy.run_path('sft.py', run_name='__main__')\n"
+    )
+    flags = ("--max_steps", 4, "--eval_every", 0, "--output_dir", tmp_path / "run")
+    done = run(2, tmp_path / "vanishing.py", *small, *flags, code=1)
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
+    assert line.startswith(f"error: {tmp_path}/run/") and "it was deleted or moved during the run" in line
+
+
+def test_output_folder_whose_name_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^--output_dir .*: the text is not UTF-8; rename the file or the folder$"):
+        prepare_output_dir(TrainArgs(output_dir=f"{tmp_path}/\udcff"))
 
 
 def test_run_without_a_checkpoint_does_not_claim_the_folder(tmp_path):
