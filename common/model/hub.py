@@ -1,6 +1,5 @@
 """Checkpoints: a built-in model, a folder or a Hugging Face id -> a local folder, its tokenizer and its limits."""
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -9,9 +8,13 @@ from common.config.groups import BUILT_IN_MODELS, BaseArgs
 from common.data import durable
 from common.data.chat import end_of_turn, use_template
 from common.model.convert import as_model, checkpoints_in, is_checkpoint
-from common.model.loading import load_config, require_unchanged
+from common.model.loading import load_config, one_line_errors, require_unchanged
 from common.model.tiny import tiny_model
 from common.parallel import distributed
+
+# Largest sizes in a config.json that are not taken for a damaged file.
+SIZES = dict(vocab_size=1 << 24, hidden_size=1 << 18, intermediate_size=1 << 20, num_hidden_layers=1 << 10,
+             num_attention_heads=1 << 12, num_key_value_heads=1 << 12, head_dim=1 << 14)  # fmt: skip
 
 
 def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
@@ -45,6 +48,8 @@ def _require_files(label: str, folder: Path, weights: bool) -> None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(f"{label}: {_adapter_advice(folder)}")
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ValueError(f"{label}: the folder has no {name}")
@@ -52,19 +57,68 @@ def _require_files(label: str, folder: Path, weights: bool) -> None:
         raise ValueError(f"{label}: the folder has no *.safetensors weights")
     for file in sorted(folder.glob("*.json")):
         try:
-            durable.parse_json(file.read_text(encoding="utf-8"))
+            content = durable.parse_json(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"{label}: {file.name} is not valid JSON: {distributed.first_line(error)}") from error
+        if file.name == "config.json" and not (
+            isinstance(content, dict) and isinstance(content.get("model_type"), str)
+        ):
+            raise ValueError(f"{label}: config.json names no model_type")
+        if file.name in ("tokenizer_config.json", "generation_config.json") and not isinstance(content, dict):
+            raise ValueError(f"{label}: {file.name} is not an object")
+        if file.name == "generation_config.json" and not _is_eos(content.get("eos_token_id")):
+            problem = f"eos_token_id {content['eos_token_id']!r} is no token id, nor a list"
+            raise ValueError(f"{label}: {file.name}: {problem}")
     try:
         config = load_config(folder)
     except StrictDataclassError as error:  # its first line has the field, its second the problem
         raise ValueError(f"{label}: config.json: {' '.join(str(error).split())}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{label}: config.json: {distributed.first_line(error)}") from error
+    for name, most in SIZES.items():
+        size = getattr(config.get_text_config(), name, None)
+        if isinstance(size, int) and not 0 < size <= most:
+            raise ValueError(f"{label}: config.json: {name} {size} must be in 1 to {most}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
+    if getattr(config, "quantization_config", None):  # the weights would be read without their scales
+        raise ValueError(f"{label}: config.json: its weights are quantized; name the model that it was made from")
     if weights:
         require_unchanged(label, folder)
+        _require_single_weights(label, folder)
+
+
+def _is_eos(value: object) -> bool:
+    """Return whether a value is one token id, a list of them, or None."""
+    return value is None or all(type(one) is int for one in (value if isinstance(value, list) else [value]))
+
+
+def _require_single_weights(label: str, folder: Path) -> None:
+    """Raise `ValueError` if two files have a weight of the same name, of which an arbitrary one would be read."""
+    from safetensors import safe_open
+
+    places: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with one_line_errors(label), safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name in places:
+                    both = f"{places[name]} and {file.name} both have {name}"
+                    raise ValueError(f"{label}: {both}; delete one of the files")
+                places[name] = file.name
+
+
+def _adapter_advice(folder: Path) -> str:
+    """Return what to use in place of a folder that has only an adapter."""
+    try:
+        config = durable.parse_json((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base, rank = config["base_model_name_or_path"], config["r"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base, rank = "BASE", "R"
+    merged = folder.parent / "hf"
+    merged = f"name {merged}, which has it merged, or " if (merged / "config.json").is_file() else ""
+    return (
+        f"an adapter, not a model; {merged}train it further with --model {base} --lora_rank {rank} --adapter {folder}"
+    )
 
 
 def download(label: str, repo_id: str, patterns: list[str]) -> str:
@@ -102,14 +156,21 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if not _reads_its_file(tokenizer, path):
+            tokenizer = _tokenizer_of_file(tokenizer, path, flag)
     # KeyError: a tokenizer.json of another kind; ImportError: a slow tokenizer that needs further packages
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{flag} {path}: the tokenizer cannot be loaded: {distributed.first_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"{flag} {path}: {type(tokenizer).__name__} has no places of tokens; save a tokenizer.json")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{flag} {path}: the tokenizer has no EOS token")
     size = load_config(path).get_text_config().vocab_size
-    if size <= max(tokenizer.get_vocab().values()):
+    beyond = {i for i in tokenizer.get_vocab().values() if i >= size}
+    if beyond - tokenizer.added_tokens_decoder.keys():
         raise ValueError(f"{flag} {path}: the model's vocabulary of {size} is smaller than its tokenizer's")
+    if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
+        tokenizer.model_vocab_size = size
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     elif args is not None and (end := chat_end(path, tokenizer)):
@@ -120,21 +181,44 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
     return tokenizer
 
 
+def _reads_its_file(tokenizer, path: str) -> bool:
+    """Return whether the tokenizer gives a text the ids that its tokenizer.json gives it. Transformers 5 chooses the
+    class of some model types, such as qwen2, whatever the file is."""
+    from tokenizers import Tokenizer
+
+    file = Path(path) / "tokenizer.json"
+    if not (file.is_file() and getattr(tokenizer, "is_fast", False)):
+        return True
+    text = "It's 12,345.6 é\n\n  {x: 字}\tEND"
+    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    return tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+
+
+def _tokenizer_of_file(tokenizer, path: str, flag: str):
+    """Return the tokenizer of tokenizer.json in place of `tokenizer`, and say so."""
+    from transformers import PreTrainedTokenizerFast
+
+    name = type(tokenizer).__name__
+    distributed.say(f"{flag} {path}: its tokenizer.json is used; {name}, transformers' choice, has other ids")
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
 def chat_end(path: str, tokenizer) -> str | None:
     """Return the token that ends the turns of a chat model: the chat template writes it, and it is an EOS of the model.
     None for a base model, and for a model that was trained by onefile in another format, which its export records."""
     end = end_of_turn(tokenizer) if tokenizer.chat_template is not None else None
-    if end is None or end[0] not in eos_token_ids(path, tokenizer, "plain"):
+    if end is None or end not in eos_token_ids(path, tokenizer, "plain"):
         return None
-    return tokenizer.convert_ids_to_tokens(end[0]) if recorded_format(path) in (None, "chat") else None
+    return tokenizer.convert_ids_to_tokens(end) if recorded_format(path) in (None, "chat") else None
 
 
 def recorded_format(path: str) -> str | None:
     """Return the `--prompt_format` of the run that exported a model; None for other models."""
-    return _generation_config(path).get("prompt_format")
+    return load_generation_config(path).get("prompt_format")
 
 
-def _generation_config(path: str) -> dict:
+def load_generation_config(path: str) -> dict:
+    """Return the fields of generation_config.json, none without the file."""
     file = Path(path) / "generation_config.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -157,22 +241,9 @@ def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int
         if (file := Path(path) / name).is_file():
             listed = json.loads(file.read_text()).get("eos_token_id")
             ids.update(listed if isinstance(listed, list) else [listed])
-    if prompt_format != "plain" and tokenizer.chat_template is not None and (end := end_of_turn(tokenizer)):
-        ids.add(end[0])
+    if prompt_format != "plain" and tokenizer.chat_template is not None and (end := end_of_turn(tokenizer)) is not None:
+        ids.add(end)
     return sorted(ids - {None})
-
-
-def save_ends(path: str, tokenizer, prompt_format: str, folder: Path) -> None:
-    """Write the tokenizer and generation_config.json for an export of the checkpoint `path`. Sampling from the export
-    ends at all of `eos_token_ids`, as in training, and later runs find the `prompt_format`. An end-of-turn token that
-    only the template has becomes the EOS."""
-    ends = eos_token_ids(path, tokenizer, prompt_format)
-    generation = _generation_config(path) | dict(eos_token_id=ends, prompt_format=prompt_format)
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    if new := set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
-        tokenizer = copy.deepcopy(tokenizer)  # the run keeps its own
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(new.pop())
-    tokenizer.save_pretrained(folder)
 
 
 def context_length(path: str, args: BaseArgs) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -73,6 +73,28 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+    reader = HuggingFaceStorageReader(path)
+    with one_line_errors(label):
+        stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
+    if "score.weight" in stored and not hasattr(hf, "score"):
+        raise ValueError(f"{label}: a reward model (it has score.weight), not a language model")
+
+    def as_stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return iter([(name, tensor)]) if name in stored else hub_weights(hf.config.model_type, name, tensor)
+
+    # Every rank checks all names and shapes before it takes memory, and reads those of its own shards.
+    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in _loaded(hf, stored).items()}
+    shapes = dict(each for name, tensor in shapes.items() for each in as_stored(name, tensor))
+    for name, tensor in shapes.items():
+        if stored.get(name) != list(tensor.shape):
+            found = f"shape {stored[name]}" if name in stored else "no such weight"
+            raise ValueError(f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
+    known = shapes.keys() | hf.state_dict().keys()
+    unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
+    if unused:
+        distributed.say(
+            f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, for example {min(unused)}"
+        )
     hf.to_empty(device=device)
     # Modules recompute the buffers that no checkpoint has (rotary frequencies); a remaining NaN shows a failure. The
     # mark keeps parameters of such a module (Gemma's embedding) from random initialisation.
@@ -84,36 +106,18 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
             hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
     if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
         raise ValueError(f"{label}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
-    wanted = {name: tensor for name, tensor in hf.state_dict().items() if ".lora_" not in name}
-    for name in hf.all_tied_weights_keys:
-        wanted.pop(name, None)  # the tied head is the embedding, and checkpoints need not list it
-    reader = HuggingFaceStorageReader(path)
-    with one_line_errors(label):
-        stored = {name: list(meta.size) for name, meta in reader.read_metadata().state_dict_metadata.items()}
-    if "score.weight" in stored and not hasattr(hf, "score"):
-        raise ValueError(f"{label}: a reward model (it has score.weight), not a language model")
-    new_head = wanted.pop("score.weight", None) if "score.weight" not in stored else None
-
-    def as_stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        return iter([(name, tensor)]) if name in stored else hub_weights(hf.config.model_type, name, tensor)
-
-    # Every rank checks all names and shapes, and reads those of its own shards.
-    shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in wanted.items()}
-    shapes = dict(each for name, tensor in shapes.items() for each in as_stored(name, tensor))
-    wanted = dict(each for name, tensor in wanted.items() for each in as_stored(name, tensor))
-    for name, tensor in shapes.items():
-        if stored.get(name) != list(tensor.shape):
-            found = f"shape {stored[name]}" if name in stored else "no such weight"
-            raise ValueError(f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {found}")
-    known = shapes.keys() | hf.state_dict().keys()
-    unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
-    if unused:
-        distributed.say(
-            f"{len(unused)} weights of {path} are not used by {hf.config.model_type}, for example {min(unused)}"
-        )
+    wanted = dict(each for name, tensor in _loaded(hf, stored).items() for each in as_stored(name, tensor))
     with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
-    return new_head
+    return None if "score.weight" in stored else hf.state_dict().get("score.weight")
+
+
+def _loaded(hf: nn.Module, stored: Iterable[str]) -> dict[str, Tensor]:
+    """Return the weights that are read from the checkpoint: not those of adapters, nor a tied head, which checkpoints
+    need not list, nor a scalar head if none is stored."""
+    state = {name: tensor for name, tensor in hf.state_dict().items() if ".lora_" not in name}
+    new = {*hf.all_tied_weights_keys, *({"score.weight"} - set(stored))}
+    return {name: tensor for name, tensor in state.items() if name not in new}
 
 
 def draw_head(head: Tensor, seed: int) -> None:

@@ -41,6 +41,8 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
             hf = auto_class.from_config(config, **options)
     except (KeyError, ValueError) as error:  # GPT-J, for example, has an attention table of its own
         raise ValueError(f"{label}: {config.model_type} has no packed attention: {first_line(error)}") from error
+    except (AssertionError, ArithmeticError, AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{label}: config.json describes no model: {first_line(error)}") from error
     if any(name.endswith("experts") for name, _ in hf.named_modules()) and config.model_type not in EXPERTS:
         supported = ", ".join(EXPERTS)
         raise ValueError(f"{label}: mixtures of experts of type {config.model_type} are not supported; use {supported}")

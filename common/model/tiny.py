@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from common.parallel.disk_errors import disk_error
+
 PAD, EOS, TURN, END_OF_TURN = "<|pad|>", "<|eos|>", "<|turn|>", "<|end_of_turn|>"
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 CONTEXT = 2048  # tokens
@@ -38,19 +40,40 @@ def tiny_model(name: str = "tiny") -> str:
         work = Path(tempfile.mkdtemp(dir=cache))
     except OSError as error:
         raise ValueError(f"--model {name}: cannot write {cache} ({error.strerror}); set XDG_CACHE_HOME") from error
-    build_tokenizer().save_pretrained(work)
+    try:
+        _save(name, work)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if problem := disk_error(error):
+            raise ValueError(f"--model {name}: cannot write {cache} ({problem}); set XDG_CACHE_HOME") from error
+        raise
+    try:
+        work.rename(folder)  # the first of several ranks wins; all make the same bytes
+    except OSError:
+        shutil.rmtree(work)
+    return str(folder)
+
+
+def _save(name: str, folder: Path) -> None:
+    build_tokenizer().save_pretrained(folder)
     model = build_model()
     if name == "tiny-sft":
         from safetensors.torch import load_file
 
         model.load_state_dict(load_file(SFT_WEIGHTS), strict=False)  # without the tied head
         model.generation_config.prompt_format = "plain"
-    model.save_pretrained(work)
-    try:
-        work.rename(folder)  # the first of several ranks wins; all make the same bytes
-    except OSError:
-        shutil.rmtree(work)
-    return str(folder)
+    save(model, folder)
+
+
+def save(model, folder: Path) -> None:
+    """Write the model as `save_pretrained` does, but on every rank: that writes nothing on ranks other than 0."""
+    from safetensors.torch import save_file
+
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(weights, folder / "model.safetensors", dict(format="pt"))
 
 
 def build_tokenizer():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ def test_missing_model_is_refused_by_name(model, words, monkeypatch):
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
         ("config.json", '{"model_type": "qwen3", "num_hidden_layers": "four"}', "num_hidden_layers"),
         ("config.json", '{"model_type": "clip"}', "clip is not a causal language model"),
+        ("config.json", '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}', "quantized"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not an object"),
+        ("generation_config.json", "[]", "generation_config.json is not an object"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id '2' is no token id"),
     ],
 )
 def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
@@ -57,6 +62,66 @@ def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
     with pytest.raises(ValueError) as error:
         load_tokenizer(resolve_model(str(folder)))
     assert str(error.value).startswith(f"--model {folder}: ") and words in str(error.value)
+
+
+def test_weight_in_two_files_is_refused(tmp_path):
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(ValueError, match="model-00001-of-00001.safetensors and model.safetensors both have "):
+        resolve_model(str(folder))
+
+
+HOSTILE = (-4, 0, 10**12, 10**30, "x", [])
+
+
+def test_hostile_values_in_a_config_are_one_line_or_harmless(tmp_path):
+    """Nothing of the size that they name is allocated: the shapes of the weights are compared first."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    args = TrainArgs(model=str(folder))
+    fields = [name for name in config if name != "transformers_version"]
+    for field, value in product([*fields, None], HOSTILE):
+        (folder / "config.json").write_text(json.dumps(config | {field: value} if field else value))
+        try:
+            load_policy(resolve_model(str(folder)), args, torch.device("meta"))
+        except ValueError as error:
+            assert "\n" not in str(error) and str(error).startswith(f"--model {folder}: "), (field, value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", -4), ("vocab_size", 10**12), ("num_attention_heads", 0)])
+def test_impossible_size_is_refused_with_its_field(field, value, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(ValueError, match=f"^--model {folder}: config.json: {field} {value} must be in 1 to "):
+        resolve_model(str(folder))
+
+
+def test_sizes_other_than_those_of_the_weights_are_refused_before_memory_is_taken(tmp_path, device):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=1 << 24, hidden_size=1 << 18)))
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight \[16777216, 262144\] expected, the checkpoint has shape"
+    ):
+        load_policy(resolve_model(str(folder)), TrainArgs(model=str(folder)), device)
+
+
+def test_adapter_in_place_of_a_model_is_answered_with_its_base(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "r": 8}')
+    words = (
+        f"an adapter, not a model; train it further with --model org/base --lora_rank 8 --adapter {tmp_path}/adapter"
+    )
+    with pytest.raises(ValueError) as error:
+        resolve_model(str(tmp_path / "adapter"))
+    assert str(error.value) == f"--model {tmp_path}/adapter: {words}"
+    shutil.copytree(tiny_model(), tmp_path / "hf")
+    with pytest.raises(ValueError, match=f"not a model; name {tmp_path}/hf, which has it merged, or train it further"):
+        resolve_model(str(tmp_path / "adapter"))
 
 
 def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
@@ -89,6 +154,18 @@ def test_tokenizer_without_an_eos_is_refused(tmp_path):
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"}))
     with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
         load_tokenizer(str(tmp_path / "model"))
+
+
+def test_tokenizer_has_the_ids_of_its_file(tmp_path, capsys):
+    """transformers opens any tokenizer.json of a qwen2 model as Qwen2's, such as that of a distilled model."""
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(model_type="qwen2")))
+    for path, said in ((tiny_model(), False), (folder, True)):
+        tokenizer = load_tokenizer(str(path))
+        assert tokenizer("12+3=\né")["input_ids"] == load_tokenizer(tiny_model())("12+3=\né")["input_ids"]
+        assert tokenizer.chat_template == load_tokenizer(tiny_model()).chat_template
+        assert ("its tokenizer.json is used" in capsys.readouterr().out) == said
 
 
 def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):

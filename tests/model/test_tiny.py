@@ -44,6 +44,19 @@ def test_weights_do_not_depend_on_the_global_generator(tmp_path, monkeypatch):
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_every_rank_writes_the_whole_model(tmp_path, monkeypatch):
+    """The first rank to finish names the folder. `save_pretrained` would write nothing on rank 1."""
+    from transformers.distributed import mixin
+
+    build_model().save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(mixin, "_is_torch_distributed_initialized", lambda: True)
+    monkeypatch.setattr(mixin, "_get_torch_distributed_rank", lambda: 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ours = Path(tiny_model())
+    for file in (tmp_path / "theirs").iterdir():
+        assert (ours / file.name).read_bytes() == file.read_bytes()
+
+
 def test_unwritable_cache_is_refused_by_name(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
