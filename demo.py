@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from common.data.tasks import arithmetic_rows
 from common.metrics.curves import draw_curves, read_metrics
+from common.parallel.console import print_any_text, visible
 
 ROOT = Path(__file__).resolve().parent
 OUT = Path("runs/demo")
@@ -47,6 +49,7 @@ def answers(path: Path, rows: list[dict]) -> list[str]:
 
 
 def main() -> None:
+    print_any_text()
     start = time.time()
     shutil.rmtree(ROOT / OUT, ignore_errors=True)
     train("sft.py", "--config", "configs/demo_sft.yaml")
@@ -59,7 +62,7 @@ def main() -> None:
         "question", "answer", "after SFT", "after GRPO", title="five held-out questions", title_justify="left"
     )
     for row, after_sft, after_grpo in zip(rows, *columns, strict=True):
-        table.add_row(row["prompt"], row["answer"], after_sft, after_grpo)
+        table.add_row(row["prompt"], row["answer"], Text(visible(after_sft)), Text(visible(after_grpo)))
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(

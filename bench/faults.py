@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from bench.fault_cases import disk, fuzz, kill, network
 from bench.fault_cases.case import Case, Setting, Skip, work
+from bench.fault_cases.exits import exits
 from bench.fault_cases.hostile_code import hostile_code
 from bench.fault_cases.hostile_data import hostile_data
 from bench.fault_cases.shim import shim
@@ -42,6 +43,7 @@ KINDS = dict(
     soak=lambda rng: kill.soak(),
     hostile=lambda rng: [*hostile_data(), *hostile_code()],
     network=lambda rng: network.network(),
+    exits=lambda rng: exits(late=10, plain=50),
 )
 
 

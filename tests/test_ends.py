@@ -7,8 +7,11 @@ import pytest
 import torch
 from helpers import metrics
 
+from common.model.export_files import generation_file, tokenizer_files
+from common.model.hub import load_tokenizer
 from common.model.tiny import EOS, build_tokenizer, tiny_model
 from common.rollout.engine import Engine, Request, empty_completion
+from common.train.checkpoint import write_files
 from grpo import Args
 
 EOT = "<|end_of_turn|>"
@@ -59,21 +62,25 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
 
 
 def test_export_ends_completions_like_training(base, tmp_path):
-    from common.model.hub import load_tokenizer, save_ends
-
     (base / "generation_config.json").write_text(json.dumps(dict(eos_token_id=7, top_k=20)))
     tokenizer = load_tokenizer(str(base))
     eos, eot = tokenizer.convert_tokens_to_ids([EOS, EOT])
     for prompt_format, ends, token in (("auto", [7, eos, eot], EOT), ("plain", [7, eos], EOS)):
         folder = tmp_path / prompt_format
-        folder.mkdir()
-        save_ends(str(base), tokenizer, prompt_format, folder)
+        write_ends(str(base), tokenizer, prompt_format, folder)
         assert json.loads((folder / "generation_config.json").read_text()) == dict(
             eos_token_id=ends, top_k=20, prompt_format=prompt_format
         )
         assert load_eos(folder) == token and tokenizer.eos_token == EOS
-    save_ends(tiny_model(), tokenizer, "auto", folder)  # its configs list the token
-    assert load_eos(folder) == EOS
+    write_ends(tiny_model(), tokenizer, "auto", tmp_path / "tiny")  # its configs list the token
+    assert load_eos(tmp_path / "tiny") == EOS
+
+
+def write_ends(path: str, tokenizer, prompt_format: str, folder) -> None:
+    """Write generation config and tokenizer of an export."""
+    folder.mkdir()
+    (folder / "generation_config.json").write_bytes(generation_file(path, tokenizer, prompt_format))
+    write_files(tokenizer_files(path, tokenizer, prompt_format), folder)
 
 
 def load_eos(folder) -> str:
@@ -82,13 +89,16 @@ def load_eos(folder) -> str:
     return AutoTokenizer.from_pretrained(folder).eos_token
 
 
-def test_nonspecial_end_token_is_excluded_from_the_text(device):
-    """Many ChatML tokenizers have such a token; a reward would find it after the answer."""
+def test_text_has_all_tokens_but_ends_and_padding(device):
+    """Many ChatML tokenizers have an end token that is not special; a reward would find it after the answer. Others
+    have special tokens for tags, which a reward reads."""
     from tokenizers import AddedToken
 
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=False, normalized=False)])
-    end, seven = tokenizer.convert_tokens_to_ids(["<|im_end|>", "7"])
+    tokenizer.add_tokens([AddedToken("<answer>", special=True), AddedToken("<bos>", special=True)])
+    tokenizer.bos_token = "<bos>"
+    end, seven, tag = tokenizer.convert_tokens_to_ids(["<|im_end|>", "7", "<answer>"])
 
     class Silent(Engine):
         def _start(self, path):
@@ -98,9 +108,11 @@ def test_nonspecial_end_token_is_excluded_from_the_text(device):
 
     def text(*last: int) -> str:
         ids = [tokenizer.convert_tokens_to_ids("6"), *last]
-        request = Request(empty_completion([5]), 2, 0, 1.0)
-        engine.append_output(request, ids, [0.0] * 2, "stop")
+        request = Request(empty_completion([5]), 9, 0, 1.0)
+        engine.append_output(request, ids, [0.0] * len(ids), "stop")
         return request.completion.text
 
     assert text(end) == "6"
     assert text(seven) == "67"  # a character stays in the text although it is an EOS
+    assert text(tag, seven) == text(tag, seven, end) == "6<answer>7"
+    assert text(tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id) == "6"

@@ -6,18 +6,26 @@ import sys
 from functools import partial
 
 import pytest
+from helpers import ROOT
 
 from bench.fault_cases import disk, fuzz, kill
-from bench.fault_cases.case import Setting
+from bench.fault_cases.case import Case, Setting
 
-SFT = Setting("sft")
+SFT, KEEPS_ONE = Setting("sft"), Setting("sft", flags=(("keep_last", 1),))
 QUICK = ("resume", "model", "checkpoint", "reference")  # scenarios whose undisturbed runs take a second
+
+
+def during(rng: random.Random) -> list[Case]:
+    """Return two second launches in the middle of the first one, which is active or dies: the active one refuses."""
+    return [case for case in kill.twice(rng, 8) if 0.4 < case.values[0] < 0.8][:2]
+
+
 KINDS = dict(
     disk=(10, lambda rng: disk.disk(SFT)),
-    powercut=(8, lambda rng: disk.powercut(Setting("sft", flags=(("keep_last", 1),)))),
+    powercut=(8, lambda rng: disk.powercut(KEEPS_ONE)),
     fuzz=(36, partial(fuzz.fuzz, count=80, names=QUICK)),
     kill=(2, partial(kill.kills, count=6, layouts=("one rank",))),
-    twice=(2, partial(kill.twice, count=4)),
+    twice=(2, during),
     clock=(2, partial(kill.clock, count=4)),
 )
 
@@ -31,3 +39,10 @@ def test_runs_survive_faults_or_end_with_one_line(kind, tmp_path):
     for case in rng.sample(list(cases(rng)), count):
         (folder := tmp_path / str(hash(case.name))).mkdir()
         assert case.check(folder, *case.values) is None, case.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and a C compiler")
+def test_page_has_the_number_of_power_cuts():
+    cuts = [*disk.powercut(KEEPS_ONE), *disk.powercut(Setting("sft", flags=(("keep_last", 2),)))]
+    assert f"| `powercut` | {len(cuts)}, all there are |" in (ROOT / "docs" / "reliability.md").read_text()

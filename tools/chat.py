@@ -36,13 +36,14 @@ from common.model import lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
 from common.model.loading import load_config, one_line_errors
 from common.parallel import distributed
+from common.parallel.console import print_any_text, visible
 from common.rollout.environments import load_environment
 
 TURNS = 8  # of the model in an episode, as the default of --max_turns
 
 
 def note(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr, flush=True)
+    print(visible(f"[{text}]"), file=sys.stderr, flush=True)
 
 
 def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
@@ -75,7 +76,7 @@ class Printer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
-        super().on_finalized_text(text, stream_end)
+        super().on_finalized_text(visible(text), stream_end)
 
 
 class Speaker:
@@ -131,7 +132,7 @@ class Speaker:
             self.encoder.system_prompt = command[8:] or self.encoder.system_prompt
             return
         if self.options.compare is not None:
-            print(f"{self.name}:", flush=True)
+            print(visible(f"{self.name}:"), flush=True)
         if self.options.environment:
             return self.play(row)
         messages = [*self.messages, dict(role="user", content=line)]
@@ -150,7 +151,7 @@ class Speaker:
             total += reward
             messages = [*messages, dict(role="assistant", content=text), *replies]
             for reply in replies:
-                print(f"{reply['role']}: {reply['content']}", flush=True)
+                print(visible(f"{reply['role']}: {reply['content']}"), flush=True)
             if done:
                 return note(f"the episode ends after {turn} turns with reward {total:g}")
         note(f"the episode does not end within {TURNS} turns")
@@ -194,6 +195,7 @@ def load(options: argparse.Namespace) -> list[Speaker]:
 
 
 def main() -> None:
+    print_any_text()
     options = read_options()
     speakers = load(options)
     rows = TASKS.get(options.environment, lambda _: [{}])("test")

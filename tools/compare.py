@@ -24,6 +24,7 @@ import numpy as np
 import yaml
 
 from common.metrics.curves import distinct
+from common.parallel.console import print_any_text, visible
 
 FREE = ("seed", "output_dir", "resume", "wandb_name")  # flags that may differ within a group
 CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
@@ -168,8 +169,9 @@ def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: 
 
 
 def main() -> None:
+    print_any_text()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add = lambda message: parser.exit(2, f"error: {message}\n"), parser.add_argument
+    parser.error, add = lambda message: parser.exit(2, visible(f"error: {message}\n")), parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
     add("--metrics", nargs="+", metavar="NAME", help="metrics or patterns; default: eval* reward loss")
     add("--last", type=int, default=10, metavar="N", help="the last value of metrics other than eval* is the mean of "
@@ -202,14 +204,14 @@ def main() -> None:
 
     table = Table("metric", "group", "seeds", "step", "first -> last", "95% interval", "difference to the first group")
     for row in (row for of_metric in rows for row in of_metric):
-        table.add_row(*map(Text, row), end_section=row[1] == labels[-1])
+        table.add_row(*(Text(visible(cell)) for cell in row), end_section=row[1] == labels[-1])
     console = Console()
     console.width = console.width if console.is_terminal else 200
     console.print(table)
     print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
     if any(len({row[3] for row in of_metric}) > 1 for of_metric in rows):
         print("warning: the groups end at different steps, so the differences compare different numbers of steps")
-    print(f"curves: {picture}")
+    print(visible(f"curves: {picture}"))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
+from common.parallel.console import print_any_text, visible
 from tools.compare import Run, band, by_seed, difference, read_run, values_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,8 +175,9 @@ def verdicts(lesson: Lesson, mine: dict[str, Run]) -> list[str]:
 
 
 def main() -> None:
+    print_any_text()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, f"error: {message}\n")
+    parser.error = lambda message: parser.exit(2, visible(f"error: {message}\n"))
     parser.add_argument("name", help="number of the lesson, or the name of its files")
     parser.add_argument("--store", action="store_true", help="run every arm with three seeds, and store the curves")
     options = parser.parse_args()

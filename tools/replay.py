@@ -34,6 +34,7 @@ from common.data import durable
 from common.metrics.curves import read_metrics
 from common.model.convert import checkpoints_in
 from common.parallel import distributed
+from common.parallel.console import print_any_text, visible
 from common.train import trace
 from common.train.optim import local
 from common.train.run import Run
@@ -114,6 +115,7 @@ def work(script: str, config: str, first: str, last: str, exact: str | None = No
     ReplayRun.first, ReplayRun.last, ReplayRun.exact = int(first), int(last), exact
     module.Run = ReplayRun
     module.main(parse(module.Args, ["--config", config]))
+    distributed.leave()
 
 
 # ---- the run that is replayed ----
@@ -229,12 +231,13 @@ def replay(run: Path, first: int, last: int, changes: dict[str, str]) -> None:
     folder = exact.with_name(f"{exact.name}_{re.sub(r'[^A-Za-z0-9_=.,+-]', '-', name)[:80]}")
     start, _ = find_start(exact, first)
     launch(ranks, folder, script, prepare(exact, folder, start, flags | changes), first, last, exact)
-    print(f"with {' '.join(words)}:")
+    print(visible(f"with {' '.join(words)}:"))
     print_changes(exact, folder, first)
-    print(f"token by token: python tools/view.py {exact} {folder}")
+    print(visible(f"token by token: python tools/view.py {exact} {folder}"))
 
 
 def main() -> None:
+    print_any_text()
     if sys.argv[1:2] == ["--work"]:
         return work(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,7 +256,7 @@ def main() -> None:
     try:
         replay(flags.run, numbers[0], numbers[-1], changes)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         sys.exit(2)
 
 

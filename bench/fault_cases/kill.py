@@ -14,6 +14,7 @@ from pathlib import Path
 from helpers import Ranks, alive, descendants, kill, metrics
 
 from bench.fault_cases.case import HERE, Case, Setting, Skip, after, differs, illegible, reference, seconds
+from common.train.run_folder import IN_USE
 
 LAYOUTS = {
     "one rank": Setting("sft"),
@@ -131,7 +132,7 @@ def second(folder: Path, moment: float, kills_first: bool) -> str | None:
             return f"the first one: {problem}"
     if problem := illegible(done):
         return f"the second one: {problem}"
-    if done.returncode and ("another run uses it" not in done.stderr or kills_first):
+    if done.returncode and (IN_USE not in done.stderr or kills_first):
         return f"the second one: {done.stderr[-300:]}"
     return after(setting, run)
 

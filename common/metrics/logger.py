@@ -19,6 +19,7 @@ from common.data import durable
 from common.data.sample import Group, Sample
 from common.metrics.curves import draw_curves, read_metrics
 from common.parallel import distributed
+from common.parallel.console import visible
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
 TABLE = 4  # completions in the table of a step
@@ -43,6 +44,8 @@ class RunLogger:
         """Delete the lines after `first_step`, which will be logged again. `history`: see `sync`. Raises `ValueError`
         if the lines before it are damaged."""
         self.active, self.folder = distributed.is_main(), Path(args.output_dir)
+        self.first: dict[str, float] = {}  # first and latest value of each metric in `show`, on rank 0
+        self.latest: dict[str, float] = {}
         self.total_steps, self.show, self.curves = total_steps, show, curves
         self.progress = self.wandb = self.tensorboard = None
         self.drawn, self.drawing = time.monotonic(), 0.0  # when curves.png was last drawn, and for how many seconds
@@ -56,8 +59,6 @@ class RunLogger:
             raise ValueError(f"{metrics} was changed after it was written; delete it to continue without it")
         for name in LINES:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
-        self.first: dict[str, float] = {}  # first and latest value of each metric in `show`
-        self.latest: dict[str, float] = {}
         for line in read_metrics(metrics):
             self._remember(line)
         if "wandb" in args.log:
@@ -71,7 +72,8 @@ class RunLogger:
         if self.console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"))
+            description = TextColumn("{task.description}", markup=False)
+            columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), description)
             self.progress = Progress(*columns, console=self.console)
             self.task = self.progress.add_task("", total=total_steps, completed=first_step)
             self.progress.start()
@@ -89,10 +91,11 @@ class RunLogger:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(name, value, step)
         self._remember(metrics)
-        shown = "  ".join(self._value(name) for name in self.latest)
         if self.progress is not None:
+            shown = visible("  ".join(self._value(name) for name in self.latest))
             self.progress.update(self.task, completed=step, description=shown)
-        elif step == self.total_steps or step % max(1, self.total_steps // 20) == 0:
+        elif step % max(1, self.total_steps // 20) == 0 or evaluated(metrics) or step == self.total_steps:
+            shown = visible("  ".join(self._value(name) for name in self.latest if name in metrics))
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
         since = time.monotonic() - self.drawn
         if (step % 20 == 0 or since > 60) and since > 20 * self.drawing:  # at most a twentieth of the time
@@ -116,7 +119,7 @@ class RunLogger:
     def message(self, text: str) -> None:
         """Print a line on the console."""
         if self.active:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
     def preview(self, sample: Sample, tokenizer) -> None:
         """Print one decoded sample."""
@@ -139,6 +142,7 @@ class RunLogger:
                     advantage=advantage,
                     finish_reason=sample.finish_reason,
                     version=sample.version,
+                    **{name: x[sample.prompt_length :] for name, x in sample.streams.items() if name == "advantages"},
                 )
                 for sample, reward, advantage in zip(*of_group, strict=True)
             ]
@@ -190,6 +194,11 @@ class RunLogger:
             self.tensorboard.close()
 
 
+def evaluated(metrics: dict[str, float]) -> bool:
+    """Return whether some of the metrics are of an evaluation."""
+    return any(name.startswith("eval") for name in metrics)
+
+
 def preview(sample: Sample, tokenizer, console) -> None:
     """Print one decoded sample, with its trained tokens in colour, or between marks without a terminal."""
     from rich.text import Text
@@ -197,7 +206,7 @@ def preview(sample: Sample, tokenizer, console) -> None:
     text, position = Text(), 0
     for trained, tokens in groupby(sample.loss_mask):
         length = len(list(tokens))
-        piece = tokenizer.decode(sample.ids[position : position + length])
+        piece = visible(tokenizer.decode(sample.ids[position : position + length]))
         position += length
         plain = f"⟦{piece}⟧" if trained and not console.is_terminal else piece
         text.append(plain, style="bold green" if trained else "dim")
@@ -213,7 +222,7 @@ def asked(row: dict) -> str | None:
 def _brief(text: str, limit: int = 160):
     from rich.text import Text
 
-    text = text.replace("\n", "⏎")
+    text = visible(text).replace("\n", "⏎")
     return Text(text if len(text) <= limit else text[: limit // 2] + " … " + text[-limit // 2 :])
 
 

@@ -1,10 +1,10 @@
-"""Errors of a full, read-only or failing disk, as one line."""
+"""Errors of a full, read-only or failing disk, and of files that vanish, as one line."""
 
 import errno
 import os
 import re
 
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def disk_error(error: BaseException) -> str | None:
@@ -25,6 +25,21 @@ def disk_error(error: BaseException) -> str | None:
             return f"writing to the disk failed: it is full or damaged; {intact}"
         if isinstance(one, BaseException) and id(one) not in seen:
             seen.add(id(one))
-            failures = getattr(one, "failures", None) or {}
-            pending += [one.__cause__, one.__context__, *(failure for failure, *_ in failures.values())]
-    return None
+            pending += [one.__cause__, one.__context__, *_failures(one)]
+    return next(filter(None, map(_vanished, (error, *_failures(error)))), None)
+
+
+def _failures(error: BaseException) -> list[BaseException]:
+    return [failure for failure, *_ in (getattr(error, "failures", None) or {}).values()]
+
+
+def _vanished(error: BaseException) -> str | None:
+    """Return a line if a path with a folder does not exist, else None. Libraries handle such errors all the time: the
+    causes of other errors do not count. A name without a folder may be a program that is not installed."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    if error.filename is None:  # of os.getcwd
+        return "the working directory was deleted"
+    if "/" not in str(error.filename):
+        return None
+    return f"{error.filename}: it was deleted or moved during the run, or its folder was; the run cannot continue"

@@ -1,12 +1,14 @@
 """Process group, seeds, reductions, signals and failures, alike for one process and for many nodes.
 
-Every script calls `setup()` first and `cleanup()` last. In between a rank may fail at any point: the first rank that
-fails reports why in one line, and no rank waits for it (see `_report_and_exit`).
+Every script calls `setup()` first, `cleanup()` at the end of its `main`, and `leave()` after it. In between a rank may
+fail at any point: the first rank that fails reports why in one line, and no rank waits for it (see
+`_report_and_exit`).
 
 `--rollout_ranks` divides the launch into two roles, training ranks and rollout ranks. Each role has its own process
 group, so that everything here and in the libraries spans the ranks of one role; `link` joins ranks of both.
 """
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -20,15 +22,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.parallel.disk_errors import disk_error
+from common.parallel.console import print_any_text, visible
+from common.parallel.failures import PROJECT as PROJECT  # for modules that import this one
+from common.parallel.failures import RunError as RunError
+from common.parallel.failures import explain, first_line
 
-PROJECT = Path(__file__).resolve().parents[2]
 DAY = timedelta(days=1)
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -37,10 +41,6 @@ _launch_rank = 0  # among all ranks of the launch; after setup(), RANK and WORLD
 training_ranks, rollout_ranks = range(1), range(0)  # ranks of the launch by role, set by setup()
 _stop_signal: int | None = None  # set by the signal handler
 before_failing: list[Callable[[], None]] = []  # called before an error is printed, for example to end a progress bar
-
-
-class RunError(RuntimeError):
-    """Error that ends a run, such as a NaN gradient: one line, exit code 1. Bad input is a ValueError: exit code 2."""
 
 
 def world_size() -> int:
@@ -54,9 +54,9 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Print on rank 0 only."""
+    """Print on rank 0 only, with visible control characters."""
     if is_main():
-        print(text, flush=True)
+        print(visible(text), flush=True)
 
 
 def is_rollout_rank() -> bool:
@@ -74,6 +74,7 @@ def setup(seed: int, num_rollout_ranks: int = 0, nccl_timeout: float = 30) -> tu
     gets the same seed: initial weights must not depend on the rank, and nothing else draws from torch's generator.
     """
     global _store, _launch_rank, training_ranks, rollout_ranks
+    print_any_text()
     default_signals()  # ranks wait for each other inside a library, with nothing to save
     if "RANK" not in os.environ:  # plain python; the engine reads these variables too
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -128,13 +129,6 @@ def link(name: str, ranks: list[int], device: torch.device) -> dist.ProcessGroup
         return dist.ProcessGroupGloo(store, rank, len(ranks), timedelta(days=100))
     (options := dist.ProcessGroupNCCL.Options())._timeout = timedelta(days=100)
     return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
-
-
-def cleanup() -> None:
-    """Leave the process group, unless vLLM's shutdown has already left it. Call last, after `Engine.close()`."""
-    if dist.is_initialized():
-        barrier()
-        dist.destroy_process_group()
 
 
 # ---- reductions: plain numbers or tensors in, the same value on every rank out ----
@@ -227,17 +221,42 @@ def stop_requested() -> bool:
     return bool(all_max(int(stop_signalled())))
 
 
+# ---- leaving: exit code 0 ----
+
+
+def cleanup() -> None:
+    """Leave the process group, unless vLLM's shutdown has already left it. Call last, after `Engine.close()`."""
+    if dist.is_initialized():
+        barrier()
+        dist.destroy_process_group()
+
+
+def leave() -> None:
+    """End this process with exit code 0, as the last line of a script, after its threads and exit hooks. Return if
+    another program, such as a profiler or pytest, runs the script: it ends the process after its own work.
+
+    Python would next finalize the interpreter. A thread of gloo may still hold a tensor then, because models keep their
+    process groups alive. Before Python 3.14, freeing it at that time aborts the process (SIGABRT).
+    """
+    callers = {frame.f_globals["__name__"] for frame, _ in traceback.walk_stack(sys._getframe())}
+    if all(name == "__main__" or name.startswith("common.") for name in callers):
+        threading._shutdown()  # joins the threads that are no daemons, as Python does
+        atexit._run_exitfuncs()
+        _end_process(0)
+
+
+def _end_process(code: int) -> NoReturn:
+    """End this process without finalizing the interpreter. As in Python, the code is 120 if output is lost."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before Python started
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the reader of a pipe has gone, or the stream is closed
+            code = code or 120
+    ctypes.CDLL(None).fflush(None)  # output of libraries in C
+    os._exit(code)
+
+
 # ---- failing: one message, no hang ----
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return str(error).strip().split("\n")[0]
-
-
-def gloo_message(error: BaseException) -> str:
-    """Return the message of an error of gloo without its advice."""
-    return first_line(error).partition(". This is typically")[0]
 
 
 def fail_in_thread(error: Exception) -> None:
@@ -249,7 +268,7 @@ def fail(message: str, code: int) -> None:
     """Print `error: message` once, whatever the number of ranks, and exit. For errors that all ranks raise. Other ranks
     wait for the launcher to end them: if one exited first, rank 0 might be killed before it prints."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {visible(message)}", file=sys.stderr, flush=True)
     else:
         time.sleep(60)
     sys.exit(code)
@@ -276,24 +295,14 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
             default_signals()
         time.sleep(60 if _stop_signal is None and in_main_thread else 1)
         os._exit(1)
-    for prepare in before_failing:
-        prepare()
-    file = Path(traceback.extract_tb(trace)[-1].filename).resolve() if trace else Path()
-    ours = file.parent == PROJECT or PROJECT / "common" in file.parents  # a script or a module of common/
-    bad_input = ours and issubclass(kind, ValueError)
-    if issubclass(kind, RunError) or bad_input:
-        print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)  # a name of a file may have line breaks
-    elif issubclass(kind, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-    elif problem := disk_error(error):
-        print(f"error: {problem}", file=sys.stderr)
-    elif isinstance(error, RuntimeError) and ("by peer" in str(error) or "gloo/transport" in str(error)):
-        print(f"error: rank {_launch_rank} lost another rank: {gloo_message(error)}", file=sys.stderr)
-    elif stop_signal is not None:
-        print(f"error: stopped by signal {stop_signal} inside a collective: {first_line(error)}", file=sys.stderr)
-    else:
-        print(f"rank {_launch_rank} failed:", file=sys.stderr)
-        traceback.print_exception(kind, error, trace)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(2 if bad_input else 1)
+    code = 1
+    try:
+        for prepare in before_failing:
+            with contextlib.suppress(OSError):  # the terminal has gone
+                prepare()
+        code, text = explain(error, trace, _launch_rank, stop_signal)
+        print(visible(text), file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:  # whatever happens here: other ranks may wait for the end of this one
+        _end_process(code)

@@ -94,6 +94,26 @@ def test_preview_marks_the_trained_tokens(tmp_path, capsys):
     assert "1+1=\u27e62[b]\u27e7" in capsys.readouterr().out
 
 
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e"
+
+
+def test_console_shows_control_characters_and_the_disk_has_the_exact_text(tmp_path, capsys):
+    """The text comes from models, from data, and from users, who choose names of metrics."""
+    from common.model.tiny import build_tokenizer
+
+    tokenizer, log = build_tokenizer(), logger(tmp_path)
+    ids = tokenizer(HOSTILE, add_special_tokens=False)["input_ids"]
+    log.show = ("loss\x1b[1m",)
+    log.preview(Sample(ids=ids, loss_mask=[True] * len(ids)), tokenizer)
+    log.samples(1, [[completion(HOSTILE)]], [0], ONE, ONE)
+    log.log(4, {log.show[0]: 1.0})
+    log.message(HOSTILE)
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+    assert shown.count(r"\x1b]0;title\x07\x1b[2J\u202e") == 3 and r"loss\x1b[1m 1" in shown
+    assert read_metrics(tmp_path / "samples.jsonl")[0]["completion"] == HOSTILE
+
+
 def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     logger(tmp_path / "run").draw_curves()  # no metric to draw yet
@@ -170,7 +190,18 @@ def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_r
     resumed = logger(tmp_path, 2)
     resumed.log(3, dict(other=1.0))
     resumed.log(4, dict(loss=0.5))
-    assert "step 3/4  loss 2 -> 1" in capsys.readouterr().out and resumed.summary() == "loss 2 -> 0.5"
+    assert "step 4/4  loss 2 -> 0.5" in capsys.readouterr().out and resumed.summary() == "loss 2 -> 0.5"
+
+
+def test_console_shows_values_only_on_the_lines_where_they_were_measured(tmp_path, capsys):
+    """Every evaluation has a line; of 100 other steps, 20 have one."""
+    log = RunLogger(TrainArgs(output_dir=str(tmp_path)), 0, 100, ("eval_loss", "loss"), ())
+    for step in range(1, 101):
+        log.log(step, dict(loss=1 / step) | (dict(eval_loss=0.5) if step % 33 == 0 else {}))
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    evaluations = [line[0] for line in lines if "eval_loss 0.5" in line]
+    assert evaluations == [f"step {step}/100" for step in (33, 66, 99)]
+    assert len(lines) == 23 and all(line[-1].startswith("loss 1") for line in lines)
 
 
 def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_path, monkeypatch):

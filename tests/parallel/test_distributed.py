@@ -1,14 +1,18 @@
-"""Reductions and gathers are equal on all ranks, a signal to one rank stops all, and a seed depends on all its
-parts."""
+"""Reductions and gathers are equal on all ranks, a signal to one rank stops all, a seed depends on all its parts, and
+a process ends with its exit code and at most one line."""
 
 import os
+import runpy
 import signal
 import socket
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import ROOT, run
+from helpers import ROOT, ended, run, start
 
+from bench.fault_cases.shim import shim
 from common.parallel import distributed
 
 RANK = f"""
@@ -146,3 +150,102 @@ def test_error_is_one_line_on_each_machine(rank, local_rank, store, error, print
         distributed._report_and_exit(type(error), error, None)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert capfd.readouterr().err == printed
+
+
+def exit_of(error: BaseException, capfd: pytest.CaptureFixture) -> tuple[int, str]:
+    """Return the exit code and stderr of a process with this uncaught exception."""
+    if (child := os.fork()) == 0:
+        distributed._report_and_exit(type(error), error, error.__traceback__)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), capfd.readouterr().err
+
+
+def failing(action: Callable[[], None]) -> BaseException:
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
+        action()
+    return raised.value
+
+
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    monkeypatch.setattr(distributed, "_store", None)
+
+
+def test_vanished_working_directory_is_one_line(alone, capfd, tmp_path, monkeypatch):
+    """The file names of a traceback may be relative to it."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    where = "the working directory was deleted"
+    assert exit_of(failing(os.getcwd), capfd) == (1, f"error: {where}\n")
+    missing = failing(lambda: exec(compile("open('run/metrics.jsonl')", "sft.py", "exec")))
+    code, shown = exit_of(missing, capfd)
+    assert code == 1 and shown.startswith("error: run/metrics.jsonl: it was deleted") and shown.count("\n") == 1
+
+
+def test_failing_hook_neither_hides_the_error_nor_keeps_the_process(alone, capfd, monkeypatch):
+    def closed_terminal():
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(distributed, "before_failing", [closed_terminal])
+    assert exit_of(distributed.RunError("a"), capfd) == (1, "error: a\n")
+    monkeypatch.setattr(distributed, "explain", lambda *_: 1 / 0)
+    code, shown = exit_of(distributed.RunError("a"), capfd)
+    assert code == 1 and "ZeroDivisionError" in shown
+
+
+def test_error_controls_no_terminal(alone, capfd):
+    assert exit_of(distributed.RunError("row \x1b[2J"), capfd) == (1, "error: row \\x1b[2J\n")
+    code, shown = exit_of(failing(lambda: {}["\x1b]0;a\x07\u202e"]), capfd)  # a bug, with its traceback
+    assert code == 1 and "Traceback" in shown and "\x1b" not in shown and "\u202e" not in shown
+
+
+LEAVING = f"""
+import atexit, ctypes, os, sys, threading
+shim = ctypes.PyDLL(None)
+if hold := hasattr(shim, "faults_free_gloo"):
+    atexit.register(shim.faults_free_gloo, 100)  # the last hook: Python finalizes next
+sys.path.insert(0, {str(ROOT)!r})
+from common.parallel import distributed
+
+distributed.setup(0)
+group = distributed.dist.group.WORLD  # as models keep it
+if hold:
+    shim.faults_hold_gloo()
+distributed.cleanup()
+atexit.register(print, "first hook")
+atexit.register(print, "second hook")
+threading.Timer(0.01, print, ["thread"]).start()
+print("end", end=" ")
+distributed.leave()
+"""
+
+
+def test_process_ends_well_while_a_thread_of_gloo_is_late(tmp_path):
+    """After its threads and exit hooks, in the order of Python. A late thread frees its tensor when the last hook has
+    begun: Python without `leave` kills it, and the process aborts."""
+    (tmp_path / "rank.py").write_text(LEAVING)
+    done = ended(start(1, tmp_path / "rank.py", LD_PRELOAD=shim()))
+    assert (done.returncode, done.stdout) == (0, "end thread\nsecond hook\nfirst hook\n"), done.stderr
+
+
+def test_program_that_runs_a_script_ends_the_process(tmp_path):
+    """Here pytest, which has an exit code and a report."""
+    distributed.leave()
+    (tmp_path / "script.py").write_text("from common.parallel import distributed\ndistributed.leave()\nover = True\n")
+    assert runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")["over"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_lost_output_is_an_exit_code(alone):
+    if (child := os.fork()) == 0:
+        sys.stdout = open("/dev/full", "w")  # noqa: SIM115
+        sys.stdout.write("lost")
+        distributed._end_process(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 120
+
+
+def test_output_that_was_closed_before_the_start_is_no_failure(alone):
+    if (child := os.fork()) == 0:
+        sys.stdout = None
+        distributed._end_process(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -137,6 +137,23 @@ def test_lines_of_the_page_for_transformers_give_the_same_answer(chat, capsys):
     assert chat("47+25=\n", *options)[0] == expected and len(expected) > 50
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_answers_and_environments_control_no_terminal_in_any_encoding(encoding, chat, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(
+        "class Hostile:\n"
+        "    def reset(self, row):\n"
+        "        return [dict(role='user', content=row['prompt'])]\n"
+        "    def step(self, completion):\n"
+        "        return [dict(role='tool', content='\x1b[2J⟦é')], 0.0, True\n"
+    )
+    options = ("--model", talking(tmp_path / "model", "\x1b"), "--temperature", 0, "--max_new_tokens", 3)
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    chat("hi\n", *options, "--environment", f"{tmp_path}/hostile.py:Hostile")
+    shown = "⟦é".encode(encoding, "backslashreplace").decode(encoding)
+    assert out.buffer.getvalue().decode(encoding) == rf"\x1b\x1b\x1b{chr(10)}tool: \x1b[2J{shown}{chr(10)}"
+
+
 def test_line_beyond_the_context_is_dropped_and_the_next_one_is_answered(chat):
     shown, notes = chat(f"{'x' * 3000}\nhi\n", "--model", "tiny", "--temperature", 0, "--max_new_tokens", 4)
     assert "tokens do not fit in the context of tiny, 2048; the line is dropped" in notes
@@ -169,8 +186,8 @@ def test_adapter_of_another_model_is_refused(chat, trained, tmp_path):
     assert notes.startswith(f"error: --adapter {adapter} does not fit --model tiny: ") and notes.count("\n") == 1
 
 
-def endless(folder: Path) -> Path:
-    """Write a model whose greedy completion is line breaks without an end: all its logits are equal."""
+def talking(folder: Path, character: str) -> Path:
+    """Write a model whose greedy completion repeats `character` without an end: all its logits are equal."""
     shutil.copytree(tiny_model(), folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].zero_()
@@ -178,7 +195,8 @@ def endless(folder: Path) -> Path:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first = next(token for token, i in vocabulary.items() if i == 0)
-    vocabulary[first], vocabulary["\n"] = vocabulary["\n"], 0
+    token = character if character in vocabulary else f"<0x{ord(character):02X}>"
+    vocabulary[first], vocabulary[token] = vocabulary[token], 0
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
@@ -187,13 +205,14 @@ def endless(folder: Path) -> Path:
 def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_chat(tmp_path):
     controller, terminal = pty.openpty()
     (tmp_path / "on_terminal.py").write_text(
-        "import os, runpy, sys\n_, terminal, *sys.argv = sys.argv\nos.setsid()\n"
+        "import os, runpy, signal, sys\n_, terminal, *sys.argv = sys.argv\nos.setsid()\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits an ignored one\n"
         "for descriptor in (0, 1, 2): os.dup2(os.open(terminal, os.O_RDWR), descriptor)\n"
-        "sys.stdin, sys.stdout = open(0), open(1, 'w', buffering=1)\n"
+        "sys.stdin, sys.stdout, sys.stderr = open(0), open(1, 'w', buffering=1), open(2, 'w', buffering=1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     options, shown = "--max_new_tokens 2000 --prompt_format plain --temperature 0 --model".split(), b""
-    line = (tmp_path / "on_terminal.py", os.ttyname(terminal), CHAT, *options, endless(tmp_path / "model"))
+    line = (tmp_path / "on_terminal.py", os.ttyname(terminal), CHAT, *options, talking(tmp_path / "model", "\n"))
 
     def expect(words: bytes) -> None:
         nonlocal shown

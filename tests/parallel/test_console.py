@@ -1,0 +1,37 @@
+"""Text of models, data and file names reaches a terminal without its control characters, in any encoding."""
+
+import io
+import sys
+
+import pytest
+
+from common.parallel.console import print_any_text, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07\x1b[2J", r"\x1b]0;title\x07\x1b[2J"),
+        ("over\rwritten \x08 \x7f \x9b31m \0", r"over\rwritten \x08 \x7f \x9b31m \x00"),
+        ("\u202egnp.exe \u2066 \u2069 \u200f", r"\u202egnp.exe \u2066 \u2069 \u200f"),
+        ("a\u200bb\ufeff", r"a\u200bb\ufeff"),
+    ],
+)
+def test_control_characters_are_visible(text, shown):
+    assert visible(text) == shown
+
+
+def test_other_text_is_unchanged():
+    text = "two\nlines\twith é, 漢字, ⟦ ⟧, a \\ and the joiners of 👩\u200d💻 and می\u200cخواهم"
+    assert visible(text) == text
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", rb"\u27e6\xe9\udcff"), ("latin-1", b"\\u27e6\xe9\\udcff")])
+def test_every_encoding_prints_every_text(encoding, shown, monkeypatch):
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    print_any_text()
+    for stream in streams:
+        print("⟦é\udcff", file=stream, end="", flush=True)
+        assert stream.buffer.getvalue() == shown
