@@ -51,7 +51,7 @@ from common.rollout import statistics
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.remote_sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import num_steps
+from common.train.overview import num_steps, repetitions
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -194,9 +194,9 @@ def describe(args: Args, prompts: Prompts, held_out: Prompts, given_held_out: li
     """Return lines about the data, the length, the engine and the updates of the run."""
     steps = f"{num_steps(args, prompts)} steps on {distributed.world_size()} ranks"
     how = f"{rollouts or 'no engine'}, {args.updates_per_rollout} updates per rollout"
-    own = f"{args.own_prompts} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})"
+    own = f"the student completes {args.own_prompts} of {args.prompts_per_step} prompts ({args.on_policy_fraction:g})"
     missing = ["no eval_loss: the held-out rows have no completions"] if len(held_out) and not given_held_out else []
-    return [f"{prompts}, {held_out} held out, {steps}, {how}", f"the student completes {own}", *missing]
+    return [f"{prompts}, {held_out} held out, {steps}, {how}", own, *repetitions(args, prompts), *missing]
 
 
 def compared(both: Comparison, prefix: str) -> dict[str, Tensor]:
@@ -328,3 +328,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

@@ -49,7 +49,7 @@ from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, 
 from common.parallel import distributed
 from common.train.generation import Generation
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import describe_data, held_out_accuracy, num_steps
+from common.train.overview import describe_data, fall, held_out_accuracy, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -237,6 +237,8 @@ def main(args: Args) -> None:
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
     meter = run.meter
+    per_token = preference.rewards_per_token(args.loss[0], args.length_normalize)  # the logged rewards
+    summed = args.loss[0] not in REFERENCE_FREE and not per_token
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
@@ -266,6 +268,9 @@ def main(args: Args) -> None:
                 policy, reference, [eval_pairs[i] for i in mine], eval_stored[mine], args, device
             ))  # fmt: skip
             metrics |= generation.evaluate(step + 1)
+            if not args.sft_weight and (fell := fall(args, run.logger.first, metrics, summed)):
+                advice = "--sft_weight 1 adds the likelihood of chosen to the loss"
+                run.message_once(f"warning: {fell} by step {step + 1}; {advice} (docs/dpo.md)")
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run, eval_pairs))
@@ -275,3 +280,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

@@ -328,3 +328,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

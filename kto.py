@@ -43,7 +43,7 @@ from common.objectives.preference import wpo_weights
 from common.parallel import distributed
 from common.train.generation import Generation
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import describe_data, held_out_accuracy, num_steps
+from common.train.overview import describe_data, fall, held_out_accuracy, num_steps
 from common.train.plan import dry_run
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -104,14 +104,20 @@ def encode_rows(
     def encode(row: dict) -> list[Sample]:
         if columns != KTO_COLUMNS[0]:
             return encoder.pair(row, columns)
-        if not isinstance(row.get("label"), bool):
-            raise ValueError(f"{row['_source']}: column label must be true or false")
-        return [encoder.completion(row, "prompt", "completion")]
+        return [encoder.completion(row | dict(label=label_of(row)), "prompt", "completion")]
 
     found, counts = encode_pairs(rows, encode, args)
     if "chosen" in columns:
         found = [[replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)] for pair in found]
     return found, counts
+
+
+def label_of(row: dict) -> bool:
+    """Return the label of a row: true or false, also as 1 or 0 and as the text of a .csv file."""
+    label = str(row.get("label")).lower()
+    if label not in ("true", "1", "false", "0"):
+        raise ValueError(f"{row['_source']}: column label is {row.get('label')!r}, expected true or false")
+    return label in ("true", "1")
 
 
 def with_mismatches(rows: Samples, args: Args) -> Samples:
@@ -134,11 +140,23 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
     return Samples(rows.rows * (count // max(1, len(rows))), group)
 
 
-def require_both_labels(rows: Samples) -> None:
-    """Raise `ValueError` unless the rows have both labels."""
-    labels = [label for label in (True, False) if any(sample.row["label"] == label for row in rows for sample in row)]
-    if len(labels) < 2:
+def describe_labels(rows: Samples, args: Args) -> list[str]:
+    """Return a line if the labels are so unbalanced that their weights should differ: weight x count of the desirable
+    rows should be 1 to 4/3 times that of the undesirable ones (arXiv:2402.01306). Raises `ValueError` unless the rows
+    have both labels."""
+    labels = [sample.row["label"] for group in rows for sample in group]
+    desirable, undesirable = labels.count(True), labels.count(False)
+    if not (desirable and undesirable):
         raise ValueError(f"kto.py needs rows with label true and rows with label false; all are {labels[0]}")
+    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
+    if 0.8 < ratio < 1.6:  # near enough
+        return []
+    flag = "desirable_weight" if ratio < 1 else "undesirable_weight"
+    weight = getattr(args, flag) * max(ratio, 1 / ratio)
+    return [
+        f"labels: {desirable} true, {undesirable} false; --{flag} {weight:.3g} would balance them "
+        f"(weight x count of true / false is {ratio:.3g}, arXiv:2402.01306 recommends 1 to 1.33)"
+    ]
 
 
 @torch.no_grad()
@@ -214,7 +232,7 @@ def main(args: Args) -> None:
         encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, PAIR_FLAGS, kept=("label",)
     )
     groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
-    require_both_labels(rows)
+    balance = describe_labels(rows, args)
     frozen = [args.reference_model or path] if args.reference_logprobs == "online" else []
     dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=counts + eval_counts)
     order = make_order(groups.rows, args)
@@ -227,7 +245,7 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)
-    run.message(*describe_data(args, groups, eval_groups, counts, eval_counts))
+    run.message(*describe_data(args, groups, eval_groups, counts, eval_counts), *balance)
     run.logger.preview(groups[0][0], tokenizer)
     meter = run.meter
     if run.first_step == 0:
@@ -257,6 +275,8 @@ def main(args: Args) -> None:
                 policy, reference, [eval_groups[i] for i in mine], eval_stored[mine], args, device
             ))  # fmt: skip
             metrics |= generation.evaluate(step + 1)
+            if fell := fall(args, run.logger.first, metrics):
+                run.message_once(f"warning: {fell} by step {step + 1}; raise --beta or lower --lr")
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run, eval_groups))
@@ -266,3 +286,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

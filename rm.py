@@ -105,13 +105,22 @@ def encode_rows(
     the rows that were dropped or changed. If any row has a `margin`, all need one."""
 
     def encode(row: dict) -> list[Sample]:
-        margin = row.get("margin")
-        if "margin" in columns and (type(margin) not in (int, float) or not math.isfinite(margin)):
-            raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
-        return encoder.pair(row, columns)
+        return encoder.pair(row | dict(margin=margin_of(row)) if "margin" in columns else row, columns)
 
     pairs, counts = encode_pairs(rows, encode, args)
     return [[at_end(sample.ids, sample.row) for sample in pair] for pair in pairs], counts
+
+
+def margin_of(row: dict) -> float:
+    """Return the margin of a row: a number, also as the text of a .csv file."""
+    margin = row.get("margin")
+    try:
+        number = math.nan if isinstance(margin, bool) else float(margin)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{row['_source']}: column margin is {margin!r}, expected a finite number")
+    return number
 
 
 def forward(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefix: str = "") -> Tensor:
@@ -206,7 +215,7 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         work.replace(outputs[flag])
     if args.relabel is not None:
-        print(f"{len(pairs) - right - ties} pairs swapped: {args.relabel}")
+        distributed.say(f"{len(pairs) - right - ties} pairs swapped: {args.relabel}")
 
 
 def main(args: Args) -> None:
@@ -269,3 +278,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()

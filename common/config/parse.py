@@ -5,14 +5,13 @@ Precedence: default < default for the built-in model or LoRA < preset < file < c
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
 import re
 import sys
 import typing
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -27,18 +26,12 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from common.config.flags import as_tuple
 from common.config.groups import BUILT_IN_MODELS, BaseArgs, TrainArgs
 from common.config.launch import check_ranks
+from common.config.names import name_here, similar
 from common.parallel import distributed
 
 ArgsT = TypeVar("ArgsT", bound=BaseArgs)
 CONFIG_HELP = "file of `flag: value` lines, such as a run's args.yaml; flags on the command line win"
 FIRST_SECTIONS = ("ModelArgs", "DataArgs", "ScoringArgs")
-ELSEWHERE = dict(  # names of flags in other libraries
-    learning_rate="lr", num_train_epochs="epochs", num_generations="samples_per_prompt", max_prompt_length="max_length",
-    max_completion_length="max_new_tokens", per_device_train_batch_size="batch_size", model_name_or_path="model",
-    dataset_name="dataset", reward_funcs="reward", kl_coef="beta", logging_steps="log_every", save_steps="save_every",
-    eval_steps="eval_every", lr_scheduler_type="lr_schedule", gradient_checkpointing="activation_checkpointing",
-    bf16="dtype", report_to="log", num_iterations="epochs_per_rollout", epsilon="clip_low", epsilon_high="clip_high",
-)  # fmt: skip
 registry = ConstructorRegistry()
 
 
@@ -52,12 +45,10 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         require_not_moved(args_class, given)
         preset = args_class.PRESETS.get(str(given.get("preset")), {})
         why, adapted = adapted_defaults(args_class, preset | given)
-        args = args_class(**(adapted | preset | given))
+        args = valid(args_class, adapted | preset | given)
         for name, value in preset.items():
             if (got := getattr(args, name)) != value:
                 raise ValueError(f"--{name} {got} contradicts --preset {given['preset']}, which sets {value}")
-        planned = args.planned if isinstance(args, TrainArgs) else None
-        check_ranks(args, planned[0] if planned else distributed.world_size())
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
     if adapted:
@@ -104,9 +95,25 @@ def require_not_moved(args_class: type[BaseArgs], given: dict[str, Any]) -> None
                 raise ValueError(f"--{flag} {value} is another script; run {commands[value]}")
 
 
+def valid(args_class: type[ArgsT], values: dict[str, Any]) -> ArgsT:
+    """Return the flags with these values. Raises `ValueError` if they contradict each other or the launch."""
+    args = args_class(**values)
+    planned = args.planned if isinstance(args, TrainArgs) else None
+    check_ranks(args, planned[0] if planned else distributed.world_size())
+    return args
+
+
+def is_valid(args_class: type[BaseArgs], values: dict[str, Any]) -> bool:
+    try:
+        valid(args_class, values)
+    except ValueError:
+        return False
+    return True
+
+
 def adapted_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the defaults that depend on the `given` flags, without those that are given, and what they are for: the
-    built-in models and task, or LoRA, which needs a higher learning rate (docs/lora.md)."""
+    """Return the defaults that depend on the `given` flags, without those that are given or would contradict them, and
+    what they are for: the built-in models and task, or LoRA, which needs a higher learning rate (docs/lora.md)."""
     fields, found, why = args_class.__dataclass_fields__, {}, ""
     model = str(given.get("model", fields["model"].default))
     if model in BUILT_IN_MODELS or trained_from(model) in BUILT_IN_MODELS:
@@ -114,11 +121,15 @@ def adapted_defaults(args_class: type[BaseArgs], given: dict[str, Any]) -> tuple
         built_in_task = on_task and model in BUILT_IN_MODELS
         why = "the built-in model and task" if built_in_task else "the built-in model"
         found = {name: x for name, x in args_class.TINY_DEFAULTS.items() if built_in_task or name.endswith("lr")}
-        if str(given.get("eval_generate")) == "0":
-            found.pop("eval_new_tokens", None)
     elif "lora_rank" in fields and str(given.get("lora_rank", 0)) != "0":
         why, found = "LoRA", dict(lr=float(f"{10 * fields['lr'].default:g}"))
-    return why, {name: value for name, value in found.items() if name not in given}
+    found = {name: value for name, value in found.items() if name not in given}
+    for count in range(4):
+        for left_out in combinations(found, count):
+            kept = {name: value for name, value in found.items() if name not in left_out}
+            if is_valid(args_class, kept | given):
+                return why, kept
+    return why, found
 
 
 def trained_from(model: str) -> str | None:
@@ -240,14 +251,16 @@ def with_words(helps: dict[str, str], words: Sequence[str]) -> dict[str, str]:
 
 def raise_refusal(args_class: type, event: refusals.ParseErrorEvent) -> None:
     """Raise `ValueError` for what tyro refuses."""
-    known = [f"--{field.name}" for field in dataclasses.fields(args_class)]
+    known = [field.name for field in dataclasses.fields(args_class)]
     match event:
         case refusals.UnrecognizedArgs(tokens=[word, *_]):
-            flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-            scripts = [path.name for path in sorted(distributed.PROJECT.glob("*.py")) if declares(path, flag[2:])]
-            hint = f": it is a flag of {', '.join(scripts)}" if scripts else similar(flag, known)
-            hint = f"; here it is --{ELSEWHERE[flag[2:]]}" if flag[2:] in ELSEWHERE else hint
-            raise ValueError(f"unknown flag {flag}{hint}")
+            name = word.partition("=")[0].replace("-", "_").removeprefix("__")
+            flag = f"--{name}" if word.startswith("--") else word
+            scripts = [path.name for path in sorted(distributed.PROJECT.glob("*.py")) if declares(path, name)]
+            hint = f": it is a flag of {', '.join(scripts)}" if scripts else ""
+            here = name_here(name, known)
+            hint += f"; here it is --{here}" if here else ""
+            raise ValueError(f"unknown flag {flag}{hint or similar(name, known, '--')}")
         case refusals.BadValue(argument=argument) | refusals.InstantiationFailure(argument=argument):
             raise ValueError(f"--{argument.field.intern_name}: expected {argument.lowered.metavar}")
 
@@ -255,8 +268,3 @@ def raise_refusal(args_class: type, event: refusals.ParseErrorEvent) -> None:
 def declares(script: Path, flag: str) -> bool:
     """Return whether a script declares the flag."""
     return re.search(rf"^    {re.escape(flag)}: .* = ", script.read_text(encoding="utf-8"), re.MULTILINE) is not None
-
-
-def similar(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

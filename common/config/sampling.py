@@ -50,6 +50,9 @@ class ScoringArgs:
     path/to/file.py:function; reward models as model:PATH; by_row: for each row, the function in its column `reward`"""
     reward_weights: Several[Real] = ()
     """weight of each reward; default: all 1"""
+    thoughts: Literal["cut", "keep"] = "cut"
+    """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only the text behind the
+    last thought is an answer, and an unfinished thought has none; keep: they are part of the answer"""
     max_reward_errors: MayChange[Fraction] = 0.1
     """maximum fraction of a step's rewards that could not be computed; above it the run stops"""
     reward_timeout: MayChange[Positive[float]] = 10.0
@@ -87,6 +90,9 @@ class GenerateArgs:
             require_default(self, ("eval_reward", "eval_new_tokens"), "with --eval_generate 0")
         elif not self.eval_every:
             raise ValueError(f"--eval_generate {self.eval_generate} needs evaluations; set --eval_every above 0")
+        elif self.eval_new_tokens >= self.room:
+            flag = f"--eval_new_tokens {self.eval_new_tokens}"
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.room_flags}; lower it")
         return self
 
 

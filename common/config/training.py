@@ -55,13 +55,14 @@ class DataArgs:
     """Data and prompt format"""
 
     dataset: Several[str] = ("arithmetic",)
-    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv), glob ('data/*.jsonl'),
-    folder of files, or built-in task (arithmetic, splits, chains, calculator, guess_number, sliding_puzzle). Several
-    data sets are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv, .tsv), glob
+    ('data/*.jsonl'), folder of files, or built-in task (arithmetic, splits, chains, calculator, guess_number,
+    sliding_puzzle). Several data sets are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None
-    """configuration of a Hugging Face data set that has several; default: main, if it is one of them"""
+    """configuration of a data set of the hub, or of a folder with README.md, that has several; default: main, if it is
+    one of them"""
     columns: Several[str] = ()
     """renamed columns, of training and held-out rows alike, as new=old: prompt=problem answer=solution"""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -76,6 +77,9 @@ class DataArgs:
     """Jinja file with a chat template in place of the tokenizer's; exported with the tokenizer"""
     template_kwargs: Several[str] = ()
     """additional variables for the chat template, as name=value: enable_thinking=false"""
+    special_text: Literal["token", "text"] = "token"
+    """reading of the text of a special token, such as <|im_end|>, within a message or a prompt. token: as this token,
+    with one line about the first; text: as its characters"""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -180,6 +184,9 @@ class CheckpointArgs:
     """steps between evaluations; there is always one after the last step; 0: off"""
     keep_last: MayChange[Positive[int]] = 2
     """number of newest checkpoints to keep"""
+    export_dtype: MayChange[Literal["base", "float32", "bfloat16"]] = "base"
+    """data type of hf/ and best/; base: that of the starting model. In float32 they keep small updates, which bfloat16
+    rounds away"""
     keep_best: MayChange[str | None] = None
     """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or eval_loss/hard; the
     lowest value is best if the name ends with loss or perplexity, else the highest"""

@@ -19,8 +19,22 @@ CURVES = ("reward", "rewards/*/mean", "eval/solved", "kl", "entropy", "completio
 
 def num_steps(args: TrainArgs, data: Samples | Prompts) -> int:
     """Return the number of steps of the run: `--max_steps`, or as many as `--epochs` passes over the data take."""
-    per_step = args.prompts_per_step if isinstance(args, OnlineArgs) else args.batch_size
-    return args.max_steps or math.ceil(args.epochs * len(data) / per_step)
+    return args.max_steps or math.ceil(args.epochs * len(data) / getattr(args, size_flag(args)))
+
+
+def size_flag(args: TrainArgs) -> str:
+    """Return the flag with the number of rows of a step."""
+    return "prompts_per_step" if isinstance(args, OnlineArgs) else "batch_size"
+
+
+def repetitions(args: TrainArgs, data: Samples | Prompts) -> list[str]:
+    """Return a line if a step draws rows more than once."""
+    flag = size_flag(args)
+    size = getattr(args, flag)
+    if getattr(args, "streaming", False) or size <= len(data):
+        return []
+    times = f"each step draws every row {size / len(data):.3g} times"
+    return [f"warning: --{flag} {size} exceeds the {len(data)} training rows: {times}; lower it"]
 
 
 def length(args: TrainArgs, data: Samples | Prompts) -> str:
@@ -35,7 +49,8 @@ def describe_data(
     """Return lines about the rows that were dropped or changed, the data and the length of a run."""
     named = (("training", counts), ("held-out", eval_counts))
     lines = [f"{count} {name} rows {reason}" for name, found in named for reason, count in found.items()]
-    return [*lines, f"{data.num_rows} training rows, {len(held_out)} held out, {length(args, data)}"]
+    lines.append(f"{data.num_rows} training rows, {len(held_out)} held out, {length(args, data)}")
+    return lines + repetitions(args, data)
 
 
 def describe_rollouts(args: OnlineArgs, prompts: Prompts, held_out: Prompts, rollouts: Sampler) -> list[str]:
@@ -45,10 +60,26 @@ def describe_rollouts(args: OnlineArgs, prompts: Prompts, held_out: Prompts, rol
     mode += [f"weights up to {args.max_staleness} steps old"] if rollouts.prefetch_steps else []
     mode = f"off-policy: {', '.join(mode)}" if mode else "on-policy"
     lines = [f"{prompts}, {held_out} held out, {length(args, prompts)}, {rollouts}, {mode}"]
+    lines += repetitions(args, prompts)
     if args.PRESETS and args.preset:
         flags = " ".join(f"--{flag} {value}" for flag, value in args.PRESETS[args.preset].items())
         lines.append(f"preset {args.preset}: {flags}")
     return lines
+
+
+def fall(args: TrainArgs, first: dict[str, float], metrics: dict[str, float], referenced: bool = True) -> str:
+    """Return what an evaluation shows if the model unlearns good answers while the preference loss falls, else an empty
+    text: `eval/solved` is two standard errors below its `first` value, or the log-prob of chosen completions is below
+    the reference's by a nat and a tenth. `referenced`: whether `rewards` are beta x summed log-ratios."""
+    found = []
+    before, solved = first.get("eval/solved", 0.0), metrics.get("eval/solved", 1.0)
+    if before - solved > 2 * math.sqrt(before * (1 - before) / max(1, args.eval_generate)):
+        found.append(f"eval/solved fell from {before:.3g} to {solved:.3g}")
+    ratio = metrics.get("eval_rewards/chosen", 0.0) / args.beta if referenced else 0.0
+    logp = metrics.get("eval_logps/chosen", 0.0)
+    if -ratio > max(1.0, 0.1 * abs(logp - ratio)):
+        found.append(f"the log-prob of chosen completions fell from {logp - ratio:.3g} to {logp:.3g}")
+    return " and ".join(found)
 
 
 def held_out_accuracy(run: Run, held_out: Samples) -> str:

@@ -22,7 +22,7 @@ from common.model.value import load_with_value_model
 from common.parallel import distributed
 from common.rewards.scoring import Rewards
 from common.rollout.prompts import Prompts
-from common.train.overview import num_steps
+from common.train.overview import num_steps, repetitions, size_flag
 
 META = torch.device("meta")
 ANSWERS = ("answer", "solution", "completion", "canonical_solution", "code", "output")  # columns; the first one is used
@@ -40,7 +40,7 @@ def dry_run(
         return
     models, lines = shapes(args, path, frozen, value_path), [f"{n} rows {why}" for why, n in (counts or {}).items()]
     order = make_order(data.rows, args) if isinstance(data, Prompts) else data.order(args)
-    drawn = [data[i] for i in order.draw(args.prompts_per_step if isinstance(args, OnlineArgs) else args.batch_size)]
+    drawn = [data[i] for i in order.draw(getattr(args, size_flag(args)))]
     if isinstance(args, OnlineArgs):
         items = [[Completion(ids, [False] * len(ids), len(ids), row)] for ids, row in drawn]
         lines += [f"{data}, {held_out} held out", *rewards_of_rows(args, tokenizer, items[:10], rewards)]
@@ -49,16 +49,18 @@ def dry_run(
     length = sum(len(sample.ids) for item in items for sample in item) / len(items) / len(items[0])
     steps = num_steps(args, data)
     problem, line = predicted(args, models)
-    lines += [*schedule(args, len(items[0]), length, steps, len(held_out)), disk(args, models, steps), line]
+    lines += [*schedule(args, len(items[0]), length, steps, len(held_out)), *repetitions(args, data)]
+    lines += [disk(args, models, steps), line]
     if distributed.is_main():
         from rich.console import Console
 
         for sample in [] if isinstance(args, OnlineArgs) else items[0]:  # a first prompt is already shown
             preview(sample, tokenizer, Console())
-        print(*lines, "dry run: no weights were loaded, nothing was written", sep="\n", flush=True)
+        distributed.say("\n".join([*lines, "dry run: no weights were loaded, nothing was written"]))
     if problem:
         raise ValueError(f"--dry_run: {problem}")
     distributed.cleanup()
+    distributed.leave()
     sys.exit(0)
 
 
@@ -83,9 +85,10 @@ def rewards_of_rows(args: OnlineArgs, tokenizer, items: list[list[Sample]], rewa
     groups, row = [], items[0][0].row
     column = next((name for name in ANSWERS if args.environment is None and row.get(name) is not None), None)
     for (prompt,) in items:
-        text = "" if column is None else str(prompt.row.get(column, ""))
+        value = "" if column is None else prompt.row.get(column, "")
+        text = str(value[0] if isinstance(value, list) and value else value)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        answer = Completion(prompt.ids + ids, [], prompt.prompt_length, prompt.row, text=text)
+        answer = Completion(ids, [], row=prompt.row, text=text)  # without the prompt, which may open a thought
         groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
     for name, values_P2 in rewards(groups, Meter()).parts.items():
         of_answers, of_empty = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())

@@ -95,4 +95,4 @@ def publish(args: BaseArgs, upload: bool = False) -> str | None:
     except Exception as error:  # of the name, the hub or the network
         why = f"cannot upload: {getattr(error, 'server_message', None) or distributed.first_line(error)}"
         return f"--push_to_hub {name}: {why}" + (f"; later: hf upload {name} {hf} . --private" if upload else "")
-    print(f"--push_to_hub {name}: {f'{hf} is at' if upload else 'will be at'} {url}")
+    distributed.say(f"--push_to_hub {name}: {f'{hf} is at' if upload else 'will be at'} {url}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.config.groups import TrainArgs
+from common.config.groups import BUILT_IN_MODELS, TrainArgs
 from common.data.order import epochs_of
 from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
@@ -71,7 +71,7 @@ class Run:
         self.timeline = Timeline(args.output_dir)
         self.trace = Trace(args, [*self.models], optimizer, tokenizer)
         self.meter.keep = self.trace.keep
-        self.told_to_stop = False
+        self.told_to_stop = self.told = False
         if line := memory.settle(self.models, args):
             self.message(line)
         if self.planned_steps != total_steps > self.finished and args.lr_schedule != "constant":
@@ -172,6 +172,12 @@ class Run:
         for line in lines:
             self.logger.message(line)
 
+    def message_once(self, line: str) -> None:
+        """Print a line, unless another one was printed by this method."""
+        if not self.told:
+            self.message(line)
+        self.told = True
+
     def log(self, finished: int, metrics: dict[str, float]) -> None:
         """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved. Collective.
 
@@ -246,10 +252,10 @@ class Run:
         files = [f"{folder}/{name}" for name in ("curves.png", "samples.jsonl") if Path(folder, name).is_file()]
         lines = [f"after {self.finished} steps: {changed}"] if changed else []
         lines += [f"look at {' and '.join(files)}"] if files else []
+        built_in = self.args.model in BUILT_IN_MODELS
         if hasattr(self.args, "reward") or hasattr(self.args, "eval_reward"):  # not a reward model
-            own = "your own --model, --dataset and --output_dir"
             python = os.path.relpath(sys.executable)
             chat = f"{'python' if python.startswith('..') else python} tools/chat.py --model {folder}/hf"
             chat += f" --environment {self.args.environment}" if getattr(self.args, "environment", None) else ""
-            lines += [f"next: {chat}, or {own}"]
+            lines += [f"next: {chat}{', or your own --model and --dataset' if built_in else ''}"]
         return [*lines, f"done: {folder}/hf"]

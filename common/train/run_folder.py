@@ -1,6 +1,7 @@
 """The output folder of a run: one run at a time, with one set of flags."""
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -23,6 +24,7 @@ from common.train.publish import publish
 FILES = ("args.yaml", "code.json", "metrics.jsonl", "samples.jsonl", "completions.jsonl", "curves.png", "wandb_id")
 SAMPLED = ("completions.jsonl", "step_*/completions.jsonl")  # eval.py and bok.py resume from these
 FOLDERS = ("checkpoints", "hf", "best", "adapter", "best_adapter", "tensorboard", "timeline", "trace", "replay")
+IN_USE = "uses it; wait for it or name another --output_dir"
 
 
 def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
@@ -30,9 +32,11 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
     Collective. A dry run only warns.
 
     With `--resume never` the files of an earlier run are deleted. Raises `ValueError` on every rank if the folder is
-    not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run.
+    not writable, is not shared by all machines, has a run with other flags or, with `--resume must`, has no run, and
+    for a flag that is not UTF-8.
     """
     folder, problem = Path(args.output_dir), None
+    _require_utf8(args)
     if isinstance(args, TrainArgs) and args.dry_run:
         if conflict := _conflict(folder, args):
             distributed.say(f"warning: {conflict}")
@@ -58,6 +62,15 @@ def prepare_output_dir(args: BaseArgs, owned: Sequence[str] = ()) -> None:
         raise ValueError(f"--output_dir {folder}: {problem}")
 
 
+def _require_utf8(args: BaseArgs) -> None:
+    """Raise `ValueError` for a flag whose text is not UTF-8, as names of files may be: the files of a run quote it."""
+    for flag, value in flags_of(args).items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"--{flag} {value}: the text is not UTF-8; rename the file or the folder") from error
+
+
 _locked: TextIO | None = None  # the lock of this process
 
 
@@ -71,9 +84,10 @@ def _lock(folder: Path) -> str | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        return f"--output_dir {folder}: {file.read().strip()} uses it; wait for it or name another --output_dir"
+        return f"--output_dir {folder}: {file.read().strip()} {IN_USE}"
     except OSError as error:  # some network disks
-        print(f"--output_dir {folder}: no lock ({error.strerror}), so a second run in it would not be noticed")
+        why = f"no lock ({error.strerror})"
+        distributed.say(f"--output_dir {folder}: {why}, so a second run in it would not be noticed")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
@@ -112,7 +126,7 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
         durable.write_json(folder / "code.json", _code(args))
     then, now = durable.read_json(folder / "code.json"), _code(args)
     for file in (file for file in then if then[file] != now.get(file)):
-        print(f"warning: {file} has changed since the run in {folder} began: it continues with the new code")
+        distributed.say(f"warning: {file} has changed since the run in {folder} began: it continues with the new code")
     return None
 
 

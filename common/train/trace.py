@@ -130,8 +130,10 @@ class Trace:
 
     def end(self, step: int) -> None:
         """Write the trace of a step. Collective."""
-        groups = self._sampled_groups() if self.sampled else self._rows_of_data()
-        values = distributed.gather_dict({i: _value(group) for i, group in groups.items()})
+        groups, rows = self._sampled_groups(), self._rows_of_data()
+        by_reward = not distributed.all_sum(len(rows))
+        groups |= rows
+        values = distributed.gather_dict({i: _value(group, by_reward) for i, group in groups.items()})
         chosen = choose(values, self.args.trace_groups, self.args.trace_positions)
         lines = distributed.gather_dict({i: self._line(i, chosen[i], groups[i]) for i in chosen if i in groups})
         weights = distributed.gather_objects([fingerprint(model) for model in self.models])
@@ -173,14 +175,18 @@ class Trace:
         }
 
     def _rows_of_data(self) -> dict[int, list[Traced]]:
-        """Return this rank's rows of data or pairs, by position in the batch."""
+        """Return this rank's rows of data or pairs, by position in the batch, after the sampled groups. Collective."""
         groups: dict[int, dict[int, Traced]] = defaultdict(dict)
         ranks, rank = distributed.world_size(), dist.get_rank()
+        first = int(distributed.all_sum(len(self.sampled)))
+        sampled = {id(sample.ids) for group in self.sampled.values() for sample, _ in group}
         for forward in self.forwards:
             G = forward.samples_per_row
             for n, sample in enumerate(forward.mb.samples):
-                i, g = divmod(int(forward.mb.index_N[n]), G)
-                groups[i * ranks + rank].setdefault(g, Traced(sample, {}, [])).places.append((forward, n))
+                if id(sample.ids) not in sampled:
+                    i, g = divmod(int(forward.mb.index_N[n]), G)
+                    traced = groups[first + i * ranks + rank].setdefault(g, Traced(sample, {}, []))
+                    traced.places.append((forward, n))
         return {position: [group[g] for g in sorted(group)] for position, group in groups.items()}
 
     def _line(self, position: int, chosen: list[str], group: list[Traced]) -> dict:
@@ -199,7 +205,7 @@ class Trace:
         for forward, n in traced.places:
             mb = forward.mb
             own = slice(mb.offsets[n] + start - 1, mb.offsets[n + 1])  # streams are aligned with ids[1:]
-            streams = {name: getattr(mb, f"{name}_T") for name in FIXED}
+            streams = {name: getattr(mb, f"{name}_T") for name in (*FIXED, *sample.streams)}
             fixed |= {name: _numbers(x_T[own]) for name, x_T in streams.items() if x_T is not None}
             tokens = forward.outputs | forward.tokens
             for name, x_T in forward.outputs.items():
@@ -239,9 +245,9 @@ def choose(values: dict[int, tuple[float, float]], count: int, given: Sequence[i
     return reasons
 
 
-def _value(group: list[Traced]) -> tuple[float, float]:
-    """Return the mean and the spread of the rewards of a group; for data minus its loss, and its loss."""
-    if "reward" in group[0].known:
+def _value(group: list[Traced], by_reward: bool) -> tuple[float, float]:
+    """Return the mean and the spread of the rewards of a group, or minus its loss, and its loss."""
+    if by_reward:
         rewards = [0.0 if math.isnan(r := traced.known["reward"]) else r for traced in group]
         return fmean(rewards), pstdev(rewards)
     loss = math.fsum(share for traced in group for _, share in traced.shares())

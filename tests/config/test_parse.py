@@ -2,10 +2,13 @@
 
 import dataclasses
 import importlib
+import random
 import re
 import runpy
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import pytest
@@ -14,13 +17,15 @@ from config.test_groups import ALGORITHMS
 from helpers import ROOT
 from pydantic.dataclasses import dataclass
 
+import eval as evaluation
 import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Positive
 from common.config.groups import OnlineArgs
 from common.config.launch import check_ranks, flags_of
+from common.config.names import ELSEWHERE, name_here
 from common.config.objectives import CorrectionArgs, RewardArgs
-from common.config.parse import parse
+from common.config.parse import adapted_defaults, is_valid, parse, valid
 
 
 @dataclass
@@ -157,7 +162,10 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
     [
         (["--max_step", "3"], "unknown flag --max_step (did you mean --max_steps?)"),
         (["--num_generations", "3"], "unknown flag --num_generations; here it is --samples_per_prompt"),
-        (["--batch-size", "3"], "unknown flag --batch_size: it is a flag of dpo.py, kto.py, rm.py, sft.py"),
+        (
+            ["--batch-size", "3"],
+            "unknown flag --batch_size: it is a flag of dpo.py, kto.py, rm.py, sft.py; here it is --prompts_per_step\n",
+        ),
         (["--zzz=3"], "unknown flag --zzz\n"),
         (["--max_steps", "many"], "--max_steps many must be a valid integer"),
         (["--max_steps", "1.5"], "--max_steps 1.5 must be a valid integer"),
@@ -180,6 +188,36 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
 )
 def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
     assert what in refused(capsys, *argv)
+
+
+MISSPELLED = """
+    max_step:max_steps max_new_token:max_new_tokens
+    promtps_per_step:prompts_per_step sample_per_prompt:samples_per_prompt
+    learningrate:lr eval_evry:eval_every save_evry:save_every lr_scheduler:lr_schedule outputdir:output_dir
+    output:output_dir warmup:warmup_steps weightdecay:weight_decay sytem_prompt:system_prompt data:dataset
+    datasets:dataset dataset_splits:dataset_split rewards:reward rewrad:reward temprature:temperature epoch:epochs
+    lorarank:lora_rank lora_r:lora_rank grad_norm:max_grad_norm pack_token:pack_tokens eval_data:eval_dataset
+    resum:resume modell:model max_prompts:eval_size kl_coef:beta num_generations:samples_per_prompt""".split()
+NONSENSE = """
+    zzz foo bar verbose debug fast quick help_me xyz123 potato use_magic threads color fp8 yes final nothing gpu ui
+    banana""".split()
+
+
+def test_misspelled_flags_have_the_right_guess_and_nonsense_has_none(capsys):
+    for name, right in [pair.split(":") for pair in MISSPELLED]:
+        message = refused(capsys, f"--{name}=3")
+        assert f"did you mean --{right}?" in message or message.endswith(f"here it is --{right}\n"), message
+    for name in NONSENSE:
+        assert refused(capsys, f"--{name}=3") == f"error: unknown flag --{name}\n"
+    assert "here it is --max_prompts\n" in refused(capsys, "--eval_size", "3", args_class=evaluation.Args)
+
+
+def test_names_of_other_libraries_are_flags_here_by_another_name():
+    fields = {field.name for script in ALGORITHMS for field in dataclasses.fields(importlib.import_module(script).Args)}
+    assert set(ELSEWHERE) <= fields
+    for script in ALGORITHMS:
+        known = [field.name for field in dataclasses.fields(importlib.import_module(script).Args)]
+        assert all(name_here(name, known) in {None, *known} - {name} for name in " ".join(ELSEWHERE.values()).split())
 
 
 def test_flags_that_do_not_fit_the_ranks_are_refused_in_one_line(monkeypatch, capsys):
@@ -377,6 +415,51 @@ def test_defaults_apply_to_other_models_and_data(argv, capsys, tmp_path):
     assert parse(grpo.Args, [*recipe, "--model", "tiny"]).lr != defaults.lr  # flags override the file
     (tmp_path / "recipe.yaml").write_text("model: tiny\n")
     assert parse(grpo.Args, [*recipe, "--model", "other"]).lr == defaults.lr
+
+
+def candidates(args_class) -> Iterator[tuple[str, object]]:
+    """Yield flags with values of their types, of which some are out of bounds."""
+    types = typing.get_type_hints(args_class)
+    for field in dataclasses.fields(args_class):
+        text = str(types[field.name])
+        numbers = [0, 1, 2, 3, 7, 100, 0.5] if "int" in text or "float" in text else []
+        words = [*re.findall(r"'(\w+)'", text), "x"] if "Literal" in text or "str" in text else []
+        yield from ((field.name, value) for value in [*numbers, *words, *([True, False] if "bool" in text else [])])
+
+
+@pytest.mark.parametrize("script", ALGORITHMS)
+def test_adapted_defaults_do_not_contradict_what_is_given(script):
+    """Flags that are valid with the usual defaults are valid on the built-in model too, and keep their values. So are
+    flags that only its defaults allow."""
+    args_class, draw = importlib.import_module(script).Args, random.Random(0)
+    flags = list(candidates(args_class))
+    for given in [*([flag] for flag in flags), *(draw.sample(flags, 2) for _ in range(300))]:
+        given = dict(given)
+        if is_valid(args_class, given):
+            adapted = adapted_defaults(args_class, given)[1]
+            usual, args = valid(args_class, given), valid(args_class, adapted | given)
+            assert {name: getattr(args, name) for name in given} == {name: getattr(usual, name) for name in given}
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "values"),
+    [
+        ("sft", "--eval_every 0", dict(eval_every=0, eval_generate=0, warmup_steps=10)),
+        ("dpo", "--eval_generate 0", dict(eval_generate=0, eval_new_tokens=256, sft_weight=1.0)),
+        (
+            "kto",
+            "--eval_reward gsm8k --system_prompt x --template_kwargs a=b",
+            dict(eval_generate=256, prompt_format="auto"),
+        ),
+        ("sft", "--pack_tokens 5", dict(pack_tokens=5, eval_generate=0, warmup_steps=10)),
+        ("grpo", "--minibatches 64", dict(minibatches=64, prompts_per_step=64, max_new_tokens=5)),
+    ],
+)
+def test_defaults_that_contradict_a_flag_are_left_out(script, argv, values, capsys):
+    args = parse(importlib.import_module(script).Args, argv.split())
+    assert {name: getattr(args, name) for name in values} == values
+    said = capsys.readouterr().out
+    assert said.startswith("defaults for the built-in model and task: --lr ") and "--eval_every 0" not in said
 
 
 def test_preset_overrides_the_values_for_the_built_in_model():

@@ -50,7 +50,8 @@ def flags(small, script: str, folder: Path, *more: object) -> tuple:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path):
-    main(script, *flags(small, script, tmp_path))
+    """Each sample of the step is in the trace, sampled or from the data."""
+    main(script, *flags(small, script, tmp_path, "--trace_groups", 1000))
     logged = {row["step"]: row for row in metrics(tmp_path)}
     for step, (header, *groups) in traces(tmp_path).items():
         updates = len(header["loss"])
@@ -59,12 +60,13 @@ def test_shares_of_all_tokens_add_up_to_the_loss(main, script, small, tmp_path):
         for update in (update for group in groups for c in group["completions"] for update in c["updates"]):
             traced[update["update"]] += sum(update.get("share", [])) + update.get("row", {}).get("share", 0.0)
         assert traced == pytest.approx(header["traced"], rel=1e-5, abs=1e-6)
-        assert len(groups) == 4 and any(traced)
+        assert traced == pytest.approx(header["loss"], rel=1e-5, abs=1e-6) and any(traced)
+        assert sorted(group["group"] for group in groups) == [*range(len(groups))]
     assert sorted(traces(tmp_path)) == [1, 2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["dpo", "ppo"])
+@pytest.mark.parametrize("script", ["dpo", "ppo", "distill"])
 def test_trace_changes_no_weight(main, script, small, tmp_path):
     for name, every in (("with", 1), ("without", 0)):
         main(script, *flags(small, script, tmp_path / name, "--trace_every", every))
