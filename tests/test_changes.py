@@ -2,9 +2,12 @@
 
 import math
 import subprocess
+from itertools import chain
 
 import pytest
 from helpers import ROOT, metrics, run
+
+from common.train.trace import read
 
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
 SHORT = (
@@ -31,7 +34,7 @@ FLAGS = {
 
 def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "docs/changes/README.md").read_text()
-    assert len(PATCHES) == 7
+    assert len(PATCHES) == 8
     for patch in PATCHES:
         changed = [line for line in patch.read_text().splitlines()[2:] if line[0] in "+-" and line[1:].strip()]
         assert len(changed) <= 15 and f"({patch.name})" in page
@@ -56,5 +59,10 @@ def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3] and all(math.isfinite(line["loss"]) for line in lines)
     if patch.stem == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
+    if patch.stem == "token-advantage":
+        _, *traced = read(folder / "trace" / "step_000001.jsonl.gz")
+        for completion in chain.from_iterable(group["completions"] for group in traced):
+            decay = [0.9**count for count in reversed(range(len(completion["mask"])))]
+            assert completion["fixed"]["advantages"] == pytest.approx([completion["advantage"] * x for x in decay])
     if patch.stem == "metric-per-group":
         assert all("groups/reward_range" in line for line in lines)

@@ -7,6 +7,7 @@ expression may use numeric flags, earlier names and values of the trace (docs/tr
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 Formulas = list[tuple[str, str]]
 
@@ -26,12 +27,14 @@ WEIGHT = {
 }
 
 
-def formulas(script: str, flags: Mapping) -> Formulas:
-    """Return the formulas of a share of the loss, of which `share` is the last; none for an unknown script."""
-    if script not in SCRIPTS:
-        return []
-    found = SCRIPTS[script](flags)
-    return found if found[-1][0] == "share" else [*found, ("share", "loss * w")]
+def formulas(script: str, flags: Mapping) -> dict[str, Formulas]:
+    """Return the formulas of a share of the loss, of which `share` is the last, by script. A copy with a name of its
+    own gets those of every script whose flags it has: the page takes those that give the recorded shares."""
+    found = {}
+    for name in [script] if script in SCRIPTS else SCRIPTS:
+        with suppress(KeyError, TypeError, ValueError):  # `flags` lack one, or have one of another type
+            found[name] = SCRIPTS[name](flags)
+    return {name: of if of[-1][0] == "share" else [*of, ("share", "loss * w")] for name, of in found.items()}
 
 
 # ---- parts ----

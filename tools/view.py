@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from common.metrics.curves import distinct
+from common.parallel.console import print_any_text, visible
 from common.train import trace
 from tools.compare import Run, band, group_runs, label_groups, read_run, values_of
 from tools.formulas import formulas
@@ -131,27 +132,44 @@ def marked_lines(function: ast.FunctionDef, flags: dict) -> list[int]:
     return sorted({line for first, last in found or others for line in range(first, last + 1)})
 
 
-def source_of(script: str, flags: dict) -> list[dict]:
-    """Return the functions that define the loss of a script: file, name, lines, and the marked ones by index."""
-    files = {f"{script}.py": ("policy_loss", "loss", "value_loss")}
-    if script in ("dpo", "online_dpo"):
-        files["common/objectives/preference.py"] = ("preference_loss",)
+def script_file(folder: Path, script: str) -> Path:
+    """Return the file of the script of a run: where the run began, or in this checkout."""
+    code = folder / "code.json"
+    began = map(Path, json.loads(code.read_text(encoding="utf-8"))) if code.is_file() else ()
+    return next((path for path in began if path.stem == script and path.is_file()), ROOT / f"{script}.py")
+
+
+def parsed(path: Path) -> tuple[list[str], ast.Module]:
+    """Return the lines of a file and its syntax tree; nothing if the file is absent."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return text.split("\n"), ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}; mend it, or view the run without it") from error
+
+
+def source_of(path: Path, origins: Container[str], flags: dict) -> list[dict]:
+    """Return the functions that define the loss of a script, which may be a copy of `origins`: file, name, lines, and
+    the marked ones by index."""
+    files = {path: ("policy_loss", "loss", "value_loss")}
+    if "dpo" in origins or "online_dpo" in origins:
+        files[ROOT / "common/objectives/preference.py"] = ("preference_loss",)
     functions = []
     for file, names in files.items():
-        text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
-        for node in ast.parse(text).body:
+        text, tree = parsed(file)
+        shown = str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file)
+        for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name in names:
-                lines = text.split("\n")[node.lineno - 1 : node.end_lineno]
+                lines = text[node.lineno - 1 : node.end_lineno]
                 marked = [line - node.lineno for line in marked_lines(node, flags)]
-                functions.append(dict(file=file, name=node.name, lines=lines, marked=marked))
+                functions.append(dict(file=shown, name=node.name, lines=lines, marked=marked))
     return functions
 
 
-def curves_of(script: str) -> list[str]:
+def curves_of(path: Path) -> list[str]:
     """Return the main metrics of a script, as patterns: its `CURVES`, or those of scripts that sample."""
-    path = ROOT / f"{script}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
-    common = ast.parse((ROOT / "common/train/overview.py").read_text(encoding="utf-8"))
+    _, tree = parsed(path)
+    _, common = parsed(ROOT / "common/train/overview.py")
     named = {ast.unparse(node.targets[0]): node.value for part in (common, tree) for node in part.body
              if isinstance(node, ast.Assign)}  # fmt: skip
     further = [
@@ -190,10 +208,11 @@ def run_data(run: Run, embed: bool) -> dict:
         if embed:
             header["gzip"] = base64.b64encode(path.read_bytes()).decode()
     metrics = {name: [list(of), list(of.values())] for name, of in run.metrics.items()}
+    found = formulas(script, run.flags)
     return dict(
         name=run.folder.resolve().name, folder=str(run.folder), script=script, flags=run.flags, metrics=metrics,
         traces=traces, timeline=timeline_of(run.folder), gradients=gradients_of(run.folder),
-        source=source_of(script, run.flags), formulas=formulas(script, run.flags),
+        source=source_of(script_file(run.folder, script), found, run.flags), formulas=found,
     )  # fmt: skip
 
 
@@ -218,7 +237,8 @@ def group_data(runs: list[Run]) -> list[dict]:
 def main_metrics(runs: list[Run]) -> list[str]:
     """Return the metrics that the page shows first."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    patterns = dict.fromkeys(x for run in runs for x in curves_of(script_of(run, traces_of(run.folder))))
+    files = [script_file(run.folder, script_of(run, traces_of(run.folder))) for run in runs]
+    patterns = dict.fromkeys(x for file in files for x in curves_of(file))
     matching = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
     return distinct({name: [run.metrics.get(name) for run in runs] for name in matching})
 
@@ -326,8 +346,9 @@ def screenshot(html: Path, picture: Path) -> None:
 
 
 def main() -> None:
+    print_any_text()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add = lambda message: parser.exit(2, f"error: {message}\n"), parser.add_argument
+    parser.error, add = lambda message: parser.exit(2, visible(f"error: {message}\n")), parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
     add("--out", type=Path, metavar="FILE", help="page to write; default: view.html in the folder of the first run")
     add("--screenshot", type=Path, metavar="FILE", help="picture of the page to write; needs playwright and chromium")
@@ -349,7 +370,7 @@ def main() -> None:
         out.write_text(page(data | dict(live=0)), encoding="utf-8")
         if options.screenshot:
             screenshot(out, options.screenshot)
-        print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+        print(visible(f"{out}: {out.stat().st_size / 1e6:.1f} MB"))
     except (OSError, OverflowError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:

@@ -9,10 +9,10 @@ ones, equally many from each rank. The others stay in flight, but only as long a
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 
 from common.config.groups import OnlineArgs
-from common.data.order import RowOrder, WeightedOrder
+from common.data.order import Order
 
 
 @dataclass
@@ -34,7 +34,7 @@ class PromptBatch:
 class PromptQueue:
     """Queue of prompt numbers, without texts and completions. It is the same on all ranks, except for `rank`."""
 
-    def __init__(self, order: RowOrder | WeightedOrder, args: OnlineArgs, rank: int, ranks: int, prefetch_steps: int):
+    def __init__(self, order: Order, args: OnlineArgs, rank: int, ranks: int, prefetch_steps: int):
         """`prefetch_steps`: number of later steps whose prompts may be in flight together with those of this step."""
         self.order, self.rank, self.ranks, self.prefetch_steps = order, rank, ranks, prefetch_steps
         self.prompts_per_step, self.max_staleness = args.prompts_per_step, args.max_staleness
@@ -48,6 +48,7 @@ class PromptQueue:
         self.size = self.prompts_per_step  # number of prompts to take next, on all ranks
         self.positions: Sequence[int] = range(rank, self.size, ranks)
         """indices of this rank's prompts in the last selection of all ranks"""
+        self.selected: list[int] = []  # prompts of the last selection of all ranks
 
     # ---- one rollout, in this order ----
 
@@ -96,7 +97,8 @@ class PromptQueue:
         self.positions = range(self.rank, self.size, self.ranks)
         if self.oversample == 1:  # the ranks may have different numbers of prompts
             self.positions = [i for i, number in enumerate(self._candidates()) if self.is_here(number)]
-        for number in chosen:
+        self.selected = list(chosen)
+        for number in self.selected:
             del self.in_flight[number]
             self.used.add(number)
             self.taken.append(number)
@@ -115,6 +117,12 @@ class PromptQueue:
         """Return the index of the data row of a pending prompt."""
         batch, position = divmod(number, self.prompts_per_step)
         return self.pending[batch - self.pending[0].index].rows[position]
+
+    @property
+    def rows(self) -> list[int]:
+        """Indices of the data rows of the last selection of all ranks, in the order of `positions`."""
+        lanes = [sorted(x for x in self.selected if x % self.lanes == lane) for lane in range(self.lanes)]
+        return [self.row(number) for number in chain(*zip(*lanes, strict=True))]
 
     def _unbegun(self) -> Iterator[int]:
         """Yield prompts that are neither in flight nor used, first from pending batches, then from new ones."""

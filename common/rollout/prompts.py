@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config.groups import SamplingArgs
-from common.data.chat import is_message
 from common.data.encode import Encoder
+from common.data.messages import is_message
 from common.data.rows import PROMPT_COLUMNS, Columns, require_columns, require_held_out, train_and_eval_rows, usable
 from common.parallel import distributed
 from common.rewards.registry import row_check

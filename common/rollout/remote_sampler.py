@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
+from common.data.order import Order, make_order
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.metrics.timeline import Span, Timeline
@@ -52,19 +53,23 @@ def leaders(args: OnlineArgs) -> range:
     return distributed.rollout_ranks[:: args.tensor_parallel_size]
 
 
-def make_sampler(policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards) -> Sampler:
-    """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete groups. Call on every
-    training rank. Raises `ValueError` for an engine that is not available."""
+def make_sampler(
+    policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards, order: Order | None = None
+) -> Sampler:
+    """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete groups. `order`: order of
+    the prompts, by default that of `make_order`. Call on every training rank. Raises `ValueError` for an engine that is
+    not available."""
     kind = RemoteSampler if args.rollout_ranks else LocalSampler
-    return kind(policy, prompts, args, tokenizer, rewards)
+    return kind(policy, prompts, args, tokenizer, rewards, order or make_order(prompts.rows, args))
 
 
 class RemoteSampler(Sampler):
     """Sampler on the rollout ranks. Rank 0 sends them prompts and weights; they send groups to every training rank."""
 
-    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards):
+    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards, order: Order):
         # With --oversample a step leaves prompts in flight, as old as those that are begun one step ahead without it.
-        super().__init__(policy, prompts, args, rewards, prefetch_steps=args.max_staleness - (args.oversample > 1))
+        prefetch_steps = args.max_staleness - (args.oversample > 1)
+        super().__init__(policy, prompts, args, rewards, order, prefetch_steps)
         self.dtype = compute_dtype(args, policy.device)
         self.mail = Mail(self._receive)  # waits for the rollout ranks: until then signals end the process
         self.link = weights_link(policy.device) if self.queue.rank == 0 else None

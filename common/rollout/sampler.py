@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from common.config.groups import OnlineArgs
-from common.data.order import make_order
+from common.data.order import Order
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
@@ -30,11 +30,13 @@ class Sampler:
     """Interface for scripts, and the common parts of `LocalSampler` and `RemoteSampler`: a queue of prompts and the
     complete groups of this rank."""
 
-    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, rewards: Rewards, prefetch_steps: int):
+    def __init__(
+        self, policy: Policy, prompts: Prompts, args: OnlineArgs, rewards: Rewards, order: Order, prefetch_steps: int
+    ):  # fmt: skip
         self.policy, self.prompts, self.args, self.rewards = policy, prompts, args, rewards
         self.prefetch_steps = prefetch_steps
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.queue = PromptQueue(make_order(prompts.rows, args), args, rank, ranks, prefetch_steps)
+        self.queue = PromptQueue(order, args, rank, ranks, prefetch_steps)
         self.state_dict, self.load_state_dict = self.queue.state_dict, self.queue.load_state_dict  # the run's position
         self.groups: dict[int, Group] = {}  # complete groups that are not taken yet, by prompt number
         self.next_urgent = 0  # prompts of `sample_now` have negative numbers, so they come first
@@ -64,6 +66,11 @@ class Sampler:
     def positions(self) -> Sequence[int]:
         """Indices of this rank's groups in the last rollout of all ranks."""
         return self.queue.positions
+
+    @property
+    def data_rows(self) -> list[int]:
+        """Indices of the data rows of the last rollout of all ranks: `data_rows[i]` is that of position i."""
+        return self.queue.rows
 
     @property
     def cursor(self) -> dict:
@@ -107,8 +114,8 @@ class Sampler:
 class LocalSampler(Sampler):
     """Sampler with an engine in this process. Generation and training alternate."""
 
-    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards):
-        super().__init__(policy, prompts, args, rewards, prefetch_steps=0)
+    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards, order: Order):
+        super().__init__(policy, prompts, args, rewards, order, prefetch_steps=0)
         eos_ids = eos_token_ids(policy.path, tokenizer, args.prompt_format)
         self.engine = make_engine(policy.path, args, eos_ids, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args, tokenizer)

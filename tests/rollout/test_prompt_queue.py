@@ -31,8 +31,9 @@ class Simulation:
                 self.complete |= {prompt} if self.turns[prompt] > self.row(prompt) else set()
         chosen = [queue.choose(self.complete) for queue in self.queues]
         rows = [[self.row(prompt) for prompt in prompts] for prompts in chosen]
-        for queue in self.queues:
+        for queue, own in zip(self.queues, rows, strict=True):
             queue.take(chain(*chosen))
+            assert [queue.rows[i] for i in queue.positions] == own
         return rows
 
     def row(self, prompt: int) -> int:

@@ -7,7 +7,7 @@ from conftest import Args
 
 from common.data.encode import Encoder
 from common.model.tiny import CONTEXT, build_tokenizer
-from common.rollout.prompts import encode_prompts, load_prompts, prompt_columns
+from common.rollout.prompts import encode_prompts, load_prompts, prompt_columns, show_first
 
 TOKENIZER = build_tokenizer()
 
@@ -32,6 +32,11 @@ def test_overlong_prompts_are_refused_or_dropped():
         encode(rows, 0, overlong_prompts="drop")
     args = Args()
     assert len(encode_prompts([], ("prompt",), Encoder(TOKENIZER, args), 2, args)) == 0  # no held-out rows
+
+
+def test_first_prompt_controls_no_terminal(capsys):
+    show_first(encode([dict(prompt="a\x1b[2J", answer="")], 64), TOKENIZER)
+    assert capsys.readouterr().out.endswith("\na\\x1b[2J\n")
 
 
 @pytest.mark.parametrize("problem", ["empty", "missing"])

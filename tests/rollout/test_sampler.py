@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import Args
 
+from common.data.order import RowOrder
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
@@ -16,6 +17,7 @@ from common.rollout import engine as base
 from common.rollout import sampler as module
 from common.rollout.engine import SEED_SPACING
 from common.rollout.prompts import Prompts
+from common.rollout.remote_sampler import make_sampler
 from common.rollout.sampler import LocalSampler
 
 ROWS = 10
@@ -62,13 +64,14 @@ def make(device, monkeypatch):
     monkeypatch.setattr(module, "whole_weights", lambda model, dtype: f"{model.version} as {dtype}")
     prompts = Prompts([[i] for i in range(ROWS)], [dict(prompt=f"{i}?") for i in range(ROWS)], 0)
 
-    def make(rank: int = 0, ranks: int = 1, **flags) -> LocalSampler:
+    def make(rank: int = 0, ranks: int = 1, order: RowOrder | None = None, **flags) -> LocalSampler:
         args = Args(**dict(prompts_per_step=4, samples_per_prompt=2) | flags)
         with monkeypatch.context() as patch:
             patch.setattr(torch.distributed, "get_rank", lambda: rank)
             patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
             rewards = SimpleNamespace(begin=lambda groups, order: None)
-            return LocalSampler(SimpleNamespace(path="", version=0, device=device), prompts, args, None, rewards)
+            policy = SimpleNamespace(path="", version=0, device=device)
+            return make_sampler(policy, prompts, args, None, rewards, order)
 
     return make
 
@@ -93,6 +96,18 @@ def test_completions_have_the_row_seed_and_version_of_their_step(make):
         assert {v for group in groups for s in group for v in s.versions[1:] + [s.version]} == {number}
     seeds = [distributed.fold_seed(0, number, i) * SEED_SPACING for number in range(5) for i in range(4)]
     assert sampler.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
+
+
+def test_order_of_your_own_chooses_the_prompts(make):
+    class Backwards(RowOrder):
+        def _shuffle(self) -> None:
+            self._order = [*reversed(range(self.num_rows))]
+
+    sampler = make(order=Backwards(ROWS, seed=0))
+    assert [rows(step(sampler, number)) for number in range(2)] == [["9?", "8?", "7?", "6?"], ["5?", "4?", "3?", "2?"]]
+    resumed = make(order=Backwards(ROWS, seed=0))
+    resumed.load_state_dict(sampler.state_dict())
+    assert rows(step(resumed, 2)) == ["1?", "0?", "9?", "8?"]
 
 
 def test_engine_loads_current_weights_before_sampling_and_sleeps_after(make):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import ROOT, call_main
+from helpers import PATIENCE, ROOT, call_main
 
 import bok
 import dapo
@@ -329,6 +329,59 @@ def test_share_without_a_number_of_its_formula_is_not_compared(tmp_path, tab):
     assert "the trace lacks a number of this formula" in page.locator("#formula").inner_text()
 
 
+# ---- copies of scripts ----
+
+
+def copied(folder: Path, args, traced: list[dict], script: str) -> Path:
+    """Write the run of mine.py, a copy of a script in another folder."""
+    header, *groups = traced
+    run = write(folder / "run", args, [header | dict(script="mine"), *groups])
+    copy = folder / "elsewhere" / "mine.py"
+    copy.parent.mkdir()
+    copy.write_text((ROOT / f"{script}.py").read_text().replace("def loss(", "def loss(  # mine\n"))
+    (run / "code.json").write_text(json.dumps({str(copy): [1, 2], "crc": 0}))
+    return run
+
+
+@pytest.mark.parametrize("name", ["clip", "sapo", "dapo", "ppo", "rloo", "kto", "rm", "bok", "distill", "dpo sum"])
+def test_copy_has_the_formulas_of_its_origin(tmp_path, tab, name):
+    args, traced = CASES[name]()
+    script = type(args).__module__
+    page = tab(built(copied(tmp_path, args, traced, script)))
+    assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") in ([[3, 3]] * 2, [[1, 1]] * 2)
+    page.locator("#rows .token").first.click()
+    formula = page.locator("#formula").inner_text()
+    origin = dict(bok="sft").get(script, script)  # with the same formula
+    assert f"The formulas are those of {origin}.py." in formula and "equal to the digits of the trace" in formula
+    shown = [text.rpartition("/")[2] for text in page.locator("#formula summary").all_inner_texts()]
+    assert "mine.py, loss" in shown and ("preference.py, preference_loss" in shown) == (script == "dpo")
+    assert "def loss(  # mine" in page.locator("#formula").text_content()
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1.001, lambda x: 0.0], ids=["another loss", "no loss"])
+def test_changed_copy_shows_the_recorded_share_and_its_source(tmp_path, tab, change):
+    args, (header, group) = grpo_lines()
+    for update in (update for completion in group["completions"] for update in completion["updates"]):
+        update["share"] = [change(x) for x in update["share"]]
+    page = tab(built(copied(tmp_path, args, [header, group], "grpo")))
+    page.locator("#rows .token").first.click()
+    formula = page.locator("#formula").inner_text().replace("−", "-")
+    assert f"recorded share {group['completions'][0]['updates'][0]['share'][0]:.7g}" in formula
+    assert "no formulas" in formula and "adds nothing" not in formula
+    assert "def loss(  # mine" in page.locator("#formula").text_content()
+    page.locator("#rows .untrained").first.click()
+    assert "adds nothing" in page.locator("#formula").inner_text()
+
+
+def test_advantage_of_a_token_takes_the_place_of_that_of_its_completion(tmp_path, tab):
+    args, A_T = grpo.Args(), torch.linspace(-1, 1, 7).double().round(decimals=3)
+    share_T, logged = grpo.loss(NEW, OLD, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args)
+    page = tab(built(write(tmp_path / "run", *token_case(args, share_T, logged, advantages=A_T))))
+    assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") == [[3, 3]] * 2
+    page.locator("#rows .token").nth(1).focus()
+    assert f"advantage {A_T[1].item():.4g} ·" in page.locator("#status").inner_text().replace("−", "-")
+
+
 # ---- text, keyboard, width ----
 
 
@@ -489,8 +542,9 @@ def test_runs_that_differ_in_the_seed_are_a_mean_with_a_band(tmp_path, tab):
 def test_first_metrics_are_the_curves_of_the_script(run):
     data = module["collect"]([run], embed=False)
     assert data["main"] == ["reward"]
-    assert module["curves_of"]("ppo")[-3:] == ["objective/kl", "value_loss", "explained_variance"]
-    assert module["curves_of"]("sft") == [*sft.CURVES] and module["curves_of"]("dapo")[-1].startswith("dynamic")
+    ppo_curves, sft_curves, dapo_curves = (module["curves_of"](ROOT / f"{name}.py") for name in ("ppo", "sft", "dapo"))
+    assert ppo_curves[-3:] == ["objective/kl", "value_loss", "explained_variance"]
+    assert sft_curves == [*sft.CURVES] and dapo_curves[-1].startswith("dynamic")
 
 
 # ---- a live run, and the command ----
@@ -512,7 +566,7 @@ def test_serve_follows_a_new_step(run, tab, monkeypatch):
         trace.write(run / "trace" / "step_000003.jsonl.gz", [header | dict(step=3), group])
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "reward": 0.9, "loss": 0.1}\n{"step": 4, "rew')
-        page.get_by_text("step 3, trace of 3").wait_for(timeout=10_000)
+        page.get_by_text("step 3, trace of 3").wait_for(timeout=1000 * PATIENCE)
         sync_api.expect(page.locator("#prompt")).to_have_text("5+5?")
         page.context.close()
     finally:
@@ -560,6 +614,9 @@ def damaged(run: Path, what: str) -> None:
             (run / "timeline" / "rank_0.jsonl").write_text("{}\n")
         case "gradients":
             (run / "gradients.json").write_text("[]")
+        case "script":
+            (run / "grpo.py").write_text("def loss(:")
+            (run / "code.json").write_text(json.dumps({str(run / "grpo.py"): [1, 2]}))
 
 
 @pytest.mark.parametrize(
@@ -574,6 +631,7 @@ def damaged(run: Path, what: str) -> None:
         ("steps", "{run}/metrics.jsonl: no finished step; wait for the first one"),
         ("timeline", "{run}/timeline/rank_0.jsonl: damaged; delete it"),
         ("gradients", "{run}/gradients.json: damaged; delete it"),
+        ("script", "{run}/grpo.py, line 1: invalid syntax; mend it, or view the run without it"),
     ],
 )
 def test_bad_input_is_one_line(run, command, what, words):

@@ -134,13 +134,14 @@ function namesOf(trace, group, completion, update) {
   return (update.names = names);
 }
 
-/** Return the formulas of a token, or of its row, with values, and the share that they and the trace have. */
+/** Return the formulas of a token, or of its row, with values, and the share that they and the trace have; null if the
+ * update has none. */
 function sheet(trace, group, completion, t, u) {
   const update = completion.updates[u];
   const first = group.completions[0].updates.find((x) => x.update === update?.update);
   const ofToken = update?.share !== undefined;
   const of = ofToken || update?.row ? update : first; // the values of a pair stand with its first completion
-  if (!of || !trace.formulas.length || (ofToken ? !completion.mask[t] : !of.row)) return null;
+  if (!of || (ofToken && !completion.mask[t])) return null;
   const at = ofToken ? t : completion.mask.lastIndexOf(1);
   const known = { old_logprobs: of.logprobs, ...completion.fixed, ...of };
   const values = Object.entries(known).map(([name, xs]) => [name, Array.isArray(xs) ? xs[at] : undefined]);
@@ -148,7 +149,8 @@ function sheet(trace, group, completion, t, u) {
   for (const [name, x] of [...values, ...Object.entries(of.row ?? {})]) {
     if (x !== undefined && x !== null && name !== "share") names[name.replace("data/", "").replace(/\W/g, "_")] = x;
   }
-  names.recorded = ofToken ? update.share[t] : of.row.share;
+  if (names.advantages !== undefined) names.advantage = names.advantages; // of the token
+  names.recorded = ofToken ? update.share[t] : of.row?.share;
   const lines = trace.formulas.map(([name, text]) => {
     const [value, numbers] = [evaluate(text, names), withNumbers(text, names)];
     names[name] = value;
@@ -156,7 +158,29 @@ function sheet(trace, group, completion, t, u) {
   });
   const largest = ofToken ? Math.max(...update.share.map(Math.abs)) : names.recorded;
   const difference = Math.abs(names.share - names.recorded) / Math.max(Math.abs(largest), 1e-300);
-  return { lines, share: names.share, recorded: names.recorded, ofToken, difference, equal: difference < 1e-5 };
+  return { lines, share: names.share ?? NaN, recorded: names.recorded, ofToken, difference, equal: difference < 1e-5 };
+}
+
+/** Return whether the formulas of a trace give the shares that it recorded, of 1000 tokens or rows if it has more. */
+function reproduces(trace) {
+  const ofUpdate = ({ share, row }) => [...(share?.keys() ?? (row?.share === undefined ? [] : [0]))];
+  const places = trace.groups.flatMap((group) => group.completions.flatMap((c) => c.updates.flatMap(
+    (update, u) => ofUpdate(update).map((t) => [group, c, t, u]))));
+  const every = Math.ceil(places.length / 1000);
+  let nonzero = false;
+  for (let i = 0; i < places.length; i += every) {
+    const found = sheet(trace, ...places[i]);
+    if (found && !found.equal) return false;
+    nonzero ||= Boolean(found?.recorded);
+  }
+  return nonzero;
+}
+
+/** Return the formulas of the script of a run, or of the script that it is a copy of, and the name of that script. */
+function formulasOf({ script, formulas }, trace) {
+  if (formulas[script]) return { formulas: formulas[script], origin: script };
+  const found = Object.entries(formulas).find(([_, lines]) => reproduces({ ...trace, formulas: lines }));
+  return { formulas: found?.[1] ?? [], origin: found?.[0] };
 }
 
 /** Return how many recorded shares of a completion the formulas reproduce, and the largest differences. */
@@ -197,7 +221,8 @@ async function read(of, r, header) {
   const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   const groups = text.trimEnd().split("\n").slice(1).map((line) => JSON.parse(line));
   const [steps, betas] = of.metrics.beta ?? [[], []];
-  const trace = { ...header, flags: of.flags, formulas: of.formulas, groups, beta: betas[steps.indexOf(header.step)] };
+  const trace = { ...header, flags: of.flags, groups, beta: betas[steps.indexOf(header.step)] };
+  Object.assign(trace, formulasOf(of, trace));
   for (const group of groups) {
     const rewards = group.completions.map((c) => c.reward).filter((x) => typeof x === "number");
     group.rewards = rewards;
@@ -468,15 +493,19 @@ function openFormula() {
     const rows = found.lines.map(({ name, text, numbers, value }) => el("tr", null, el("td", null, name),
       el("td", null, `= ${text.replaceAll("-", "−")}`), el("td", null, `= ${numbers.replaceAll("-", "−")}`),
       el("td", { class: "number" }, `= ${number(value, 7)}`)));
-    const verdict = Number.isNaN(found.share) ? "the trace lacks a number of this formula"
-      : found.equal ? "equal to the digits of the trace" : "different";
+    const copied = trace.origin && trace.origin !== run().script;
+    const verdict = found.recorded === undefined ? "none in the trace. Log it with meter.tokens or meter.rows"
+      : !rows.length ? "no formulas. tools/formulas.py has none that give the shares of this trace, or all are 0"
+      : Number.isNaN(found.share) ? "the trace lacks a number of this formula"
+        : found.equal ? "equal to the digits of the trace" : "different";
     const token = `${state.at.t} ${JSON.stringify(completion.tokens[completion.start + state.at.t])}`;
     $("formula").replaceChildren(close, el("h2", null, found.ofToken ? `Loss of token ${token}` : "Loss of the row"),
       el("table", { class: "sheet mono" }, ...rows),
       el("p", null, `recorded share ${number(found.recorded, 7)}: `,
-        el("span", { class: found.equal ? "same" : "other" }, verdict), found.ofToken ? `. Of the completion: `
-        + `${whole.equal} of ${whole.tokens} shares are equal; largest difference ${number(whole.largest, 2)} of the `
-        + "largest share" : ""),
+        el("span", { class: found.equal ? "same" : "other" }, verdict), found.ofToken && rows.length
+          ? `. Of the completion: ${whole.equal} of ${whole.tokens} shares are equal; largest difference `
+          + `${number(whole.largest, 2)} of the largest share` : ""),
+      el("p", null, copied ? `The formulas are those of ${trace.origin}.py. They give the shares of this trace.` : ""),
       ...run().source.map(sourceOf));
   }
   $("formula").hidden = false;
@@ -638,7 +667,7 @@ async function poll() {
     const answer = await fetch("data", { cache: "no-cache" });
     const tag = answer.headers.get("ETag");
     if (!answer.ok) throw new Error(await answer.text());
-    if (tag !== shown.tag && shown.tag !== undefined) {
+    if (tag !== shown.tag) {  // also at first: the data may have changed since the page was made
       data = await answer.json();
       cache.clear();
       drawCharts();
