@@ -94,6 +94,14 @@ def row(flag: str, text: str, kind: typing.Any, defaults: dict[str, typing.Any])
     return f"| {' | '.join([*cells, explained(flag, scripts), shown(flag, scripts)])} |"
 
 
+def scripts_with(names: set[str]) -> str:
+    """Return the scripts in `names` as text."""
+    missing = [script for script in SCRIPTS if script not in names]
+    if len(missing) <= 1:
+        return "All scripts" + "".join(f" except {script}" for script in missing)
+    return ", ".join(script for script in SCRIPTS if script in names)
+
+
 def tables() -> str:
     """Return a section for each group of flags, then one for each script with flags of its own."""
     found, group_texts = {key: {} for key in [*GROUPS, *SCRIPTS]}, {cls: texts(cls) for cls in GROUPS}
@@ -110,7 +118,7 @@ def tables() -> str:
     parts = []
     for key, flags in found.items():
         names = set(chain.from_iterable(defaults for _, _, defaults in flags.values()))
-        title = f"{key}.py" if key in SCRIPTS else f"{key.__doc__}\n\n{', '.join(s for s in SCRIPTS if s in names)}:"
+        title = f"{key}.py" if key in SCRIPTS else f"{key.__doc__}\n\n{scripts_with(names)}:"
         parts.append("\n".join([f"## {title}\n\n{HEAD}", *(row(name, *flag) for name, flag in flags.items())]))
     return "\n\n".join(parts) + "\n"
 

@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "site"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".patch": "diff", ".js": "javascript", ".txt": "text", "": "text"}
-START = ("README", "docs/choosing", "docs/reading_order", "docs/changes/README")
+START = ("README", "docs/your_data", "docs/choosing", "docs/reading_order", "docs/changes/README")
 COURSE = ("docs/primer", "docs/glossary", "docs/lessons/README", "docs/lessons/*", "exercises/*", "objectives",
           "docs/flags")  # fmt: skip
 GREEK = {"rho": "ρ", "pi": "π", "beta": "β", "gamma": "γ", "lambda": "λ", "sigma": "σ"}

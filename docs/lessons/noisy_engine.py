@@ -18,6 +18,7 @@ from torch import Tensor
 import reinforce
 from common.config.flags import NotNegative
 from common.config.parse import parse
+from common.parallel import distributed
 from common.rollout.engine import Engine
 
 
@@ -42,3 +43,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
+    distributed.leave()
