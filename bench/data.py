@@ -93,7 +93,7 @@ def main() -> None:
     if options.child:
         token_cache.SMALLEST = 2**62 if options.in_memory else 0
         start(options.child)
-        return
+        distributed.leave()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         few, many = (Path(folder) / f"{name}.jsonl" for name in ("few", "many"))
         write_rows(few, options.in_memory_rows)

@@ -112,14 +112,14 @@ ADVANTAGE = "return centred_BG / (std_B1 + 1e-6)"
 DATA, GRPO = "common/data/encode.py", "grpo.py"
 
 BUGS = [
-    Bug("mask", DATA, "row, prompt), False), (answer, True)]", "row, prompt), True), (answer, True)]", "sft", row, ""),
-    Bug("eos", DATA, "completion)) + [self.tokenizer.eos_token_id]", "completion))", "sft", row, ""),
-    Bug("template", DATA, "ids = self.tokenizer(text, ",
-        'ids = self.tokenizer(text.replace("<|turn|>", "<|turn|><|turn|>"), ', "chat", row, ""),
+    Bug("mask", DATA, "mask = [False] * len(prompt_ids)", "mask = [True] * len(prompt_ids)", "sft", row, ""),
+    Bug("eos", DATA, "ids = self._with_eos(ids)\n        mask", "mask", "sft", row, ""),
+    Bug("template", "common/data/chat.py", "tokenize=False, **options)\n    except",
+        'tokenize=False, **options).replace("<|turn|>", "<|turn|><|turn|>")\n    except', "chat", row, ""),
     Bug("sign", GRPO, ADVANTAGE, ADVANTAGE.replace("centred", "-centred"), "grpo", RIGHT),
     Bug("baseline", GRPO, ADVANTAGE, ADVANTAGE.replace("centred", "rewards"), "grpo", WRONG),
-    Bug("column", "common/rewards/functions.py", 'strip() == str(row["answer"])', 'strip() == str(row["prompt"])',
-        "grpo", REWARD),
+    Bug("column", "common/rewards/functions.py", "in [answer.strip() for answer in gold_answers(row)]",
+        'in [str(row["prompt"])]', "grpo", REWARD),
     Bug("head", "common/rollout/transformers_engine.py", "for name, whole in weights:",
         'for name, whole in ((n, w) for n, w in weights if "embed" not in n and "lm_head" not in n):', "grpo",
         tokens(gap, "gap of engine and trainer")),

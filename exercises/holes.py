@@ -27,16 +27,16 @@ class Exercise(NamedTuple):
 EXERCISES = [
     Exercise(
         "sft_row", "common.data.encode:Encoder._prompt_completion",
-        ("answer = self._ids ... (answer, True)]",), "Masks, EOS, truncation",
-        """Encode a row of plain text, without a chat template, as pieces: (token ids, whether they are trained).
-        self._plain_prompt(row, prompt) returns the ids of the prompt, text_field(row, completion) the text of the
-        completion, self._ids(text) its ids. Which tokens should the model learn to write, and how will it stop?""",
+        ("ids = self._with_eos ... [True] * len(ids)",), "Masks, EOS, truncation",
+        """Encode a row of plain text, without a chat template. prompt_ids and ids are the ids of the prompt and of the
+        completion. self._with_eos(ids) returns ids that end with EOS. Set ids, and mask: whether each token of
+        prompt_ids + ids is trained. Which tokens should the model learn to write, and how will it stop?""",
         {"test_row_ends_with_eos": "the completion has no end: a model that never sees EOS never stops",
          "test_eos_is_trained": "EOS is there, but it is masked: the model must learn to write it",
          "test_prompt_of_a_row_is_not_trained": "the prompt is trained",
          "tests/data/test_encode.py::test_only_the_completion_is_trained_after_a_prompt": "text or mask of a row"},
-        ((" + [self.tokenizer.eos_token_id]", ""), ("(answer, True)]", "(answer[:-1], True), (answer[-1:], False)]"),
-         ("row, prompt), False)", "row, prompt), True)")),
+        (("self._with_eos(ids)", "list(ids)"), ("[True] * len(ids)", "[True] * (len(ids) - 1) + [False]"),
+         ("[False] * len(prompt_ids)", "[True] * len(prompt_ids)")),
     ),
     Exercise(
         "pack", "common.data.packing:_pack_one",
@@ -57,10 +57,10 @@ EXERCISES = [
     ),
     Exercise(
         "logprob", "common.model.logprobs:statistics",
-        ("largest_C1 = ... sum_C = exp_CV.sum(-1)",), "Policy gradients",
+        ("largest_C = ... sum_C = exp_CV.sum(-1)",), "Policy gradients",
         """log p(target) = z_target - log sum_v exp(z_v), where z are the logits [C, V] of C tokens. For large
         logits, exp overflows. So subtract the largest logit of each token first: log p stays the same. Set
-        largest_C1 [C, 1], exp_CV [C, V], sum_C [C] and target_C [C], the logit of the target after the subtraction.
+        largest_C [C], exp_CV [C, V], sum_C [C] and target_C [C], the logit of the target after the subtraction.
         Subtract in place: the rest of the function expects the differences in logits_CV.""",
         {"test_logprob_is_that_of_the_target": "the log-prob must be that of the target, not of the likeliest token",
          "test_probabilities_of_all_targets_add_up_to_1": "the probabilities of all tokens must add up to 1",
@@ -69,7 +69,7 @@ EXERCISES = [
          f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-logprobs]": GRADIENT},
         (("logits_CV.gather(-1, targets_C[:, None])[:, 0]", "logits_CV.amax(-1)"),
          ("exp_CV.sum(-1)", "exp_CV.mean(-1)"),
-         ("logits_CV.amax(-1, keepdim=True)", "torch.zeros_like(logits_CV[:, :1])")),
+         ("largest_C = logits_CV.amax(-1)", "largest_C = torch.zeros_like(logits_CV[:, 0])")),
     ),
     Exercise(
         "entropy", "common.model.logprobs:statistics",

@@ -323,8 +323,8 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
     ("rows", "words"),
     [
         ([("2", True), ("3", True)], "kto.py needs rows with label true and rows with label false; all are True"),
-        ([("2", True), ("3", "no")], "x:1: column label must be true or false"),
-        ([("2", True), ("3", None)], "x:1: column label must be true or false"),
+        ([("2", True), ("3", "no")], "x:1: column label is 'no', expected true or false"),
+        ([("2", True), ("3", None)], "x:1: column label is None, expected true or false"),
         ([("2", True), ("", False)], "x:1: column completion is empty"),
         ([("2", True)], "kto.py needs rows with different prompts"),
     ],
@@ -338,7 +338,7 @@ def test_bad_kto_rows_are_refused(rows, words, tokenizer):
     with pytest.raises(ValueError, match=words):
         found, _ = kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
         kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
-        kto.require_both_labels(found)
+        kto.describe_labels(found, args)
     del rows[-1]["label"]
     with pytest.raises(ValueError, match=f"x:{len(rows) - 1}: column label"):
         kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
@@ -351,7 +351,7 @@ def test_kto_refuses_rows_with_a_single_prompt(tokenizer):
         kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
 
 
-@pytest.mark.parametrize("margin", ["1", None, float("nan"), True])
+@pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True])
 @pytest.mark.parametrize("first", [0, 1])
 def test_bad_margins_are_refused(margin, first, tokenizer):
     rows = [dict(PAIR, margin=1), dict(PAIR, margin=margin)] if first else [dict(PAIR), dict(PAIR, margin=1)]
