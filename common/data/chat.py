@@ -14,7 +14,7 @@ from jinja2 import Environment, TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from common.config.specs import pairs_of
-from common.data.messages import THOUGHT_KEYS, tools_field
+from common.data.messages import THOUGHT_KEYS
 from common.parallel import distributed
 
 MARK = "(here the model spoke)"  # text of a probe turn: templates may trim a turn or depend on earlier ones
@@ -130,6 +130,8 @@ class ChatTemplate:
     def __init__(self, tokenizer, template_kwargs: tuple[str, ...] = (), label: str | None = None):
         """Parse `--template_kwargs`. Raises `ValueError` if the template does not render or ignores a variable."""
         self.tokenizer, self.in_parts = tokenizer, False
+        tokens = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+        self._added = re.compile("|".join(re.escape(token) for token in tokens if token.strip()) or r"(?!)")
         self.thought_key = self.thought_key_of_calls = "reasoning_content"
         label = label or f"--model {tokenizer.name_or_path}"
         with _time_limit(label):
@@ -220,15 +222,14 @@ class ChatTemplate:
 
     def added_tokens(self, text: str) -> list[tuple[str, int]]:
         """Return the special and added tokens in a text, each with the place where it ends."""
-        tokens = sorted((str(token) for token in self.tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-        pattern = "|".join(re.escape(token) for token in tokens if token.strip())
-        return [(match[0], match.end()) for match in re.finditer(pattern, text)] if pattern else []
+        return [(match[0], match.end()) for match in self._added.finditer(text)]
 
     # ---- text ----
 
     def render(self, row: dict, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        """Return the text of a conversation; with `add_generation_prompt` up to the start of the next reply."""
-        tools = tools_field(row)
+        """Return the text of a conversation; with `add_generation_prompt` up to the start of the next reply. The row's
+        `tools`, if any, are a list of schemas."""
+        tools = row.get("tools")
         if tools and "tools" not in self.reads:
             advice = "set --chat_template to one that does, such as configs/templates/chatml_tools.jinja"
             raise ValueError(f"{row['_source']}: column tools: the chat template does not read it; {advice}")
@@ -238,9 +239,13 @@ class ChatTemplate:
     def _render(self, messages: list[dict], label: str, **options) -> str:
         return rendered(self.tokenizer, [self._as_read(m) for m in messages], label, **self.kwargs, **options)
 
+    def _thought_key(self, message: dict) -> str | None:
+        """Return the key under which the template reads the thought of a message; None if it reads none."""
+        return self.thought_key_of_calls if message.get("tool_calls") else self.thought_key
+
     def _as_read(self, message: dict) -> dict:
         """Return a message in the form that the template reads."""
-        key = self.thought_key_of_calls if message.get("tool_calls") else self.thought_key
+        key = self._thought_key(message)
         if key is not None:
             message = {key if k == "reasoning_content" else k: v for k, v in message.items()}
         return _in_parts(message) if self.in_parts else message
@@ -269,7 +274,7 @@ class ChatTemplate:
     def _normal_thought(self, message: dict) -> dict:
         """Return a turn with its thought where the template reads thoughts: beside the content, or in it."""
         thought = message.get("reasoning_content")
-        key = self.thought_key_of_calls if message.get("tool_calls") else self.thought_key
+        key = self._thought_key(message)
         if key is None and thought:
             rest = {name: value for name, value in message.items() if name != "reasoning_content"}
             tag = opened_thought(self.header) or "<think>"

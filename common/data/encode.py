@@ -53,8 +53,10 @@ class Encoder:
         if args.template_kwargs and not has_template:
             raise ValueError("--template_kwargs: the tokenizer has no chat template; set --chat_template")
         self.chat = ChatTemplate(tokenizer, args.template_kwargs) if has_template else None
+        self.added = tokenizer.added_tokens_decoder  # built at each call
+        self.ends = {tokenizer.eos_token, self.chat and self.chat.end and self.chat.end.token} - {None, ""}
         self.special_text = args.special_text
-        tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
+        tokens = {str(token) for token in self.added.values() if token.special} - {""}
         self.special_tokens = sorted(tokens, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
         self.reported = False
@@ -207,8 +209,7 @@ class Encoder:
             return value
         bos = self.tokenizer.bos_token or ""
         start = len(bos) if own_start and value.startswith(bos) else 0
-        ends = {self.tokenizer.eos_token, self.chat and self.chat.end and self.chat.end.token} - {None, ""}
-        end = len(value) - max((len(e) for e in ends if own_end and value.endswith(e)), default=0)
+        end = len(value) - max((len(e) for e in self.ends if own_end and value.endswith(e)), default=0)
         inner = value[start:end]
         if self.special_text == "text":
             from common.data.literals import hidden
@@ -231,9 +232,9 @@ class Encoder:
             if self.special_text == "text":
                 from common.data.literals import pieces_with_literals
 
-                pieces = pieces_with_literals(self.tokenizer, text, cuts, special, self.special_tokens)
+                pieces = pieces_with_literals(self.tokenizer, text, cuts, special, self.added, self.special_tokens)
             else:
-                pieces = pieces_of(self.tokenizer, text, cuts, special)
+                pieces = pieces_of(self.tokenizer, text, cuts, special, self.added)
         except ValueError as error:
             raise ValueError(f"{row['_source']}: {error}") from error
         if limit := getattr(self.tokenizer, "model_vocab_size", None):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from common.data.folders import names_of_split
 from common.data.tasks import TASKS
 from common.parallel import distributed
 
@@ -122,6 +121,8 @@ def is_file_name(dataset: str) -> bool:
 
 def _files_of_split(label: str, folder: Path, split: str, config: str | None) -> list[Path]:
     """Return the files of a split, see folders.py, without hidden ones such as the copies in `.ipynb_checkpoints`."""
+    from common.data.folders import names_of_split
+
     files = sorted(file for file in folder.rglob("*") if kind_of(file) and not file.is_dir())
     names = [str(file.relative_to(folder)) for file in files]
     visible = [name for name in names if not re.search(r"(^|/)(\.|__[^/]*/)", name)]

@@ -4,7 +4,7 @@ A character that stands for the text keeps its place while the chat template is 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from common.data.pieces import ANCHORS, continuation, pieces_of
 
@@ -23,7 +23,7 @@ def hidden(where: str, text: str, tokens: Sequence[str]) -> str:
 
 
 def pieces_with_literals(
-    tokenizer, text: str, cuts: Sequence[int], special: bool, tokens: Sequence[str]
+    tokenizer, text: str, cuts: Sequence[int], special: bool, added: Container[int], tokens: Sequence[str]
 ) -> list[list[int]]:  # fmt: skip
     """Return what `pieces_of` does, for a text with stand-ins for `tokens`."""
     pieces: list[list[int]] = [[]]
@@ -32,9 +32,9 @@ def pieces_with_literals(
         chunk = text[place:end]
         inner = [cut - place for cut in cuts if place <= cut <= end]
         if place == 0:
-            chunk_pieces = pieces_of(tokenizer, chunk, inner, special)
+            chunk_pieces = pieces_of(tokenizer, chunk, inner, special, added)
         elif chunk:
-            chunk_pieces = continuation(tokenizer, chunk, inner)
+            chunk_pieces = continuation(tokenizer, chunk, inner, added)
         else:
             chunk_pieces = [[] for _ in range(len(inner) + 1)]
         pieces[-1] += chunk_pieces[0]

@@ -2,6 +2,8 @@
 
 import json
 
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # names of a thought beside the content
+
 
 def text_field(row: dict, column: str) -> str:
     """Return a column that must be a string. Raises `ValueError` with file and row number."""
@@ -17,9 +19,6 @@ def _valid(row: dict, column: str, text: str) -> str:
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(f"{row['_source']}: column {column} contains a lone surrogate, which is not a character")
     return text
-
-
-THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # names of a thought beside the content
 
 
 def is_message(message: object) -> bool:

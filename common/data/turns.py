@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from common.data.chat import ASKED, MARK, ChatTemplate, closing, opened_thought, with_thought
+from common.data.messages import tools_field
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Rendering:
 def prompt_of(chat: ChatTemplate, row: dict, messages: list[dict]) -> Rendering:
     """Return the text from which the model's next turn is sampled. A turn of the model at the end of `messages` is
     continued. Raises `ValueError` if the template leaves a message out."""
+    row = row | dict(tools=tools_field(row))
     messages = chat.normal(messages)
     begun = messages.pop() if _is_continued(messages) else None
     text = chat.render(row, messages, add_generation_prompt=True)
@@ -60,6 +62,7 @@ def conversation_of(chat: ChatTemplate, row: dict, messages: list[dict], first_t
     """Return a conversation whose turns of the model from message `first_trained` on are trained. The first trained
     message continues the one before it if both are the model's. Raises `ValueError` if the template leaves a
     message out, or shows no turn as it is sampled."""
+    row = row | dict(tools=tools_field(row))
     if _is_continued(messages[:first_trained]) and messages[first_trained]["role"] == "assistant":
         return _continuation(chat, row, messages, first_trained)
     messages = chat.normal(messages)
@@ -147,7 +150,7 @@ def _turn(
         written = chat.end.last if i == len(messages) - 1 else chat.end.earlier
         end = content_end + len(written) if written and text.startswith(written, content_end) else None
     if end is None or end < content_end:
-        return "the chat template puts no end-of-turn token after it" if trained else another
+        return "the chat template puts no end-of-turn token after it"
     return Turn(len(prompt), end, trained)
 
 

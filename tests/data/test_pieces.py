@@ -55,6 +55,10 @@ def ids(tokenizer, text: str) -> list[int]:
 def test_prompt_has_the_tokens_that_it_has_alone(tokenizer, prompt, completion):
     before, after = pieces_of(tokenizer, prompt + completion, [len(prompt)])
     assert before == ids(tokenizer, prompt)
+    assert pieces_of(tokenizer, prompt + completion, [len(prompt)], added=tokenizer.added_tokens_decoder) == [
+        before,
+        after,
+    ]
     assert tokenizer.decode(before + after) == tokenizer.decode(ids(tokenizer, prompt + completion))
 
 
