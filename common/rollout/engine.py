@@ -75,7 +75,9 @@ class Engine:
         self, path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool
     ):
         self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
-        self.added_ids = set(tokenizer.added_tokens_decoder)
+        ends = {*eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
+        """tokens that are no text: those that end a turn, BOS and padding; a character that ends a turn is text"""
         self.dtype = compute_dtype(args, device)
         self.beside_trainer = trained and not distributed.is_rollout_rank()
         self.group: dist.ProcessGroup | None = None  # the ranks that share this engine, if there are several
@@ -95,13 +97,6 @@ class Engine:
         distributed.install_signal_handlers()  # vLLM's imports may have replaced them
 
     # ---- requests ----
-
-    @property
-    def silent_ids(self) -> set[int]:
-        """Tokens that are no text: those that end a turn, BOS and padding. A character that ends a turn is text."""
-        tokenizer = self.tokenizer
-        ends = {*self.eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-        return ends & self.added_ids
 
     def submit(self, request: Request) -> None:
         """Add a request. `step` advances it, and returns it when it has ended."""
