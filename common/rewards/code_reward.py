@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from common.rewards.test_cases import AssertTest, CallTest, StdinTest, parse_tests, stub, tested_names, tests_column
@@ -82,16 +83,14 @@ def is_program(code: str, in_any: set[str], has_input: bool) -> bool:
 
 def prints(code: str) -> bool:
     """Return whether a program names `print` or `stdout`."""
-    tree, _ = parsed(code)
-    nodes = list(ast.walk(tree)) if tree else []
+    nodes = nodes_of(code)
     attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
     return bool({"print", "stdout"} & (loaded(nodes) | attributes))
 
 
 def reads_stdin(code: str) -> bool:
     """Return whether a program names `input`, `stdin`, `fileinput` or `open(0)`, and does not replace `sys.stdin`."""
-    tree, _ = parsed(code)
-    nodes = list(ast.walk(tree)) if tree else []
+    nodes = nodes_of(code)
     stdins = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr in ("stdin", "__stdin__")]
     if any(isinstance(node.ctx, ast.Store) for node in stdins):
         return False
@@ -139,10 +138,16 @@ def parsed(code: str) -> tuple[ast.Module | None, int]:
         return None, 0
 
 
+@lru_cache(8)  # several questions about each block
+def nodes_of(code: str) -> list[ast.AST]:
+    """Return all nodes of a program; none if it cannot be parsed."""
+    tree, _ = parsed(code)
+    return list(ast.walk(tree)) if tree else []
+
+
 def defined(code: str) -> set[str]:
     """Return the names of functions, methods, classes and assigned variables."""
-    tree, _ = parsed(code)
-    nodes = list(ast.walk(tree)) if tree else []
+    nodes = nodes_of(code)
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     return functions | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
@@ -154,8 +159,7 @@ def loaded(nodes: list[ast.AST]) -> set[str]:
 
 def unbound(code: str) -> set[str]:
     """Return the names that are read but neither bound here nor built in."""
-    tree, _ = parsed(code)
-    nodes = list(ast.walk(tree)) if tree else []
+    nodes = nodes_of(code)
     imports = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {alias.asname or alias.name.partition(".")[0] for n in imports for alias in n.names}
     names |= {n.arg for n in nodes if isinstance(n, ast.arg)}
