@@ -185,9 +185,11 @@ def _reads_its_file(tokenizer, path: str) -> bool:
     """Return whether the tokenizer gives a text the ids that its tokenizer.json gives it. Transformers 5 chooses the
     class of some model types, such as qwen2, whatever the file is."""
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     file = Path(path) / "tokenizer.json"
-    if not (file.is_file() and getattr(tokenizer, "is_fast", False)):
+    has_other_class = getattr(tokenizer, "is_fast", False) and type(tokenizer) is not PreTrainedTokenizerFast
+    if not (file.is_file() and has_other_class):
         return True
     text = "It's 12,345.6 é\n\n  {x: 字}\tEND"
     ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
