@@ -5,8 +5,8 @@ They need no download, train in seconds on a CPU core, and use the same code as 
 (common/data/tasks.py) are data for them. `python tools/make_tiny_sft.py` makes the weights of tiny-sft.
 """
 
+import contextlib
 import os
-import shutil
 import string
 import tempfile
 from pathlib import Path
@@ -37,24 +37,23 @@ def tiny_model(name: str = "tiny") -> str:
         return str(folder)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=cache))
+        temporary = tempfile.TemporaryDirectory(dir=cache)
     except OSError as error:
         raise ValueError(f"--model {name}: cannot write {cache} ({error.strerror}); set XDG_CACHE_HOME") from error
-    try:
-        _save(name, work)
-    except BaseException as error:
-        shutil.rmtree(work, ignore_errors=True)
-        if problem := disk_error(error):
-            raise ValueError(f"--model {name}: cannot write {cache} ({problem}); set XDG_CACHE_HOME") from error
-        raise
-    try:
-        work.rename(folder)  # the first of several ranks wins; all make the same bytes
-    except OSError:
-        shutil.rmtree(work)
+    with temporary as work:
+        try:
+            _write(name, Path(work))
+        except Exception as error:  # of Python or, with a class of its own, of a library in Rust
+            if problem := disk_error(error):
+                raise ValueError(f"--model {name}: cannot write {cache} ({problem}); set XDG_CACHE_HOME") from error
+            raise
+        with contextlib.suppress(OSError):  # the first of several ranks wins; all make the same bytes
+            Path(work).rename(folder)
     return str(folder)
 
 
-def _save(name: str, folder: Path) -> None:
+def _write(name: str, folder: Path) -> None:
+    """Write the tokenizer and the model of a name."""
     build_tokenizer().save_pretrained(folder)
     model = build_model()
     if name == "tiny-sft":
