@@ -1,50 +1,58 @@
-"""Best-of-k fine-tuning, also known as rejection sampling (Dong et al. 2023, RAFT, arXiv:2304.06767; asynchronously:
-Noukhovitch et al. 2024, arXiv:2410.18252).
+r"""Best-of-k fine-tuning, also known as rejection sampling (Dong et al. 2023, RAFT,
+arXiv:2304.06767; asynchronously: Noukhovitch et al. 2024, arXiv:2410.18252).
 
-    torchrun --nproc_per_node 8 bok.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
+    torchrun --nproc_per_node 8 bok.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
+        --reward gsm8k
 
-The policy samples G completions of every prompt and learns the best ones by maximum likelihood, as in sft.py. No term
-of the objective lowers the probability of the others:
+The policy samples G completions of every prompt and learns the best ones by maximum likelihood, as
+in sft.py. No term of the objective lowers the probability of the others:
 
-    R_i  = r_i - beta log(pi(y_i) / pi_ref(y_i))                                                 ranking_PG in main()
-    kept = the `keep` completions of each prompt with the highest R_i, or all with R_i > keep_above            best()
-    L    = mean_t [ -log pi(y_t) ]                             t: tokens of the kept completions                loss()
+    R_i  = r_i - beta log(pi(y_i) / pi_ref(y_i))                                ranking_PG in main()
+    kept = the `keep` completions of a prompt with the highest R_i, or all with
+           R_i > keep_above                                                                   best()
+    L    = mean_t [ -log pi(y_t) ]                 t: tokens of the kept completions          loss()
 
-With `--offline` the starting model samples once, for all prompts, and the best of these completions are the training
-set. Differences from the papers: a rollout is one optimizer step by default, where RAFT alternates large rounds of
-sampling and training; --prompts_per_step, --minibatches and --epochs_per_rollout make such rounds. See docs/bok.md.
+With `--offline` the starting model samples once, for all prompts, and the best of these completions
+are the training set. Differences from the papers: a rollout is one optimizer step by default, where
+RAFT alternates large rounds of sampling and training; --prompts_per_step, --minibatches and
+--epochs_per_rollout make such rounds. See docs/bok.md.
 
-Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a micro-batch. Per-token
-tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
-"""
+Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
+targets_T[t]."""
 
 import math
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import AtLeast2, NotNegative, Positive, Real, require_default
+from common.config.flags import AtLeast2, NotNegative, Positive, Real
 from common.config.groups import OnlineArgs
 from common.config.objectives import LogKLArgs
 from common.config.parse import parse
+from common.config.rules import require_default
 from common.data.packing import pack_minibatches, per_sample
 from common.data.sample import Completion
+from common.evaluate.greedy import evaluate_prompts
+from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
-from common.model.scoring import with_logprobs
 from common.parallel import distributed
-from common.rewards.scoring import Rewards
-from common.rollout import statistics
-from common.rollout.completions_file import read_completions, sample_completions, samples_to_train_on
+from common.rewards.total import Rewards
+from common.rollout.agreement import check_rollout, measure_mismatch
+from common.rollout.completions_file import (
+    read_completions,
+    sample_completions,
+    samples_to_train_on,
+)
+from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import Prompts, load_prompts
-from common.rollout.remote_sampler import make_sampler, serve
-from common.rollout.sampler import Sampler
+from common.rollout.sampler import Sampler, make_sampler, serve
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import CURVES, describe_rollouts, num_steps
-from common.train.plan import dry_run
+from common.train.overview import CURVES, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -55,8 +63,9 @@ SHOW = ("loss", "reward", "eval/solved", "time/step")
 
 
 def best(ranking_PG: Tensor, *, keep: int, keep_above: float | None) -> Tensor:
-    """Return which completions are trained on, [P, G] bool: the `keep` highest of each group, the first among
-    equals, or all above `keep_above`. A completion without a reward (NaN) is not kept."""
+    """Return which completions are trained on, [P, G] bool: the `keep` highest of each group, the
+    first among equals, or all above `keep_above`. A completion without a reward (NaN) is not
+    kept."""
     if keep_above is not None:
         return ranking_PG > keep_above
     order_PG = ranking_PG.nan_to_num(nan=-math.inf).argsort(dim=-1, descending=True, stable=True)
@@ -64,32 +73,37 @@ def best(ranking_PG: Tensor, *, keep: int, keep_above: float | None) -> Tensor:
 
 
 def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
-    """Return each token's share of the loss: the mean of -log pi over the `tokens` of the *global* minibatch."""
+    """Return each token's share of the loss: the mean of -log pi over the `tokens` of the *global*
+    minibatch."""
     return -logprobs_T * mask_T / tokens.clamp(min=1)
 
 
 @dataclass
 class Args(LogKLArgs, OnlineArgs):
-    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/; with
-    --offline completions.jsonl too"""
+    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
+    checkpoints/, hf/; with --offline completions.jsonl too"""
 
     lr: Positive[float] = 1e-6
     samples_per_prompt: AtLeast2 = 4
     """completions sampled for each prompt (G, the k of best-of-k)"""
     keep: Positive[int] = 1
-    """number of completions of each prompt to train on: those of highest reward, the first of equal ones"""
+    """number of completions of each prompt to train on: those of highest reward, the first of equal
+    ones"""
     keep_above: Real | None = None
     """reward, less penalties, above which a completion is trained on; in place of `keep`"""
     beta: NotNegative[float] = 0.0
-    """weight of a KL penalty in the ranking of completions, reward - beta log(policy / starting model); 0: no penalty,
-    and no reference model in memory"""
+    """weight of a KL penalty in the ranking of completions, reward - beta log(policy / starting
+    model); 0: no penalty, and no reference model in memory"""
     offline: bool = False
-    """sample from the starting model, once before training, and train on the best of these completions"""
+    """sample from the starting model, once before training, and train on the best of these
+    completions"""
 
     def __post_init__(self) -> None:
         if self.keep >= self.samples_per_prompt:
             most = self.samples_per_prompt - 1
-            raise ValueError(f"--keep {self.keep} must be at most {most}, below --samples_per_prompt")
+            raise ValueError(
+                f"--keep {self.keep} must be at most {most}, below --samples_per_prompt"
+            )
         if self.keep_above is not None:
             require_default(self, ("keep",), "with --keep_above")
         if self.offline:
@@ -100,49 +114,67 @@ class Args(LogKLArgs, OnlineArgs):
 def sample_offline(
     args: Args, prompts: Prompts, rollouts: Sampler, rewards: Rewards, tokenizer
 ) -> tuple[list[list[Completion]], Tensor]:
-    """Return the starting model's completions of all prompts, on every rank, and their rewards, [prompts, G]; none
-    after a stop. They are stored in completions.jsonl; a complete file is only read. Collective.
+    """Return the starting model's completions of all prompts, on every rank, and their rewards,
+    [prompts, G]; none after a stop. They are stored in completions.jsonl; a complete file is only
+    read. Collective.
 
     Raises `ValueError` for a file that is damaged or has other prompts.
     """
     file = Path(args.output_dir) / "completions.jsonl"
     lines = read_completions("--output_dir", file, prompts, tokenizer, own=True, to_train_on=True)
-    if lines and (found := len(lines[0]["completions"])) != args.samples_per_prompt:
-        raise ValueError(f"{file}: {found} completions of a prompt, --samples_per_prompt is {args.samples_per_prompt}")
+    stored = len(lines[0]["completions"]) if lines else args.samples_per_prompt
+    if stored != args.samples_per_prompt:
+        what = f"{stored} completions of a prompt"
+        raise ValueError(f"{file}: {what}, --samples_per_prompt is {args.samples_per_prompt}")
 
     def generate(asked: Prompts, seeds: list[int]) -> list[list[Completion]]:
         return rollouts.sample_now(0, asked, seeds, args.samples_per_prompt, args.temperature)
 
     lines = sample_completions(
-        file, lines, prompts, generate, rewards, batch_size=args.prompts_per_step, seed=args.seed, to_train_on=True
+        file,
+        lines,
+        prompts,
+        generate,
+        rewards,
+        batch_size=args.prompts_per_step,
+        seed=args.seed,
+        to_train_on=True,
     )
     if len(lines) < len(prompts):
-        distributed.say(f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues")
+        distributed.say(
+            f"stopped after {len(lines)} of {len(prompts)} prompts; the same command continues"
+        )
         return [], torch.zeros(0)
-    scores = [[math.nan if c["reward"] is None else c["reward"] for c in line["completions"]] for line in lines]
+    scores = [
+        [math.nan if c["reward"] is None else c["reward"] for c in line["completions"]]
+        for line in lines
+    ]
     groups = samples_to_train_on(lines, prompts, tokenizer, episodes=args.environment is not None)
     return groups, torch.tensor(scores, dtype=torch.float64)
 
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
+    needs_reference = args.beta > 0 or args.log_kl
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [])
+    if args.dry_run:
+        frozen = [path] if needs_reference else []
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
+    reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
     if args.offline:  # before a checkpoint is loaded: the policy still is the starting model
         stored, stored_rewards = sample_offline(args, prompts, rollouts, rewards, tokenizer)
         if not stored:  # a stop was requested
@@ -151,44 +183,59 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
-              curves=(*CURVES, "kept/reward", "loss", "kl"))  # fmt: skip
+    curves = (*CURVES, "kept/reward", "loss", "kl")
+    run = Run(
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=curves
+    )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
     if args.offline:
-        run.message(f"offline: {stored_rewards.numel()} completions, mean reward {stored_rewards.nanmean():.4g}")
+        mean = stored_rewards.nanmean()
+        run.message(f"offline: {stored_rewards.numel()} completions, mean reward {mean:.4g}")
     if run.first_step == 0:
-        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout: G completions of each of this rank's P prompts, sampled now or before training ----
+        # ---- 1. rollout: G completions of each of P prompts, sampled now or before training ----
         if args.offline:
+            positions = list(rollouts.positions)
             drawn = rollouts.queue.order.draw(args.prompts_per_step)
-            mine = [drawn[i] for i in rollouts.positions]
-            groups, rewards_PG, parts = [stored[i] for i in mine], stored_rewards[mine], {}
+            rows = [drawn[position] for position in positions]
+            groups = [stored[row] for row in rows]
+            rewards_PG = stored_rewards[rows]
+            named_rewards = {}
         else:
             groups = rollouts.rollout(step, total_steps, meter)
             if groups is None:  # a stop was requested
                 break
+            positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
             with meter.time("reward"):
-                rewards_PG, parts, _ = rewards(groups, meter)
-        statistics.measure_groups(meter, groups, rewards_PG, parts, first=step == 0)
-        if run.checks_engine(step) and (step == 0 or not args.offline):  # stored completions are the starting model's
-            statistics.check_rollout(policy, groups, step, args)
+                rewards_PG, named_rewards, _ = rewards(groups, meter)
+        measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+        is_own_rollout = step == 0 or not args.offline  # stored ones are the starting model's
+        if is_own_rollout and run.checks_engine(step):
+            check_rollout(policy, groups, step, args)
 
-        # ---- 2. rank and choose ----
-        ranking_PG = rewards_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
+        # ---- 2. rank and choose; pack: completions move to the ranks that train on them ----
+        ranking_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
         if reference is not None:
             with meter.time("logprobs"):
-                packed = pack_minibatches(groups, 1, args.pack_tokens, device)
-                (packed,) = with_logprobs(packed, args.temperature, old=policy, ref=reference)
-            kl = [mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T) for mb in packed]
-            kl_PG = per_sample(packed, kl, rewards_PG.shape)
+                packed = pack_minibatches(
+                    groups, positions, 1, args.pack_tokens, device, args.share_prefix
+                )
+                (mbs,) = with_logprobs(packed, args.temperature, old=policy, ref=reference)
+            kl = [mb.sequence_sums(mb.old_logprobs_T - mb.ref_logprobs_T) for mb in mbs]
+            kl_BG = per_sample(mbs, kl, (args.prompts_per_step, args.samples_per_prompt))
+            kl_PG = kl_BG[positions]
             ranking_PG = ranking_PG - args.beta * kl_PG
             meter.mean("kl", kl_PG.sum(), kl_PG.numel())
         kept_PG = best(ranking_PG, keep=args.keep, keep_above=args.keep_above)
-        kept = [[s for s, k in zip(*pair, strict=True) if k] for pair in zip(groups, kept_PG, strict=True)]
-        minibatches = pack_minibatches(kept, args.minibatches, args.pack_tokens, device)
+        kept = [
+            list(compress(group, kept_G)) for group, kept_G in zip(groups, kept_PG, strict=True)
+        ]
+        minibatches = pack_minibatches(
+            kept, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+        )
         meter.mean("kept/reward", rewards_PG[kept_PG].sum(), kept_PG.sum())
         meter.mean("kept/fraction", kept_PG.sum(), kept_PG.numel())
 
@@ -196,28 +243,32 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for i, minibatch in enumerate(minibatches * args.epochs_per_rollout):
-                tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))  # *global* minibatch
-                minibatch_loss = torch.zeros((), device=device)
+                tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+                total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     share_T = loss(logprobs_T, mb.loss_mask_T, tokens)
-                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += share_T.detach().sum()
+                    # FSDP averages gradients over ranks; undo that.
+                    (share_T.sum() * world_size).backward()
+                    total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
                     if i < args.minibatches:  # the first epoch
-                        statistics.measure_mismatch(meter, logprobs_T.detach(), mb)
+                        measure_mismatch(meter, logprobs_T.detach(), mb)
                         meter.masked_mean("sampling/kept_fraction", mb.loss_mask_T, mb.loss_mask_T)
                 if tokens:
-                    meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                    grad_norm = optimizer_step(
+                        policy, optimizer, lr, args.max_grad_norm, total_loss
+                    )
+                    meter.mean("grad_norm", grad_norm)
                 else:  # no completion was kept: no step by momentum alone
                     optimizer.zero_grad()
 
         # ---- 4. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, rewards_PG, kept_PG.double(), parts)
+        run.show_samples(step + 1, groups, positions, rewards_PG, kept_PG.double(), named_rewards)
 
     run.end()
     rollouts.close()

@@ -1,8 +1,9 @@
-"""The program of `make demo`: a model of 1M parameters learns arithmetic by SFT and then by GRPO, in minutes on a CPU.
+"""The program of `make demo`: a model of 1M parameters learns arithmetic by SFT and then by GRPO,
+in minutes on a CPU.
 
-It runs sft.py and grpo.py under torchrun on two ranks, with the two recipes in configs/. Then it shows greedy answers
-after each and draws both curves. It writes to runs/demo and first deletes this folder.
-"""
+It runs sft.py and grpo.py under torchrun on two ranks, with the two recipes in configs/. Then it
+shows greedy answers after each and draws both curves. It writes to runs/demo and first deletes this
+folder."""
 
 import os
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,21 +31,35 @@ OUT = Path("runs/demo")
 def train(script: str, *flags: str) -> None:
     """Launch one torchrun with two ranks, or with one per GPU if there are fewer GPUs."""
     ranks = min(2, torch.cuda.device_count() or 2)
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone", script]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={ranks}",
+        "--standalone",
+        script,
+    ]
     print("\n$ torchrun", *launch[3:], *flags, flush=True)
-    quiet = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    quiet = os.environ | {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     if subprocess.run([*launch, *flags], cwd=ROOT, env=quiet).returncode:
         sys.exit(f"{script} failed; its message is above")
 
 
 def answers(path: Path, rows: list[dict]) -> list[str]:
-    """Decode greedily with plain transformers, to show that the exported folder needs none of our code."""
+    """Decode greedily with plain transformers, to show that the exported folder needs none of our
+    code."""
     logging.disable_progress_bar()
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
     completions = []
     for row in rows:
         ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
-        out = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        out = model.generate(
+            ids, max_new_tokens=5, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
         completions.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     return completions
 
@@ -55,18 +71,30 @@ def main() -> None:
     train("sft.py", "--config", "configs/demo_sft.yaml")
     train("grpo.py", "--config", "configs/demo_grpo.yaml")
 
-    scores = [line["eval/solved"] for line in read_metrics(ROOT / OUT / "grpo/metrics.jsonl") if "eval/solved" in line]
+    scores = [
+        line["eval/solved"]
+        for line in read_metrics(ROOT / OUT / "grpo/metrics.jsonl")
+        if "eval/solved" in line
+    ]
     rows = arithmetic_rows("test")[:5]
     columns = answers(ROOT / OUT / "sft/hf", rows), answers(ROOT / OUT / "grpo/hf", rows)
     table = Table(
-        "question", "answer", "after SFT", "after GRPO", title="five held-out questions", title_justify="left"
+        "question",
+        "answer",
+        "after SFT",
+        "after GRPO",
+        title="five held-out questions",
+        title_justify="left",
     )
     for row, after_sft, after_grpo in zip(rows, *columns, strict=True):
-        table.add_row(row["prompt"], row["answer"], Text(visible(after_sft)), Text(visible(after_grpo)))
+        table.add_row(
+            row["prompt"], row["answer"], Text(visible(after_sft)), Text(visible(after_grpo))
+        )
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(
-        f"greedy exact match on 500 held-out questions: {scores[0]:.3f} after SFT, {scores[-1]:.3f} after GRPO"
+        f"greedy exact match on 500 held-out questions: {scores[0]:.3f} after SFT, "
+        f"{scores[-1]:.3f} after GRPO"
     )
     draw_curves(
         [ROOT / OUT / "sft/metrics.jsonl", ROOT / OUT / "grpo/metrics.jsonl"],
@@ -74,7 +102,10 @@ def main() -> None:
         ROOT / OUT / "curves.png",
         labels=["sft.py", "grpo.py"],
     )
-    console.print(f"curves: {OUT}/curves.png; models: {OUT}/sft/hf, {OUT}/grpo/hf ({time.time() - start:.0f} seconds)")
+    console.print(
+        f"curves: {OUT}/curves.png; models: {OUT}/sft/hf, "
+        f"{OUT}/grpo/hf ({time.time() - start:.0f} seconds)"
+    )
 
 
 if __name__ == "__main__":

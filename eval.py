@@ -1,12 +1,15 @@
-"""Measure a checkpoint: prompts solved, pass@k, majority vote, reward-model score, win rate, perplexity.
+r"""Measure a checkpoint: prompts solved, pass@k, majority vote, reward-model score, win rate,
+perplexity.
 
-    torchrun --nproc_per_node 8 eval.py --model runs/grpo/hf --config configs/eval_gsm8k.yaml --samples_per_prompt 16
+    torchrun --nproc_per_node 8 eval.py --model runs/grpo/hf --config configs/eval_gsm8k.yaml \
+        --samples_per_prompt 16
 
-Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, with the engine, sampling and rewards
-of training. A completion solves its prompt if its first reward is at least 1. pass@k is the unbiased estimator of Chen
-et al. 2021 (arXiv:2107.03374); intervals are 95% bootstraps over prompts. Completions are stored in batches, and the
-same command continues an interrupted run. Results: `results.json` and a table; with `--model runs/x/checkpoints` one of
-each per checkpoint, and a curve.
+Every prompt gets one greedy completion and `--samples_per_prompt` sampled ones, with the engine,
+sampling and rewards of training. A completion solves its prompt if its first reward is at least 1.
+pass@k is the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374); intervals are 95%
+bootstraps over prompts. Completions are stored in batches, and the same command continues an
+interrupted run. Results: `results.json` and a table; with `--model runs/x/checkpoints` one of each
+per checkpoint, and a curve.
 
 Shapes: P prompts, S samples of each, B bootstrap draws.
 """
@@ -29,35 +32,43 @@ from common.config.groups import SamplingArgs
 from common.config.parse import parse
 from common.data import durable
 from common.data.encode import Encoder
-from common.data.packing import pack_minibatches, per_sample
+from common.data.packing import pack_minibatches, positions_of_share, sent_values
 from common.data.rows import rows_of_split
 from common.data.sample import Group
 from common.evaluate import checkpoint_curve
-from common.evaluate.estimators import final_answer, majority_at_k, mean_and_interval, pass_at_k, wins
+from common.evaluate.estimators import (
+    final_answer,
+    majority_at_k,
+    mean_and_interval,
+    pass_at_k,
+    wins,
+)
 from common.model.hub import context_length, load_tokenizer, require_same_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
+from common.model.score import require_context
 from common.parallel import distributed
 from common.parallel.console import visible
-from common.rewards.reward_model import RewardModel, require_context
-from common.rewards.scoring import Rewards
+from common.rewards.reward_model import RewardModel
+from common.rewards.total import Rewards
 from common.rollout import completions_file
 from common.rollout.engine import Engine
 from common.rollout.episodes import Episodes
 from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show_first
 from common.train.run_folder import prepare_output_dir
 
-OWN_FILE, THEIR_FILES = "completions.jsonl", "against_*.jsonl"
+OWN_FILE = "completions.jsonl"
+THEIR_FILES = "against_*.jsonl"
 
 
 @dataclass
 class Args(SamplingArgs):
     model: str = "tiny-sft"
-    """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints, which are evaluated one
-    by one and drawn as a curve; tiny, tiny-sft: built-in models"""
+    """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
+    which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""
     dataset_split: str = "test"
     """split to evaluate on; a file, which has no splits, is taken whole"""
     output_dir: str = ""
-    """folder for all that is written: args.yaml, completions.jsonl, results.json; default: runs/eval"""
+    """folder of args.yaml, completions.jsonl, results.json; default: runs/eval"""
     max_prompts: Positive[int] | None = None
     """number of prompts to evaluate on, the first rows of the data; default: all"""
     samples_per_prompt: NotNegative[int] = 4
@@ -65,18 +76,21 @@ class Args(SamplingArgs):
     greedy: bool = True
     """decode one greedy completion of each prompt"""
     ks: MayChange[Several[int]] = ()
-    """values of k for which pass@k and majority@k are shown; default: 1, 2, 4, ... up to S. results.json has all"""
+    """values of k for which pass@k and majority@k are shown; default: 1, 2, 4, ... up to S.
+    results.json has all"""
     prompts_per_batch: MayChange[Positive[int]] = 256
     """prompts sampled between two writes to completions.jsonl, over all ranks"""
     domain_column: MayChange[str] = "domain"
     """column of the data by whose values results are also shown, if there is one of that name"""
     completions: str | None = None
-    """file of completions to evaluate instead of sampling: JSONL with a line per row of the data and the column
-    completions (list of texts, or of objects as in completions.jsonl) or completion (one text)"""
+    """file of completions to evaluate instead of sampling: JSONL with a line per row of the data
+    and the column completions (list of texts, or of objects as in completions.jsonl) or completion
+    (one text)"""
     against: MayChange[str | None] = None
     """opponent for a win rate: another model, or a .jsonl file of its completions"""
     reward_model: MayChange[str | None] = None
-    """reward model whose mean score is reported and which judges the win rate; default judge: `reward`"""
+    """reward model whose mean score is reported and which judges the win rate; default judge:
+    `reward`"""
     perplexity_model: MayChange[str | None] = None
     """language model under which the perplexity of the completions is reported"""
     bootstrap_samples: MayChange[Positive[int]] = 1000
@@ -88,10 +102,12 @@ class Args(SamplingArgs):
                 raise ValueError("--greedy False --samples_per_prompt 0 leaves no completion")
             for k in self.ks:
                 if not 1 <= k <= self.samples_per_prompt:
-                    raise ValueError(f"--ks {k} must be in 1 to {self.samples_per_prompt} (--samples_per_prompt)")
+                    most = f"{self.samples_per_prompt} (--samples_per_prompt)"
+                    raise ValueError(f"--ks {k} must be in 1 to {most}")
         for flag in ("completions", "against"):
             file = Path(getattr(self, flag) or "")
-            if self.resume == "never" and file.is_file() and file.resolve().parent == Path(self.output_dir).resolve():
+            is_output = file.resolve().parent == Path(self.output_dir).resolve()
+            if self.resume == "never" and file.is_file() and is_output:
                 raise ValueError(f"--{flag} {file}: --resume never would delete it")
 
 
@@ -99,7 +115,8 @@ class Args(SamplingArgs):
 
 
 def measure(args: Args, lines: list[dict]) -> dict:
-    """Return the results of these prompts: the numbers of `overall` or of one domain in results.json."""
+    """Return the results of these prompts: the numbers of `overall` or of one domain in
+    results.json."""
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
 
     def mean_of(value_of, groups: list[list[dict]]) -> dict[str, float]:
@@ -107,7 +124,9 @@ def measure(args: Args, lines: list[dict]) -> dict:
         return interval([sum(v) for v in values], [len(v) for v in values])
 
     everything = [line["completions"] for line in lines]
-    sampled = [[c for c in group if not c["greedy"] and c["score"] is not None] for group in everything]
+    sampled = [
+        [c for c in group if not c["greedy"] and c["score"] is not None] for group in everything
+    ]
     right = [[c["score"] >= 1 for c in group] for group in sampled]
     rng = np.random.default_rng(distributed.fold_seed(args.seed))
     votes = [
@@ -115,15 +134,22 @@ def measure(args: Args, lines: list[dict]) -> dict:
         for group, right_S in zip(sampled, right, strict=True)
     ]
     greedy = [[c for c in group if c["greedy"]] for group in everything]
-    out = dict(prompts=len(lines), solved=mean_of(lambda c: None if c["score"] is None else c["score"] >= 1, greedy))
+    out = dict(
+        prompts=len(lines),
+        solved=mean_of(lambda c: None if c["score"] is None else c["score"] >= 1, greedy),
+    )
     out |= dict(reward=mean_of(lambda c: c["reward"], greedy), pass_at_k={}, majority_at_k={})
     for k in range(1, max(map(len, right)) + 1):
-        enough = [i for i, right_S in enumerate(right) if len(right_S) >= k]  # a reward may be missing
+        enough = [
+            i for i, right_S in enumerate(right) if len(right_S) >= k
+        ]  # a reward may be missing
         passes = [pass_at_k(len(right[i]), sum(right[i]), k) for i in enough]
         out["pass_at_k"][k] = interval(passes, [1] * len(enough))
         out["majority_at_k"][k] = interval([votes[i][k - 1] for i in enough], [1] * len(enough))
     names = dict.fromkeys(name for group in everything for c in group for name in c["rewards"])
-    out["rewards"] = {name: mean_of(lambda c, name=name: c["rewards"].get(name), everything) for name in names}
+    out["rewards"] = {
+        name: mean_of(lambda c, name=name: c["rewards"].get(name), everything) for name in names
+    }
     out["truncated"] = mean_of(lambda c: c["finish_reason"] == "length", everything)
     out["mean_length"] = mean_of(lambda c: sum(c["sampled"]), everything)
     out["mean_turns"] = mean_of(lambda c: c["turns"], everything)
@@ -132,16 +158,18 @@ def measure(args: Args, lines: list[dict]) -> dict:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: Policy, groups: list[Group], pack_tokens: int, device: torch.device
+    model: Policy, groups: list[Group], pack_tokens: int, share_prefix: int, device: torch.device
 ) -> list[tuple[float, int]]:
-    """Return the model's log-prob of each completion, in nats, and its number of tokens. Collective.
+    """Return the model's log-prob of each completion, in nats, and its number of tokens.
+    Collective.
 
     Raises `ValueError` for a sequence that is longer than the model's context."""
     samples = list(chain(*groups))
     require_context(model, max((len(sample.ids) for sample in samples), default=0))
-    (packs,) = pack_minibatches(groups, 1, pack_tokens, device)
-    logps = per_sample(packs, [mb.sequence_sums(model(mb, temperature=1.0)[0]) for mb in packs], (len(samples),))
-    return [(logp, sum(sample.loss_mask)) for logp, sample in zip(logps.tolist(), samples, strict=True)]
+    positions = positions_of_share(len(groups))
+    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix)
+    logps = sent_values(packs, (mb.sequence_sums(model(mb, temperature=1.0)[0]) for mb in packs))
+    return [(logp, sum(s.loss_mask)) for logp, s in zip(logps, samples, strict=True)]
 
 
 def shown_ks(args: Args, overall: dict) -> list[int]:
@@ -170,17 +198,27 @@ def print_results(args: Args, results: dict) -> None:
 
     title = f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}"
     table = Table("", "", "95%", title=Text(visible(title)))
-    lines = shown(overall) | {name: (results[name], 1.0) for name in checkpoint_curve.BESIDE if results.get(name)}
+    lines = shown(overall) | {
+        name: (results[name], 1.0) for name in checkpoint_curve.BESIDE if results.get(name)
+    }
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
-        table.add_row(name + unit, f"{scale * x['mean']:.4g}", f"{scale * x['low']:.4g} to {scale * x['high']:.4g}")
+        table.add_row(
+            name + unit,
+            f"{scale * x['mean']:.4g}",
+            f"{scale * x['low']:.4g} to {scale * x['high']:.4g}",
+        )
     Console().print(table)
     if results["domains"]:
         columns = [name for name in shown(overall) if not name.startswith("majority")]
         table = Table("prompts", *columns, escape(visible(args.domain_column)))
         for name, m in results["domains"].items():
             cells = {c: f"{scale * x['mean']:.4g}" for c, (x, scale) in shown(m).items()}
-            table.add_row(str(m["prompts"]), *(cells.get(column, "") for column in columns), Text(visible(name)))
+            table.add_row(
+                str(m["prompts"]),
+                *(cells.get(column, "") for column in columns),
+                Text(visible(name)),
+            )
         Console().print(table)
 
 
@@ -192,25 +230,33 @@ class Task:
     tokenizer: Any
     rewards: Rewards
     device: torch.device
-    others: dict[str, str]  # folders of further models, by flag: --against, --reward_model, --perplexity_model
+    others: dict[str, str]  # folders of further models by flag: against, reward_model, ...
     files: dict[str, list[dict]]  # completions from a file instead of a model: `model`, `against`
 
 
 def load_task(args: Args, path: str, device: torch.device) -> Task:
-    """Load and check the inputs of all flags, before anything slow. `path` is the model's folder."""
+    """Load and check the inputs of all flags, before anything slow. `path` is the model's
+    folder."""
     tokenizer = load_tokenizer(path, args)
-    rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True)
+    rows = rows_of_split(
+        "--dataset", args.dataset, "--dataset_split", args.dataset_split, args, whole_file=True
+    )
     rows = rows[: args.max_prompts]
-    columns, room = prompt_columns(args, rows), context_length(path, args) - args.max_new_tokens
+    columns = prompt_columns(args, rows)
+    room = context_length(path, args) - args.max_new_tokens
     prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
-    others, files, episodes = {}, {}, args.environment is not None
+    others = {}
+    files = {}
+    episodes = args.environment is not None
     named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)
     named["perplexity_model"] = args.perplexity_model
     for flag, name in ((flag, name) for flag, name in named.items() if name is not None):
         if flag == "completions" or (flag == "against" and name.endswith(".jsonl")):
-            read = completions_file.read_completions(f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes)
+            read = completions_file.read_completions(
+                f"--{flag}", Path(name), prompts, tokenizer, episodes=episodes
+            )
             files["model" if flag == "completions" else flag] = read
         else:
             others[flag] = resolve_model(name, f"--{flag}")
@@ -224,51 +270,75 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
 def answers(
     args: Args, task: Task, engine: Engine | None, flag: str, path: str | None, file: Path
 ) -> tuple[list[dict], Engine | None]:
-    """Return the completions of --model or --against (`flag`), read or sampled into `file`, a line per prompt, fewer
-    after a stop; and the engine, which is started when first needed. Collective."""
+    """Return the completions of --model or --against (`flag`), read or sampled into `file`, a line
+    per prompt, fewer after a stop; and the engine, which is started when first needed.
+    Collective."""
     if flag in task.files:
         return completions_file.reward_again(task.files[flag], task.prompts, task.rewards), engine
-    lines = completions_file.read_completions("--output_dir", file, task.prompts, task.tokenizer, own=True)
+    lines = completions_file.read_completions(
+        "--output_dir", file, task.prompts, task.tokenizer, own=True
+    )
     if len(lines) < len(task.prompts):
-        engine = completions_file.load_engine(engine, path, args, task.tokenizer, task.device, f"--{flag}")
-        counts = dict(greedy=args.greedy, samples_per_prompt=args.samples_per_prompt, temperature=args.temperature)
-        generate = partial(completions_file.greedy_and_sampled, Episodes(engine, args, task.tokenizer), **counts)
-        lines = completions_file.sample_completions(
-            file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_batch, seed=args.seed,
+        engine = completions_file.load_engine(
+            engine, path, args, task.tokenizer, task.device, f"--{flag}"
+        )
+        counts = dict(
             greedy=args.greedy,
+            samples_per_prompt=args.samples_per_prompt,
+            temperature=args.temperature,
+        )
+        generate = partial(
+            completions_file.greedy_and_sampled, Episodes(engine, args, task.tokenizer), **counts
+        )
+        lines = completions_file.sample_completions(
+            file, lines, task.prompts, generate, task.rewards, batch_size=args.prompts_per_batch,
+            seed=args.seed, greedy=args.greedy,
         )  # fmt: skip
         engine.sleep()  # frees memory for the judges
     return lines, engine
 
 
 def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> dict:
-    """Return results.json of a model from `both`: its completions and, with --against, the other's. Collective."""
+    """Return results.json of a model from `both`: its completions and, with --against, the other's.
+    Collective."""
     counts = [len(lines[0]["completions"]) for lines in both]
     if len(set(counts)) > 1:
-        raise ValueError(
-            f"--against {args.against} has {counts[1]} completions of a prompt, there are {counts[0]} here"
-        )
+        what = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
+        raise ValueError(f"--against {args.against} has {what}")
     if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
-    device, others, pack_tokens = task.device, task.others, args.pack_tokens
+    others = task.others
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
     of_completions = partial(completions_file.score_stored, prompts=task.prompts, room=args.room)
     of_domain: dict[str, list[dict]] = {}
     for line, row in zip(both[0], task.prompts.rows, strict=True):
         of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
-    domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)} if len(of_domain) > 1 else {}
-    results = dict(model=model, dataset=" ".join(args.dataset), overall=measure(args, both[0]), domains=domains)
+    domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)}
+    if len(domains) == 1:
+        domains = {}
+    results = dict(
+        model=model, dataset=" ".join(args.dataset), overall=measure(args, both[0]), domains=domains
+    )
     judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
     if "reward_model" in others:
-        judge = RewardModel("--reward_model", others["reward_model"], args, task.prompts.rows, task.tokenizer, device)
+        judge = RewardModel(
+            "--reward_model", others["reward_model"], args, task.prompts.rows, task.tokenizer,
+            task.device,
+        )  # fmt: skip
         judged = [of_completions(lines, judge.scores) for lines in both]
         for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
-            results[name] = interval([sum(group) for group in scores], [len(group) for group in scores])
+            results[name] = interval(
+                [sum(group) for group in scores], [len(group) for group in scores]
+            )
     if len(both) == 2:
         results["win_rate"] = interval(*wins(*judged))
     if "perplexity_model" in others:
-        likely = load_policy(others["perplexity_model"], args, device, trainable=False, flag="--perplexity_model")
-        found = of_completions(both[0], lambda groups: log_likelihoods(likely, groups, pack_tokens, device))
+        likely = load_policy(
+            others["perplexity_model"], args, task.device, trainable=False,
+            flag="--perplexity_model",
+        )  # fmt: skip
+        settings = (args.pack_tokens, args.share_prefix, task.device)
+        found = of_completions(both[0], lambda groups: log_likelihoods(likely, groups, *settings))
         totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in found]
         nats = interval(*zip(*totals, strict=True))
         results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}
@@ -284,12 +354,15 @@ def main(args: Args) -> None:
     # ---- one model, or every checkpoint of a folder ----
     models = checkpoint_curve.places(args.model, folder)
     if args.completions is not None and models[0][0] != folder:
-        raise ValueError(f"--completions {args.completions} are of one model, --model {args.model} has {len(models)}")
+        what = f"are of one model, --model {args.model} has {len(models)}"
+        raise ValueError(f"--completions {args.completions} {what}")
     task = load_task(args, resolve_model(models[-1][1]), device)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----
-    engine, stopped, theirs = None, False, []
+    engine = None
+    stopped = False
+    theirs = []
     their_file = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
     for place, model in models:
         if place != folder and not checkpoint_curve.still_there(model):
@@ -299,7 +372,9 @@ def main(args: Args) -> None:
         both = [lines]
         if args.against is not None and len(lines) == len(task.prompts):
             if not theirs:  # the same for every checkpoint
-                theirs, engine = answers(args, task, engine, "against", task.others.get("against"), their_file)
+                theirs, engine = answers(
+                    args, task, engine, "against", task.others.get("against"), their_file
+                )
             both.append(theirs)
         if stopped := any(len(lines) < len(task.prompts) for lines in both):
             break

@@ -1,24 +1,27 @@
-"""KTO: learning from single completions that were good or bad (Ethayarajh et al. 2024, arXiv:2402.01306).
+"""KTO: learning from single completions that were good or bad (Ethayarajh et al. 2024,
+arXiv:2402.01306).
 
     torchrun --nproc_per_node 8 kto.py --model Qwen/Qwen3-1.7B --dataset trl-lib/kto-mix-14k
 
-As in dpo.py, the implicit reward of a completion y is its log-ratio to a frozen reference. Without pairs it is compared
-with a baseline z0:
+As in dpo.py, the implicit reward of a completion y is its log-ratio to a frozen reference. Without
+pairs it is compared with a baseline z0:
 
-    l(y) = log(pi(y) / pi_ref(y))                       pi(y): product over the tokens of the completion
-    z0   = max(0, mean of l over mismatches)            kl_baseline(); a mismatch: a completion of another prompt
+    l(y) = log(pi(y) / pi_ref(y))                   pi(y): product over the tokens of the completion
+    z0   = max(0, mean of l over mismatches)                                           kl_baseline()
     L    = mean_y [ desirable_weight (1 - sigma(beta (l(y) - z0))) ]      desirable y         loss()
            mean_y [ undesirable_weight (1 - sigma(beta (z0 - l(y)))) ]    undesirable y
 
-Differences from the paper: z0 is an average over the global batch; the log-probs of the reference are computed once,
-before training. See docs/kto.md.
+A mismatch is a prompt with the completion of another prompt. Differences from the paper: z0 is an
+average over the global batch; the log-probs of the reference are computed once, before training.
+See docs/kto.md.
 
-Shapes: N completions and T packed tokens of a micro-batch, P completions of this rank's batch. Per-token tensors are
-aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
+Shapes: N completions and T packed tokens of a micro-batch, P completions of this rank's batch.
+Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
 """
 
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar, Literal
 
 import torch
@@ -29,32 +32,45 @@ from common.config.flags import Positive
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.sampling import GenerateArgs
-from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs, truncate
+from common.data.encode import Encoder, truncate
+from common.data.load import Samples, load_samples
 from common.data.order import make_order
-from common.data.packing import PackedBatch, pack
+from common.data.packing import PackedBatch, pack, positions_of_share
+from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.sample import Sample
-from common.data.token_cache import Samples, load_samples
+from common.evaluate.generation import Generation
+from common.evaluate.held_out import fall, held_out_accuracy
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.model.reference import reference_logps, reference_or_logps
 from common.objectives.preference import wpo_weights
 from common.parallel import distributed
-from common.train.generation import Generation
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import describe_data, fall, held_out_accuracy, num_steps
-from common.train.plan import dry_run
+from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
 SHOW = ("eval/solved", "loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
-CURVES = ("eval/solved", "loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "kl", "rewards/chosen",
-          "rewards/rejected", "grad_norm")  # fmt: skip
+CURVES = (
+    "eval/solved",
+    "loss",
+    "eval_loss",
+    "rewards/accuracies",
+    "eval_rewards/accuracies",
+    "kl",
+    "rewards/chosen",
+    "rewards/rejected",
+    "grad_norm",
+)
 
 
-def loss(log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, args: "Args") -> Tensor:
-    """Return the loss of each completion, [N]. `desirable_N`: bool; `baseline`: z0, without gradient."""
+def loss(
+    log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, args: "Args"
+) -> Tensor:
+    """Return the loss of each completion, [N]. `desirable_N`: bool; `baseline`: z0, without
+    gradient."""
     margin_N = args.beta * (log_ratio_N - baseline)
     sign_N = torch.where(desirable_N, 1.0, -1.0).to(margin_N)
     weight_N = torch.where(desirable_N, args.desirable_weight, args.undesirable_weight).to(margin_N)
@@ -68,12 +84,14 @@ class Args(GenerateArgs, TrainArgs):
     batch_size: Positive[int] = 64
     """completions per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: 2048, or less if context or pack_tokens is smaller"""
+    """maximum tokens of prompt and completion together; default: 2048, or less if context or
+    pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are counted); error: end the
-    run"""
+    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
+    counted); error: end the run"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted); error: end the run"""
+    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted);
+    error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     beta: Positive[float] = 0.1
@@ -85,30 +103,35 @@ class Args(GenerateArgs, TrainArgs):
     reference_model: str | None = None
     """Hugging Face id or folder of the reference model; default: the starting model"""
     reference_logprobs: Literal["stored", "online"] = "stored"
-    """log-probs of the reference model. stored: computed once before training; online: computed in every step by the
-    model, which stays in memory"""
+    """log-probs of the reference model. stored: computed once before training; online: computed in
+    every step by the model, which stays in memory"""
     wpo: bool = False
     """weight each completion by its probability under the current policy (WPO, arXiv:2406.11827)"""
 
     def __post_init__(self) -> None:
         if self.max_length and self.max_length - 1 > self.room:
-            raise ValueError(f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}")
+            raise ValueError(
+                f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}"
+            )
 
 
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Tokenize rows into [completion] or, for a pair, [desirable, undesirable], with a bool `label` in their rows;
-    count the rows that were dropped or changed."""
+    """Tokenize rows into [completion] or, for a pair, [desirable, undesirable], with a bool `label`
+    in their rows; count the rows that were dropped or changed."""
 
     def encode(row: dict) -> list[Sample]:
         if columns != KTO_COLUMNS[0]:
-            return encoder.pair(row, columns)
+            return encode_pair(encoder, row, columns)
         return [encoder.completion(row | dict(label=label_of(row)), "prompt", "completion")]
 
     found, counts = encode_pairs(rows, encode, args)
     if "chosen" in columns:
-        found = [[replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)] for pair in found]
+        found = [
+            [replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)]
+            for pair in found
+        ]
     return found, counts
 
 
@@ -116,24 +139,32 @@ def label_of(row: dict) -> bool:
     """Return the label of a row: true or false, also as 1 or 0 and as the text of a .csv file."""
     label = str(row.get("label")).lower()
     if label not in ("true", "1", "false", "0"):
-        raise ValueError(f"{row['_source']}: column label is {row.get('label')!r}, expected true or false")
+        raise ValueError(
+            f"{row['_source']}: column label is {row.get('label')!r}, expected true or false"
+        )
     return label in ("true", "1")
 
 
 def with_mismatches(rows: Samples, args: Args) -> Samples:
-    """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first. A mismatch is the
-    same prompt with the completion of the next row that has another prompt: its log-ratio estimates the KL."""
+    """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first.
+    A mismatch is the same prompt with the completion of the next row that has another prompt: its
+    log-ratio estimates the KL."""
     count = len(rows) * (len(rows[0]) if rows else 1)
 
     def completion(i: int) -> Sample:
         return rows[i % len(rows)][i // len(rows)]
 
     def group(i: int) -> list[Sample]:
-        sample, others = completion(i), (completion(j % count) for j in range(i + 1, i + count))
-        if not (other := next((other for other in others if other.prompt_ids != sample.prompt_ids), None)):
-            raise ValueError("kto.py needs rows with different prompts: its baseline takes completions of other ones")
+        sample = completion(i)
+        following = (completion(j % count) for j in range(i + 1, i + count))
+        fitting = (other for other in following if other.prompt_ids != sample.prompt_ids)
+        other = next(fitting, None)
+        if other is None:
+            why = "its baseline takes completions of other ones"
+            raise ValueError(f"kto.py needs rows with different prompts: {why}")
         mask = [False] * sample.prompt_length + other.loss_mask[other.prompt_length :]
-        return [sample, truncate(Sample(sample.prompt_ids + other.completion_ids, mask), args.max_length)]
+        mismatch = Sample(sample.prompt_ids + other.completion_ids, mask)
+        return [sample, truncate(mismatch, args.max_length)]
 
     if rows:
         group(0)  # errors come before the model is loaded
@@ -141,13 +172,16 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
 
 
 def describe_labels(rows: Samples, args: Args) -> list[str]:
-    """Return a line if the labels are so unbalanced that their weights should differ: weight x count of the desirable
-    rows should be 1 to 4/3 times that of the undesirable ones (arXiv:2402.01306). Raises `ValueError` unless the rows
-    have both labels."""
-    labels = [sample.row["label"] for group in rows for sample in group]
-    desirable, undesirable = labels.count(True), labels.count(False)
+    """Return a line if the labels are so unbalanced that their weights should differ: weight x
+    count of the desirable rows should be 1 to 4/3 times that of the undesirable ones
+    (arXiv:2402.01306). Raises `ValueError` unless the rows have both labels."""
+    labels = [sample.row["label"] for sample in chain.from_iterable(rows)]
+    desirable = labels.count(True)
+    undesirable = labels.count(False)
     if not (desirable and undesirable):
-        raise ValueError(f"kto.py needs rows with label true and rows with label false; all are {labels[0]}")
+        raise ValueError(
+            f"kto.py needs rows with label true and rows with label false; all are {labels[0]}"
+        )
     ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
     if 0.8 < ratio < 1.6:  # near enough
         return []
@@ -160,27 +194,34 @@ def describe_labels(rows: Samples, args: Args) -> list[str]:
 
 
 @torch.no_grad()
-def kl_baseline(policy: Policy, micro_batches: list[PackedBatch], ref_logps_P: Tensor) -> Tensor:
+def kl_baseline(policy: Policy, micro_batches: list[PackedBatch], ref_logps_B: Tensor) -> Tensor:
     """Return z0, the mean log-ratio of the mismatches of all ranks, not below 0. Collective."""
-    sums = [(mb.sequence_sums(policy(mb)[0]) - mb.select(ref_logps_P)).sum() for mb in micro_batches]
-    mean = distributed.all_sum(sum(sums)) / distributed.all_sum(len(ref_logps_P))
+    sums = [
+        (mb.sequence_sums(policy(mb)[0]) - mb.select(ref_logps_B)).sum() for mb in micro_batches
+    ]
+    mean = distributed.all_sum(sum(sums)) / len(ref_logps_B)
     return mean.clamp(min=0).to(micro_batches[0].loss_mask_T.device)
 
 
 def forward(
-    policy: Policy, mb: PackedBatch, ref_logps_P: Tensor, desirable_P: Tensor, baseline: Tensor, args: Args,
-    meter: Meter, prefix: str = "",
+    policy: Policy, mb: PackedBatch, ref_logps_B: Tensor, desirable_B: Tensor, baseline: Tensor,
+    args: Args, meter: Meter, prefix: str = "",
 ) -> Tensor:  # fmt: skip
-    """Return the loss of a micro-batch, summed over its completions; log it with implicit rewards and log-probs."""
+    """Return the loss of a micro-batch, summed over its completions; log it with implicit rewards
+    and log-probs."""
     logprobs_T, entropy_T, _, collision_T = policy(mb)
-    logps_N, desirable_N, count = mb.sequence_sums(logprobs_T), mb.select(desirable_P).bool(), len(mb.samples)
-    log_ratio_N = logps_N - mb.select(ref_logps_P)
-    loss_N, rewards_N = loss(log_ratio_N, desirable_N, baseline, args), args.beta * log_ratio_N.detach()
-    logged = {"log_ratio": log_ratio_N, "kl": baseline.expand(count),
+    logps_N = mb.sequence_sums(logprobs_T)
+    desirable_N = mb.select(desirable_B).bool()
+    log_ratio_N = logps_N - mb.select(ref_logps_B)
+    loss_N = loss(log_ratio_N, desirable_N, baseline, args)
+    rewards_N = args.beta * log_ratio_N.detach()
+    logged = {"log_ratio": log_ratio_N, "kl": baseline.expand(mb.num_samples),
               "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
     if args.wpo:
         lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
-        logged["wpo/weight"] = wpo_weights(mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N)
+        logged["wpo/weight"] = wpo_weights(
+            mb.sequence_sums(logprobs_T.detach() - collision_T) / lengths_N
+        )
         loss_N = loss_N * logged["wpo/weight"]
     logged["loss"] = loss_N
     meter.rows(mb, logged, loss_N / args.batch_size, prefix)
@@ -192,30 +233,36 @@ def forward(
 
 
 def prepare(
-    policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_P2: Tensor, args: Args,
-    device: torch.device,
+    policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_B2: Tensor,
+    args: Args, device: torch.device,
 ) -> tuple[list[PackedBatch], Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the packed completions of [completion, mismatch] groups, their log-probs by the reference and which are
-    desirable, [P] each, and the baseline z0. Collective."""
-    completions, mismatches = (pack([group[i] for group in groups], args.pack_tokens, device) for i in (0, 1))
-    ref_P, ref_mismatch_P = (
-        reference_logps(reference, micro_batches, stored_P2[:, i])
+    """Return the packed completions of this rank's [completion, mismatch] groups; of those of all
+    ranks the log-probs by the reference and which are desirable, [B] each, and the baseline z0.
+    Collective."""
+    completions, mismatches = (
+        pack([group[i] for group in groups], args.pack_tokens, device) for i in (0, 1)
+    )
+    ref_B, ref_mismatch_B = (
+        reference_logps(reference, micro_batches, stored_B2[:, i])
         for i, micro_batches in enumerate((completions, mismatches))
     )
     desirable_P = torch.tensor([completion.row["label"] for completion, _ in groups])
-    return completions, ref_P, desirable_P, kl_baseline(policy, mismatches, ref_mismatch_P)
+    desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups)))
+    return completions, ref_B, desirable_B, kl_baseline(policy, mismatches, ref_mismatch_B)
 
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_P2: Tensor, args: Args,
-    device: torch.device,
+    policy: Policy, reference: Policy | None, groups: Samples, indices: list[int], stored: Tensor,
+    args: Args, device: torch.device,
 ) -> Meter:  # fmt: skip
-    """Measure this rank's share of the held-out completions."""
+    """Measure this rank's share of the held-out completions with these indices."""
     meter = Meter()
-    micro_batches, *compared = prepare(policy, reference, groups, stored_P2, args, device)
+    share = [groups[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    prepared = prepare(policy, reference, share, stored[indices], args, device)
+    micro_batches, ref_logps_B, desirable_B, baseline = prepared
     for mb in micro_batches:
-        forward(policy, mb, *compared, args, meter, "eval_")
+        forward(policy, mb, ref_logps_B, desirable_B, baseline, args, meter, "eval_")
     return meter
 
 
@@ -233,18 +280,26 @@ def main(args: Args) -> None:
     )
     groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
     balance = describe_labels(rows, args)
-    frozen = [args.reference_model or path] if args.reference_logprobs == "online" else []
-    dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=counts + eval_counts)
+    if args.dry_run:
+        stays = args.reference_logprobs == "online"
+        frozen = [args.reference_model or path] if stays else []
+        all_counts = counts + eval_counts
+        dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=all_counts)
     order = make_order(groups.rows, args)
 
-    # ---- models: FSDP2 shards of float32 masters; the frozen reference scores the data before training ----
+    # ---- models: FSDP2 shards; the frozen reference scores the data before training ----
     policy = load_policy(path, args, device)
-    reference, (stored, eval_stored) = reference_or_logps(policy, (groups, eval_groups), tokenizer, args, device)
+    reference, (stored, eval_stored) = reference_or_logps(
+        policy, (groups, eval_groups), tokenizer, args, device
+    )
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer)  # answers held-out prompts, with --eval_generate
+    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    run = Run(args, policy, optimizer, tokenizer, num_steps(args, groups), order=order, show=SHOW, curves=CURVES)
+    total_steps = num_steps(args, groups)
+    run = Run(
+        args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
+    )
     run.message(*describe_data(args, groups, eval_groups, counts, eval_counts), *balance)
     run.logger.preview(groups[0][0], tokenizer)
     meter = run.meter
@@ -252,18 +307,21 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():
-        # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
-        mine = order.draw(args.batch_size)[rank::world_size]
-        batch = [groups[i] for i in mine]
-        with meter.time("logprobs"):  # packs are as many on every rank: FSDP collectives must match
-            micro_batches, *compared = prepare(policy, reference, batch, stored[mine], args, device)
+        # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
+        drawn = order.draw(args.batch_size)
+        batch = [groups[i] for i in drawn[rank::world_size]]
+        with meter.time("logprobs"):
+            prepared = prepare(policy, reference, batch, stored[drawn], args, device)
+        micro_batches, ref_logps_B, desirable_B, baseline = prepared
 
-        # ---- 2. update: one optimizer step; the loss is a mean over the completions of the *global* batch ----
+        # ---- 2. update: one optimizer step; the loss is a mean over all ranks' completions ----
         with meter.time("train"):
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
-                mb_loss = forward(policy, mb, *compared, args, meter) / args.batch_size
-                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                mb_loss = forward(policy, mb, ref_logps_B, desirable_B, baseline, args, meter)
+                mb_loss = mb_loss / args.batch_size
+                # FSDP averages gradients over ranks; undo that.
+                (mb_loss * world_size).backward()
                 batch_loss += mb_loss.detach()
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
@@ -271,15 +329,19 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce([completion for completion, _ in batch], grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_sets(eval_groups, lambda mine: evaluate(
-                policy, reference, [eval_groups[i] for i in mine], eval_stored[mine], args, device
-            ))  # fmt: skip
+            metrics |= evaluate_sets(
+                eval_groups,
+                lambda indices: evaluate(
+                    policy, reference, eval_groups, indices, eval_stored, args, device
+                ),
+            )
             metrics |= generation.evaluate(step + 1)
-            if fell := fall(args, run.logger.first, metrics):
+            fell = fall(args, run.logger.first, metrics)
+            if fell:
                 run.message_once(f"warning: {fell} by step {step + 1}; raise --beta or lower --lr")
         run.log(step + 1, metrics)
 
-    run.end(held_out_accuracy(run, eval_groups))
+    run.end(held_out_accuracy(run.latest, eval_groups))
     generation.close()
     distributed.cleanup()
 

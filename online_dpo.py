@@ -1,25 +1,26 @@
-"""Online DPO against a reward (Guo et al. 2024, arXiv:2402.04792; asynchronous: Noukhovitch et al. 2024,
-arXiv:2410.18252).
+r"""Online DPO against a reward (Guo et al. 2024, arXiv:2402.04792; asynchronous: Noukhovitch et al.
+2024, arXiv:2410.18252).
 
-    torchrun --nproc_per_node 8 online_dpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
+    torchrun --nproc_per_node 8 online_dpo.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
+        --reward gsm8k
 
-The policy samples G completions of every prompt. The best and the worst of them are a pair, y_c and y_r, and the loss
-of dpo.py makes the policy prefer the one to the other more than the starting model does:
+The policy samples G completions of every prompt. The best and the worst of them are a pair, y_c and
+y_r, and the loss of dpo.py makes the policy prefer the one to the other more than the starting
+model does:
 
-    y_c, y_r = completions of highest and of lowest reward                              preferences()
-    r(y)     = beta log(pi(y) / pi_ref(y))             pi(y): product over the tokens of the completion
+    y_c, y_r = completions of highest and of lowest reward                             preferences()
+    r(y)     = beta log(pi(y) / pi_ref(y))          pi(y): product over the tokens of the completion
     L        = mean_pairs [ -log sigma(r(y_c) - r(y_r)) ]      sigma: logistic function loss()
 
-There is no value model and no importance ratio: a pair stays a pair when older weights have sampled it, so of the
-online scripts this one tolerates `--max_staleness` best.
+There is no value model and no importance ratio: a pair stays a pair when older weights have sampled
+it, so of the online scripts this one tolerates `--max_staleness` best.
 
-Differences from the papers (docs/online_dpo.md): G may be above two, and `--loss` has every objective of dpo.py that
-takes one pair at a time (common/objectives/preference.py).
+Differences from the papers (docs/online_dpo.md): G may be above two, and `--loss` has every
+objective of dpo.py that takes one pair at a time (common/objectives/preference.py).
 
-Shapes: P prompts on this rank, G completions per prompt; N pairs (2N sequences) and T packed tokens of a micro-batch,
-in which sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token tensors are aligned with the *targets*:
-x_T[t] describes the prediction of targets_T[t].
-"""
+Shapes: P prompts on this rank, G completions per prompt; N pairs (2N sequences) and T packed tokens
+of a micro-batch, in which sequences 2i and 2i + 1 are chosen and rejected of pair i. Per-token
+tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t]."""
 
 import math
 from itertools import chain
@@ -28,28 +29,29 @@ from typing import ClassVar
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from common.config.flags import AtLeast2, Positive
 from common.config.groups import TINY_ONLINE, OnlineArgs
-from common.config.objectives import PreferenceArgs
 from common.config.parse import parse
+from common.config.preference_flags import PreferenceArgs
 from common.data.packing import PackedBatch, pack_minibatches
+from common.data.sample import Completion, Group
+from common.evaluate.greedy import evaluate_prompts
 from common.metrics.meter import Meter
+from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
-from common.model.scoring import with_logprobs
 from common.objectives import preference
 from common.objectives.advantages import unequal
 from common.objectives.preference import OVER_BATCH, REFERENCE_FREE, Pairs
 from common.parallel import distributed
-from common.rewards.scoring import Rewards
-from common.rollout import statistics
+from common.rewards.total import Rewards
+from common.rollout.agreement import check_rollout, measure_mismatch
+from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_sampler, serve
+from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import CURVES, SHOW, describe_rollouts, num_steps
-from common.train.plan import dry_run
+from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -57,8 +59,9 @@ from common.train.run_folder import prepare_output_dir
 
 
 def preferences(rewards_PG: Tensor) -> Tensor:
-    """Return 1 for the chosen completion of every group, the first of highest reward, -1 for the rejected one, the
-    first of lowest reward, and 0 for others, [P, G]. Missing rewards (NaN) get 0, and so does a group of equal ones."""
+    """Return 1 for the chosen completion of every group, the first of highest reward, -1 for the
+    rejected one, the first of lowest reward, and 0 for others, [P, G]. Missing rewards (NaN) get 0,
+    and so does a group of equal ones."""
     best_P1 = rewards_PG.nan_to_num(nan=-math.inf).argmax(-1, keepdim=True)
     worst_P1 = rewards_PG.nan_to_num(nan=math.inf).argmin(-1, keepdim=True)
     signs_PG = torch.zeros_like(rewards_PG).scatter(-1, best_P1, 1.0).scatter(-1, worst_P1, -1.0)
@@ -66,49 +69,84 @@ def preferences(rewards_PG: Tensor) -> Tensor:
 
 
 def loss(pairs: Pairs, args: "Args") -> Tensor:
-    """Return the loss of each pair, [N] float64: the objectives of `--loss`, added up with `--loss_weights`, and
-    `--sft_weight` times the negative log-likelihood of the chosen completion."""
-    parts = []
+    """Return the loss of each pair, [N] float64: the objectives of `--loss`, added up with
+    `--loss_weights`, and `--sft_weight` times the negative log-likelihood of the chosen
+    completion."""
+    losses = []
     for name in args.loss:
-        if name == "sigmoid" and args.f_divergence == "reverse_kl":  # DPO Eq. 7; with label smoothing cDPO
-            z, e = args.beta * (pairs.lc - pairs.lr), args.label_smoothing  # lc, lr: log-ratios to the reference
-            parts.append(-(1 - e) * logsigmoid(z) - e * logsigmoid(-z))
+        if name == "sigmoid" and args.f_divergence == "reverse_kl":
+            # lc, lr: log-ratios of chosen and rejected to the reference
+            margin_N = args.beta * (pairs.lc - pairs.lr)
+            losses.append(preference.dpo_loss(margin_N, args.label_smoothing))
         else:
-            parts.append(preference.preference_loss(
-                name, pairs, beta=args.beta, label_smoothing=args.label_smoothing,
-                length_normalize=args.length_normalize, f_divergence=args.f_divergence, f_alpha=args.f_alpha,
-                simpo_gamma=args.simpo_gamma, discopop_tau=args.discopop_tau,
-            ))  # fmt: skip
-    loss_N = sum(w * part_N for w, part_N in zip(args.loss_weights or [1.0] * len(parts), parts, strict=True))
+            losses.append(
+                preference.preference_loss(
+                    name,
+                    pairs,
+                    beta=args.beta,
+                    label_smoothing=args.label_smoothing,
+                    length_normalize=args.length_normalize,
+                    f_divergence=args.f_divergence,
+                    f_alpha=args.f_alpha,
+                    simpo_gamma=args.simpo_gamma,
+                    discopop_tau=args.discopop_tau,
+                )
+            )
+    weights = args.loss_weights or [1.0] * len(losses)
+    loss_N = sum(weight * each_N for weight, each_N in zip(weights, losses, strict=True))
     if args.sft_weight:
-        loss_N = loss_N + args.sft_weight * (-pairs.mean_pc if args.sft_length_normalize else -pairs.chosen_logps)
+        nll_N = -pairs.mean_pc if args.sft_length_normalize else -pairs.chosen_logps
+        loss_N = loss_N + args.sft_weight * nll_N
     return loss_N
 
 
 def make_pairs(mb: PackedBatch, logprobs_T: Tensor) -> Pairs:
-    """Return the pairs of a micro-batch: log-probs of completions by policy and reference (0 without one), lengths."""
-    ref_logprobs_T = torch.zeros_like(logprobs_T) if mb.ref_logprobs_T is None else mb.ref_logprobs_T
-    sums = [mb.sequence_sums(x_T) for x_T in (logprobs_T, ref_logprobs_T, torch.ones_like(logprobs_T))]
-    sides = [x_2N[side::2] for x_2N in sums for side in (0, 1)]
-    return Pairs(*sides, weights=torch.ones_like(sides[0]))
+    """Return the pairs of a micro-batch: log-probs of completions by policy and reference (0
+    without one), lengths."""
+    ref_logprobs_T = mb.ref_logprobs_T
+    if ref_logprobs_T is None:
+        ref_logprobs_T = torch.zeros_like(logprobs_T)
+    logps_2N = mb.sequence_sums(logprobs_T)
+    ref_logps_2N = mb.sequence_sums(ref_logprobs_T)
+    lengths_2N = mb.sequence_sums(torch.ones_like(logprobs_T))
+    return Pairs(
+        chosen_logps=logps_2N[0::2],
+        rejected_logps=logps_2N[1::2],
+        ref_chosen_logps=ref_logps_2N[0::2],
+        ref_rejected_logps=ref_logps_2N[1::2],
+        chosen_lengths=lengths_2N[0::2],
+        rejected_lengths=lengths_2N[1::2],
+        weights=torch.ones_like(logps_2N[0::2]),
+    )
 
 
 # ---- metrics ----
 
 
 def measure_pairs(meter: Meter, rewards_PG: Tensor) -> None:
-    """Measure how far best and worst rewards are apart, the groups without a pair, and the pairs with a tie."""
+    """Measure how far best and worst rewards are apart, the groups without a pair, and the pairs
+    with a tie."""
     best_P = rewards_PG.nan_to_num(nan=-math.inf).amax(-1)
     worst_P = rewards_PG.nan_to_num(nan=math.inf).amin(-1)
     unequal_P = best_P > worst_P
-    tied_P = ((rewards_PG == best_P[:, None]).sum(-1) > 1) | ((rewards_PG == worst_P[:, None]).sum(-1) > 1)
+    tied_P = ((rewards_PG == best_P[:, None]).sum(-1) > 1) | (
+        (rewards_PG == worst_P[:, None]).sum(-1) > 1
+    )
     meter.mean("pairs/win_margin", (best_P - worst_P)[unequal_P].sum(), unequal_P.sum())
     meter.mean("pairs/skipped_fraction", (~unequal_P).sum(), len(unequal_P))
     meter.mean("pairs/tied_fraction", (tied_P & unequal_P).sum(), len(unequal_P))
 
 
+def chosen_pair(group: Group, signs_G: Tensor) -> list[Completion]:
+    """Return the preferred completion (sign 1) and the other one (-1), or nothing without signs."""
+    if not signs_G.any():
+        return []
+    return [group[signs_G.argmax()], group[signs_G.argmin()]]
+
+
 def measured(pairs: Pairs, loss_N: Tensor, args: "Args") -> dict[str, Tensor]:
-    """Return the loss, log-probs and implicit rewards of each pair to log, the latter by the first objective."""
+    """Return the loss, log-probs and implicit rewards of each pair to log, the latter by the first
+    objective."""
     referenced = args.loss[0] not in REFERENCE_FREE
     per_token = preference.rewards_per_token(args.loss[0], args.length_normalize)
     chosen_N, rejected_N = preference.implicit_rewards(
@@ -133,59 +171,70 @@ class Args(PreferenceArgs, OnlineArgs):
     lr: Positive[float] = 1e-6
 
     def __post_init__(self) -> None:
-        if sorting := OVER_BATCH & set(self.loss):
-            raise ValueError(f"--loss {min(sorting)} compares all pairs of a batch; use it with dpo.py")
+        sorting = OVER_BATCH & set(self.loss)
+        if sorting:
+            what = f"--loss {min(sorting)} compares all pairs of a batch"
+            raise ValueError(f"{what}; use it with dpo.py")
 
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
+    needs_reference = not set(args.loss) <= REFERENCE_FREE
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     context = min(context_length(path, args), args.room // 2 + 1)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if set(args.loss) - REFERENCE_FREE else [])
+    if args.dry_run:
+        frozen = [path] if needs_reference else []
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if set(args.loss) - REFERENCE_FREE else None  # frozen
+    reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    total_steps, curves = num_steps(args, prompts), (*CURVES, "pairs/win_margin", "rewards/accuracies")
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=curves)
+    total_steps = num_steps(args, prompts)
+    curves = (*CURVES, "pairs/win_margin", "rewards/accuracies")
+    run = Run(
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=curves
+    )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
     if run.first_step == 0:
-        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout: G completions of each of this rank's P prompts ----
+        # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
         groups = rollouts.rollout(step, total_steps, meter)
         if groups is None:  # a stop was requested
             break
+        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
 
-        # ---- 2. rewards, and the pair of each group ----
+        # ---- 2. rewards: wait for the last ones; the pair of each group ----
         with meter.time("reward"):
-            scores_PG, parts, _ = rewards(groups, meter)
-        statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
-        rewards_PG = scores_PG + statistics.truncation_penalties(groups, args.missing_eos_penalty)
+            scores_PG, named_rewards, _ = rewards(groups, meter)
+        measure_groups(meter, groups, scores_PG, named_rewards, first=step == 0)
+        rewards_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
         measure_pairs(meter, rewards_PG)
         signs_PG = preferences(rewards_PG)
-        pairs = [[group[s_G.argmax()], group[s_G.argmin()]] if s_G.any() else []
-                 for group, s_G in zip(groups, signs_PG, strict=True)]  # fmt: skip
+        pairs = [chosen_pair(group, s_G) for group, s_G in zip(groups, signs_PG, strict=True)]
 
-        # ---- 3. pack the pairs; log-probs of the reference ----
+        # ---- 3. pack: pairs move to the ranks that train on them; log-probs of the reference ----
         if run.checks_engine(step):  # all completions, also those without a pair
-            statistics.check_rollout(policy, groups, step, args)
-        minibatches = pack_minibatches(pairs, args.minibatches, args.pack_tokens, device, together=True)
+            check_rollout(policy, groups, step, args)
+        minibatches = pack_minibatches(
+            pairs, positions, args.minibatches, args.pack_tokens, device, args.share_prefix,
+            together=True,
+        )  # fmt: skip
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, ref=reference)
 
@@ -193,30 +242,33 @@ def main(args: Args) -> None:
         with meter.time("train"):
             lr = run.learning_rate(step)
             for n, minibatch in enumerate(minibatches * args.epochs_per_rollout):
-                num_pairs = int(distributed.all_sum(sum(len(mb.samples) // 2 for mb in minibatch)))  # of all ranks
+                num_pairs = int(distributed.all_sum(sum(mb.num_samples for mb in minibatch))) // 2
                 if not num_pairs:  # all rewards of each group are equal: no step by momentum alone
                     continue
-                minibatch_loss = torch.zeros((), device=device)
+                total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     mb_pairs = make_pairs(mb, logprobs_T)
                     loss_N = loss(mb_pairs, args)
                     share_N = loss_N / num_pairs
-                    (share_N.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += share_N.detach().sum()
+                    # FSDP averages gradients over ranks; undo that.
+                    (share_N.sum() * world_size).backward()
+                    total_loss += share_N.detach().sum()
                     meter.rows(mb, measured(mb_pairs, loss_N, args), share_N)
-                    streams = {"entropy": entropy_T, "sampling/kept_fraction": mb.loss_mask_T}  # no importance weights
+                    # No importance weights leave tokens out.
+                    streams = {"entropy": entropy_T, "sampling/kept_fraction": mb.loss_mask_T}
                     meter.tokens(mb, streams)
                     if n < len(minibatches):  # in the first epoch
-                        statistics.measure_mismatch(meter, logprobs_T.detach(), mb)
-                meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
+                        measure_mismatch(meter, logprobs_T.detach(), mb)
+                grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
+                meter.mean("grad_norm", grad_norm)
 
         # ---- 5. log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, signs_PG, parts)
+        run.show_samples(step + 1, groups, positions, scores_PG, signs_PG, named_rewards)
 
     run.end()
     rollouts.close()

@@ -1,25 +1,29 @@
-"""REINFORCE for language models (Williams 1992) and REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
+r"""REINFORCE for language models (Williams 1992), REINFORCE++ (Hu et al. 2025, arXiv:2501.03262).
 
-    torchrun --nproc_per_node 8 reinforce.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k --reward gsm8k
+    torchrun --nproc_per_node 8 reinforce.py --model Qwen/Qwen3-1.7B --dataset openai/gsm8k \
+        --reward gsm8k
 
-The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value model: it compares the
-reward of a completion, from which the KL to the starting model is subtracted, with those of the whole batch:
+The policy makes rewarded completions more likely. REINFORCE++ needs neither a group nor a value
+model: it compares the reward of a completion, from which the KL to the starting model is
+subtracted, with those of the whole batch:
 
-    R_i   = score_i - beta sum_t KL_t                                                  rewards_PG in the loop
+    R_i   = score_i - beta sum_t KL_t                                         rewards_PG in the loop
     A_i   = (R_i - mean(R)) / std(R)             over all trained tokens of the step   advantages()
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
     rho_t = pi(y_t) / pi_old(y_t)                pi_old: the policy at the time of the rollout
 
-Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss. `--preset` has both and
-plain REINFORCE, -A log pi(y_t), as published; beta may follow the KL (`--kl_target`).
+Its variant with a baseline subtracts the mean of the group first and puts the KL into the loss.
+`--preset` has both and plain REINFORCE, -A log pi(y_t), as published; beta may follow the KL
+(`--kl_target`).
 
-Differences from the papers (docs/reinforce.md): the KL of the whole completion is subtracted from its reward, where
-REINFORCE++ subtracts at each token the KL that is still to come (the same mean, more variance), and truncated
-importance weights c_t = pi_old(y_t) / pi_engine(y_t) correct for the difference between engine and trainer.
+Differences from the papers (docs/reinforce.md): the KL of the whole completion is subtracted from
+its reward, where REINFORCE++ subtracts at each token the KL that is still to come (the same mean,
+more variance), and truncated importance weights c_t = pi_old(y_t) / pi_engine(y_t) correct for the
+difference between engine and trainer.
 
-Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a micro-batch. Per-token
-tensors are aligned with the *targets*: x_T[t] describes the prediction of targets_T[t].
-"""
+Shapes: P prompts on this rank, B on all ranks, G completions per prompt, T packed tokens of a
+micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
+targets_T[t]."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -29,26 +33,28 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from common.config.flags import BelowOne, NotNegative, Positive, require_default
+from common.config.flags import BelowOne, NotNegative, Positive
 from common.config.groups import OnlineArgs
-from common.config.objectives import CorrectionArgs, LogKLArgs, RewardArgs
+from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, RewardArgs
 from common.config.parse import parse
-from common.data.packing import pack_minibatches, per_sample
+from common.config.rules import require_default
+from common.data.packing import count_trained, pack_minibatches, per_sample
+from common.evaluate.greedy import evaluate_prompts
+from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
-from common.model.scoring import with_logprobs
 from common.objectives.advantages import centre_groups, whiten
-from common.objectives.importance import importance_weights
-from common.objectives.policy import KLEstimator, bounded_exp, is_clipped, kl_estimate
+from common.objectives.importance import bounded_exp, importance_weights, is_clipped
+from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
-from common.rewards.scoring import Rewards
-from common.rollout import statistics
+from common.rewards.total import Rewards
+from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
-from common.rollout.remote_sampler import make_sampler, serve
+from common.rollout.sampler import make_sampler, serve
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import CURVES, SHOW, describe_rollouts, num_steps
-from common.train.plan import dry_run
+from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
@@ -56,12 +62,14 @@ from common.train.run_folder import prepare_output_dir
 
 
 def advantages(name: str, rewards_BG: Tensor, tokens_BG: Tensor) -> Tensor:
-    """Return the advantage of every completion of all ranks, [B, G] float64. `tokens_BG`: number of its trained tokens;
-    the words of an environment are not trained. A completion without a reward (NaN) counts in no statistic and gets 0,
-    one without trained tokens counts in that of its group alone; equal rewards get exactly 0."""
+    """Return the advantage of every completion of all ranks, [B, G] float64. `tokens_BG`: number of
+    its trained tokens; the words of an environment are not trained. A completion without a reward
+    (NaN) counts in no statistic and gets 0, one without trained tokens counts in that of its group
+    alone; equal rewards get exactly 0."""
     tokens_BG = torch.where(rewards_BG.isnan(), 0, tokens_BG)
     match name:
-        case "reinforce++":  # (r - mean) / std over the trained tokens of the batch, r standing on each token
+        case "reinforce++":
+            # (r - mean) / std over the trained tokens of the batch, r standing on each token
             return whiten(rewards_BG.nan_to_num(nan=0.0), tokens_BG)
         case "reinforce++_baseline":  # the same for r - mean of the group
             return whiten(centre_groups(rewards_BG), tokens_BG)
@@ -72,70 +80,93 @@ def advantages(name: str, rewards_BG: Tensor, tokens_BG: Tensor) -> Tensor:
 
 
 def loss(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, ref_logprobs_T: Tensor | None,
-    entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor,
-    beta: float, args: "Args",
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor | None,
+    entropy_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sequence_ids_T: Tensor,
+    tokens: Tensor,
+    sequences: Tensor,
+    beta: float,
+    args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
-        L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)               KL_t: only with --kl_in loss
+        L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
-    w_t = 1 / `tokens`, the trained tokens of the *global* minibatch, or 1 / `sequences` with --reduction sequence_sum.
-    `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token."""
-    log_rho_T, A_T = logprobs_T - old_logprobs_T, advantages_T
+    KL_t is there only with --kl_in loss. w_t = 1 / `tokens`, the trained tokens of the *global*
+    minibatch, or 1 / `sequences` with --reduction sequence_sum. `mask_T`: trained tokens;
+    `sequence_ids_T`: the completion of each token."""
+    log_rho_T = logprobs_T - old_logprobs_T
+    A_T = advantages_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, level=args.correction, mode=args.correction_mode,
-        low=args.correction_low, high=args.correction_high, keep=args.correction_filter,
-    )  # fmt: skip
-    logged = {"ratio": bounded_exp(log_rho_T.detach()), "sampling/weight": c_T, "sampling/kept_fraction": c_T > 0}
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.importance
+    )
+    logged = {
+        "ratio": bounded_exp(log_rho_T.detach()),
+        "sampling/weight": c_T,
+        "sampling/kept_fraction": c_T > 0,
+    }
     match args.loss:
         case "clip":  # PPO (arXiv:1707.06347 Eq. 7)
             rho_T = bounded_exp(log_rho_T)
-            loss_T = -torch.min(rho_T * A_T, rho_T.clamp(1 - args.clip_low, 1 + args.clip_high) * A_T)
-            logged["clip_ratio/region_mean"] = is_clipped(log_rho_T.detach(), A_T, args.clip_low, args.clip_high)
-        case "reinforce":  # Williams 1992: without rho, only the first update of a rollout is unbiased
+            clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
+            loss_T = -torch.min(rho_T * A_T, clipped_T * A_T)
+            logged["clip_ratio/region_mean"] = is_clipped(
+                log_rho_T.detach(), A_T, args.clip_low, args.clip_high
+            )
+        case "reinforce":
+            # Williams 1992: without rho, only the first update of a rollout is unbiased
             loss_T = -A_T * logprobs_T
     loss_T = loss_T * c_T
     if args.kl_in == "loss" and ref_logprobs_T is not None:
         kl_T = kl_estimate(logprobs_T, ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-        loss_T, logged["kl"] = loss_T + beta * kl_T, kl_T
+        loss_T = loss_T + beta * kl_T
+        logged["kl"] = kl_T
     if args.entropy_coef:  # not times 0: the backward pass of the entropy reads all logits again
         loss_T = loss_T - args.entropy_coef * entropy_T
-    return loss_T * (mask_T / (tokens if args.reduction == "token" else sequences)), logged
+    w_T = mask_T / (tokens if args.reduction == "token" else sequences)
+    return loss_T * w_T, logged
 
 
 @dataclass
-class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
+class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
-        "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out", beta=0.0,
-                          minibatches=1, epochs_per_rollout=1),
-        "reinforce++": dict(loss="clip", reduction="token", advantage="reinforce++", beta=0.01, kl_in="reward",
-                            kl_estimator="k1", clip_low=0.2, clip_high=0.2),
-        "reinforce++_baseline": dict(loss="clip", reduction="token", advantage="reinforce++_baseline", beta=0.01,
-                                     kl_in="loss", kl_estimator="k2", clip_low=0.2, clip_high=0.2),
+        "reinforce": dict(loss="reinforce", reduction="sequence_sum", advantage="leave_one_out",
+                          beta=0.0, minibatches=1, epochs_per_rollout=1),
+        "reinforce++": dict(loss="clip", reduction="token", advantage="reinforce++", beta=0.01,
+                            kl_in="reward", kl_estimator="k1", clip_low=0.2, clip_high=0.2),
+        "reinforce++_baseline": dict(loss="clip", reduction="token",
+                                     advantage="reinforce++_baseline", beta=0.01, kl_in="loss",
+                                     kl_estimator="k2", clip_low=0.2, clip_high=0.2),
     }  # fmt: skip
     lr: Positive[float] = 1e-6
     preset: Literal[tuple(PRESETS)] | None = None
-    """flags of a published variant (table in docs/reinforce.md); another value for one of them is an error"""
+    """flags of a published variant (table in docs/reinforce.md); another value for one of them is
+    an error"""
     loss: Literal["clip", "reinforce"] = "clip"
-    """policy loss of a token with advantage A. clip: PPO's, with a clipped importance ratio; reinforce: -A log pi"""
+    """policy loss of a token with advantage A. clip: PPO's, with a clipped importance ratio;
+    reinforce: -A log pi"""
     reduction: Literal["token", "sequence_sum"] = "token"
-    """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions of their sums"""
+    """reduction of the loss of all tokens. token: their mean; sequence_sum: mean over completions
+    of their sums"""
     advantage: Literal["reinforce++", "reinforce++_baseline", "leave_one_out"] = "reinforce++"
-    """advantage of a completion. reinforce++: reward, whitened over the tokens of the batch; reinforce++_baseline: less
-    the mean of its group first; leave_one_out: reward less the mean of the others in its group"""
+    """advantage of a completion. reinforce++: reward, whitened over the tokens of the batch;
+    reinforce++_baseline: less the mean of its group first; leave_one_out: reward less the mean of
+    the others in its group"""
     clip_low: BelowOne = 0.2
     """clip: lower clip bound of the importance ratio, 1 - clip_low"""
     clip_high: NotNegative[float] = 0.2
     """clip: upper clip bound of the importance ratio, 1 + clip_high"""
     beta: NotNegative[float] = 0.01
-    """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference model in memory"""
+    """weight of the KL penalty to the starting model (--kl_in); 0: no penalty, and no reference
+    model in memory"""
     kl_in: Literal["loss", "reward"] = "reward"
-    """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion, in its reward"""
-    kl_estimator: KLEstimator = "k1"
-    """estimator of the KL per token, with d = log(policy / reference). k1: d; k2: d^2 / 2; k3: exp(-d) - 1 + d"""
-    kl_clamp: NotNegative[float] = 0.0
-    """bound of the KL estimate of each token, which is clamped to [-kl_clamp, kl_clamp]; 0: off"""
+    """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion,
+    in its reward"""
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
@@ -143,109 +174,132 @@ class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
         if self.loss == "reinforce":
             require_default(self, ("clip_low", "clip_high"), "with --loss reinforce")
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
-            raise ValueError(f"--advantage {self.advantage} compares completions; set --samples_per_prompt above 1")
+            what = f"--advantage {self.advantage} compares completions"
+            raise ValueError(f"{what}; set --samples_per_prompt above 1")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
         """Yield lines about flags whose effect may surprise."""
         if self.beta and self.kl_in == "loss" and self.kl_estimator == "k1":
-            yield "--kl_estimator k1: the expected gradient of this KL term is zero; it does not constrain the policy"
+            what = "the expected gradient of this KL term is zero; it does not constrain the policy"
+            yield f"--kl_estimator k1: {what}"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
-    device, _, world_size = distributed.setup(args.seed, args.rollout_ranks * (not args.dry_run), args.nccl_timeout)
+    device, _, world_size = distributed.setup(args.seed, args.live_rollout_ranks, args.nccl_timeout)
     if distributed.is_rollout_rank():
         return serve(args, device)  # generates until training ends
     prepare_output_dir(args)
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
+    needs_reference = args.beta > 0 or args.log_kl
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.beta or args.log_kl else [])
+    if args.dry_run:
+        frozen = [path] if needs_reference else []
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
-    reference = load_reference(policy, args, device) if args.beta or args.log_kl else None  # frozen
+    reference = load_reference(policy, args, device) if needs_reference else None  # frozen
     optimizer = adamw(policy, args)
-    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # vLLM, here or on rollout ranks
+    rollouts = make_sampler(policy, prompts, args, tokenizer, rewards)  # here or on rollout ranks
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    total_steps, beta = num_steps(args, prompts), KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
-    run = Run(args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW, curves=CURVES)
+    total_steps = num_steps(args, prompts)
+    beta = KLCoefficient(args.beta, args.kl_target, args.kl_horizon)
+    run = Run(
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, beta=beta, show=SHOW,
+        curves=CURVES,
+    )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
-    meter, kl_in_reward = run.meter, reference is not None and args.kl_in == "reward"
+    meter = run.meter
+    kl_in_reward = needs_reference and args.kl_in == "reward"
+    needs_old = kl_in_reward or args.updates_per_rollout > 1
     if run.first_step == 0:
-        run.log(0, statistics.evaluate(rollouts, 0, held_out, rewards))
+        run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
     for step in run.steps():
-        # ---- 1. rollout: G completions of each of this rank's P prompts ----
+        # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
         groups = rollouts.rollout(step, total_steps, meter)
         if groups is None:  # a stop was requested
             break
+        positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
 
-        # ---- 2. score; pack; log-probs that stay fixed: of the policy before its updates, of the reference ----
+        # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
-            scores_PG, parts, _ = rewards(groups, meter)
-        statistics.measure_groups(meter, groups, scores_PG, parts, first=step == 0)
-        minibatches = pack_minibatches(groups, args.minibatches, args.pack_tokens, device)
-        with meter.time("logprobs"):  # on policy the log-probs of the update itself can serve as old ones
-            needs_old = kl_in_reward or args.updates_per_rollout > 1 or run.checks_engine(step)
-            old = policy if needs_old else None
+            scores_PG, named_rewards, _ = rewards(groups, meter)
+        measure_groups(meter, groups, scores_PG, named_rewards, first=step == 0)
+        minibatches = pack_minibatches(
+            groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
+        )
+        checks_engine = run.checks_engine(step)
+        old = policy if checks_engine or needs_old else None  # None: the update computes them
+        with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
-        if run.checks_engine(step):
-            statistics.check_agreement(minibatches, step, args, device)
+        if checks_engine:
+            check_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards and advantages; the statistics are those of all ranks ----
-        kl_PG, kl = torch.zeros_like(scores_PG), []
+        shaped_PG = shape_rewards(
+            scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
+        )
+        penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
+        rewards_BG = distributed.gather_rows(shaped_PG + penalties_PG, positions)
         if kl_in_reward:
+            kl = []  # of each micro-batch, [N]
             for mb in chain(*minibatches):
-                kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
+                kl_T = kl_estimate(
+                    mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp
+                )
                 meter.masked_mean("kl", kl_T, mb.loss_mask_T)
                 kl.append(mb.sequence_sums(kl_T))
-            kl_PG = per_sample(chain(*minibatches), kl, scores_PG.shape)
-        shaped_PG = shape_rewards(scores_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip)
-        penalties_PG = statistics.truncation_penalties(groups, args.missing_eos_penalty)
-        rewards_PG = shaped_PG + penalties_PG - beta.value * kl_PG
-        rewards_BG = statistics.gather_groups(rewards_PG, rollouts.positions)
-        tokens_BG = statistics.gather_groups(statistics.trained_counts(groups), rollouts.positions)
-        advantages_PG = advantages(args.advantage, rewards_BG, tokens_BG)[list(rollouts.positions)]
+            kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
+            rewards_BG = rewards_BG - beta.value * kl_BG
+        tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
+        advantages_BG = advantages(args.advantage, rewards_BG, tokens_BG)
 
         # ---- 4. update: one optimizer step per minibatch ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
-                tokens, sequences = statistics.count_trained(minibatch)  # of the *global* minibatch
-                minibatch_loss = torch.zeros((), device=device)
+                tokens, sequences = count_trained(minibatch)  # of all ranks
+                total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
-                    old_logprobs_T = logprobs_T.detach() if mb.old_logprobs_T is None else mb.old_logprobs_T
+                    old_logprobs_T = mb.old_logprobs_T
+                    if old_logprobs_T is None:  # on policy
+                        old_logprobs_T = logprobs_T.detach()
                     share_T, logged = loss(
-                        logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T, entropy_T,
-                        mb.on_tokens(advantages_PG), mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, beta.value,
-                        args,
+                        logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
+                        entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
+                        tokens, sequences, beta.value, args,
                     )  # fmt: skip
-                    (share_T.sum() * world_size).backward()  # FSDP averages gradients over ranks; undo that
-                    minibatch_loss += share_T.detach().sum()
+                    # FSDP averages gradients over ranks; undo that.
+                    (share_T.sum() * world_size).backward()
+                    total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"entropy": entropy_T} | logged, share_T)
-                    statistics.measure_mismatch(meter, old_logprobs_T, mb)
-                meter.mean("grad_norm", optimizer_step(policy, optimizer, lr, args.max_grad_norm, minibatch_loss))
-                meter.mean("loss", minibatch_loss, 1 / world_size)  # the loss is the sum over ranks
+                    measure_mismatch(meter, old_logprobs_T, mb)
+                grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
+                meter.mean("grad_norm", grad_norm)
+                meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
         # ---- 5. log and evaluate; beta follows the KL ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if "kl" in metrics:
             metrics["beta"] = beta.value
-            beta.update(metrics["kl"], args.prompts_per_step * args.samples_per_prompt)
+            beta.update(metrics["kl"], rewards_BG.numel())
         if run.evaluates(step + 1):
-            metrics |= statistics.evaluate(rollouts, step + 1, held_out, rewards)
+            metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        run.show_samples(step + 1, groups, rollouts.positions, scores_PG, advantages_PG, parts)
+        advantages_PG = advantages_BG[positions]
+        run.show_samples(step + 1, groups, positions, scores_PG, advantages_PG, named_rewards)
 
     run.end()
     rollouts.close()

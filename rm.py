@@ -1,23 +1,24 @@
-"""Reward models (Bradley-Terry, as in Ouyang et al. 2022, arXiv:2203.02155 Eq. 1): one number that rates an answer.
+r"""Reward models (Bradley-Terry, as in Ouyang et al. 2022, arXiv:2203.02155 Eq. 1): one number that
+rates an answer.
 
-    torchrun --nproc_per_node 8 rm.py --model Qwen/Qwen3-1.7B --dataset trl-lib/ultrafeedback_binarized
+    torchrun --nproc_per_node 8 rm.py --model Qwen/Qwen3-1.7B \
+        --dataset trl-lib/ultrafeedback_binarized
 
-A language model with a scalar head reads its reward r at the last token of prompt and completion. It learns from pairs
-of a chosen and a rejected completion, with rewards r_c and r_r:
+A language model with a scalar head reads its reward r at the last token of prompt and completion.
+It learns from pairs of a chosen and a rejected completion, with rewards r_c and r_r:
 
-    L = mean_pairs [ -log sigma(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2 ]        loss()
+    L = mean_pairs [ -log sigma(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2 ]      loss()
 
 The trained model evaluates and relabels pairs:
 
-    rm.py --model runs/rm/hf --dataset pairs.jsonl --eval_only                      # how often does it agree?
-    rm.py --model runs/rm/hf --dataset pairs.jsonl --relabel relabelled.jsonl       # swap the pairs where it does not
+    rm.py --model runs/rm/hf --dataset pairs.jsonl --eval_only          # how often does it agree?
+    rm.py --model runs/rm/hf --dataset pairs.jsonl --relabel new.jsonl  # swap the others
 
-Differences from the paper: pairs instead of rankings of several answers; a penalty centres the rewards, not a shift.
-See docs/rm.md.
+Differences from the paper: pairs instead of rankings of several answers; a penalty centres the
+rewards, not a shift. See docs/rm.md.
 
-Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are chosen and rejected of
-pair i.
-"""
+Shapes: N pairs (2N sequences) and T packed tokens of a micro-batch; sequences 2i and 2i + 1 are
+chosen and rejected of pair i."""
 
 import json
 import math
@@ -31,67 +32,87 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import NotNegative, Positive, require_default
+from common.config.flags import NotNegative, Positive
 from common.config.groups import TrainArgs
 from common.config.parse import parse
+from common.config.rules import require_default
 from common.config.training import PrefixArgs
-from common.data.encode import PAIR_FLAGS, Encoder, encode_pairs
-from common.data.packing import PackedBatch, pack_groups
+from common.data.encode import Encoder
+from common.data.load import Samples, load_samples
+from common.data.packing import PackedBatch, pack_groups, positions_of_share
+from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
 from common.data.rows import PAIR_COLUMNS, reasons, require_columns, rows_of_split
-from common.data.sample import Sample
-from common.data.token_cache import load_samples
-from common.metrics.logger import wilson_interval
+from common.data.sample import Sample, at_end
+from common.evaluate.held_out import held_out_accuracy, wilson_interval
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import ScalarModel, load_scalar_model
+from common.model.score import score
 from common.parallel import distributed
-from common.rewards.reward_model import at_end, score
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import describe_data, held_out_accuracy, num_steps
-from common.train.plan import dry_run
+from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
 SHOW = ("loss", "rewards/accuracies", "eval_rewards/accuracies", "time/step")
-CURVES = ("loss", "eval_loss", "rewards/accuracies", "eval_rewards/accuracies", "rewards/margins", "rewards/chosen",
-          "rewards/rejected", "rewards/std", "grad_norm")  # fmt: skip
+CURVES = (
+    "loss",
+    "eval_loss",
+    "rewards/accuracies",
+    "eval_rewards/accuracies",
+    "rewards/margins",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/std",
+    "grad_norm",
+)
 
 
 def loss(
-    chosen_N: Tensor, rejected_N: Tensor, margin_N: Tensor | float = 0.0, center_coefficient: float = 0.0
+    chosen_N: Tensor,
+    rejected_N: Tensor,
+    margin_N: Tensor | float = 0.0,
+    center_coefficient: float = 0.0,
 ) -> Tensor:
-    """Return the loss of each pair, [N]: the negative log-likelihood of the preference (arXiv:2203.02155 Eq. 1), the
-    margin of arXiv:2307.09288 Eq. 2, the centring penalty of arXiv:2312.09244."""
+    """Return the loss of each pair, [N]: the negative log-likelihood of the preference
+    (arXiv:2203.02155 Eq. 1), the margin of arXiv:2307.09288 Eq. 2, the centring penalty of
+    arXiv:2312.09244."""
     centring_N = center_coefficient * (chosen_N + rejected_N).square()
     return -logsigmoid(chosen_N - rejected_N - margin_N) + centring_N
 
 
 @dataclass
 class Args(PrefixArgs, TrainArgs):
+    generates = False  # no flag: the model is a reward model
     output_dir: str = ""
-    """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/; with --eval_only
-    scores.jsonl; default: runs/ and the name of the script"""
+    """folder for all that the run writes: args.yaml, metrics.jsonl, curves.png, checkpoints/, hf/;
+    with --eval_only scores.jsonl; default: runs/ and the name of the script"""
     batch_size: Positive[int] = 64
     """pairs per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum tokens of prompt and completion together; default: 2048, or less if context or pack_tokens is smaller"""
+    """maximum tokens of prompt and completion together; default: 2048, or less if context or
+    pack_tokens is smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off (both are counted);
-    error: end the run"""
+    """treatment of pairs with a longer completion. drop: leave them out; truncate: cut its end off
+    (both are counted); error: end the run"""
     identical_pairs: Literal["drop", "keep", "error"] = "drop"
-    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted); error: end the run"""
+    """treatment of pairs whose chosen and rejected are the same. drop: leave them out (counted);
+    error: end the run"""
     center_coefficient: NotNegative[float] = 0.0
-    """weight of (rc + rr)^2, rc and rr the rewards of chosen and rejected, which keeps the mean reward near 0
-    (arXiv:2312.09244)"""
+    """weight of (rc + rr)^2, rc and rr the rewards of chosen and rejected, which keeps the mean
+    reward near 0 (arXiv:2312.09244)"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     eval_only: bool = False
     """do not train: score every pair of `dataset` with the reward model `model`"""
     relabel: str | None = None
-    """.jsonl file to write: the pairs of `dataset`, swapped where the reward model disagrees (implies --eval_only)"""
+    """.jsonl file to write: the pairs of `dataset`, swapped where the reward model disagrees
+    (implies --eval_only)"""
 
     def __post_init__(self) -> None:
         if self.max_length and 2 * self.max_length > self.room:
-            raise ValueError(f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}")
+            raise ValueError(
+                f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}"
+            )
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
         if self.eval_only or self.relabel:
@@ -101,11 +122,14 @@ class Args(PrefixArgs, TrainArgs):
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[list[Sample]], Counter]:
-    """Tokenize rows into [chosen, rejected] pairs of at most `--max_length` tokens, whose last token is trained; count
-    the rows that were dropped or changed. If any row has a `margin`, all need one."""
+    """Tokenize rows into [chosen, rejected] pairs of at most `--max_length` tokens, whose last
+    token is trained; count the rows that were dropped or changed. If any row has a `margin`, all
+    need one."""
 
     def encode(row: dict) -> list[Sample]:
-        return encoder.pair(row | dict(margin=margin_of(row)) if "margin" in columns else row, columns)
+        if "margin" in columns:
+            row = row | dict(margin=margin_of(row))
+        return encode_pair(encoder, row, columns)
 
     pairs, counts = encode_pairs(rows, encode, args)
     return [[at_end(sample.ids, sample.row) for sample in pair] for pair in pairs], counts
@@ -123,15 +147,36 @@ def margin_of(row: dict) -> float:
     return number
 
 
-def forward(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefix: str = "") -> Tensor:
+def gather_margins(pairs: list[list[Sample]]) -> Tensor:
+    """Return the margin of each sample of all ranks' pairs, [B, 2]; 0 without the column.
+    Collective."""
+    margins_P2 = torch.tensor([[sample.row.get("margin", 0.0) for sample in p] for p in pairs])
+    return distributed.gather_rows(margins_P2, positions_of_share(len(pairs)))
+
+
+def forward(
+    model: ScalarModel,
+    mb: PackedBatch,
+    margins_B2: Tensor,
+    args: Args,
+    meter: Meter,
+    prefix: str = "",
+) -> Tensor:
     """Return the loss of a micro-batch, summed over its pairs; log it with the rewards."""
     rewards_2N = mb.sequence_sums(model(mb))  # the last token of each sequence alone is trained
-    margin_N = mb.per_sequence(sample.row.get("margin", 0.0) for sample in mb.samples)[0::2]
-    chosen_N, rejected_N, count = rewards_2N[0::2], rewards_2N[1::2], len(margin_N)
+    margin_N = mb.select(margins_B2)[0::2]
+    chosen_N = rewards_2N[0::2]
+    rejected_N = rewards_2N[1::2]
+    count = len(margin_N)
     loss_N = loss(chosen_N, rejected_N, margin_N, args.center_coefficient)
     if count:  # a rank may have no pair of this pack
-        logged = {"loss": loss_N, "rewards/chosen": chosen_N, "rewards/rejected": rejected_N,
-                  "rewards/margins": chosen_N - rejected_N, "rewards/accuracies": chosen_N > rejected_N}  # fmt: skip
+        logged = {
+            "loss": loss_N,
+            "rewards/chosen": chosen_N,
+            "rewards/rejected": rejected_N,
+            "rewards/margins": chosen_N - rejected_N,
+            "rewards/accuracies": chosen_N > rejected_N,
+        }
         meter.rows(mb, logged, loss_N / args.batch_size, prefix)
         rewards_2N = torch.cat([chosen_N, rejected_N]).detach()
         meter.mean(f"{prefix}rewards/mean", rewards_2N.sum(), 2 * count)
@@ -142,11 +187,15 @@ def forward(model: ScalarModel, mb: PackedBatch, args: Args, meter: Meter, prefi
 
 
 @torch.no_grad()
-def evaluate(model: ScalarModel, pairs: list[list[Sample]], args: Args, device: torch.device) -> Meter:
-    """Measure this rank's share of the held-out pairs."""
+def evaluate(
+    model: ScalarModel, pairs: Samples, indices: list[int], args: Args, device: torch.device
+) -> Meter:
+    """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
-    for mb in pack_groups(pairs, args.pack_tokens, device):
-        forward(model, mb, args, meter, "eval_")
+    share = [pairs[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    margins_B2 = gather_margins(share)
+    for mb in pack_groups(share, args.pack_tokens, device, args.share_prefix):
+        forward(model, mb, margins_B2, args, meter, "eval_")
     return meter
 
 
@@ -156,7 +205,8 @@ def agreement(accuracy: float, pairs: int) -> str:
 
 
 def writable(flag: str, path: Path) -> Path:
-    """Where to write before `path` is replaced. Raises `ValueError` naming `flag`, before anything slow."""
+    """Where to write before `path` is replaced. Raises `ValueError` naming `flag`, before anything
+    slow."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         work = path.with_name(f"{path.name}.tmp")
@@ -168,17 +218,22 @@ def writable(flag: str, path: Path) -> Path:
     return work
 
 
-def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device, rank: int, world_size: int) -> None:
-    """`--eval_only` and `--relabel`: scores.jsonl in the output folder, agreement on the console, and the swapped rows.
+def score_dataset(
+    args: Args, path: str, encoder: Encoder, device: torch.device, rank: int, world_size: int
+) -> None:
+    """`--eval_only` and `--relabel`: scores.jsonl in the output folder, agreement on the console,
+    and the swapped rows.
 
-    A pair of equal scores is no disagreement: it is left as it is, and counts as half in the agreement.
-    """
+    A pair of equal scores is no disagreement: it is left as it is, and counts as half in the
+    agreement."""
     rows = rows_of_split("--dataset", args.dataset, "--dataset_split", args.dataset_split, args)
     columns = require_columns(args.dataset_flag, rows, PAIR_COLUMNS, args.on_bad_row)
     pairs, counts = encode_rows(rows, columns, encoder, args)
     if not pairs:
         raise ValueError(f"{args.dataset_flag}: no rows are left: {reasons(counts)}")
-    if args.relabel is not None and Path(args.relabel).resolve() in [Path(data).resolve() for data in args.dataset]:
+    if args.relabel is not None and Path(args.relabel).resolve() in [
+        Path(data).resolve() for data in args.dataset
+    ]:
         raise ValueError(f"--relabel {args.relabel} is the --dataset itself")
     outputs = {"--output_dir": Path(args.output_dir) / "scores.jsonl"}
     if args.relabel is not None:
@@ -189,21 +244,34 @@ def score_dataset(args: Args, path: str, encoder: Encoder, device: torch.device,
             raise ValueError(
                 f"--relabel: the rows of {args.dataset_flag} cannot be written as JSON: {error}"
             ) from error
-    works = {flag: writable(flag, output) for flag, output in outputs.items()} if distributed.is_main() else {}
+    works = (
+        {flag: writable(flag, output) for flag, output in outputs.items()}
+        if distributed.is_main()
+        else {}
+    )
     model = load_scalar_model(path, args, device, trainable=False)
     mine = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
-    ranks = distributed.gather_objects(score(model, mine, args.pack_tokens, device))
+    ranks = distributed.gather_objects(
+        score(model, mine, args.pack_tokens, args.share_prefix, device)
+    )
     if not distributed.is_main():
         return
-    scores = [ranks[i % world_size][2 * (i // world_size) : 2 * (i // world_size) + 2] for i in range(len(pairs))]
-    right, ties = sum(c > r for c, r in scores), sum(c == r for c, r in scores)
+    scores = [
+        ranks[i % world_size][2 * (i // world_size) : 2 * (i // world_size) + 2]
+        for i in range(len(pairs))
+    ]
+    right = sum(chosen > rejected for chosen, rejected in scores)
+    ties = sum(chosen == rejected for chosen, rejected in scores)
     flat = torch.tensor(scores, dtype=torch.float64)
     if counts:
         print(f"of {len(rows)} rows {reasons(counts)}")
-    print(f"the reward model agrees with {agreement((right + ties / 2) / len(pairs), len(pairs))}, {ties} ties")
-    (chosen, rejected), spread = flat.mean(0).tolist(), flat.std(correction=0)
-    print(f"mean reward of chosen {chosen:.3f}, of rejected {rejected:.3f}, margin {chosen - rejected:.3f}; "
-          f"all: std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}")  # fmt: skip
+    agreed = agreement((right + ties / 2) / len(pairs), len(pairs))
+    print(f"the reward model agrees with {agreed}, {ties} ties")
+    chosen, rejected = flat.mean(0).tolist()
+    spread = flat.std(correction=0)
+    means = f"mean reward of chosen {chosen:.3f}, of rejected {rejected:.3f}"
+    of_all = f"std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}"
+    print(f"{means}, margin {chosen - rejected:.3f}; all: {of_all}")
     for flag, work in works.items():
         with work.open("w", encoding="utf-8") as file:
             for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
@@ -235,7 +303,10 @@ def main(args: Args) -> None:
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, PAIR_FLAGS, kept=("margin",)
     )
-    dry_run(args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path)
+    if args.dry_run:
+        dry_run(
+            args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path
+        )
     order = pairs.order(args)
 
     # ---- model: FSDP2 shards of float32 masters, with a scalar head ----
@@ -243,23 +314,26 @@ def main(args: Args) -> None:
     optimizer = adamw(model, args)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    run = Run(args, model, optimizer, tokenizer, num_steps(args, pairs), order=order, show=SHOW, curves=CURVES)
+    total_steps = num_steps(args, pairs)
+    run = Run(args, model, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES)
     run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for name, sample in zip(("chosen", "rejected"), pairs[0], strict=True):
         run.message(f"{name}: {tokenizer.decode(sample.ids[:-1])}")
     meter = run.meter
 
     for step in run.steps():
-        # ---- 1. batch: the same global pairs on any number of ranks; every rank takes its share ----
+        # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
-        micro_batches = pack_groups(batch, args.pack_tokens, device)  # as many on every rank: FSDP collectives match
+        micro_batches = pack_groups(batch, args.pack_tokens, device, args.share_prefix)
+        margins_B2 = gather_margins(batch)
 
-        # ---- 2. update: one optimizer step; the loss is a mean over the pairs of the *global* batch ----
+        # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----
         with meter.time("train"):
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
-                mb_loss = forward(model, mb, args, meter) / args.batch_size
-                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                mb_loss = forward(model, mb, margins_B2, args, meter) / args.batch_size
+                # FSDP averages gradients over ranks; undo that.
+                (mb_loss * world_size).backward()
                 batch_loss += mb_loss.detach()
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
@@ -268,11 +342,12 @@ def main(args: Args) -> None:
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
-                eval_pairs, lambda mine: evaluate(model, [eval_pairs[i] for i in mine], args, device)
+                eval_pairs,
+                lambda indices: evaluate(model, eval_pairs, indices, args, device),
             )
         run.log(step + 1, metrics)
 
-    run.end(held_out_accuracy(run, eval_pairs))
+    run.end(held_out_accuracy(run.latest, eval_pairs))
     distributed.cleanup()
 
 

@@ -1,18 +1,18 @@
-"""Supervised fine-tuning: next-token cross-entropy on completions, packed without padding.
+r"""Supervised fine-tuning: next-token cross-entropy on completions, packed without padding.
 
-    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-1.7B-Base --dataset trl-lib/Capybara --batch_size 128
+    torchrun --nproc_per_node 8 sft.py --model Qwen/Qwen3-1.7B-Base --dataset trl-lib/Capybara \
+        --batch_size 128
 
-The policy imitates the completions of the data. Its loss is a mean over the M trained tokens y_t of the global batch,
-on any number of ranks and in any packing:
+The policy imitates the completions of the data. Its loss is a mean over the M trained tokens y_t of
+the global batch, on any number of ranks and in any packing:
 
     L = -1/M sum_t log pi(y_t)                  loss(), --loss nll
-    L = -1/M sum_t sg(pi(y_t)) log pi(y_t)      loss(), --loss dft (arXiv:2508.05629); sg: without gradient
+    L = -1/M sum_t sg(pi(y_t)) log pi(y_t)      loss(), --loss dft (arXiv:2508.05629)
 
-See docs/sft.md.
+sg(x) is x without gradient. See docs/sft.md.
 
-Shapes: T packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the
-prediction of targets_T[t].
-"""
+Shapes: T packed tokens of a micro-batch. Per-token tensors are aligned with the *targets*: x_T[t]
+describes the prediction of targets_T[t]."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,66 +29,85 @@ from common.config.parse import parse
 from common.config.sampling import GenerateArgs
 from common.config.training import StreamArgs
 from common.data.encode import Encoder
+from common.data.load import Samples, load_samples
 from common.data.packing import pack
-from common.data.rows import SFT_COLUMNS, usable
+from common.data.rows import SFT_COLUMNS, encode_each
 from common.data.sample import Sample
-from common.data.token_cache import Samples, load_samples
+from common.evaluate.generation import Generation
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
 from common.parallel import distributed
-from common.train.generation import Generation
 from common.train.optim import adamw, optimizer_step
-from common.train.overview import describe_data, num_steps
-from common.train.plan import dry_run
+from common.train.overview import describe_data, dry_run, num_steps
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-ENCODE_FLAGS = ("max_length", "overlong", "train_on")  # read by encode_rows; part of its cache's digest
+ENCODE_FLAGS = (
+    "max_length",
+    "overlong",
+    "train_on",
+)  # read by encode_rows; part of its cache's digest
 SHOW = ("eval/solved", "loss", "mean_token_accuracy", "eval_loss", "tokens_per_second")
-CURVES = ("eval/solved", "loss", "eval_loss", "mean_token_accuracy", "eval_mean_token_accuracy", "grad_norm", "lr")
+CURVES = (
+    "eval/solved",
+    "loss",
+    "eval_loss",
+    "mean_token_accuracy",
+    "eval_mean_token_accuracy",
+    "grad_norm",
+    "lr",
+)
 
 
 def loss(name: str, logprobs_T: Tensor) -> Tensor:
-    """Return the loss of each token. nll: maximum likelihood. dft: weighted by p, so that its gradient is that of -p
-    and unlikely tokens contribute less."""
+    """Return the loss of each token. nll: maximum likelihood. dft: weighted by p, so that its
+    gradient is that of -p and unlikely tokens contribute less."""
     return -logprobs_T if name == "nll" else logprobs_T.exp().detach() * -logprobs_T
 
 
 @dataclass
 class Args(GenerateArgs, StreamArgs, TrainArgs):
-    TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(max_steps=300, eval_every=50)
+    TINY_DEFAULTS: ClassVar[dict] = (
+        TINY_TRAINING | TINY_GENERATE | dict(max_steps=300, eval_every=50)
+    )
     batch_size: Positive[int] = 64
     """sequences per optimizer step, over all ranks"""
     max_length: Positive[int] | None = None
-    """maximum length of a sequence, in tokens; default: 2048, or less if context or pack_tokens is smaller"""
+    """maximum length of a sequence, in tokens; default: 2048, or less if context or pack_tokens is
+    smaller"""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are counted); error: end the
-    run"""
+    """treatment of longer rows. drop: leave them out; truncate: cut their end off (both are
+    counted); error: end the run"""
     train_on: Literal["completion", "all"] = "completion"
     """tokens with a loss. completion: completions, or every assistant turn; all: prompts too"""
     loss: Literal["nll", "dft"] = "nll"
-    """loss of a token of probability pi. nll: -log pi; dft: -pi log pi, without gradient of the factor. Evaluations
-    always use nll, so that runs are comparable"""
+    """loss of a token of probability pi. nll: -log pi; dft: -pi log pi, without gradient of the
+    factor. Evaluations always use nll, so that runs are comparable"""
     lr: Positive[float] = 2e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     router_aux_loss_coef: NotNegative[float] = 0.0
-    """mixtures of experts: weight of the load-balancing loss, which spreads tokens over the experts (docs/moe.md);
-    0: off"""
+    """mixtures of experts: weight of the load-balancing loss, which spreads tokens over the experts
+    (docs/moe.md); 0: off"""
 
     def __post_init__(self) -> None:
         if self.max_length and self.max_length > self.room + 1:
-            raise ValueError(f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}")
+            raise ValueError(
+                f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}"
+            )
 
 
 def encode_rows(
     rows: list[dict], columns: tuple[str, ...], encoder: Encoder, args: Args
 ) -> tuple[list[Sample], Counter]:
-    """Tokenise rows into samples of at most `--max_length` tokens. Count dropped or changed rows, by reason."""
-    samples, counts = [], Counter()
+    """Tokenise rows into samples of at most `--max_length` tokens. Count dropped or changed rows,
+    by reason."""
+    samples = []
+    counts = Counter()
     encode = partial(encoder.sft, columns=columns, train_on_all=args.train_on == "all")
-    for row, sample in usable(rows, encode, args.on_bad_row):
-        if (length := len(sample.ids)) > args.max_length:
+    for row, sample in encode_each(rows, encode, args.on_bad_row):
+        length = len(sample.ids)
+        if length > args.max_length:
             if args.overlong == "error" and args.on_bad_row == "error":
                 what = f"{row['_source']}: {length} tokens exceed --max_length {args.max_length}"
                 raise ValueError(f"{what}; set --overlong drop or truncate")
@@ -96,12 +115,19 @@ def encode_rows(
                 counts["dropped as too long"] += 1
                 continue
             counts["truncated"] += 1
-            sample = replace(sample, ids=sample.ids[: args.max_length], loss_mask=sample.loss_mask[: args.max_length])
+            sample = replace(
+                sample,
+                ids=sample.ids[: args.max_length],
+                loss_mask=sample.loss_mask[: args.max_length],
+            )
         if not any(sample.loss_mask[1:]):  # the first token is never predicted
             counts["dropped because no token is trained"] += 1
             continue
         if sample.context_turns:
-            counts["with turns left untrained, which the chat template shows in another form than the sampled one"] += 1
+            counts[
+                "with turns left untrained, which the chat template shows in another form than the"
+                " sampled one"
+            ] += 1
         if encoder.tokenizer.unk_token_id in sample.ids:
             counts["with characters that the tokenizer lacks"] += 1
         samples.append(sample)
@@ -109,10 +135,14 @@ def encode_rows(
 
 
 @torch.no_grad()
-def evaluate(policy: Policy, samples: Samples, mine: list[int], args: Args, device: torch.device) -> Meter:
-    """Measure the held-out samples with the indices `mine`: nll in nats per token, entropy, accuracy of the targets."""
+def evaluate(
+    policy: Policy, samples: Samples, indices: list[int], args: Args, device: torch.device
+) -> Meter:
+    """Measure this rank's share of the held-out samples with these indices: nll in nats per token,
+    entropy, accuracy of the targets."""
     meter = Meter()
-    for mb in pack([samples[i] for i in mine], args.pack_tokens, device):
+    share = [samples[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    for mb in pack(share, args.pack_tokens, device):
         logprobs_T, entropy_T, correct_T, _ = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)
         meter.tokens(mb, {f"eval_{name}": x_T for name, x_T in measured.items()})
@@ -131,7 +161,8 @@ def main(args: Args) -> None:
     (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_rows, SFT_COLUMNS, tokenizer, args, ENCODE_FLAGS
     )
-    dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
+    if args.dry_run:
+        dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
     order = samples.order(args)
 
     # ---- model: FSDP2 shards of float32 masters ----
@@ -139,10 +170,13 @@ def main(args: Args) -> None:
     if args.router_aux_loss_coef:
         policy.watch_experts("--router_aux_loss_coef")
     optimizer = adamw(policy, args)
-    generation = Generation(policy, args, tokenizer)  # answers held-out prompts, with --eval_generate
+    generation = Generation(policy, args, tokenizer)  # --eval_generate: answers held-out prompts
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    run = Run(args, policy, optimizer, tokenizer, num_steps(args, samples), order=order, show=SHOW, curves=CURVES)
+    total_steps = num_steps(args, samples)
+    run = Run(
+        args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
+    )
     run.message(*describe_data(args, samples, eval_samples, counts, eval_counts))
     run.logger.preview(samples[0], tokenizer)
     meter = run.meter
@@ -150,12 +184,12 @@ def main(args: Args) -> None:
         run.log(0, generation.evaluate(0))
 
     for step in run.steps():
-        # ---- 1. batch: the same global rows on any number of ranks; every rank takes its share ----
+        # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
         batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
-        micro_batches = pack(batch, args.pack_tokens, device)  # equally many on every rank: FSDP's collectives
-        tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))  # of the *global* batch
+        micro_batches = pack(batch, args.pack_tokens, device)
+        tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in micro_batches))
 
-        # ---- 2. update: one optimizer step over the whole batch ----
+        # ---- 2. update: one optimizer step; the loss is a mean over the tokens of all ranks ----
         with meter.time("train"):
             batch_loss = torch.zeros((), device=device)
             for mb in micro_batches:
@@ -163,10 +197,13 @@ def main(args: Args) -> None:
                 loss_T = loss(args.loss, logprobs_T)
                 share_T = loss_T * mb.loss_mask_T / tokens
                 mb_loss = share_T.sum()
-                if args.router_aux_loss_coef:  # a mean over sequences: one over tokens would depend on the packing
-                    mb_loss = mb_loss + args.router_aux_loss_coef * policy.expert_balance_N.sum() / args.batch_size
-                    meter.mean("expert_balance", policy.expert_balance_N.sum(), len(policy.expert_balance_N))
-                (mb_loss * world_size).backward()  # FSDP averages gradients over ranks; undo that
+                if args.router_aux_loss_coef:
+                    balance_N = policy.expert_balance_N
+                    # A mean over sequences: one over tokens would depend on the packing.
+                    mb_loss += args.router_aux_loss_coef * balance_N.sum() / args.batch_size
+                    meter.mean("expert_balance", balance_N.sum(), len(balance_N))
+                # FSDP averages gradients over ranks; undo that.
+                (mb_loss * world_size).backward()
                 batch_loss += mb_loss.detach()
                 measured = dict(loss=loss_T, entropy=entropy_T, mean_token_accuracy=correct_T)
                 meter.tokens(mb, measured, share_T)
@@ -178,7 +215,9 @@ def main(args: Args) -> None:
         # ---- 3. log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_sets(eval_samples, lambda mine: evaluate(policy, eval_samples, mine, args, device))
+            metrics |= evaluate_sets(
+                eval_samples, lambda indices: evaluate(policy, eval_samples, indices, args, device)
+            )
             metrics |= generation.evaluate(step + 1)
         run.log(step + 1, metrics)
 

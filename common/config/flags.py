@@ -1,23 +1,27 @@
-"""Types of flags with their bounds, which pydantic checks, and the rule that a flag which is set has an effect.
+"""Types of flags with their bounds, which pydantic checks; and the words of a value on the
+command line.
 
 `lr: Positive[float]`, `max_steps: MayChange[Positive[int] | None]`, `reward: Several[str]`.
 """
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Annotated, Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 
-# Configuration of all classes of flags: unknown names are errors, also in Python, and defaults keep their bounds too.
-STRICT = ConfigDict(extra="forbid", validate_default=True, coerce_numbers_to_str=True, defer_build=True)
+# Configuration of all classes of flags: unknown names are errors, also in Python, and defaults keep
+# their bounds too.
+STRICT = ConfigDict(
+    extra="forbid", validate_default=True, coerce_numbers_to_str=True, defer_build=True
+)
 MAX_FLOAT = 3e38
 
 
 def _in_float32(number: T) -> T:
-    """Return `number`; raise `ValueError` for NaN, infinity and what float32, the type of tensors, cannot hold."""
+    """Return `number`; raise `ValueError` for NaN, infinity and what float32, the type of tensors,
+    cannot hold."""
     if not abs(number) <= MAX_FLOAT:
         raise ValueError("must be finite in float32")
     return number
@@ -38,30 +42,47 @@ BelowOne = Annotated[float, Field(ge=0, lt=1)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Several = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
 
-# Marks a flag that may differ between the run that made a checkpoint and the run that resumes it: it changes how long,
-# where or how often, but not what a step computes. (`max_steps` also stretches a decaying learning rate, and
-# `rollout_ranks` from or to 0 changes the age of samples.)
+# Marks a flag that may differ between the run that made a checkpoint and the run that resumes it:
+# it changes how long, where or how often, but not what a step computes. (`max_steps` also stretches
+# a decaying learning rate, and `rollout_ranks` from or to 0 changes the age of samples.)
 MAY_CHANGE = object()
 MayChange = Annotated[T, MAY_CHANGE]
 
 
-def require_default(args: Any, flags: Sequence[str], why: str) -> None:
-    """Raise `ValueError` for the first of `flags` that is set: `--lora_alpha 8.0 has no effect with --lora_rank 0` if
-    `why` is `with --lora_rank 0`."""
-    for flag in flags:
-        value = getattr(args, flag)
-        if value != type(args).__dataclass_fields__[flag].default:
-            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"--{flag} {given} has no effect {why}")
+def union_members(kind: Any) -> tuple:
+    """Return the types of a union; of another type, itself."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def require_effect(args: Any, flag: str, table: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ValueError` for a flag that is set but read only by members of `table` that `--flag` does not choose.
+def metavar_of(kind: Any) -> str:
+    """Return the form of a flag's value, for messages: `FLOAT`, `{None}|INT`, `{a,b}`."""
+    members = union_members(kind)
+    if NoneType in members:
+        form = metavar_of(next(member for member in members if member is not NoneType))
+        is_choice = form.startswith("{") and "," in form
+        return "{None," + form[1:] if is_choice else "{None}|" + form
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(get_args(kind)) + "}"
+    if get_origin(kind) is tuple:
+        return "{" + " ".join(map(metavar_of, get_args(kind))) + "}"
+    return kind.__name__.upper()
 
-    `table` lists the flags that each member reads. With `dict(clip=("clip_low",), cispo=("cispo_high",))` for `loss`:
-    `--cispo_high 3.0 has no effect with --loss clip`.
-    """
-    chosen = as_tuple(getattr(args, flag))
-    read = {name for member in chosen for name in table[member]}
-    unread = [name for name in chain(*table.values()) if name not in read]
-    require_default(args, unread, f"with --{flag} {' '.join(chosen)}")
+
+def from_words(name: str, kind: Any, words: list[str]) -> Any:
+    """Return the value of the flag `name` as text, which pydantic checks as in a file. A boolean
+    without words is true. Raises `ValueError` for too few or too many words."""
+    members = union_members(kind)
+    if NoneType in members and words == ["None"]:
+        return None
+    if bool in members:
+        return " ".join(words) or True
+    if get_origin(members[0]) is tuple:
+        types = get_args(members[0])
+        if types[-1] is not ... and len(words) != len(types):
+            raise ValueError(f"--{name}: expected {metavar_of(kind)}")
+        return tuple(words)
+    if not words:
+        raise ValueError(f"--{name}: expected {metavar_of(kind)}")
+    if len(words) > 1:
+        raise ValueError(f"unknown flag {words[1]}")
+    return words[0]

@@ -1,17 +1,22 @@
-"""Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`, `SamplingArgs`, `OnlineArgs`.
+"""Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`, `SamplingArgs`,
+`OnlineArgs`.
 
-A group (training.py, sampling.py, objectives.py) is a pydantic dataclass without a base and a section of --help. The
-types of its flags carry their bounds (flags.py). A script's `Args` inherits what it needs in any order, overrides
-defaults and adds its own flags. Rules between flags are validators of their group or union, because pydantic runs those
-of all bases; rules of one script are in its `__post_init__`.
-"""
+A group (training.py, sampling.py, objectives.py, preference.py) is a pydantic dataclass without a
+base and a section of --help. The types of its flags carry their bounds (flags.py). A script's
+`Args` inherits what it needs in any order, overrides defaults and adds its own flags. Rules between
+flags are validators of their group or union, because pydantic runs those of all bases; rules of one
+script are in its `__post_init__`."""
 
-from typing import ClassVar, Self
+import sys
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT
+from common.config.flags import MAY_CHANGE, STRICT
 from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
 from common.config.training import (
     CheckpointArgs,
@@ -43,22 +48,59 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     MOVED: ClassVar[dict[str, dict[str, str]]] = {}
     """values of a flag that are scripts of their own, with the command to run in place of each"""
 
+    # Values for scripts without these flags. An annotation would make flags of them.
+    lora_rank = 0
+    share_prefix = 0
+    batch_invariant = False
+    batch_size = 0
+    rollout_ranks = 0
+    tensor_parallel_size = 1
+    minibatches = 1
+    oversample = 1
+    teacher_logprobs = None
+    streaming = False
+    planned = None
+    environment = None
+    reward = ()
+    adapter = None
+    push_to_hub = None
+    trains = False  # no flag: whether the script trains a model
+    samples = False  # no flag: whether it samples completions
+    generates = True  # no flag: whether its model generates text
+
 
 @dataclass(config=STRICT)
 class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
     """Flags of every script that trains."""
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING
+    trains = True
+    ROWS_FLAG: ClassVar[str] = "batch_size"
+    """flag with the number of rows of a step"""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Number of rows of a step, over all ranks."""
+        return getattr(self, self.ROWS_FLAG)
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Names of the reward models in `--reward`."""
+        return []
 
 
 @dataclass(config=STRICT)
 class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs):
     """Flags of every script that samples completions."""
 
+    samples = True
+
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         if ("environment" in self.reward) != (self.environment is not None):
-            raise ValueError("--environment and --reward environment need each other; give both or neither")
+            raise ValueError(
+                "--environment and --reward environment need each other; give both or neither"
+            )
         if self.max_new_tokens is None:
             self.max_new_tokens = min(256, max(1, self.room // 2))
         if self.max_new_tokens >= self.room:
@@ -72,15 +114,80 @@ class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
     """Flags of every script that trains on its own samples."""
 
     TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE
+    ROWS_FLAG: ClassVar[str] = "prompts_per_step"
     model: str = "tiny-sft"
 
     @model_validator(mode="after")
     def _check_online(self) -> Self:
-        if self.batch_invariant and self.rollout_ranks:  # NCCL may hang: vLLM sets its protocol on rollout ranks only
+        if (
+            self.batch_invariant and self.rollout_ranks
+        ):  # NCCL may hang: vLLM sets its protocol on rollout ranks only
             raise ValueError("--batch_invariant true needs --rollout_ranks 0")
         return self
+
+    @property
+    def live_rollout_ranks(self) -> int:
+        """Number of ranks of this launch that only generate: none in a dry run."""
+        return 0 if self.dry_run else self.rollout_ranks
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Names of the reward models in `--reward`."""
+        models = [name for name in self.reward if name.startswith("model:")]
+        return [name.removeprefix("model:") for name in models]
 
     @property
     def updates_per_rollout(self) -> int:
         """Number of optimizer steps per rollout."""
         return self.minibatches * self.epochs_per_rollout
+
+
+def check_ranks(args: BaseArgs, ranks: int) -> None:
+    """Raise `ValueError` if the flags do not fit this number of ranks."""
+    if args.rollout_ranks >= ranks:
+        raise ValueError(
+            f"--rollout_ranks {args.rollout_ranks} must be less than the number of ranks ({ranks})"
+        )
+    training = ranks - args.rollout_ranks
+    if args.trains:
+        rows = f"--{args.ROWS_FLAG} {args.rows_per_step} must be a multiple of the number of"
+        if args.rows_per_step % training:
+            raise ValueError(f"{rows} training ranks ({training})")
+        if args.rows_per_step % (training * args.minibatches):
+            shares = training * args.minibatches
+            raise ValueError(f"{rows} training ranks times --minibatches ({shares})")
+    generating = args.rollout_ranks or ranks
+    if generating % args.tensor_parallel_size:
+        size = args.tensor_parallel_size
+        raise ValueError(
+            f"--tensor_parallel_size {size} must divide the {generating} generating ranks"
+        )
+    for flag in ("context_ranks", "shard_ranks"):
+        size = getattr(args, flag)
+        if size and training % size:
+            raise ValueError(f"--{flag} {size} must divide the {training} training ranks")
+
+
+def flags_of(args: BaseArgs) -> dict[str, Any]:
+    """Return the flags by name, in values that YAML has: the content of args.yaml."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(args).items()
+    }
+
+
+def may_change(args: BaseArgs, then: dict[str, Any]) -> set[str]:
+    """Return the flags that may differ from `then`, those of the run that is resumed: flags marked
+    `MayChange` by the class of `args` or a base, and `max_staleness` if it had no effect then or
+    has none now."""
+    classes = [vars(cls).get("__pydantic_fields__", {}) for cls in type(args).__mro__]
+    fields = chain(*(fields.items() for fields in classes))
+    free = {name for name, field in fields if MAY_CHANGE in field.metadata}
+    read_now = args.rollout_ranks > 0 or args.oversample > 1
+    read_then = then.get("rollout_ranks", 0) > 0 or then.get("oversample", 1) > 1
+    return free if read_now and read_then else free | {"max_staleness"}
+
+
+def script_of(args_class: type) -> Path:
+    """Return the file of the script that declares these flags."""
+    return Path(sys.modules[args_class.__module__].__file__)

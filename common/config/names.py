@@ -1,9 +1,13 @@
-"""Names of flags in other libraries, and guesses for misspelled ones."""
+"""Names of flags in other libraries and scripts, for the message about an unknown flag."""
 
-import difflib
+import re
 from collections.abc import Sequence
 
-ELSEWHERE = dict(  # our flags, each with its names elsewhere and the flags of our other scripts with the same use
+from common.config.parse import similar
+from common.parallel import distributed
+
+# our flags, each with its names elsewhere and the flags of our other scripts with the same use
+ELSEWHERE = dict(
     activation_checkpointing="gradient_checkpointing use_gradient_checkpointing",
     batch_size="per_device_train_batch_size train_batch_size global_batch_size micro_batch_size",
     beta="kl_coef kl_coeff init_kl_coef kl_loss_coef kl_penalty",
@@ -31,23 +35,32 @@ ELSEWHERE = dict(  # our flags, each with its names elsewhere and the flags of o
     lr="learning_rate",
     lr_schedule="lr_scheduler_type",
     max_grad_norm="grad_clip clip_grad gradient_clipping",
-    max_length="max_prompt_length max_seq_length max_seq_len seq_len seq_length cutoff_len block_size",
-    max_new_tokens="max_completion_length max_response_length response_length max_tokens generate_max_len",
+    max_length=(
+        "max_prompt_length max_seq_length max_seq_len seq_len seq_length cutoff_len block_size"
+    ),
+    max_new_tokens=(
+        "max_completion_length max_response_length response_length max_tokens generate_max_len"
+    ),
     max_prompts="eval_size max_eval_samples max_samples num_samples limit",
     max_steps="steps num_steps total_steps max_iters train_steps num_training_steps",
     model="model_name_or_path model_name model_path base_model pretrain",
     output_dir="output out_dir save_dir out",
-    prompts_per_step="batch_size rollout_batch_size train_batch_size per_device_train_batch_size global_batch_size",
+    prompts_per_step=(
+        "batch_size rollout_batch_size train_batch_size per_device_train_batch_size "
+        "global_batch_size"
+    ),
     reference_model="ref_model ref_model_path reference_model_path",
     resume="resume_from_checkpoint",
     reward="reward_funcs reward_func reward_function reward_fn reward_model reward_model_path",
-    samples_per_prompt="num_generations group_size n_samples_per_prompt rollout_n num_return_sequences n",
+    samples_per_prompt=(
+        "num_generations group_size n_samples_per_prompt rollout_n num_return_sequences n"
+    ),
     save_every="save_steps save_interval",
     sft_weight="rpo_alpha sft_coef nll_weight",
     tensor_parallel_size="vllm_tensor_parallel_size tp_size tp",
     wandb_name="run_name",
     warmup_steps="warmup num_warmup_steps warmup_ratio",
-)  # fmt: skip
+)
 
 
 def name_here(name: str, known: Sequence[str]) -> str | None:
@@ -57,7 +70,17 @@ def name_here(name: str, known: Sequence[str]) -> str | None:
     return next((ours for ours in found if ours in known), None)
 
 
-def similar(name: str, known: Sequence[str], mark: str = "") -> str:
-    """Return a guess for a misspelled name, with a mark such as `--` before it, for a message; empty without one."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f" (did you mean {mark}{close[0]}?)" if close else ""
+def hint(name: str, known: Sequence[str]) -> str:
+    """Return what may be meant by a flag that is not one of `known`: a flag of other scripts, the
+    name of another library's flag here, or the nearest name; empty if nothing is near."""
+    declaration = re.compile(rf"^    {re.escape(name)}: .* = ", re.MULTILINE)
+    scripts = [
+        path.name
+        for path in sorted(distributed.PROJECT.glob("*.py"))
+        if declaration.search(path.read_text(encoding="utf-8"))
+    ]
+    text = f": it is a flag of {', '.join(scripts)}" if scripts else ""
+    here = name_here(name, known)
+    if here:
+        text += f"; here it is --{here}"
+    return text or similar(name, known, "--")

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, Fraction, MayChange, NotNegative, Positive, Real, Several, require_default
+from common.config.flags import STRICT, Fraction, MayChange, NotNegative, Positive, Real, Several
+from common.config.rules import require_default
 
 
 @dataclass(config=STRICT)
@@ -13,11 +14,11 @@ class CompletionArgs:
     """Prompts, completions and environments"""
 
     prompt_template: str | None = None
-    """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in \\boxed{{}}.`; default:
-    the column prompt, or question"""
+    """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
+    \\boxed{{}}.`; default: the column prompt, or question"""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """treatment of prompts that leave no room for max_new_tokens in the model's context or in a pack. error: end the
-    run; drop: leave them out"""
+    """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
+    pack. error: end the run; drop: leave them out"""
     samples_per_prompt: Positive[int] = 8
     """completions sampled for each prompt (G)"""
     max_new_tokens: Positive[int] | None = None
@@ -25,19 +26,23 @@ class CompletionArgs:
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
     environment: str | None = None
-    """environment that answers the model between its turns: calculator, guess_number, sliding_puzzle, or a
-    user-defined one as path/to/file.py:Class; needs `--reward environment`"""
+    """environment that answers the model between its turns: calculator, guess_number,
+    sliding_puzzle, or a user-defined one as path/to/file.py:Class; needs `--reward environment`"""
     max_turns: Positive[int] = 8
-    """with --environment: maximum turns of the model per completion; max_new_tokens bounds all of them together"""
+    """with --environment: maximum turns of the model per completion; max_new_tokens bounds all of
+    them together"""
     environment_timeout: MayChange[Positive[float]] = 10.0
-    """time limit in seconds for one answer of a user-defined environment; an episode that exceeds it has no reward"""
+    """time limit in seconds for one answer of a user-defined environment; an episode that exceeds
+    it has no reward"""
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
         if self.environment is None:
             require_default(self, ("max_turns", "environment_timeout"), "without --environment")
         else:
-            require_default(self, ("prompt_template",), "with --environment, which writes the prompts")
+            require_default(
+                self, ("prompt_template",), "with --environment, which writes the prompts"
+            )
         return self
 
 
@@ -46,29 +51,33 @@ class ScoringArgs:
     """Rewards"""
 
     reward: Several[str] = ("exact_match",)
-    """rewards, added up: exact_match, gsm8k, math, ... (docs/rewards.md lists all); user-defined ones as
-    path/to/file.py:function; reward models as model:PATH; by_row: for each row, the function in its column `reward`"""
+    """rewards, added up: exact_match, gsm8k, math, ... (docs/rewards.md lists all); user-defined
+    ones as path/to/file.py:function; reward models as model:PATH; by_row: for each row, the
+    function in its column `reward`"""
     reward_weights: Several[Real] = ()
     """weight of each reward; default: all 1"""
     thoughts: Literal["cut", "keep"] = "cut"
-    """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only the text behind the
-    last thought is an answer, and an unfinished thought has none; keep: they are part of the answer"""
+    """thoughts of the model, such as `<think>...</think>`, in built-in rewards and votes. cut: only
+    the text behind the last thought is an answer, and an unfinished thought has none; keep: they
+    are part of the answer"""
     max_reward_errors: MayChange[Fraction] = 0.1
     """maximum fraction of a step's rewards that could not be computed; above it the run stops"""
     reward_timeout: MayChange[Positive[float]] = 10.0
-    """time limit in seconds per completion for math, code and user-defined rewards; a function of a group gets as
-    much for each completion of the group"""
+    """time limit in seconds per completion for math, code and user-defined rewards; a function of a
+    group gets as much for each completion of the group"""
     reward_workers: MayChange[Positive[int]] = 4
     """number of processes per rank that compute math, code and user-defined rewards"""
     unsafe_code_execution: bool = False
-    """execution of programs (code rewards) even on machines that cannot confine them, without Landlock or seccomp"""
+    """execution of programs (code rewards) even on machines that cannot confine them, without
+    Landlock or seccomp"""
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
         if not self.reward and type(self).__dataclass_fields__["reward"].default:
             raise ValueError("--reward needs at least one value")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
-            raise ValueError(f"--reward_weights has {len(self.reward_weights)} values for {len(self.reward)} rewards")
+            count = len(self.reward_weights)
+            raise ValueError(f"--reward_weights has {count} values for {len(self.reward)} rewards")
         return self
 
 
@@ -77,8 +86,8 @@ class GenerateArgs:
     """Evaluation by generation"""
 
     eval_generate: MayChange[NotNegative[int]] = 0
-    """number of held-out prompts that are completed greedily before training and at each evaluation, for eval/solved
-    and eval/reward; 0: off"""
+    """number of held-out prompts that are completed greedily before training and at each
+    evaluation, for eval/solved and eval/reward; 0: off"""
     eval_reward: MayChange[Several[str]] = ("exact_match",)
     """rewards of these completions (docs/rewards.md lists all)"""
     eval_new_tokens: MayChange[Positive[int]] = 256
@@ -89,7 +98,9 @@ class GenerateArgs:
         if not self.eval_generate:
             require_default(self, ("eval_reward", "eval_new_tokens"), "with --eval_generate 0")
         elif not self.eval_every:
-            raise ValueError(f"--eval_generate {self.eval_generate} needs evaluations; set --eval_every above 0")
+            raise ValueError(
+                f"--eval_generate {self.eval_generate} needs evaluations; set --eval_every above 0"
+            )
         elif self.eval_new_tokens >= self.room:
             flag = f"--eval_new_tokens {self.eval_new_tokens}"
             raise ValueError(f"{flag} leaves no room for a prompt in {self.room_flags}; lower it")
@@ -105,18 +116,20 @@ class EngineArgs:
     tensor_parallel_size: Positive[int] = 1
     """number of ranks that share one vLLM engine; must divide the number of generating ranks"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """fraction of GPU memory for vLLM's weights and KV cache, released during training; default: 0.4 on ranks that
-    also train, 0.9 on others"""
+    """fraction of GPU memory for vLLM's weights and KV cache, released during training; default:
+    0.4 on ranks that also train, 0.9 on others"""
     batch_invariant: bool = False
-    """CUDA: vLLM kernels whose results do not depend on the rest of the batch, so that completions do not depend on the
-    number of ranks; slower; also changes the matrix products of the trainer"""
+    """CUDA: vLLM kernels whose results do not depend on the rest of the batch, so that completions
+    do not depend on the number of ranks; slower; also changes the matrix products of the trainer"""
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
         if self.engine == "transformers":
             require_default(self, ("batch_invariant",), "with --engine transformers")
             if self.tensor_parallel_size > 1:
-                raise ValueError(f"--tensor_parallel_size {self.tensor_parallel_size} needs --engine vllm")
+                raise ValueError(
+                    f"--tensor_parallel_size {self.tensor_parallel_size} needs --engine vllm"
+                )
         return self
 
 
@@ -133,23 +146,24 @@ class RolloutArgs:
     missing_eos_penalty: NotNegative[float] = 0.0
     """penalty subtracted from the scaled and clipped reward of a truncated completion"""
     rollout_ranks: MayChange[NotNegative[int]] = 0
-    """number of ranks dedicated to generation, the last ones; 0: every rank alternates between generation and
-    training"""
+    """number of ranks dedicated to generation, the last ones; 0: every rank alternates between
+    generation and training"""
     max_staleness: NotNegative[int] = 1
-    """maximum age, in steps, of the weights that sampled any trained token, with --rollout_ranks or --oversample; above
-    1: more prompts in flight; 0: rollout ranks and training ranks take turns"""
+    """maximum age, in steps, of the weights that sampled any trained token, with --rollout_ranks or
+    --oversample; above 1: more prompts in flight; 0: rollout ranks and training ranks take turns"""
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """prompts in flight, as a multiple of a step's prompts; a step trains on the oldest complete ones, and the others
-    continue during the next step; 1: a step waits for all of its prompts"""
+    """prompts in flight, as a multiple of a step's prompts; a step trains on the oldest complete
+    ones, and the others continue during the next step; 1: a step waits for all of its prompts"""
     partial_rollouts: MayChange[bool] = True
-    """with --rollout_ranks: continue in-flight completions under new weights; false: finish them under the old weights
-    first"""
+    """with --rollout_ranks: continue in-flight completions under new weights; false: finish them
+    under the old weights first"""
     max_logprob_difference: Positive[float] | None = None
-    """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th percentile of sampled
-    tokens; their mean difference may be a tenth of it; the run stops if either is exceeded; default: 1e-3 in float32,
-    0.5 in bfloat16; 1e9: off"""
+    """maximum difference between the log-probs of engine and trainer, in nats, at the 99.9th
+    percentile of sampled tokens; their mean difference may be a tenth of it; the run stops if
+    either is exceeded; default: 1e-3 in float32, 0.5 in bfloat16; 1e9: off"""
     check_every: MayChange[Positive[int]] = 20
-    """steps between comparisons of engine and trainer log-probs; the first rollout of a run is always compared"""
+    """steps between comparisons of engine and trainer log-probs; the first rollout of a run is
+    always compared"""
     log_every: MayChange[Positive[int]] = 10
     """steps between tables of samples, on the console and in samples.jsonl"""
 
@@ -158,10 +172,14 @@ class RolloutArgs:
         if not self.rollout_ranks:
             require_default(self, ("partial_rollouts",), "with --rollout_ranks 0")
             if self.oversample == 1:
-                require_default(self, ("max_staleness",), "with --rollout_ranks 0 and --oversample 1")
+                require_default(
+                    self, ("max_staleness",), "with --rollout_ranks 0 and --oversample 1"
+                )
         least = 2 if self.rollout_ranks else 1  # 2: rollout ranks generate while a step trains
         if self.oversample > 1 and self.max_staleness < least:
-            raise ValueError(f"--oversample {self.oversample:g} needs --max_staleness {least} or more")
+            raise ValueError(
+                f"--oversample {self.oversample:g} needs --max_staleness {least} or more"
+            )
         if self.prompts_per_step % self.minibatches:
             what = f"--prompts_per_step {self.prompts_per_step}"
             raise ValueError(f"{what} must be a multiple of --minibatches ({self.minibatches})")

@@ -1,4 +1,5 @@
-"""Values of flags that have a form of their own: `name=value` pairs, weighted data sets, named held-out sets."""
+"""Values of flags that have a form of their own: `name=value` pairs, weighted data sets, named
+held-out sets."""
 
 from collections.abc import Sequence
 
@@ -6,23 +7,27 @@ from common.config.flags import MAX_FLOAT
 
 
 def pairs_of(flag: str, pairs: Sequence[str]) -> dict[str, str]:
-    """Return the pairs of `--flag name=value ...`. Raise `ValueError` for another form or a repeated name."""
+    """Return the pairs of `--flag name=value ...`. Raise `ValueError` for another form or a
+    repeated name."""
     out: dict[str, str] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
         if not name or not value:
             raise ValueError(f"--{flag} {pair}: expected name=value")
         if name in out:
-            raise ValueError(f"--{flag} {pair}: {'column ' if flag == 'columns' else ''}{name} is given twice")
+            raise ValueError(
+                f"--{flag} {pair}: {'column ' if flag == 'columns' else ''}{name} is given twice"
+            )
         out[name] = value
     return out
 
 
 def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
-    """Return the data sets of `--dataset a.jsonl:0.6 b/c:0.4` with their weights, None for each if none has one.
+    """Return the data sets of `--dataset a.jsonl:0.6 b/c:0.4` with their weights, None for each if
+    none has one.
 
-    Raises `ValueError` for an invalid weight, for weights of some data sets only, and for a repeated data set.
-    """
+    Raises `ValueError` for an invalid weight, for weights of some data sets only, and for a
+    repeated data set."""
     out: dict[str, float | None] = {}
     for given in datasets:
         dataset, _, end = given.rpartition(":")
@@ -37,15 +42,19 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
             raise ValueError(f"--dataset {given}: {dataset} is given twice")
         out[dataset] = weight
     if len(out) > 1 and len({weight is None for weight in out.values()}) > 1:
-        raise ValueError(f"--dataset {' '.join(datasets)}: only some have a weight; give all of them one, or none")
+        names = " ".join(datasets)
+        raise ValueError(
+            f"--dataset {names}: only some have a weight; give all of them one, or none"
+        )
     if not out:
         raise ValueError("--dataset needs at least one value")
     return out
 
 
 def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
-    """Return the data sets of `--eval_dataset a.jsonl hard=b.jsonl` with their names, None for those without. The part
-    before the first `=` is a name unless it contains a `/`: `./x=1.jsonl` is a file.
+    """Return the data sets of `--eval_dataset a.jsonl hard=b.jsonl` with their names, None for
+    those without. The part before the first `=` is a name unless it contains a `/`: `./x=1.jsonl`
+    is a file.
 
     Raises `ValueError` for a repeated data set or name, and for a name without a data set.
     """
@@ -55,7 +64,9 @@ def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
         name, dataset = (name, dataset) if equals and "/" not in name else (None, given)
         if name == "" or not dataset:
             raise ValueError(f"--eval_dataset {given}: expected name=dataset")
-        for twice in {dataset} & out.keys() | {name or dataset} & {own or other for other, own in out.items()}:
+        for twice in {dataset} & out.keys() | {name or dataset} & {
+            own or other for other, own in out.items()
+        }:
             raise ValueError(f"--eval_dataset {given}: {twice} is given twice")
         out[dataset] = name
     if not out:

@@ -8,7 +8,16 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, BelowOne, Fraction, MayChange, NotNegative, Positive, Several, require_default
+from common.config.flags import (
+    STRICT,
+    BelowOne,
+    Fraction,
+    MayChange,
+    NotNegative,
+    Positive,
+    Several,
+)
+from common.config.rules import require_default
 from common.config.specs import eval_sets_of, pairs_of, weights_of
 
 
@@ -17,17 +26,18 @@ class ModelArgs:
     """Model and compute"""
 
     model: str = "tiny"
-    """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random parameters; tiny-sft: the
-    same after supervised fine-tuning on the task arithmetic"""
+    """Hugging Face id or folder of the starting model; tiny: a built-in Qwen3 with 1M random
+    parameters; tiny-sft: the same after supervised fine-tuning on the task arithmetic"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """data type of forward and backward passes; master weights, gradient reduction and the loss are always float32.
-    auto: bfloat16 on CUDA, float32 elsewhere"""
+    """data type of forward and backward passes; master weights, gradient reduction and the loss are
+    always float32. auto: bfloat16 on CUDA, float32 elsewhere"""
     compile: MayChange[bool] = False
     """torch.compile for every transformer block and for the log-probs"""
     pack_tokens: MayChange[Positive[int]] = 8192
     """maximum tokens per forward pass on one rank; bounds memory and never changes the gradient"""
     context_ranks: MayChange[Positive[int]] = 1
-    """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x context_ranks tokens"""
+    """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
+    context_ranks tokens"""
 
     @property
     def room(self) -> int:
@@ -46,8 +56,8 @@ class PrefixArgs:
     """Shared prefixes"""
 
     share_prefix: MayChange[NotNegative[int]] = 16
-    """compute a prefix that samples of a group have in common, such as their prompt, once if it has at least this many
-    tokens; never changes the gradient; 0: never (docs/prefix.md)"""
+    """compute a prefix that samples of a group have in common, such as their prompt, once if it has
+    at least this many tokens; never changes the gradient; 0: never (docs/prefix.md)"""
 
 
 @dataclass(config=STRICT)
@@ -55,22 +65,26 @@ class DataArgs:
     """Data and prompt format"""
 
     dataset: Several[str] = ("arithmetic",)
-    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv, .tsv), glob
-    ('data/*.jsonl'), folder of files, or built-in task (arithmetic, splits, chains, calculator, guess_number,
-    sliding_puzzle). Several data sets are joined, or sampled by weight: a.jsonl:0.6 b/c:0.4"""
+    """data: Hugging Face id, file (.jsonl or .json, also .gz or .zst; .parquet, .arrow, .csv,
+    .tsv), glob ('data/*.jsonl'), folder of files, or built-in task (arithmetic, splits, chains,
+    calculator, guess_number, sliding_puzzle). Several data sets are joined, or sampled by weight:
+    a.jsonl:0.6 b/c:0.4"""
     dataset_split: str = "train"
     """split to train on; a file without splits is the split train"""
     dataset_config: str | None = None
-    """configuration of a data set of the hub, or of a folder with README.md, that has several; default: main, if it is
-    one of them"""
+    """configuration of a data set of the hub, or of a folder with README.md, that has several;
+    default: main, if it is one of them"""
     columns: Several[str] = ()
-    """renamed columns, of training and held-out rows alike, as new=old: prompt=problem answer=solution"""
+    """renamed columns, of training and held-out rows alike, as new=old: prompt=problem
+    answer=solution"""
     on_bad_row: Literal["error", "skip"] = "error"
-    """treatment of rows that are malformed, empty, too long (where this is an error), or unusable by a prompt template,
-    environment or reward. error: end the run; skip: leave them out, and report their number and the reasons"""
+    """treatment of rows that are malformed, empty, too long (where this is an error), or unusable
+    by a prompt template, environment or reward. error: end the run; skip: leave them out, and
+    report their number and the reasons"""
     prompt_format: Literal["auto", "chat", "plain"] = "auto"
-    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat for chat models,
-    lists of messages and, if the tokenizer has a template, `question` columns; else plain"""
+    """format of prompts. chat: user turn of the chat template; plain: the text as it is; auto: chat
+    for chat models, lists of messages and, if the tokenizer has a template, `question` columns;
+    else plain"""
     system_prompt: str | None = None
     """system turn, added to conversations without one; needs chat format"""
     chat_template: str | None = None
@@ -78,8 +92,8 @@ class DataArgs:
     template_kwargs: Several[str] = ()
     """additional variables for the chat template, as name=value: enable_thinking=false"""
     special_text: Literal["token", "text"] = "token"
-    """reading of the text of a special token, such as <|im_end|>, within a message or a prompt. token: as this token,
-    with one line about the first; text: as its characters"""
+    """reading of the text of a special token, such as <|im_end|>, within a message or a prompt.
+    token: as this token, with one line about the first; text: as its characters"""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -87,7 +101,9 @@ class DataArgs:
         pairs_of("columns", self.columns)
         pairs_of("template_kwargs", self.template_kwargs)
         if self.prompt_format == "plain":
-            require_default(self, ("chat_template", "template_kwargs"), "with --prompt_format plain")
+            require_default(
+                self, ("chat_template", "template_kwargs"), "with --prompt_format plain"
+            )
         return self
 
     @property
@@ -101,18 +117,20 @@ class RunArgs:
     """Ranks, output and resume"""
 
     shard_ranks: MayChange[Positive[int] | None] = None
-    """number of neighbouring ranks that share one copy of each model (FSDP); gradients are averaged over all copies,
-    once per step; default: the ranks of a machine, or all ranks if machines have different numbers of them"""
+    """number of neighbouring ranks that share one copy of each model (FSDP); gradients are averaged
+    over all copies, once per step; default: the ranks of a machine, or all ranks if machines have
+    different numbers of them"""
     nccl_timeout: MayChange[Positive[float]] = 30.0
     """NCCL timeout in minutes"""
     output_dir: MayChange[str] = ""
-    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png, checkpoints/, hf/;
-    default: runs/ and the name of the script"""
+    """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
+    checkpoints/, hf/; default: runs/ and the name of the script"""
     seed: int = 0
     """seed of data order and sampling"""
     resume: MayChange[Literal["auto", "never", "must"]] = "auto"
-    """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there is one; must: the
-    same, but fail if there is none; never: delete the earlier run and start over"""
+    """treatment of an earlier run in output_dir. auto: resume from its newest checkpoint, if there
+    is one; must: the same, but fail if there is none; never: delete the earlier run and start
+    over"""
 
     @model_validator(mode="after")
     def _check_output_dir(self) -> Self:
@@ -126,14 +144,15 @@ class HeldOutArgs:
     """Held-out data"""
 
     eval_dataset: Several[str] | None = None
-    """held-out data, in the forms of `dataset`; several are also evaluated one by one: a.jsonl hard=b.jsonl gives
-    eval_loss (all rows), eval_loss/a and eval_loss/hard; default: the split `eval_split` of `dataset`, or training rows
-    set aside if there is no such split"""
+    """held-out data, in the forms of `dataset`; several are also evaluated one by one: a.jsonl
+    hard=b.jsonl gives eval_loss (all rows), eval_loss/a and eval_loss/hard; default: the split
+    `eval_split` of `dataset`, or training rows set aside if there is no such split"""
     eval_split: str = "test"
     """held-out split of `eval_dataset`, or of `dataset`"""
     eval_size: Positive[int] | None = None
-    """maximum rows to evaluate on, per held-out data set; also the number of training rows that are set aside if there
-    is no held-out data; default: 256, and at most a tenth of the rows that are set aside from"""
+    """maximum rows to evaluate on, per held-out data set; also the number of training rows that are
+    set aside if there is no held-out data; default: 256, and at most a tenth of the rows that are
+    set aside from"""
 
     @model_validator(mode="after")
     def _check_held_out(self) -> Self:
@@ -147,13 +166,15 @@ class OptimArgs:
     """Optimization"""
 
     max_steps: MayChange[Positive[int] | None] = None
-    """number of training steps; one step is one batch or one rollout; default: computed from `epochs`"""
+    """number of training steps; one step is one batch or one rollout; default: computed from
+    `epochs`"""
     epochs: MayChange[Positive[float]] = 1.0
     """passes over the training data, if max_steps is not given"""
     lr: Positive[float] = 1e-5
     """peak learning rate of AdamW"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning rate after warmup: constant, or a linear or cosine decay to min_lr_ratio of the peak"""
+    """learning rate after warmup: constant, or a linear or cosine decay to min_lr_ratio of the
+    peak"""
     warmup_steps: NotNegative[int] = 0
     """steps of linear warmup from 0"""
     min_lr_ratio: Fraction = 0.0
@@ -167,11 +188,12 @@ class OptimArgs:
     max_grad_norm: Positive[float] = 1.0
     """maximum global norm of the gradient; a longer gradient is scaled down to it; 1e9: off"""
     activation_checkpointing: MayChange[bool | None] = None
-    """recomputation of activations in the backward pass: far less memory, a third more compute; default: on CUDA, true
-    if the run is predicted not to fit without it"""
+    """recomputation of activations in the backward pass: far less memory, a third more compute;
+    default: on CUDA, true if the run is predicted not to fit without it"""
     offload: MayChange[Literal["none", "optimizer", "all"]] = "none"
-    """state kept in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time during the step;
-    all: weights and gradients too, with the step on the host. Never changes the gradient"""
+    """state kept in host memory. optimizer: Adam moments, copied to the GPU one parameter at a time
+    during the step; all: weights and gradients too, with the step on the host. Never changes the
+    gradient"""
 
 
 @dataclass(config=STRICT)
@@ -185,25 +207,29 @@ class CheckpointArgs:
     keep_last: MayChange[Positive[int]] = 2
     """number of newest checkpoints to keep"""
     export_dtype: MayChange[Literal["base", "float32", "bfloat16"]] = "base"
-    """data type of hf/ and best/; base: that of the starting model. In float32 they keep small updates, which bfloat16
-    rounds away"""
+    """data type of hf/ and best/; base: that of the starting model. In float32 they keep small
+    updates, which bfloat16 rounds away"""
     keep_best: MayChange[str | None] = None
-    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or eval_loss/hard; the
-    lowest value is best if the name ends with loss or perplexity, else the highest"""
+    """evaluation metric that selects the model in best/ (same form as hf/), e.g. eval/solved or
+    eval_loss/hard; the lowest value is best if the name ends with loss or perplexity, else the
+    highest"""
     early_stop: MayChange[NotNegative[int]] = 0
     """stop after this many evaluations without improvement of `keep_best`; 0: off"""
     trace_every: MayChange[NotNegative[int]] = 10
-    """steps between traces, which show the update token by token (docs/trace.md); the first and the last step have one
-    too; 0: off"""
+    """steps between traces, which show the update token by token (docs/trace.md); the first and the
+    last step have one too; 0: off"""
     trace_groups: MayChange[Positive[int]] = 4
-    """number of traced groups (or rows of data): the first, the last, the best, the most disputed, then others"""
+    """number of traced groups (or rows of data): the first, the last, the best, the most disputed,
+    then others"""
     trace_positions: MayChange[Several[NotNegative[int]]] = ()
     """positions in the step, from 0, of groups (or rows) to trace in addition"""
     dry_run: MayChange[bool | str] = False
-    """check flags, all data and the rewards of ten rows, print the first batch, the predicted memory and the plan, and
-    end without loading weights or writing files. 8x80GB: plan for 8 GPUs of 80 GB, on any machine"""
+    """check flags, all data and the rewards of ten rows, print the first batch, the predicted
+    memory and the plan, and end without loading weights or writing files. 8x80GB: plan for 8 GPUs
+    of 80 GB, on any machine"""
     log: MayChange[Several[Literal["wandb", "tensorboard"]]] = ()
-    """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline), tensorboard"""
+    """destinations of metrics in addition to metrics.jsonl: wandb (also with WANDB_MODE=offline),
+    tensorboard"""
     wandb_project: MayChange[str] = "onefile"
     """project in wandb"""
     wandb_name: MayChange[str | None] = None
@@ -213,25 +239,38 @@ class CheckpointArgs:
     wandb_tags: MayChange[Several[str]] = ()
     """tags of the run in wandb"""
     push_to_hub: MayChange[str | None] = None
-    """repository on the hub, as user/name, that gets the finished model; a new one is private (docs/after.md)"""
+    """repository on the hub, as user/name, that gets the finished model; a new one is private
+    (docs/after.md)"""
 
     @model_validator(mode="after")
     def _check_evaluations(self) -> Self:
         if self.keep_best is not None and not self.eval_every:
-            raise ValueError(f"--keep_best {self.keep_best} needs evaluations; set --eval_every above 0")
+            raise ValueError(
+                f"--keep_best {self.keep_best} needs evaluations; set --eval_every above 0"
+            )
         if "wandb" not in self.log:
-            require_default(self, ("wandb_project", "wandb_name", "wandb_group", "wandb_tags"), "without --log wandb")
+            require_default(
+                self,
+                ("wandb_project", "wandb_name", "wandb_group", "wandb_tags"),
+                "without --log wandb",
+            )
         if self.early_stop and self.keep_best is None:
-            raise ValueError(f"--early_stop {self.early_stop} needs a metric to improve; set --keep_best")
+            raise ValueError(
+                f"--early_stop {self.early_stop} needs a metric to improve; set --keep_best"
+            )
         self.dry_run = dict(true=True, false=False).get(str(self.dry_run).lower(), self.dry_run)
         if isinstance(self.dry_run, str) and not self.planned:
-            raise ValueError(f"--dry_run {self.dry_run}: expected GPUs and the memory of each, such as 8x80GB")
+            raise ValueError(
+                f"--dry_run {self.dry_run}: expected GPUs and the memory of each, such as 8x80GB"
+            )
         return self
 
     @property
     def planned(self) -> tuple[int, int] | None:
         """Number of GPUs and the bytes of each in `--dry_run 8x80GB`."""
-        match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})(GB)?", str(self.dry_run), re.IGNORECASE)
+        match = re.fullmatch(
+            r"([1-9]\d{0,5})x([1-9]\d{0,5})(GB)?", str(self.dry_run), re.IGNORECASE
+        )
         return (int(match[1]), int(match[2]) * 10**9) if match else None
 
 
@@ -240,22 +279,26 @@ class LoRAArgs:
     """LoRA adapters"""
 
     lora_rank: NotNegative[int] = 0
-    """rank of the adapters on linear layers; only adapters are trained, and the head of a reward or value model;
-    0: no adapters, all weights are trained"""
+    """rank of the adapters on linear layers; only adapters are trained, and the head of a reward or
+    value model; 0: no adapters, all weights are trained"""
     lora_alpha: Positive[float] = 32.0
     """scale of the adapters: their output is multiplied by lora_alpha / lora_rank"""
     lora_targets: Several[str] = ("all-linear",)
-    """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj v_proj"""
+    """layers with an adapter: all-linear, attention, or endings of layer names such as q_proj
+    v_proj"""
     lora_rslora: bool = False
-    """scale of the adapters. true: lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732); false: lora_alpha /
-    lora_rank"""
+    """scale of the adapters. true: lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732); false:
+    lora_alpha / lora_rank"""
     adapter: str | None = None
-    """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT library"""
+    """folder of an adapter of `model` to start from: the adapter/ of a run, or one of the PEFT
+    library"""
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:
         if not self.lora_rank:
-            require_default(self, ("lora_alpha", "lora_targets", "lora_rslora", "adapter"), "with --lora_rank 0")
+            require_default(
+                self, ("lora_alpha", "lora_targets", "lora_rslora", "adapter"), "with --lora_rank 0"
+            )
         if not self.lora_targets:
             raise ValueError("--lora_targets needs at least one value")
         return self
@@ -266,7 +309,8 @@ class StreamArgs:
     """Streaming"""
 
     streaming: bool = False
-    """read training rows, from files or the hub, when they are drawn; neither memory nor disk holds all of them"""
+    """read training rows, from files or the hub, when they are drawn; neither memory nor disk holds
+    all of them"""
     shuffle_buffer: Positive[int] = 10_000
     """with --streaming: number of rows that are read ahead and drawn in random order"""
 
@@ -277,7 +321,10 @@ class StreamArgs:
         elif self.max_steps is None:
             raise ValueError("--streaming: the number of rows is unknown; set --max_steps")
         elif any(weights_of(self.dataset).values()):
-            raise ValueError(f"--streaming {self.dataset_flag}: data sets are read one after another; omit the weights")
+            problem = "data sets are read one after another; omit the weights"
+            raise ValueError(f"--streaming {self.dataset_flag}: {problem}")
         elif self.eval_every and self.eval_dataset is None:
-            raise ValueError("--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0")
+            raise ValueError(
+                "--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0"
+            )
         return self

@@ -1,8 +1,7 @@
 """Files that survive a crash, and checks that they are as they were written.
 
-A kill or a power cut leaves the old file or the new one, never a part. Damage is found by sizes and CRC-32, at the
-speed of the disk.
-"""
+A kill or a power cut leaves the old file or the new one, never a part. Damage is found by sizes and
+CRC-32, at the speed of the disk."""
 
 import json
 import os
@@ -42,7 +41,8 @@ def rename(work: Path, final: Path) -> None:
 
 
 def replace_folder(work: Path, final: Path) -> None:
-    """Put a complete folder in the place of an old one, which is deleted when the new one is on the disk."""
+    """Put a complete folder in the place of an old one, which is deleted when the new one is on the
+    disk."""
     sync_tree(work)
     old = final.with_name(f"{final.name}{OLD}")
     if final.exists():
@@ -54,7 +54,8 @@ def replace_folder(work: Path, final: Path) -> None:
 
 
 def recover_folder(final: Path) -> None:
-    """Complete or undo what an interrupted `replace_folder` left, and delete its unfinished folders."""
+    """Complete or undo what an interrupted `replace_folder` left, and delete its unfinished
+    folders."""
     work, old = (final.with_name(f"{final.name}{end}") for end in (".tmp", OLD))
     if old.is_dir() and not final.exists():
         old.rename(final)
@@ -76,7 +77,8 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def parse_json(text: str) -> object:
-    """Return the value of a JSON text. Raises `ValueError`, also for text that is nested thousands deep."""
+    """Return the value of a JSON text. Raises `ValueError`, also for text that is nested thousands
+    deep."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -100,7 +102,8 @@ def fingerprint(path: Path, end: int = sys.maxsize) -> list[int]:
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(min(1 << 22, end - size)):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size = size + len(block)
+            crc = zlib.crc32(block, crc)
     return [size, crc]
 
 
@@ -108,17 +111,22 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Return the fingerprints of files in a folder, read in parallel."""
     names = list(names)
     with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: fingerprint(folder / name), names), strict=True))
+        return dict(
+            zip(names, pool.map(lambda name: fingerprint(folder / name), names), strict=True)
+        )
 
 
 def write_checksums(folder: Path) -> None:
     """Write the fingerprints of a folder's files, except `UNCHECKED`, beside them."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    write_json(folder / CHECKSUMS, fingerprints(folder, [name for name in names if name not in UNCHECKED]))
+    write_json(
+        folder / CHECKSUMS, fingerprints(folder, [name for name in names if name not in UNCHECKED])
+    )
 
 
 def changed_file(folder: Path) -> str | None:
-    """Return a file that differs from the checksums in its folder, None without any or without checksums."""
+    """Return a file that differs from the checksums in its folder, None without any or without
+    checksums."""
     if not (folder / CHECKSUMS).is_file():
         return None
     try:

@@ -1,43 +1,77 @@
 """Samples -> packed micro-batches: several sequences in one stream of tokens, without padding.
 
-Only this module shifts tokens. In a `Sample`, streams are aligned with `ids`: `x[i]` describes the token `ids[i]`. The
-packer makes inputs `ids[:-1]` and targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`,
-`x_T[t]` describes the prediction of `targets_T[t]`.
+A rank reads or samples its share of a step. Before packing, whole samples move to the ranks that
+train on them, so that all ranks have the same work (placement.py). From then on a micro-batch is
+this rank's own: the model runs on its tokens, and the loss is computed from its tokens. A number
+that a sample got before, such as its advantage, is found by the index of the sample among those of
+all ranks: `mb.select(advantages_BG)`.
 
-Shapes: N sequences and T tokens in one micro-batch.
+Only this module shifts tokens. In a `Sample`, streams are aligned with `ids`: `x[i]` describes the
+token `ids[i]`. The packer makes inputs `ids[:-1]` and targets `ids[1:]`, and aligns every stream
+with the targets: in a `PackedBatch`, `x_T[t]` describes the prediction of `targets_T[t]`.
+
+Shapes: N sequences and T tokens in one micro-batch, I ids of samples, B groups of all ranks.
 """
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, islice, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.data.sample import Sample
+from common.data.transfer import (
+    INTEGERS,
+    Outline,
+    Placed,
+    placed_samples,
+    sample_table,
+    send_rows,
+    streams_of,
+)
 from common.parallel import distributed
-from common.parallel.context import context_group_size
-from common.parallel.placement import GroupShape, TokenIds, Tokens, place
+from common.parallel.context import context_group, context_group_size
+from common.parallel.placement import GroupShape, place
 
-# Optional per-token streams of a Sample, beside its own `streams`; in a PackedBatch they are `<name>_T`.
-STREAMS = ("rollout_logprobs", "versions", "weights")
-_shortest_prefix = 0  # shortest common beginning that is computed once; 0: none is
-_needs_whole_sequences = False  # whether a model of this process failed the check of shared prefixes
+
+class Tokens:
+    """Tokens that a model runs on.
+
+    A plain class: FSDP rebuilds every dataclass and tuple that a block is given, with all that it
+    contains."""
+
+    context_group: dist.ProcessGroup | None = None  # ranks that hold one part each of these tokens
+    keys: Any = None  # compact.Keys of shared prefixes; None: each sequence has all its tokens
+    stored_at_T: Tensor | None = (
+        None  # int64: place of each target in stored log-probs (teacher.py)
+    )
+
+    def __init__(
+        self, ids_T: Tensor, targets_T: Tensor, position_ids_T: Tensor, lengths: list[int]
+    ):
+        self.input_ids_T = ids_T  # int64
+        self.targets_T = targets_T  # int64
+        self.position_ids_T = position_ids_T  # int64, of a token in its sequence
+        self.lengths = lengths
+        self.offsets = [0, *accumulate(lengths)]  # sequence n is [offsets[n], offsets[n + 1])
+        self.cu_seqlens_N1 = torch.tensor(self.offsets, dtype=torch.int32).to(ids_T.device)
+        self.max_seqlen = max(lengths)  # on the host, like `offsets`: no launch waits for the GPU
 
 
 class PackedBatch(Tokens):
-    """Micro-batch: its T tokens that this rank owns. Streams that no sample has are None. With several ranks the model
-    may run on other tokens, `computed`.
+    """Micro-batch of this rank. Streams that no sample has are None.
 
-    A rank without samples gets a padding token that is masked.
-    """
+    A rank without samples gets a padding token that is masked."""
 
-    assigned: Tokens | None = None  # with several ranks or shared prefixes: what this rank computes
+    compact: Any = None  # CompactTokens: what the model runs on, if it is not these tokens
     rollout_logprobs_T: Tensor | None = None  # float32, like all below
     versions_T: Tensor | None = None
     weights_T: Tensor | None = None
+    turn_rewards_T: Tensor | None = None  # of ppo.py
     # Streams that scripts add:
     old_logprobs_T: Tensor | None = None  # log-probs by the trainer at rollout time
     old_entropy_T: Tensor | None = None  # entropies by the trainer at rollout time
@@ -47,38 +81,47 @@ class PackedBatch(Tokens):
     values_T: Tensor | None = None  # predictions of the value model, before targets_T[t] is emitted
     returns_T: Tensor | None = None  # regression targets of the values
 
-    def __init__(self, *tokens, loss_mask_T: Tensor, sequence_ids_T: Tensor, samples: list[Sample], index_N: Tensor):
-        super().__init__(*tokens, sequences=len(samples))
+    def __init__(
+        self, *tokens, loss_mask_T: Tensor, index_N: Tensor, datasets: Sequence[str | None] = ()
+    ):
+        super().__init__(*tokens)
         self.loss_mask_T = loss_mask_T  # bool
-        self.sequence_ids_T = sequence_ids_T  # int64: the sequence of each token, 0..N-1
-        self.samples = samples  # N of them, in the order of the stream
-        self.index_N = index_N  # int64, on the host: index of each sample among all packed samples
+        self.index_N = index_N  # int64, on the host: index of each sample among those of all ranks
+        self.num_samples = len(index_N)  # N, or 0 with one sequence of padding
+        self.datasets = datasets  # name of the data set of each sample
+        of_sequences = [torch.full((length,), n) for n, length in enumerate(self.lengths)]
+        self.sequence_ids_T = torch.cat(of_sequences).to(loss_mask_T.device)  # int64, 0..N-1
+        # Samples that this rank gave to the packer, by index. Other ranks may train on them.
+        self.sent: dict[int, Sample] = {}
 
     @property
-    def computed(self) -> Tokens:
-        """The tokens that the model runs on."""
-        return self.assigned or self
+    def model_tokens(self) -> Tokens:
+        """The tokens that the model runs on: these, unless prefixes are shared or the ranks of a
+        context group run their samples together."""
+        return self.compact or self
+
+    def expand(self, streams: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return streams of `model_tokens` on the tokens of this micro-batch, [T] each."""
+        return streams if self.compact is None else self.compact.expand(streams)
 
     def sequence_sums(self, x_T: Tensor) -> Tensor:
-        """Sum a stream over the trained tokens of each sequence: [N], float64. For padding the sum is empty but still
-        part of the graph, so that its backward runs."""
+        """Sum a stream over the trained tokens of each sequence: [N], float64. For padding the sum
+        is empty but still part of the graph, so that its backward runs."""
         trained_T = torch.where(self.loss_mask_T, x_T, 0).double()
-        sums = torch.zeros(len(self.offsets) - 1, dtype=torch.float64, device=x_T.device)
-        return sums.index_add(0, self.sequence_ids_T, trained_T)[: len(self.samples)]
-
-    def per_sequence(self, values: Iterable[float]) -> Tensor:
-        """Return one number per sample as a tensor on the device: [N], float64."""
-        return torch.tensor(list(values), dtype=torch.float64).to(self.loss_mask_T.device)
+        sums = torch.zeros(len(self.lengths), dtype=torch.float64, device=x_T.device)
+        return sums.index_add(0, self.sequence_ids_T, trained_T)[: self.num_samples]
 
     def select(self, values: Tensor) -> Tensor:
-        """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number for each sample that
-        was packed, in any shape: [P, G] for groups of completions."""
+        """Return the numbers of this micro-batch's samples, [N], float64. `values` has one number
+        for each packed sample of all ranks, in any shape: [B, G] for groups of completions."""
         return values.double().flatten()[self.index_N].to(self.loss_mask_T.device)
 
     def on_tokens(self, values: Tensor) -> Tensor:
-        """Return, on each token, the number of its sample: [T], float32; 0 on padding. `values` as for `select`."""
+        """Return, on each token, the number of its sample: [T], float32; 0 on padding. `values` as
+        for `select`."""
         values_N = self.select(values)
-        padded = torch.cat([values_N, values_N.new_zeros(1)])  # padding belongs to sequence 0, which has no sample
+        # Padding belongs to sequence 0, which has no sample.
+        padded = torch.cat([values_N, values_N.new_zeros(1)])
         return padded[self.sequence_ids_T].float()
 
     def with_streams(self, **streams_T: Tensor) -> "PackedBatch":
@@ -90,25 +133,31 @@ class PackedBatch(Tokens):
     @property
     def source_masks_T(self) -> dict[str, Tensor]:
         """Masks of the trained tokens of each named dataset, by `/name`: [T] each, bool."""
-        names = [sample.row.get("_dataset") for sample in self.samples]
-        of_N = {name: self.per_sequence(own == name for own in names).bool() for name in sorted({*names} - {None})}
-        return {f"/{name}": self.loss_mask_T & own_N[self.sequence_ids_T] for name, own_N in of_N.items()}
+        masks_T = {}
+        names = {name for name in self.datasets if name is not None}
+        for name in sorted(names):
+            is_of_dataset_N = torch.tensor([dataset == name for dataset in self.datasets])
+            is_of_dataset_T = is_of_dataset_N.to(self.loss_mask_T.device)[self.sequence_ids_T]
+            masks_T[f"/{name}"] = self.loss_mask_T & is_of_dataset_T
+        return masks_T
 
     @property
     def ends_N(self) -> Tensor:
         """Position of the last token of each sample: [N], int64."""
-        return self.cu_seqlens_N1[1 : len(self.samples) + 1].long() - 1
+        return self.cu_seqlens_N1[1 : self.num_samples + 1].long() - 1
 
 
 Minibatches = list[list[PackedBatch]]  # micro-batches of each
 
 
 def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[PackedBatch]:
-    """Pack the samples of all ranks into micro-batches of at most `pack_tokens` targets per rank (times the ranks of a
-    context group for the whole group). Return this rank's micro-batches, each with the tokens it owns and computes.
+    """Pack the samples of all ranks into micro-batches of at most `pack_tokens` targets per rank
+    (times the ranks of a context group for the whole group). Return this rank's micro-batches.
+    `samples` are this rank's share `[rank::ranks]` of a batch.
 
-    Collective: every rank gets the same number of micro-batches, because forward and backward run FSDP collectives. A
-    rank without samples in a micro-batch gets padding, whose loss is exactly zero.
+    Collective: every rank gets the same number of micro-batches, because forward and backward run
+    FSDP collectives. A rank without samples in a micro-batch gets padding, whose loss is exactly
+    zero.
 
     Raises `ValueError` for a sample that does not fit.
     """
@@ -116,117 +165,166 @@ def pack(samples: list[Sample], pack_tokens: int, device: torch.device) -> list[
 
 
 def pack_groups(
-    groups: list[list[Sample]], pack_tokens: int, device: torch.device, together: bool = True,
-    shortest: int | None = None,
+    groups: list[list[Sample]], pack_tokens: int, device: torch.device, share_prefix: int = 0,
+    together: bool = True,
 ) -> list[PackedBatch]:  # fmt: skip
-    """Pack like `pack`. Prefixes of at least `shortest` tokens (default: see `set_shortest_prefix`; 0: never) that
-    samples of a group have in common are computed once. With `together` the samples of a group, such as chosen and
-    rejected, are neighbours in one micro-batch; otherwise a group may be divided among micro-batches and ranks."""
-    samples, ends = list(chain(*groups)), accumulate(map(len, groups), initial=0)
-    order = [[*range(*bounds)] for bounds in pairwise(ends)]  # indices of each group's samples
-    if not together:  # in lexical order, neighbours have the longest common prefixes
-        order = [sorted(group, key=lambda i: samples[i].ids) for group in order]
-    shortest = _shortest_prefix if shortest is None else shortest
-    mine = [shape_of([samples[i] for i in group], shortest) for group in order]
-    streams = _streams(samples[0]) if samples else {}
-    ranks = distributed.gather_objects((mine, [*streams]))
-    rank, R = int(dist.is_initialized() and dist.get_rank()), context_group_size()
-    shapes, rows = place([shapes for shapes, _ in ranks], len(ranks) // R, pack_tokens * R, together)
-    owned = [[key for keys in row for key in keys if key[0] == rank] for row in rows]
-    streams = sorted(set().union(*(of_rank for _, of_rank in ranks)))  # also for a rank without samples
-    sequence, of_group = chain(*order), {}  # indices in the order of the shapes; those of each group or part
-    for key in shapes:
-        if key[0] == rank:
-            of_group[key] = list(islice(sequence, len(shapes[key].lengths)))
-    indices = [[i for key in keys for i in of_group[key]] for keys in owned]
-    packs = [_pack_one([samples[i] for i in index], index, streams, device) for index in indices]
-    if len(ranks) > 1 or any(any(shape.shared) for shape in shapes.values()):
-        ids = TokenIds([samples[i].ids for i in chain(*order)], shapes, device)
-        for mb, row, keys in zip(packs, rows, owned, strict=True):
-            mb.assigned = ids.computed(row, keys)
+    """Pack like `pack`. The samples of a group, such as chosen and rejected, are neighbours in one
+    micro-batch. `groups` are this rank's share `[rank::ranks]` of a batch. `share_prefix` and
+    `together`: see `pack_minibatches`."""
+    positions = positions_of_share(len(groups))
+    (packs,) = pack_minibatches(groups, positions, 1, pack_tokens, device, share_prefix, together)
     return packs
 
 
 def pack_minibatches(
-    groups: list[list[Sample]], count: int, pack_tokens: int, device: torch.device, together: bool = False
-) -> Minibatches:
-    """Divide this rank's groups into `count` minibatches of micro-batches. Minibatch m has the m-th of `count` equal
-    parts of each rank's groups, and so the same global prompts on any number of ranks. A group may be empty. `together`
-    as in `pack_groups`. Collective."""
-    cuts, minibatches = [len(groups) * m // count for m in range(count + 1)], []
+    groups: list[list[Sample]], positions: Sequence[int], count: int, pack_tokens: int,
+    device: torch.device, share_prefix: int = 0, together: bool = False,
+) -> Minibatches:  # fmt: skip
+    """Divide the groups of all ranks into `count` minibatches of micro-batches, like `pack`.
+
+    `positions` has the position of each of this rank's groups among those of all ranks. Minibatch m
+    has the m-th of `count` equal parts of the groups, in the order of their positions, on any
+    number of ranks. Indices of samples have the same order. A group may be empty.
+
+    Prefixes of at least `share_prefix` tokens that samples of a group have in common are computed
+    once (docs/prefix.md; 0: never). With `together` the samples of a group are neighbours in one
+    micro-batch; otherwise a group may be divided among micro-batches and ranks. Collective."""
+    sizes = {position: len(group) for position, group in zip(positions, groups, strict=True)}
+    sizes = dict(sorted(distributed.gather_dict(sizes).items()))
+    first_index = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    cuts = [len(sizes) * m // count for m in range(count + 1)]
+    minibatches = []
     for start, end in pairwise(cuts):
-        chosen = [group for group in groups[start:end] if group]
-        before = sum(len(group) for group in groups[:start])
-        packs = pack_groups(chosen, pack_tokens, device, together)
-        minibatches.append([mb.with_streams(index_N=mb.index_N + before) for mb in packs])
+        chosen = set(islice(sizes, start, end))
+        packables = [
+            [Packable(index, sample) for index, sample in enumerate(group, first_index[position])]
+            for position, group in zip(positions, groups, strict=True)
+            if position in chosen and group
+        ]
+        minibatches.append(_pack(packables, pack_tokens, device, share_prefix, together))
     return minibatches
 
 
-def set_shortest_prefix(shortest: int, allowed: bool) -> None:
-    """Set the shortest prefix that `pack_groups` shares by default. A model for which this is not `allowed` sets it to
-    0 for all models of the run, which have the same packs."""
-    global _shortest_prefix, _needs_whole_sequences
-    _needs_whole_sequences |= not allowed
-    _shortest_prefix = 0 if _needs_whole_sequences else shortest
+def count_trained(minibatch: list[PackedBatch]) -> tuple[Tensor, Tensor]:
+    """Count the trained tokens of a *global* minibatch and the sequences with any: int64, at least
+    1. Collective."""
+    tokens = distributed.all_sum(sum(mb.loss_mask_T.sum() for mb in minibatch))
+    sequences = distributed.all_sum(
+        sum((mb.sequence_sums(mb.loss_mask_T) > 0).sum() for mb in minibatch)
+    )
+    return tokens.clamp(min=1), sequences.clamp(min=1)
 
 
-def prefixes_are_shared() -> bool:
-    return _shortest_prefix > 0
+def positions_of_share(count: int) -> range:
+    """Return the positions of this rank's share `[rank::ranks]` of a batch, of `count` items."""
+    rank = distributed.rank()
+    ranks = distributed.world_size()
+    return range(rank, rank + count * ranks, ranks)
 
 
-def shape_of(samples: list[Sample], shortest: int) -> GroupShape:
-    """Return the shape of a group. Each sample shares with the one before it the longest prefix that leaves it a target
-    of its own."""
-    lengths, shared = [sample.num_targets for sample in samples], [0] * len(samples)
-    for n, (before, sample) in enumerate(pairwise(samples), 1) if shortest else ():
-        pairs = zip(before.ids, sample.ids, strict=False)
-        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before.ids))
-        prefix = min(equal - 1, lengths[n] - 1)
-        shared[n] = prefix if prefix + 1 >= shortest else 0
-    return GroupShape(lengths, shared)
-
-
-def _streams(sample: Sample) -> dict[str, list[float]]:
-    """Return the per-token streams of a sample by name."""
-    optional = {name: getattr(sample, name, None) for name in STREAMS}
-    return {name: values for name, values in optional.items() if values is not None} | sample.streams
-
-
-def _stream(sample: Sample, name: str) -> list[float]:
-    """Return a stream of a sample. Raises `ValueError` unless it has one number for each id."""
-    values = _streams(sample).get(name, [])
-    if len(values) != len(sample.ids):
-        wrong = f"{len(values)} numbers for {len(sample.ids)} ids"
-        raise ValueError(f"stream {name}: {wrong}; give every sample of a batch one number for each of its ids")
-    return values
-
-
-def _pack_one(samples: list[Sample], index: list[int], streams: list[str], device: torch.device) -> PackedBatch:
-    packed = samples
-    if not samples:
-        samples = [Sample(ids=[0, 0], loss_mask=[False, False], streams=dict.fromkeys(streams, [0.0, 0.0]))]
-    lengths = [sample.num_targets for sample in samples]
-
-    def targets(values_of, dtype: torch.dtype) -> Tensor:
-        """Return a stream aligned with the targets: without the value of each sample's first token."""
-        return torch.tensor([x for sample in samples for x in values_of(sample)[1:]], dtype=dtype).to(device)
-
-    input_ids_T = torch.tensor([x for sample in samples for x in sample.ids[:-1]]).to(device)
-    position_ids_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    sequence_ids_T = torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)).to(device)
-    tokens = input_ids_T, targets(lambda sample: sample.ids, torch.int64), position_ids_T, lengths
-    of_tokens = dict(loss_mask_T=targets(lambda sample: sample.loss_mask, torch.bool), sequence_ids_T=sequence_ids_T)
-    batch = PackedBatch(*tokens, **of_tokens, samples=packed, index_N=torch.tensor(index, dtype=torch.int64))
-    streams_T = {f"{name}_T": targets(lambda s, name=name: _stream(s, name), torch.float32) for name in streams}
-    if taken := streams_T.keys() & vars(batch).keys():
-        raise ValueError(f"stream {min(taken).removesuffix('_T')}: a micro-batch has another {min(taken)}; rename it")
-    return batch.with_streams(**streams_T)
-
-
-def per_sample(micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of all packed samples in their original order, the inverse of `PackedBatch.select`. `values`
-    has [N] for each micro-batch; `shape` is [P, G] for groups. Float64, on the host."""
+def per_sample(
+    micro_batches: Iterable[PackedBatch], values: Iterable[Tensor], shape: tuple[int, ...]
+) -> Tensor:
+    """Return the numbers of all packed samples of all ranks by their index, the inverse of
+    `PackedBatch.select`. `values` has [N] for each micro-batch; `shape` is [B, G] for groups.
+    Float64, on the host. Collective."""
     out = torch.zeros(math.prod(shape), dtype=torch.float64)
     for mb, values_N in zip(micro_batches, values, strict=True):
         out[mb.index_N] = values_N.detach().double().cpu()
-    return out.reshape(shape)
+    return distributed.all_sum(out).reshape(shape)
+
+
+def sent_values(micro_batches: list[PackedBatch], values: Iterable[Tensor]) -> list[float]:
+    """Return the numbers of the samples that this rank gave to the packer, in their order. `values`
+    has [N] for each micro-batch. Collective."""
+    sent = micro_batches[0].sent
+    num_samples = int(distributed.all_sum(len(sent)))
+    numbers = per_sample(micro_batches, values, (num_samples,)).tolist()
+    return [numbers[index] for index in sorted(sent)]
+
+
+# ---- from the samples of all ranks to the micro-batches of this one ----
+
+
+class Packable(NamedTuple):
+    """A sample before it is packed, with its index among those of all ranks."""
+
+    index: int
+    sample: Sample
+
+
+def _pack(
+    groups: list[list[Packable]], pack_tokens: int, device: torch.device, share_prefix: int,
+    together: bool,
+) -> list[PackedBatch]:  # fmt: skip
+    if not together:  # in lexical order, neighbours have the longest common prefixes
+        groups = [sorted(group, key=lambda packable: packable.sample.ids) for group in groups]
+    shapes = [shape_of([each.sample for each in group], share_prefix) for group in groups]
+    indices = [each.index for each in chain(*groups)]
+    samples = [each.sample for each in chain(*groups)]
+    datasets = [sample.row.get("_dataset") for sample in samples]
+    names = [*streams_of(samples[0])] if samples else []
+    outlines = distributed.gather_objects(Outline(shapes, indices, datasets, names))
+    streams = sorted(set().union(*(outline.streams for outline in outlines)))
+
+    R = context_group_size()
+    all_shapes = [outline.shapes for outline in outlines]
+    parts, rows = place(all_shapes, len(outlines) // R, pack_tokens * R, together)
+    table_IC, first_rows = send_rows(sample_table(samples, streams).to(device), parts, rows)
+    placed = placed_samples(outlines, parts, first_rows)
+
+    packs = []
+    for row in rows:
+        keys = row[distributed.rank() // R]
+        trained = keys[distributed.rank() % R :: R]  # the ranks of a context group divide them
+        mb = _micro_batch(table_IC, [*chain(*(placed[key] for key in trained))], streams)
+        mb.sent = dict(zip(indices, samples, strict=True))
+        if R > 1 or any(any(parts[key].shared) for key in keys):
+            from common.data.compact import compact_tokens
+
+            computed = [*chain(*(placed[key] for key in keys))]
+            mb.compact = compact_tokens(table_IC, computed, mb, streams, context_group())
+        packs.append(mb)
+    return packs
+
+
+def shape_of(samples: list[Sample], share_prefix: int) -> GroupShape:
+    """Return the shape of a group. Each sample shares with the one before it the longest prefix
+    that leaves it a target of its own."""
+    lengths = [sample.num_targets for sample in samples]
+    shared = [0] * len(samples)
+    for n, (before, sample) in enumerate(pairwise(samples), 1) if share_prefix else ():
+        pairs = zip(before.ids, sample.ids, strict=False)
+        equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(before.ids))
+        prefix = min(equal - 1, lengths[n] - 1)
+        shared[n] = prefix if prefix + 1 >= share_prefix else 0
+    return GroupShape(lengths, shared)
+
+
+def _micro_batch(table_IC: Tensor, samples: list[Placed], streams: list[str]) -> PackedBatch:
+    """Shift the rows of the samples: a model reads all ids except the last, and predicts all except
+    the first."""
+    index_N = torch.tensor([sample.index for sample in samples], dtype=torch.int64)
+    datasets = [sample.dataset for sample in samples]
+    padding = Placed(len(table_IC) - 2, 1, 0, -1, None)
+    sequences = samples or [padding]
+    lengths = [sequence.num_targets for sequence in sequences]
+    device = table_IC.device
+    rows_T = torch.cat([torch.arange(s.num_targets) + s.first_row for s in sequences]).to(device)
+    position_ids_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    targets_TC = table_IC[rows_T + 1]
+    targets_T, mask_T, *columns = targets_TC.unbind(1)
+    batch = PackedBatch(
+        table_IC[rows_T, 0].long(), targets_T.long(), position_ids_T, lengths,
+        loss_mask_T=mask_T.bool(), index_N=index_N, datasets=datasets,
+    )  # fmt: skip
+    streams_T = {}
+    for name, bits_T in zip(streams, columns, strict=True):
+        values_T = bits_T.long() if name in INTEGERS else bits_T.view(torch.float32)
+        streams_T[f"{name}_T"] = values_T.clone()
+    taken = streams_T.keys() & vars(batch).keys()
+    if taken:
+        name = min(taken)
+        what = f"a micro-batch has another {name}; rename it"
+        raise ValueError(f"stream {name.removesuffix('_T')}: {what}")
+    return batch.with_streams(**streams_T)

@@ -1,12 +1,12 @@
 """Datasets -> training rows and held-out rows, and the columns that a script reads.
 
-A row is a dict of the dataset's columns, `_source` (`train.jsonl:17`), which is in every error about the row, and
-`_dataset` if metrics are split by dataset. Every rank reads all rows.
-"""
+A row is a dict of the dataset's columns, `_source` (`train.jsonl:17`), which is in every error
+about the row, and `_dataset` if metrics are split by dataset. Every rank reads all rows."""
 
 import difflib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,28 +18,38 @@ T = TypeVar("T")
 Columns = tuple[str, ...]  # names of those that a script reads together
 
 # Columns of each kind of script. A script uses the first of its choices that the dataset has.
-SFT_COLUMNS = (("messages",), ("prompt", "completion"), ("question", "answer"), ("text",), ("input", "output"))
+SFT_COLUMNS = (
+    ("messages",),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("text",),
+    ("input", "output"),
+)
 PAIR_COLUMNS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # preferences
 KTO_COLUMNS = (("prompt", "completion", "label"),)
 PROMPT_COLUMNS = (("prompt",), ("question",), ("input",))  # online scripts sample from these
 ALIASES = dict(  # usual names of columns
-    prompt=("question", "instruction", "problem", "query", "input"), messages=("conversations", "conversation"),
+    prompt=("question", "instruction", "problem", "query", "input"),
+    messages=("conversations", "conversation"),
     completion=("answer", "response", "output", "solution", "target"),
-)  # fmt: skip
+)
 OUR_COLUMNS = ("_source", "_dataset")
 EVAL_SIZE = 256  # default of --eval_size; of training rows at most a tenth is set aside
 
 
-def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> Iterator[tuple[dict, T]]:
-    """Yield each row with its encoded value. `encode` raises `ValueError` for a bad row. With `on_bad_row` error this
-    ends the run; with skip the row is skipped and reported."""
+def encode_each(
+    rows: list[dict], encode: Callable[[dict], T], on_bad_row: str
+) -> Iterator[tuple[dict, T]]:
+    """Yield each row with its encoded value. `encode` raises `ValueError` for a bad row. With
+    `on_bad_row` error this ends the run; with skip the row is skipped and reported."""
     bad = BadRows(on_bad_row)
     for row in rows:
         try:
             value = encode(row)
         except (ValueError, RecursionError) as error:
-            deep = ValueError(f"{row['_source']}: a value is nested too deeply")
-            bad.add(deep if isinstance(error, RecursionError) else error, row["_source"])
+            if isinstance(error, RecursionError):
+                error = ValueError(f"{row['_source']}: a value is nested too deeply")
+            bad.add(error, row["_source"])
         else:
             yield row, value
     bad.report()
@@ -49,21 +59,28 @@ def usable(rows: list[dict], encode: Callable[[dict], T], on_bad_row: str) -> It
 
 
 def sources_of(datasets: Sequence[str]) -> dict[str, tuple[list[str], float]]:
-    """Return the sources that training rows are drawn from, by name in metrics, with their datasets and weights.
-    Datasets with weights are a source each. Datasets without weights form one source without a name."""
+    """Return the sources that training rows are drawn from, by name in metrics, with their datasets
+    and weights. Datasets with weights are a source each. Datasets without weights form one source
+    without a name."""
     weights = weights_of(datasets)
     if len(weights) == 1 or None in weights.values():
         return {"": (list(weights), 1.0)}
-    return {name: ([dataset], weights[dataset]) for name, dataset in named(dict.fromkeys(weights)).items()}
+    return {
+        name: ([dataset], weights[dataset])
+        for name, dataset in datasets_by_name(dict.fromkeys(weights)).items()
+    }
 
 
-def named(datasets: dict[str, str | None]) -> dict[str, str]:
-    """Return datasets by their names in metrics, given datasets with their optional names. The default name is the last
-    part of the path, or the whole path where last parts are not unique."""
-    short = [name or Path(dataset).name.removesuffix(kind_of(Path(dataset))) for dataset, name in datasets.items()]
-    if len(set(short)) < len(short) or not all(short):
-        short = [name or dataset for dataset, name in datasets.items()]
-    return dict(zip(short, datasets, strict=True))
+def datasets_by_name(datasets: dict[str, str | None]) -> dict[str, str]:
+    """Return datasets by their names in metrics, given datasets with their optional names. The
+    default name is the last part of the path, or the whole path where last parts are not unique."""
+    names = []
+    for dataset, name in datasets.items():
+        path = Path(dataset)
+        names.append(name or path.name.removesuffix(kind_of(path)))
+    if len(set(names)) < len(names) or not all(names):
+        names = [name or dataset for dataset, name in datasets.items()]
+    return dict(zip(names, datasets, strict=True))
 
 
 def split_of(dataset: str, split: str) -> str:
@@ -75,77 +92,103 @@ def split_of(dataset: str, split: str) -> str:
 
 
 def load_rows(
-    flag: str, dataset: str, split: str, config: str | None = None, columns: Sequence[str] = (),
+    flag: str,
+    dataset: str,
+    split: str,
+    config: str | None = None,
+    columns: Sequence[str] = (),
     on_bad_row: str = "error",
-) -> list[dict] | None:  # fmt: skip
-    """Read all rows of a split; None if the dataset has no such split. `columns` and `on_bad_row` are the flags.
+) -> list[dict] | None:
+    """Read all rows of a split; None if the dataset has no such split. `columns` and `on_bad_row`
+    are the flags.
 
     Raises `ValueError` naming `flag`, the file or the row.
     """
-    if (shards := open_shards(flag, dataset, split, config)) is None:
+    shards = open_shards(flag, dataset, split, config)
+    if shards is None:
         return None
     bad = BadRows(on_bad_row)
-    rows = [row for shard in shards for row in shard.read(bad)]
+    rows = list(chain.from_iterable(shard.read(bad) for shard in shards))
     for row in rows:
-        row.pop("_dataset", None)  # ours, see `_marked`
+        row.pop("_dataset", None)  # ours, see `_with_dataset`
     bad.report()
+    label = f"{flag} {dataset}"
     if not rows:
-        raise ValueError(f"{flag} {dataset}: {'every row was skipped' if bad.errors else 'no rows in it'}")
-    return renamed(f"{flag} {dataset}", rows, pairs_of("columns", columns)) if columns else rows
+        raise ValueError(f"{label}: {'every row was skipped' if bad.errors else 'no rows in it'}")
+    return rename_columns(label, rows, columns)
 
 
 def rows_of_split(
-    flag: str, datasets: Sequence[str], split_flag: str, split: str, args: BaseArgs, whole_file: bool = False
+    flag: str,
+    datasets: Sequence[str],
+    split_flag: str,
+    split: str,
+    args: BaseArgs,
+    whole_file: bool = False,
 ) -> list[dict]:
-    """Read the rows of a split of several datasets; with `whole_file` all rows of files, whatever the split. Raises
-    `ValueError` naming `split_flag` if a dataset has no such split."""
+    """Read the rows of a split of several datasets; with `whole_file` all rows of files, whatever
+    the split. Raises `ValueError` naming `split_flag` if a dataset has no such split."""
     rows: list[dict] = []
     if any(weights_of(datasets).values()):
-        raise ValueError(f"{flag} {' '.join(datasets)}: only the --dataset of training scripts takes weights")
+        problem = "only the --dataset of training scripts takes weights"
+        raise ValueError(f"{flag} {' '.join(datasets)}: {problem}")
     for dataset in datasets:
-        own_split = split_of(dataset, split) if whole_file else split
-        found = load_rows(flag, dataset, own_split, args.dataset_config, args.columns, args.on_bad_row)
-        if found is None:
+        name = split_of(dataset, split) if whole_file else split
+        split_rows = _load_split(flag, dataset, name, args)
+        if split_rows is None:
             raise ValueError(f"{flag} {dataset} has no split {split!r}: see {split_flag}")
-        rows += found
+        rows += split_rows
     return rows
 
 
-def renamed(data: str, rows: list[dict], columns: dict[str, str]) -> list[dict]:
-    """Return rows with renamed columns, given as new -> old. Raises `ValueError` if no row has an old name, or if the
-    data has a new name already."""
-    found = dict.fromkeys(column for row in rows for column in row if column != "_source")
-    for new, old in columns.items():
-        if old not in found:
-            raise ValueError(f"--columns {new}={old}: no column {old}; {data} has {', '.join(found)}")
-        if new == "_source" or (new in found and new not in columns.values()):
+def _load_split(flag: str, dataset: str, split: str, args: BaseArgs) -> list[dict] | None:
+    return load_rows(flag, dataset, split, args.dataset_config, args.columns, args.on_bad_row)
+
+
+def rename_columns(data: str, rows: list[dict], columns: Sequence[str]) -> list[dict]:
+    """Return rows with the columns renamed, given as new=old. Raises `ValueError` if no row has an
+    old name, or if the data has a new name already."""
+    old_names = pairs_of("columns", columns)
+    if not old_names:
+        return rows
+    names = dict.fromkeys(name for name in chain.from_iterable(rows) if name != "_source")
+    for new, old in old_names.items():
+        if old not in names:
+            problem = f"no column {old}; {data} has {', '.join(names)}"
+            raise ValueError(f"--columns {new}={old}: {problem}")
+        if new == "_source" or (new in names and new not in old_names.values()):
             raise ValueError(f"--columns {new}={old}: {data} has a column {new} already")
-    return [
-        {k: v for k, v in row.items() if k not in columns.values()}
-        | {new: row[old] for new, old in columns.items() if old in row}
-        for row in rows
-    ]
+    renamed = []
+    for row in rows:
+        others = {name: value for name, value in row.items() if name not in old_names.values()}
+        renamed.append(others | {new: row[old] for new, old in old_names.items() if old in row})
+    return renamed
 
 
 # ---- training and held-out rows ----
 
 
 def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
-    """Read the training rows and at most `--eval_size` held-out rows. The two are disjoint: held-out rows are from each
-    `--eval_dataset`, from the dataset's own `--eval_split`, or removed from the training rows.
+    """Read the training rows and at most `--eval_size` held-out rows. The two are disjoint:
+    held-out rows are from each `--eval_dataset`, from the dataset's own `--eval_split`, or removed
+    from the training rows.
 
-    Datasets with weights have equal parts of the held-out rows. Rows of datasets with weights, of several
-    `--eval_dataset` or of one with a name have the column `_dataset`. With `--eval_every 0` there are no held-out rows.
-    """
-    sources, train, held_out = sources_of(args.dataset), [], []
+    Datasets with weights have equal parts of the held-out rows. Rows of datasets with weights, of
+    several `--eval_dataset` or of one with a name have the column `_dataset`. With `--eval_every 0`
+    there are no held-out rows."""
+    sources = sources_of(args.dataset)
+    train: list[dict] = []
+    held_out: list[dict] = []
     size = args.eval_size or EVAL_SIZE
     if args.eval_every and size < len(sources):
         problem = f"less than one row for each of {len(sources)} datasets"
         raise ValueError(f"--eval_size {size}: {problem}; raise it or set --eval_every 0")
     for name, (datasets, _) in sources.items():
-        source_train, source_held_out = _train_and_own_held_out(datasets, args, size // len(sources))
-        train += _marked(source_train, name)
-        held_out += _marked(source_held_out, name)
+        source_train, source_held_out = _train_and_own_held_out(
+            datasets, args, size // len(sources)
+        )
+        train += _with_dataset(source_train, name)
+        held_out += _with_dataset(source_held_out, name)
     if args.eval_every and args.eval_dataset is not None:
         held_out = held_out_rows(args)
     return train, held_out
@@ -154,44 +197,51 @@ def train_and_eval_rows(args: TrainArgs) -> tuple[list[dict], list[dict]]:
 def train_and_eval_columns(
     args: TrainArgs, choices: Sequence[Columns], kept: Sequence[str]
 ) -> list[tuple[list[dict], Columns]]:
-    """Read the training rows and the held-out rows, each with the columns to encode: the first of `choices` that the
-    training rows have, and the optional columns of `kept` that any of the rows has."""
-    parts = train_and_eval_rows(args)
-    columns = require_columns(args.dataset_flag, parts[0], choices, args.on_bad_row)
-    return [(rows, columns_of(rows, columns, kept)) for rows in parts]
+    """Read the training rows and the held-out rows, each with the columns to encode: the first of
+    `choices` that the training rows have, and the optional columns of `kept` that any of the rows
+    has."""
+    train, held_out = train_and_eval_rows(args)
+    columns = require_columns(args.dataset_flag, train, choices, args.on_bad_row)
+    return [(rows, columns_of(rows, columns, kept)) for rows in (train, held_out)]
 
 
 def held_out_rows(args: TrainArgs) -> list[dict]:
     """Read at most `--eval_size` rows of each `--eval_dataset`."""
-    held_out, sets = [], eval_sets_of(args.eval_dataset)
-    for name, dataset in named(sets).items():
-        rows = rows_of_split("--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True)
+    held_out: list[dict] = []
+    sets = eval_sets_of(args.eval_dataset)
+    for name, dataset in datasets_by_name(sets).items():
+        rows = rows_of_split(
+            "--eval_dataset", [dataset], "--eval_split", args.eval_split, args, whole_file=True
+        )
         rows = random.Random(0).sample(rows, min(args.eval_size or EVAL_SIZE, len(rows)))
-        held_out += _marked(rows, name if len(sets) > 1 or sets[dataset] else "")
+        held_out += _with_dataset(rows, name if len(sets) > 1 or sets[dataset] else "")
     return held_out
 
 
-def _marked(rows: list[dict], name: str) -> list[dict]:
+def _with_dataset(rows: list[dict], name: str) -> list[dict]:
     """Return the rows with the column `_dataset`, unless the name is empty."""
     return [row | dict(_dataset=name) for row in rows] if name else rows
 
 
-def _train_and_own_held_out(datasets: Sequence[str], args: TrainArgs, size: int) -> tuple[list[dict], list[dict]]:
-    """Read the training rows of datasets and `size` rows of their own held-out split, or else of the training rows."""
+def _train_and_own_held_out(
+    datasets: Sequence[str], args: TrainArgs, size: int
+) -> tuple[list[dict], list[dict]]:
+    """Read the training rows of datasets and `size` rows of their own held-out split, or else of
+    the training rows."""
     train = rows_of_split("--dataset", datasets, "--dataset_split", args.dataset_split, args)
     if not args.eval_every or args.eval_dataset is not None:
         return train, []
     held_out: list[dict] = []
     for dataset in datasets if args.eval_split != args.dataset_split else ():
-        config, columns, on_bad_row = args.dataset_config, args.columns, args.on_bad_row
-        held_out += load_rows("--dataset", dataset, args.eval_split, config, columns, on_bad_row) or []
+        held_out += _load_split("--dataset", dataset, args.eval_split, args) or []
     order = random.Random(0)  # not --seed: runs that differ in seed are compared on the same rows
     if held_out:
         return train, order.sample(held_out, min(size, len(held_out)))
     if args.eval_size is None:
         size = max(1, min(size, len(train) // 10))
     if len(train) <= size:
-        raise ValueError(f"--eval_size {size}: no training rows left of {len(train)}; lower it or set --eval_every 0")
+        problem = f"no training rows left of {len(train)}"
+        raise ValueError(f"--eval_size {size}: {problem}; lower it or set --eval_every 0")
     order.shuffle(train)
     return train[size:], train[:size]
 
@@ -199,47 +249,67 @@ def _train_and_own_held_out(datasets: Sequence[str], args: TrainArgs, size: int)
 # ---- columns ----
 
 
-def require_columns(flag: str, rows: list[dict], choices: Sequence[Columns], on_bad_row: str = "error") -> Columns:
-    """Return the first of `choices` that the first row of each dataset has. Where bad rows are skipped, the first row
-    that has any of the choices decides. Raises `ValueError` naming the columns found and the columns needed."""
-    of_dataset = {row.get("_dataset"): row for row in reversed(rows)}
+def require_columns(
+    flag: str, rows: list[dict], choices: Sequence[Columns], on_bad_row: str = "error"
+) -> Columns:
+    """Return the first of `choices` that the first row of each dataset has. Where bad rows are
+    skipped, the first row that has any of the choices decides. Raises `ValueError` naming the
+    columns found and the columns needed."""
+    first_rows = _first_rows(rows)
     if on_bad_row == "skip":
-        usable_rows = (row for row in reversed(rows) if any(has(row, columns) for columns in choices))
-        of_dataset |= {row.get("_dataset"): row for row in usable_rows}
-    first_rows = list(of_dataset.values())[::-1]
-    found = [
-        column for column in first_rows[0]
-        if column not in OUR_COLUMNS and all(has(row, [column]) for row in first_rows)
-    ]  # fmt: skip
+        first_rows |= _first_rows(
+            row for row in rows if any(has_columns(row, columns) for columns in choices)
+        )
+    examples = list(first_rows.values())
+    names = [name for name in examples[0] if name not in OUR_COLUMNS]
+    names = [name for name in names if all(has_columns(row, [name]) for row in examples)]
     for columns in choices:
-        if all(column in found for column in columns):
-            if "input" in columns and "instruction" in found:
-                raise ValueError(f"{flag}: columns instruction and input; join them in one column prompt")
+        if set(columns) <= set(names):
+            if "input" in columns and "instruction" in names:
+                problem = "columns instruction and input; join them in one column prompt"
+                raise ValueError(f"{flag}: {problem}")
             return columns
-    wanted = ", or ".join(" and ".join(columns) for columns in choices) + renaming(found, choices)
-    where = ", ".join(row["_source"] for row in first_rows)
-    raise ValueError(f"{flag} has the columns {', '.join(found)} ({where}); needed: {wanted}")
+    needed = ", or ".join(" and ".join(columns) for columns in choices)
+    sources = ", ".join(row["_source"] for row in examples)
+    raise ValueError(
+        f"{flag} has the columns {', '.join(names)} ({sources}); needed: {needed}"
+        + suggested_columns(names, choices)
+    )
 
 
-def renaming(found: Sequence[str], choices: Sequence[Columns]) -> str:
-    """Return the `--columns` that give the data one of `choices`, for a message; empty if no usual names are found."""
+def _first_rows(rows: Iterable[dict]) -> dict[str | None, dict]:
+    """Return the first row of each dataset."""
+    first_rows: dict[str | None, dict] = {}
+    for row in rows:
+        first_rows.setdefault(row.get("_dataset"), row)
+    return first_rows
+
+
+def suggested_columns(names: Sequence[str], choices: Sequence[Columns]) -> str:
+    """Return the `--columns` that give data with the columns `names` one of `choices`, for a
+    message; empty if no usual names are among them."""
     for columns in choices:
-        usual = {new: [*ALIASES.get(new, ()), *difflib.get_close_matches(new, found, 1)] for new in columns}
-        names = {new: next((old for old in usual[new] if old in found), None) for new in columns}
-        names = {new: old for new, old in names.items() if new not in found}
-        if None not in names.values():
-            return "; with --columns " + " ".join(f"{new}={old}" for new, old in names.items())
+        old_names = {new: _usual_name(new, names) for new in columns if new not in names}
+        if None not in old_names.values():
+            return "; with --columns " + " ".join(f"{new}={old}" for new, old in old_names.items())
     return ""
 
 
-def has(row: dict, columns: Sequence[str]) -> bool:
+def _usual_name(column: str, names: Sequence[str]) -> str | None:
+    """Return the first of `names` that usually means `column`, or the most similar one."""
+    usual = (*ALIASES.get(column, ()), *difflib.get_close_matches(column, names, 1))
+    return next((name for name in usual if name in names), None)
+
+
+def has_columns(row: dict, columns: Sequence[str]) -> bool:
     """Return whether the row has a value in each column. Tables have None in a missing one."""
     return all(row.get(column) is not None for column in columns)
 
 
 def columns_of(rows: list[dict], columns: Columns, kept: Sequence[str]) -> Columns:
     """Return `columns`, and each optional column of `kept` that any row has."""
-    return columns + tuple(name for name in kept if name not in columns and any(name in row for row in rows))
+    more = [name for name in kept if name not in columns and any(name in row for row in rows)]
+    return (*columns, *more)
 
 
 # ---- rows that were dropped ----

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Sample:
-    """A prompt and its completion as token ids. Lists, not tensors: samples are small, many and travel by pickle.
+    """A prompt and its completion as token ids. Lists, not tensors: samples are small, many and
+    travel by pickle.
 
     Every per-token list has the length of `ids`: `x[i]` describes the token `ids[i]`.
     """
@@ -13,20 +14,23 @@ class Sample:
     ids: list[int]
     """prompt, then completion"""
     loss_mask: list[bool]
-    """whether each of `ids` is trained. The first entry is ignored, because the first token is never predicted"""
+    """whether each of `ids` is trained. The first entry is ignored, because the first token is
+    never predicted"""
     prompt_length: int = 0
     """tokens of the prompt; `ids[prompt_length:]` is the completion"""
     row: dict = field(default_factory=dict)
     """data row of the prompt"""
     weights: list[float] | None = None
     """weight of each token in a sum over the sequence"""
-    stored_at: int = 0
-    """index of the first trained token of this sample in the stored log-probs (common/model/teacher.py)"""
+    stored_at: int | None = None
+    """index of the first trained token of this sample in the stored log-probs
+    (common/model/teacher.py)"""
     context_turns: int = 0
-    """turns of the model that are not trained, because the chat template shows them in another form than the sampled
-    one"""
+    """turns of the model that are not trained, because the chat template shows them in another form
+    than the sampled one"""
     streams: dict[str, list[float]] = field(default_factory=dict)
-    """further per-token lists by name, from a script of your own: `streams["x"]` is `x_T` of a micro-batch"""
+    """further per-token lists by name, from a script of your own: `streams["x"]` is `x_T` of a
+    micro-batch"""
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -38,7 +42,8 @@ class Sample:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens of this sample in a pack: one for each id except the first, which is never predicted."""
+        """Number of tokens of this sample in a pack: one for each id except the first, which is
+        never predicted."""
         return len(self.ids) - 1
 
 
@@ -49,11 +54,13 @@ class Completion(Sample):
     rollout_logprobs: list[float] | None = None
     """log-probs of `ids` by the engine that sampled them, 0 on tokens that were not sampled"""
     versions: list[int] | None = None
-    """number of finished steps of the weights that sampled each of `ids`, -1 on tokens that were not sampled"""
+    """number of finished steps of the weights that sampled each of `ids`, -1 on tokens that were
+    not sampled"""
     finish_reason: str = ""
     """`stop` (an EOS was sampled) or `length` (truncated by max_new_tokens or max_turns)"""
     text: str = ""
-    """decoded completion, or its last turn if there are several; for rewards and logs; never tokenised again"""
+    """decoded completion, or its last turn if there are several; for rewards and logs; never
+    tokenised again"""
     turns: int = 1
     """number of turns of the model; the tokens of an environment between them are not trained on"""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -62,6 +69,14 @@ class Completion(Sample):
     """all turns decoded, for logs; empty without an environment"""
     error: str = ""
     """error that the environment raised, if any"""
+
+    def rewards_before_last_turn(self) -> list[float]:
+        """Return, for each of `ids`, the environment's reward for the turn that ends there; 0 for
+        the last turn."""
+        rewards = [0.0] * len(self.ids)
+        for index, reward in self.turn_rewards[: self.turns - 1]:
+            rewards[index] = reward
+        return rewards
 
     @property
     def version(self) -> int:
@@ -75,3 +90,9 @@ Group = list[Completion]  # the completions of a prompt
 def first(item: Sample | list[Sample]) -> Sample:
     """Return the sample, or the first one of a group."""
     return item[0] if isinstance(item, list) else item
+
+
+def at_end(ids: list[int], row: dict | None = None) -> Sample:
+    """Return a sample whose scalar is read once, after all of `ids`. Streams follow the targets and
+    the last token has none, so a token is appended; any will do, because it is never an input."""
+    return Sample(ids + ids[-1:], [False] * len(ids) + [True], row=row or {})

@@ -1,9 +1,10 @@
-"""Built-in tasks, `--dataset arithmetic` and others. They have the same rows in the same order at every start.
+"""Built-in tasks, `--dataset arithmetic` and others. They have the same rows in the same order at
+every start.
 
-`arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that SFT, preference
-learning and RL each have something to learn. `splits` has many right answers to a question, and the answers of `chains`
-have many lengths. The others need an environment (common/rollout/environments.py).
-"""
+`arithmetic` is addition and subtraction of two numbers, taught by a forgetful demonstrator, so that
+SFT, preference learning and RL each have something to learn. `splits` has many right answers to a
+question, and the answers of `chains` have many lengths. The others need an environment
+(common/rollout/environments.py)."""
 
 import random
 import string
@@ -13,11 +14,12 @@ from collections.abc import Callable
 def arithmetic_rows(split: str) -> list[dict]:
     """Return rows with `prompt`, `completion`, `answer`, `chosen` and `rejected`, all strings.
 
-    The prompts are `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 with unchanged hundreds: 4,488 questions, 500
-    in `test` and the others in `train`, with four demonstrations each. The demonstrator forgets to carry (or borrow)
-    two times in three, and three questions in five need it. So a model that imitates the `completion`s gets about 0.4
-    of the `answer`s right, and samples every right answer often enough for rewards to reinforce it. `chosen` is the
-    answer, `rejected` the forgetful one, or an answer with one wrong digit where nothing is carried.
+    The prompts are `a+b=` and `a-b=` for 100 <= a < 500 and 4 <= b <= 9 with unchanged hundreds:
+    4,488 questions, 500 in `test` and the others in `train`, with four demonstrations each. The
+    demonstrator forgets to carry (or borrow) two times in three, and three questions in five need
+    it. So a model that imitates the `completion`s gets about 0.4 of the `answer`s right, and
+    samples every right answer often enough for rewards to reinforce it. `chosen` is the answer,
+    `rejected` the forgetful one, or an answer with one wrong digit where nothing is carried.
 
     Raises `ValueError` for another split.
     """
@@ -28,11 +30,18 @@ def arithmetic_rows(split: str) -> list[dict]:
     rng.shuffle(questions)
     rows: dict[str, list[dict]] = dict(test=[], train=[])
     for number, (a, b) in enumerate(questions):
-        answer, forgetful = str(a + b), str(a - a % 10 + (a + b) % 10)
+        answer = str(a + b)
+        forgetful = str(a - a % 10 + (a + b) % 10)
         for _ in range(1 if number < 500 else 4):
             completion = forgetful if rng.random() < 2 / 3 else answer
             rejected = forgetful if forgetful != answer else _one_digit_off(answer, rng)
-            row = dict(prompt=f"{a}{b:+}=", completion=completion, answer=answer, chosen=answer, rejected=rejected)
+            row = dict(
+                prompt=f"{a}{b:+}=",
+                completion=completion,
+                answer=answer,
+                chosen=answer,
+                rejected=rejected,
+            )
             rows["test" if number < 500 else "train"].append(row)
     rng.shuffle(rows["train"])
     return rows[split]
@@ -53,12 +62,13 @@ def _one_digit_off(number: str, rng: random.Random) -> str:
 
 
 def splits_rows(split: str) -> list[dict]:
-    """Return rows with `prompt`, `completion`, `chosen` and `rejected`, all strings, and `target`, a number.
+    """Return rows with `prompt`, `completion`, `chosen` and `rejected`, all strings, and `target`,
+    a number.
 
-    The prompts are `n=` for 20 <= n < 99, without those that end in 9: 16 questions in `test`, and 56 in `train` with
-    200 demonstrations each. Every `a+b` with the sum n is right, for a, b >= 1 (the reward `split`). The demonstrator
-    draws any a below n. Two times in three it forgets to borrow when it computes b = n - a. `chosen` is right, and
-    `rejected` lacks a borrow.
+    The prompts are `n=` for 20 <= n < 99, without those that end in 9: 16 questions in `test`, and
+    56 in `train` with 200 demonstrations each. Every `a+b` with the sum n is right, for a, b >= 1
+    (the reward `split`). The demonstrator draws any a below n. Two times in three it forgets to
+    borrow when it computes b = n - a. `chosen` is right, and `rejected` lacks a borrow.
 
     Raises `ValueError` for another split.
     """
@@ -71,10 +81,18 @@ def splits_rows(split: str) -> list[dict]:
         name = "test" if number < 16 else "train"
         borrows = [a for a in range(1, n) if _without_borrow(n, a) != n - a]
         for _ in range(1 if name == "test" else 200):
-            a, right, wrong = rng.randrange(1, n), rng.randrange(1, n), rng.choice(borrows)
+            a = rng.randrange(1, n)
+            right = rng.randrange(1, n)
+            wrong = rng.choice(borrows)
             b = _without_borrow(n, a) if rng.random() < 2 / 3 else n - a
-            pair = dict(chosen=f"{right}+{n - right}", rejected=f"{wrong}+{_without_borrow(n, wrong)}")
-            rows[name].append(dict(prompt=f"{n}=", completion=f"{a}+{b}", target=n, **pair))
+            row = dict(
+                prompt=f"{n}=",
+                completion=f"{a}+{b}",
+                target=n,
+                chosen=f"{right}+{n - right}",
+                rejected=f"{wrong}+{_without_borrow(n, wrong)}",
+            )
+            rows[name].append(row)
     rng.shuffle(rows["train"])
     return rows[split]
 
@@ -87,12 +105,14 @@ def _without_borrow(n: int, a: int) -> int:
 def chains_rows(split: str) -> list[dict]:
     """Return rows with `prompt`, `completion`, `answer`, `chosen` and `rejected`, all strings.
 
-    The prompts are sums of a three-digit number and one to three digits, `247+9+8=`, with unchanged hundreds and at
-    least one carry: 500 questions in `test`, 4,000 in `train` with three demonstrations each. A demonstration adds one
-    digit at a time, `247+9=256+8=264`, and may check the last sum up to four times, `247+9=256+8=264?264`: 9 to 37
-    characters. The demonstrator forgets one carry in three. It checks more often if the sum is right, but a check only
-    repeats the sum, so that length and being right go together and neither causes the other. The last number is the
-    answer (the reward `gsm8k_flexible`). `chosen` and `rejected` are a right and a wrong demonstration.
+    The prompts are sums of a three-digit number and one to three digits, `247+9+8=`, with unchanged
+    hundreds and at least one carry: 500 questions in `test`, 4,000 in `train` with three
+    demonstrations each. A demonstration adds one digit at a time, `247+9=256+8=264`, and may check
+    the last sum up to four times, `247+9=256+8=264?264`: 9 to 37 characters. The demonstrator
+    forgets one carry in three. It checks more often if the sum is right, but a check only repeats
+    the sum, so that length and being right go together and neither causes the other. The last
+    number is the answer (the reward `gsm8k_flexible`). `chosen` and `rejected` are a right and a
+    wrong demonstration.
 
     Raises `ValueError` for another split.
     """
@@ -111,9 +131,15 @@ def chains_rows(split: str) -> list[dict]:
             while not all(drawn.values()):
                 completion, right = _chain(terms, rng)
                 drawn[right] = completion
-            prompt, (completion, _) = "+".join(map(str, terms)) + "=", _chain(terms, rng)
-            pair = dict(chosen=drawn[True], rejected=drawn[False])
-            rows[name].append(dict(prompt=prompt, completion=completion, answer=str(sum(terms)), **pair))
+            completion, _ = _chain(terms, rng)
+            row = dict(
+                prompt="+".join(map(str, terms)) + "=",
+                completion=completion,
+                answer=str(sum(terms)),
+                chosen=drawn[True],
+                rejected=drawn[False],
+            )
+            rows[name].append(row)
     rng.shuffle(rows["train"])
     return rows[split]
 
@@ -126,13 +152,16 @@ def _chain(terms: tuple[int, ...], rng: random.Random) -> tuple[str, bool]:
         carries = said % 10 + term > 9
         said += term - 10 * (carries and rng.random() < 1 / 3)
         chain += f"+{term}={said}"
-    right, checks = said == sum(terms), 0
+    right = said == sum(terms)
+    checks = 0
     while checks < 4 and rng.random() < (0.45 if right else 0.25):
-        chain, checks = f"{chain}?{said}", checks + 1
+        chain += f"?{said}"
+        checks += 1
     return chain, right
 
 
-# ---- for environments: rows with `prompt`, the columns of the environment, and `messages`, a demonstration for sft.py
+# ---- for environments: rows with `prompt`, the columns of the environment, and `messages`, a
+# demonstration for sft.py ----
 
 
 def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict]) -> list[dict]:
@@ -142,17 +171,22 @@ def _rows(split: str, sizes: dict[str, int], row: Callable[[random.Random], dict
 
 
 def calculator_rows(split: str) -> list[dict]:
-    """Return products of a three-digit and a two-digit number, too hard for the tiny model without a tool. The
-    demonstrator calls the tool one time in seven, else estimates, mostly wrongly."""
+    """Return products of a three-digit and a two-digit number, too hard for the tiny model without
+    a tool. The demonstrator calls the tool one time in seven, else estimates, mostly wrongly."""
 
     def row(rng: random.Random) -> dict:
-        a, b = rng.randint(100, 999), rng.randint(12, 99)
-        prompt, solved = dict(role="user", content=f"{a}*{b}?"), f"{a}*{b}={a * b}"
+        a = rng.randint(100, 999)
+        b = rng.randint(12, 99)
+        prompt = [dict(role="user", content=f"{a}*{b}?")]
+        solved = f"{a}*{b}={a * b}"
         turns = [dict(role="assistant", content=f"{a}*{b}~{float(f'{a * b:.1e}'):.0f}")]
         if rng.random() < 1 / 7:
-            call, result = dict(role="assistant", content=f"<calc>{a}*{b}</calc>"), dict(role="tool", content=solved)
-            turns = [call, result, dict(role="assistant", content=solved)]
-        return dict(prompt=[prompt], answer=str(a * b), messages=[prompt, *turns])
+            turns = [
+                dict(role="assistant", content=f"<calc>{a}*{b}</calc>"),
+                dict(role="tool", content=solved),
+                dict(role="assistant", content=solved),
+            ]
+        return dict(prompt=prompt, answer=str(a * b), messages=prompt + turns)
 
     return _rows(split, dict(test=500, train=12_000), row)
 
@@ -161,15 +195,20 @@ def guess_number_rows(split: str) -> list[dict]:
     """Return numbers from 1 to 50. The demonstrator roughly halves the remaining interval."""
 
     def row(rng: random.Random) -> dict:
-        number, low, high = rng.randint(1, 50), 1, 50
+        number = rng.randint(1, 50)
+        low = 1
+        high = 50
         messages = [dict(role="user", content="1-50?")]
         while True:
             guess = max(low, min(high, (low + high) // 2 + rng.randint(-2, 2)))
             messages.append(dict(role="assistant", content=str(guess)))
             if guess == number:
                 return dict(prompt=messages[:1], number=number, messages=messages)
+            if guess < number:
+                low = guess + 1
+            else:
+                high = guess - 1
             messages.append(dict(role="user", content="higher" if guess < number else "lower"))
-            low, high = (guess + 1, high) if guess < number else (low, guess - 1)
 
     return _rows(split, dict(test=200, train=4_000), row)
 
@@ -182,8 +221,10 @@ MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # of 
 
 def move_hole(board: str, direction: str) -> str | None:
     """Return the board after the hole has moved, None at the edge."""
-    hole, (down, right) = board.index("0"), MOVES[direction]
-    row, column = hole // 3 + down, hole % 3 + right
+    down, right = MOVES[direction]
+    row, column = divmod(board.index("0"), 3)
+    row += down
+    column += right
     if not (0 <= row < 3 and 0 <= column < 3):
         return None
     tile = board[3 * row + column]
@@ -195,25 +236,36 @@ def draw_board(board: str) -> str:
 
 
 def sliding_puzzle_rows(split: str) -> list[dict]:
-    """Return boards of one to four moves from the solution. The demonstrator takes the moves back."""
+    """Return boards of one to four moves from the solution. The demonstrator takes the moves
+    back."""
     back = dict(up="down", down="up", left="right", right="left")
 
     def row(rng: random.Random) -> dict:
-        board, moves, count = SOLVED_BOARD, [], rng.randint(1, 4)
+        board = SOLVED_BOARD
+        moves: list[str] = []
+        count = rng.randint(1, 4)
         while len(moves) < count:
             direction = rng.choice(list(back))
             moved = move_hole(board, direction)
             if moved is not None and (not moves or direction != back[moves[-1]]):
-                board, moves = moved, [*moves, direction]
-        messages, start = [dict(role="user", content=draw_board(board))], board
+                board = moved
+                moves.append(direction)
+        start = board
+        messages = [dict(role="user", content=draw_board(start))]
         for direction in reversed(moves):
             board = move_hole(board, back[direction])
-            turn = [dict(role="assistant", content=back[direction]), dict(role="user", content=draw_board(board))]
-            messages += turn
+            messages.append(dict(role="assistant", content=back[direction]))
+            messages.append(dict(role="user", content=draw_board(board)))
         return dict(prompt=messages[:1], board=start, messages=messages[:-1])
 
     return _rows(split, dict(test=200, train=4_000), row)
 
 
-TASKS = dict(arithmetic=arithmetic_rows, splits=splits_rows, chains=chains_rows, calculator=calculator_rows,
-             guess_number=guess_number_rows, sliding_puzzle=sliding_puzzle_rows)  # fmt: skip
+TASKS = dict(
+    arithmetic=arithmetic_rows,
+    splits=splits_rows,
+    chains=chains_rows,
+    calculator=calculator_rows,
+    guess_number=guess_number_rows,
+    sliding_puzzle=sliding_puzzle_rows,
+)

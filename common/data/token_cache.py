@@ -1,17 +1,18 @@
-"""Rows -> samples of the training and held-out rows: in memory, as a stream, or tokenised once per machine.
+"""Large data, tokenised once per machine.
 
-For large data, one rank of each machine starts the tokenisation. The results are Arrow files in the cache of
-`datasets`, in `onefile_tokens/<digest>`. All ranks of the machine read them, in this run and in later runs. The digest
-covers everything that determines the samples: the content of the data files, the tokenizer with its chat template,
-flags and code. Complete folders are never deleted.
-"""
+One rank of each machine starts the tokenisation (tokenize.py). The results are Arrow files in the
+cache of `datasets`, in `onefile_tokens/<digest>`. All ranks of the machine read them, in this run
+and in later runs. The digest covers everything that determines the samples: the content of the data
+files, the tokenizer with its chat template, flags and code. Complete folders are never deleted."""
 
 import fcntl
 import hashlib
+import inspect
 import json
-import os
+import re
 import shutil
 import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,133 +20,76 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 from common.config.groups import TrainArgs
-from common.config.specs import eval_sets_of, weights_of
-from common.config.training import StreamArgs
 from common.data import durable
-from common.data.encode import Encoder
-from common.data.files import BadRows, open_shards, quiet_datasets
-from common.data.order import RowOrder, WeightedOrder, make_order
-from common.data.rows import (
-    held_out_rows,
-    reasons,
-    require_columns,
-    require_held_out,
-    require_training_rows,
-    split_of,
-    train_and_eval_columns,
+from common.data.files import BadRows
+from common.data.load import (
+    EncodeRows,
+    Item,
+    Part,
+    Samples,
+    data_files,
+    in_memory,
+    is_first_on_machine,
 )
-from common.data.sample import Sample, first
-from common.data.streaming import StreamedSamples
+from common.data.sample import Sample
+from common.data.tables import quiet_datasets
 from common.parallel import distributed
 from common.parallel.console import visible
 
-SMALLEST = 32 << 20  # bytes of data below which every rank tokenises for itself, in seconds
-# Flags that determine rows and ids. The process that tokenises gets only these and the script's own flags. A flag that
-# is missing here therefore raises AttributeError and does not give a wrong sample.
-FLAGS = ("dataset", "dataset_flag", "dataset_split", "dataset_config", "eval_dataset", "eval_split", "eval_size",
-         "columns", "on_bad_row", "prompt_format", "system_prompt", "template_kwargs", "special_text")  # fmt: skip
-
-Item = Sample | list[Sample]  # samples or groups; all items of a script have the same kind and size
-EncodeRows = Callable[[list[dict], tuple[str, ...], Encoder, TrainArgs], tuple[list[Item], Counter]]
-
-
-class Samples(Sequence):
-    """Samples or groups of them, which `make` makes when they are read; `rows` has the data row of each."""
-
-    def __init__(self, rows: list[dict], make: Callable[[int], Item]):
-        self.rows, self.make = rows, make
-
-    @property
-    def num_rows(self) -> int:
-        return len(self)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int | slice) -> Item | list[Item]:
-        chosen = range(len(self))[i]  # raises IndexError
-        return [self.make(k) for k in chosen] if isinstance(i, slice) else self.make(chosen)
-
-    def order(self, args: TrainArgs) -> RowOrder | WeightedOrder:
-        return make_order(self.rows, args)
+# Flags that determine rows and ids. The process that tokenises gets only these and the script's own
+# flags. A flag that is missing here therefore raises AttributeError and does not give a wrong
+# sample.
+FLAGS = (
+    "dataset",
+    "dataset_flag",
+    "dataset_split",
+    "dataset_config",
+    "eval_dataset",
+    "eval_split",
+    "eval_size",
+    "columns",
+    "on_bad_row",
+    "prompt_format",
+    "system_prompt",
+    "template_kwargs",
+    "special_text",
+)
 
 
-def load_samples(
-    encode_rows: EncodeRows, choices: Sequence[tuple[str, ...]], tokenizer, args: TrainArgs, flags: Sequence[str],
-    kept: Sequence[str] = (),
-) -> list[tuple[Samples, Counter]]:  # fmt: skip
-    """Return the samples of the training rows and of the held-out rows, each with the number of rows that were dropped
-    or changed, by reason.
-
-    `encode_rows(rows, columns, encoder, args)` makes the samples. `columns` has the first of `choices` that the data
-    has, and the columns of `kept` that any row has; samples keep the columns of `kept`. `flags`: the script's own flags
-    that `encode_rows` reads. Collective. Raises `ValueError` for a bad row, if no row is left, or if machines have
-    different data.
-    """
-    if isinstance(args, StreamArgs) and args.streaming:
-        return _stream(encode_rows, choices, tokenizer, args)
+def load_tokenised(
+    encode_rows: EncodeRows,
+    choices: Sequence[tuple[str, ...]],
+    tokenizer,
+    args: TrainArgs,
+    flags: Sequence[str],
+    kept: Sequence[str],
+) -> list[Part]:
+    """Return the samples of the training rows and of the held-out rows from disk, see
+    `load_samples`. Collective."""
     known = {name: getattr(args, name) for name in (*FLAGS, *flags)}
-    task = encode_rows, choices, kept, tokenizer, SimpleNamespace(**known, eval_every=min(args.eval_every, 1))
-    tokenises = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    digests = set(distributed.gather_objects(_digest(*task) if tokenises else None)) - {None}
+    known["eval_every"] = min(args.eval_every, 1)
+    task = (encode_rows, choices, kept, tokenizer, SimpleNamespace(**known))
+    digest = _digest(*task) if is_first_on_machine() else None
+    digests = set(distributed.gather_objects(digest)) - {None}
     if len(digests) > 1:
-        raise ValueError(f"{args.dataset_flag}: the files differ between machines; copy the same files to all")
-    if digest := digests.pop():
-        folder = Path(quiet_datasets().config.HF_DATASETS_CACHE) / "onefile_tokens" / digest
-        if tokenises and _damage(folder):
-            _write(folder, *task)
-        distributed.barrier()
-        training, held_out = _read(folder)
-    else:
-        encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
-        parts = train_and_eval_columns(args, choices, kept)
-        training, held_out = (_in_memory(*encode(rows, columns), rows) for rows, columns in parts)
-    require_training_rows(args.dataset_flag, len(training.samples), training.counts)
-    _require_held_out(held_out)
-    return [training[:2], held_out[:2]]
-
-
-class Part(NamedTuple):
-    """Samples of the training rows, or of the held-out rows."""
-
-    samples: Samples
-    counts: Counter
-    """rows that were dropped or changed, by reason"""
-    rows: list[dict]
-    """rows of the data before any was dropped; from disk, one row for each dataset, with its `_dataset`"""
-
-
-def _require_held_out(part: Part) -> None:
-    why = f": {reasons(part.counts)}; see --max_length and --eval_split"
-    require_held_out(part.rows, part.samples.rows, why)
-
-
-def _stream(encode_rows: EncodeRows, choices: Sequence, tokenizer, args) -> list[tuple[Samples, Counter]]:
-    """Return a stream of training samples, whose counts are empty, and held-out samples in memory."""
-    encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
-    held_out = _in_memory([], Counter(), [])
-    if args.eval_every:
-        rows, flag = held_out_rows(args), f"--eval_dataset {' '.join(args.eval_dataset)}"
-        held_out = _in_memory(*encode(rows, require_columns(flag, rows, choices, args.on_bad_row)), rows)
-        _require_held_out(held_out)
-    training = StreamedSamples(encode, choices, args)
-    training[0]  # reports bad data before the model is loaded
-    return [(training, Counter()), held_out[:2]]
-
-
-def _in_memory(items: list[Item], counts: Counter, rows: list[dict]) -> Part:
-    return Part(Samples([first(item).row for item in items], items.__getitem__), counts, rows)
+        problem = "the files differ between machines; copy the same files to all"
+        raise ValueError(f"{args.dataset_flag}: {problem}")
+    folder = Path(quiet_datasets().config.HF_DATASETS_CACHE) / "onefile_tokens" / digests.pop()
+    if is_first_on_machine() and _damage(folder):
+        _write(folder, *task)
+    distributed.barrier()
+    return _read(folder)
 
 
 # ---- the folder of a digest ----
 
 
 def _write(folder: Path, *task) -> None:
-    """Tokenise into `folder`, unless another run has completed it meanwhile. The folder has another name until it is
-    complete. An incomplete folder of this machine was left by a killed process and is deleted."""
+    """Tokenise into `folder`, unless another run has completed it meanwhile. The folder has another
+    name until it is complete. An incomplete folder of this machine was left by a killed process and
+    is deleted."""
     from common.data.tokenize import tokenise
 
     incomplete = folder.with_name(f"{folder.name}.{socket.gethostname()}")
@@ -153,10 +97,12 @@ def _write(folder: Path, *task) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with Path(f"{incomplete}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a killed process
-            if not (problem := _damage(folder)):
+            problem = _damage(folder)
+            if not problem:
                 return
             if folder.exists():
-                print(visible(f"{folder} is damaged ({problem}); tokenising the data again"), flush=True)
+                message = f"{folder} is damaged ({problem}); tokenising the data again"
+                print(visible(message), flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.rmtree(incomplete, ignore_errors=True)
             incomplete.mkdir()
@@ -185,77 +131,93 @@ def _damage(folder: Path) -> str | None:
 
 def _read(folder: Path) -> list[Part]:
     """Return the samples of a folder, and report its bad rows as the first start did."""
+    about = durable.read_json(folder / "about.json")
+    parts: list[Part] = []
+    reports: list[list[str]] = about["bad_rows"]
+    for name in about["parts"]:
+        part, errors = _read_part(sorted(folder.glob(f"{name}*.arrow")))
+        parts.append(part)
+        reports.append(errors)
+    for errors in reports:
+        bad = BadRows("skip")
+        bad.errors = errors
+        bad.report()
+    return parts
+
+
+def _read_part(files: list[Path]) -> tuple[Part, list[str]]:
+    """Return the samples in Arrow files, and the errors of the bad rows."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    about, parts = durable.read_json(folder / "about.json"), []
-    reports = about["bad_rows"]
-    for name in about["parts"]:
-        files = [pa.memory_map(str(file)) for file in sorted(folder.glob(f"{name}*.arrow"))]
-        tables = [pa.ipc.open_stream(file).read_all() for file in files]
-        if not tables:
-            parts.append(_in_memory([], Counter(), []))
-            continue
-        table = pa.concat_tables(tables)
-        numbers = np.flatnonzero(pc.list_value_length(table["samples"]))  # indices of the rows with samples
-        datasets = table["dataset"].combine_chunks().dictionary_encode()
-        rows = [dict(_dataset=dataset) if dataset else {} for dataset in datasets.dictionary.to_pylist()]
-        kept = [rows[i] for i in datasets.indices.to_numpy()[numbers]]
-        samples = Samples(kept, partial(_item, table["samples"], table["is_group"], numbers))
-        parts.append(Part(samples, Counter(pc.list_flatten(table["reasons"]).to_pylist()), rows))
-        reports.append(pc.list_flatten(table["errors"]).to_pylist())
-    for errors in reports:
-        (bad := BadRows("skip")).errors = errors
-        bad.report()
-    return parts
+    if not files:
+        return in_memory([], Counter(), []), []
+    table = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(str(f))).read_all() for f in files)
+    # indices of the rows with samples
+    numbers = np.flatnonzero(pc.list_value_length(table["samples"]))
+    datasets = table["dataset"].combine_chunks().dictionary_encode()
+    names = datasets.dictionary.to_pylist()
+    rows = [dict(_dataset=name) if name else {} for name in names]
+    sample_rows = [rows[i] for i in datasets.indices.to_numpy()[numbers]]
+    item = partial(_item, table["samples"], table["is_group"], numbers)
+    counts = Counter(pc.list_flatten(table["reasons"]).to_pylist())
+    errors = pc.list_flatten(table["errors"]).to_pylist()
+    return Part(Samples(sample_rows, item), counts, rows), errors
 
 
 def _item(samples, is_group, numbers: Sequence[int], i: int) -> Item:
     """Build item `i`, a sample or a group, from Arrow columns. `numbers`: row of each item."""
     number = int(numbers[i])
-    group = [Sample(**sample | dict(row=json.loads(sample["row"]))) for sample in samples[number].as_py()]
+    stored = samples[number].as_py()
+    group = [Sample(**fields | dict(row=json.loads(fields["row"]))) for fields in stored]
     return group if is_group[number].as_py() else group[0]
 
 
 # ---- the digest ----
 
 
-def _digest(encode_rows: EncodeRows, choices: Sequence, kept: Sequence, tokenizer, args: SimpleNamespace) -> str:
-    """Return the digest of everything that determines the samples; empty for small data.
+def _digest(
+    encode_rows: EncodeRows,
+    choices: Sequence,
+    kept: Sequence,
+    tokenizer,
+    args: SimpleNamespace,
+) -> str:
+    """Return the digest of everything that determines the samples.
 
-    It covers the content of files and not their times, which copies and clocks change; reading is much faster than
-    tokenising. It covers the script up to its `main`.
-    """
+    It covers the content of files and not their times, which copies and clocks change; reading is
+    much faster than tokenising. It covers the script up to its `main`."""
     import tokenizers
     import transformers
 
-    files = _files(args)
-    if sum(file.stat().st_size for file in files) < SMALLEST:
-        return ""
-    common = Path(__file__).parents[1]
-    modules = [*sorted((common / "data").glob("*.py")), common / "rewards" / "reward_model.py"]
-    script, _, _ = Path(encode_rows.__code__.co_filename).read_text().partition("\ndef main(")
-    code = [encode_rows.__qualname__, script, *(module.read_text() for module in modules)]
-    parts = [tokenizers.__version__, transformers.__version__, code, choices, kept, sorted(vars(args).items())]
+    script, _, _ = Path(inspect.getsourcefile(encode_rows)).read_text().partition("\ndef main(")
+    inputs = [
+        tokenizers.__version__,
+        transformers.__version__,
+        encode_rows.__qualname__,
+        script,
+        [module.read_text() for module in _modules(encode_rows)],
+        choices,
+        kept,
+        sorted(vars(args).items()),
+    ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads:
         tokenizer.save_pretrained(folder)
+        files = data_files(args)
         files += sorted(file for file in Path(folder).rglob("*") if file.is_file())
-        parts += [(file.name, content) for file, content in zip(files, threads.map(_content, files), strict=True)]
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        names = [file.name for file in files]
+        inputs += zip(names, threads.map(_content, files), strict=True)
+    return hashlib.blake2b(repr(inputs).encode(), digest_size=16).hexdigest()
 
 
-def _files(args: SimpleNamespace) -> list[Path]:
-    """Return the files of the training and held-out rows."""
-    named = [("--dataset", name) for name in weights_of(args.dataset)]
-    if args.eval_every and args.eval_dataset is not None:
-        named += [("--eval_dataset", name) for name in eval_sets_of(args.eval_dataset)]
-    splits = (args.dataset_split, args.eval_split) if args.eval_every else (args.dataset_split,)
-    shards = [
-        shard for flag, name in named for split in dict.fromkeys(split_of(name, split) for split in splits)
-        for shard in open_shards(flag, name, split, args.dataset_config) or ()
-    ]  # fmt: skip
-    return list(dict.fromkeys(file for shard in shards for file in shard.files))
+def _modules(encode_rows: Callable) -> list[Path]:
+    """Return the modules of data/, and those of common/ that define what the function names."""
+    words = set(re.findall(r"\w+", inspect.getsource(encode_rows)))
+    named = [value for name, value in encode_rows.__globals__.items() if name in words]
+    modules = {getattr(value, "__module__", None) or "" for value in named}
+    files = {Path(sys.modules[name].__file__) for name in modules if name.startswith("common.")}
+    return sorted(files | set(Path(__file__).parent.glob("*.py")))
 
 
 def _content(file: Path) -> str:

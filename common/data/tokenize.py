@@ -1,12 +1,13 @@
-"""Rows -> Arrow files of samples, by `datasets.Dataset.map`, for token_cache.py. This module imports `datasets`.
+"""Rows -> Arrow files of samples, by `datasets.Dataset.map`, for token_cache.py. This module
+imports `datasets`.
 
-A rank starts a new process, which forks one worker per core. The new process is safe to fork: it has no threads, CUDA
-context or connections. When it ends, all its memory is free. Each data row becomes one row of Arrow, with the samples
-of the row or the reason why it has none.
-"""
+A rank starts a new process, which forks one worker per core. The new process is safe to fork: it
+has no threads, CUDA context or connections. When it ends, all its memory is free. Each data row
+becomes one row of Arrow, with the samples of the row or the reason why it has none."""
 
 import ctypes
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -25,39 +26,56 @@ from datasets import Dataset, Features, List, Value
 
 from common.data import durable
 from common.data.encode import Encoder
-from common.data.files import collect_bad_rows, quiet_datasets
+from common.data.files import collect_bad_rows
 from common.data.rows import train_and_eval_columns
 from common.data.sample import Sample
+from common.data.tables import quiet_datasets
 from common.parallel import distributed
 
+PARTS = ("train", "held_out")
 BATCH = 200  # rows that a worker tokenises at a time
-# Input of `map`: data rows, pickled because they have any shape. A large type, because a column may exceed 2 GiB.
+# Input of `map`: data rows, pickled because they have any shape. A large type, because a column may
+# exceed 2 GiB.
 ROW = Features(row=Value("large_binary"))
 SAMPLE = dict(
-    ids=List(Value("int32")), loss_mask=List(Value("bool")), weights=List(Value("float64")),
-    prompt_length=Value("int32"), row=Value("string"), context_turns=Value("int32"),
-)  # fmt: skip
-# Output of `map`: the samples of a data row. A group, a single sample, or none if the row was dropped.
+    ids=List(Value("int32")),
+    loss_mask=List(Value("bool")),
+    weights=List(Value("float64")),
+    prompt_length=Value("int32"),
+    row=Value("string"),
+    context_turns=Value("int32"),
+)
+# Output of `map`: the samples of a data row. A group, a single sample, or none if the row was
+# dropped.
 TOKENISED = Features(
-    samples=List(SAMPLE), is_group=Value("bool"), dataset=Value("string"),
-    reasons=List(Value("string")), errors=List(Value("string")),
-)  # fmt: skip
+    samples=List(SAMPLE),
+    is_group=Value("bool"),
+    dataset=Value("string"),
+    reasons=List(Value("string")),
+    errors=List(Value("string")),
+)
 
 
 def tokenise(folder: Path, *task) -> None:
-    """Call `write_samples` in a new process and raise its exception, or `RunError` if a process is killed."""
-    spawn, parent = multiprocessing.get_context("spawn"), os.getpid()
-    with ProcessPoolExecutor(1, spawn, initializer=end_with_parent, initargs=(parent,)) as pool:
+    """Call `write_samples` in a new process and raise its exception, or `RunError` if a process is
+    killed."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        1, spawn, initializer=end_with_parent, initargs=(os.getpid(),)
+    ) as pool:
         error = pool.submit(write_samples, folder, *task).exception()
-    if isinstance(error, BrokenProcessPool) or "has abruptly died" in str(error):  # a worker of `map`
-        raise distributed.RunError("tokenising the data: a process was killed; check the free memory of the machine")
+    worker_died = "has abruptly died" in str(error)  # a worker of `map`
+    if isinstance(error, BrokenProcessPool) or worker_died:
+        problem = "a process was killed; check the free memory of the machine"
+        raise distributed.RunError(f"tokenising the data: {problem}")
     if error is not None:
         raise error
 
 
 def end_with_parent(parent: int) -> None:
-    """Make this process end with its parent and ignore Ctrl-C. Does nothing in a worker that `map` forks from a thread,
-    to replace a dead worker: the kernel would end it with the thread, and `map` would wait for its lock."""
+    """Make this process end with its parent and ignore Ctrl-C. Does nothing in a worker that `map`
+    forks from a thread, to replace a dead worker: the kernel would end it with the thread, and
+    `map` would wait for its lock."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if threading.current_thread().name != "MainThread":
         return
@@ -68,37 +86,63 @@ def end_with_parent(parent: int) -> None:
 
 
 def write_samples(
-    folder: Path, encode_rows: Callable, choices: Sequence, kept: Sequence[str], tokenizer, args: SimpleNamespace
+    folder: Path,
+    encode_rows: Callable,
+    choices: Sequence,
+    kept: Sequence[str],
+    tokenizer,
+    args: SimpleNamespace,
 ) -> None:
-    """Write the samples of the training and held-out rows, and `about.json`: numbers of rows, unreadable rows."""
+    """Write the samples of the training and held-out rows, and `about.json`: numbers of rows,
+    unreadable rows."""
     os.register_at_fork(after_in_child=partial(end_with_parent, os.getpid()))
     quiet_datasets()
     with collect_bad_rows() as reports:
-        parts = dict(zip(("train", "held_out"), train_and_eval_columns(args, choices, kept), strict=True))
+        datasets = train_and_eval_columns(args, choices, kept)
     encoder = Encoder(tokenizer, args)
     workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    for part, (rows, columns) in parts.items():
+    for part, (rows, columns) in zip(PARTS, datasets, strict=True):
         pickled = Dataset.from_dict(dict(row=[pickle.dumps(row) for row in rows]), ROW)
         rows.clear()
-        encode = partial(encode_rows, columns=columns, encoder=encoder, args=args)
-        known = dict(kept=kept, failed=folder / "failed", num_rows=-(-len(pickled) // workers))
-        encode_batch = partial(_encode_batch, encode=encode, **known)
+        encode_batch = partial(
+            _encode_batch,
+            encode=partial(encode_rows, columns=columns, encoder=encoder, args=args),
+            kept=kept,
+            failed=folder / "failed",
+            num_rows=math.ceil(len(pickled) / workers),
+        )
         pickled.map(
-            encode_batch, with_indices=True, with_rank=True, batched=True, batch_size=BATCH, writer_batch_size=BATCH,
-            remove_columns=["row"], features=TOKENISED, num_proc=workers,
-            cache_file_name=str(folder / f"{part}.arrow"), new_fingerprint=folder.name,
-        )  # fmt: skip
+            encode_batch,
+            with_indices=True,
+            with_rank=True,
+            batched=True,
+            batch_size=BATCH,
+            writer_batch_size=BATCH,
+            remove_columns=["row"],
+            features=TOKENISED,
+            num_proc=workers,
+            cache_file_name=str(folder / f"{part}.arrow"),
+            new_fingerprint=folder.name,
+        )
     files = durable.fingerprints(folder, sorted(path.name for path in folder.glob("*.arrow")))
-    durable.write_json(folder / "about.json", dict(parts=list(parts), bad_rows=reports, files=files))
+    durable.write_json(folder / "about.json", dict(parts=PARTS, bad_rows=reports, files=files))
 
 
 def _encode_batch(
-    batch: dict[str, list], numbers: list[int], worker: int | None,
-    *, encode: Callable, kept: Sequence[str], failed: Path, num_rows: int,
-) -> dict[str, list]:  # fmt: skip
-    """Convert data rows to `TOKENISED`. The first worker prints a line after each tenth of its `num_rows`. A worker
-    that raises creates the file `failed`. Then the other workers skip their rows, because `map` waits for them."""
-    if not worker and (tenths := 10 * numbers[0] // num_rows) > 10 * max(0, numbers[0] - BATCH) // num_rows:
+    batch: dict[str, list],
+    numbers: list[int],
+    worker: int | None,
+    *,
+    encode: Callable,
+    kept: Sequence[str],
+    failed: Path,
+    num_rows: int,
+) -> dict[str, list]:
+    """Convert data rows to `TOKENISED`. The first worker prints a line after each tenth of its
+    `num_rows`. A worker that raises creates the file `failed`. Then the other workers skip their
+    rows, because `map` waits for them."""
+    tenths = 10 * numbers[0] // num_rows
+    if not worker and tenths > 10 * max(0, numbers[0] - BATCH) // num_rows:
         distributed.say(f"tokenised {10 * tenths}% of the rows")
     rows = [] if failed.exists() else [pickle.loads(row) for row in batch["row"]]
     try:
@@ -106,21 +150,26 @@ def _encode_batch(
     except ValueError:
         failed.touch()
         raise
-    return {name: [of_row[name] for of_row in samples] for name in TOKENISED}
+    return {name: [row[name] for row in samples] for name in TOKENISED}
 
 
 def _encode_row(row: dict, encode: Callable, kept: Sequence[str]) -> dict:
-    """Convert a data row to a row of `TOKENISED`. Its samples keep `_source`, `_dataset` and the columns `kept`."""
+    """Convert a data row to a row of `TOKENISED`. Its samples keep `_source`, `_dataset` and the
+    columns `kept`."""
     with collect_bad_rows() as reports:
         items, counts = encode([row])
     is_group = bool(items) and isinstance(items[0], list)
+    names = ("_source", "_dataset", *kept)
     samples = []
     for sample in items[0] if is_group else items:
         fields = {name: getattr(sample, name) for name in SAMPLE}
         assert sample == Sample(**fields), "the sample has a field that is not stored"
-        kept_row = {name: sample.row[name] for name in ("_source", "_dataset", *kept) if name in sample.row}
-        samples.append(fields | dict(row=json.dumps(kept_row)))
+        fields["row"] = json.dumps({name: sample.row[name] for name in names if name in sample.row})
+        samples.append(fields)
     return dict(
-        samples=samples, is_group=is_group, dataset=row.get("_dataset", ""), reasons=list(counts.elements()),
+        samples=samples,
+        is_group=is_group,
+        dataset=row.get("_dataset", ""),
+        reasons=list(counts.elements()),
         errors=list(chain(*reports)),
-    )  # fmt: skip
+    )

@@ -9,15 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.metrics.curves import draw_curves
-from common.model.convert import checkpoints_in
+from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
 
-BESIDE = ("reward_model", "reward_model_against", "win_rate", "perplexity")  # optional parts of results.json
+BESIDE = (
+    "reward_model",
+    "reward_model_against",
+    "win_rate",
+    "perplexity",
+)  # optional parts of results.json
 
 
 def places(model: str, folder: Path) -> list[tuple[Path, str]]:
-    """Return pairs of a results folder and a model. A folder of checkpoints gives one pair per checkpoint, the oldest
-    first; other models give (`folder`, `model`). Collective. Raises `ValueError` for a folder without checkpoints."""
+    """Return pairs of a results folder and a model. A folder of checkpoints gives one pair per
+    checkpoint, the oldest first; other models give (`folder`, `model`). Collective. Raises
+    `ValueError` for a folder without checkpoints."""
     root = Path(model).expanduser()
     found = distributed.gather_objects([path.name for path in checkpoints_in(root)])[0]
     if (root / "config.json").exists():
@@ -36,8 +42,8 @@ def still_there(model: str) -> bool:
 
 
 def draw(folder: Path, ks: Sequence[int]) -> None:
-    """Write metrics.jsonl, with the mean results of each checkpoint that has a results.json, and draw curves.png from
-    it. Of pass@k and majority@k only the k in `ks` are included."""
+    """Write metrics.jsonl, with the mean results of each checkpoint that has a results.json, and
+    draw curves.png from it. Of pass@k and majority@k only the k in `ks` are included."""
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
         results = json.loads(file.read_text())
@@ -46,7 +52,9 @@ def draw(folder: Path, ks: Sequence[int]) -> None:
         for name in ("pass", "majority"):
             at_k = values.pop(f"{name}_at_k")
             values |= {f"{name}_at_{k}": at_k[str(k)] for k in ks if str(k) in at_k}
-        means = {name: value["mean"] for name, value in values.items() if name != "prompts" and value}
+        means = {
+            name: value["mean"] for name, value in values.items() if name != "prompts" and value
+        }
         lines.append(dict(step=int(file.parent.name.removeprefix("step_"))) | means)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names = dict.fromkeys(name for line in lines for name in line if name != "step")

@@ -1,4 +1,5 @@
-"""Estimators of eval.py as pure functions: unbiased pass@k, majority votes, means with bootstrap intervals."""
+"""Estimators of eval.py as pure functions: unbiased pass@k, majority votes, means with bootstrap
+intervals."""
 
 import math
 from collections import Counter
@@ -12,28 +13,34 @@ PERMUTATIONS = 64  # random orders of the samples over which a majority vote is 
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k samples, drawn without replacement from n with c right ones, include a right one:
-    1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError` unless 1 <= k <= n."""
+    """Return the probability that k samples, drawn without replacement from n with c right ones,
+    include a right one: 1 - C(n - c, k) / C(n, k) (arXiv:2107.03374 Eq. 1). Raises `ValueError`
+    unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples: k must be between 1 and {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def final_answer(text: str) -> str | None:
-    """Return the vote of a completion: its last boxed answer, else its last `####` number, else all of it; None if that
-    is empty. Numbers are in canonical form, other answers without whitespace and cut to 200 characters."""
+    """Return the vote of a completion: its last boxed answer, else its last `####` number, else all
+    of it; None if that is empty. Numbers are in canonical form, other answers without whitespace
+    and cut to 200 characters."""
     answer = last_boxed(text) or (final_answers(text) or [text])[-1]
     number = to_number(answer)
     return str(number) if number is not None else "".join(answer.split())[:200] or None
 
 
-def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.Generator) -> list[float]:
-    """Return, for k = 1..S, the fraction of random choices of k samples in which the most frequent answer is right. The
-    first of equally frequent answers wins. A sample without an answer does not vote."""
+def majority_at_k(
+    answers: list[str | None], right: list[bool], rng: np.random.Generator
+) -> list[float]:
+    """Return, for k = 1..S, the fraction of random choices of k samples in which the most frequent
+    answer is right. The first of equally frequent answers wins. A sample without an answer does not
+    vote."""
     totals = np.zeros(len(answers))
     for _ in range(PERMUTATIONS):
         votes: Counter = Counter()
-        is_right, leader = {None: False}, None
+        is_right = {None: False}
+        leader = None
         for k, i in enumerate(rng.permutation(len(answers))):
             if (answer := answers[i]) is not None:
                 votes[answer] += 1
@@ -44,12 +51,17 @@ def majority_at_k(answers: list[str | None], right: list[bool], rng: np.random.G
     return (totals / PERMUTATIONS).tolist()
 
 
-def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, seed: int) -> dict[str, float]:
-    """Return sum of totals / sum of counts with its 95% interval by bootstrap over the prompts; {} for zero counts."""
-    totals, counts = np.array(totals_P, dtype=float), np.array(counts_P, dtype=float)
+def mean_and_interval(
+    totals_P: list[float], counts_P: list[float], draws: int, seed: int
+) -> dict[str, float]:
+    """Return sum of totals / sum of counts with its 95% interval by bootstrap over the prompts; {}
+    for zero counts."""
+    totals = np.array(totals_P, dtype=float)
+    counts = np.array(counts_P, dtype=float)
     if not counts.sum():
         return {}
-    rng, means = np.random.default_rng(distributed.fold_seed(seed)), []
+    rng = np.random.default_rng(distributed.fold_seed(seed))
+    means = []
     while len(means) < draws:
         chosen = rng.integers(0, len(totals), len(totals))
         if counts[chosen].sum():
@@ -59,8 +71,11 @@ def mean_and_interval(totals_P: list[float], counts_P: list[float], draws: int, 
 
 
 def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Return, per prompt, the number of our completions that have a higher score than theirs with the same index, and
-    the number of compared pairs. A tie is half a win; pairs with a missing score (None) are excluded."""
+    """Return, per prompt, the number of our completions that have a higher score than theirs with
+    the same index, and the number of compared pairs. A tie is half a win; pairs with a missing
+    score (None) are excluded."""
     prompts = list(zip(ours, theirs, strict=True))
     pairs = [[(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in prompts]
-    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [len(group) for group in pairs]
+    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [
+        len(group) for group in pairs
+    ]

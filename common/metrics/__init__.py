@@ -1,1 +1,2 @@
-"""Metrics: means over micro-batches and ranks; JSONL, wandb, tensorboard, curves; timeline of every rank."""
+"""Metrics: means over micro-batches and ranks; JSONL, wandb, tensorboard, curves; timeline of every
+rank."""

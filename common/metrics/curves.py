@@ -20,9 +20,11 @@ def distinct(values: dict[str, list]) -> list[str]:
     return list(first.values())
 
 
-def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()) -> None:
-    """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also per held-out set. A
-    metric that equals an earlier one is left out."""
+def draw_curves(
+    runs: Sequence[Path], names: Sequence[str], picture: Path, labels: Sequence[str] = ()
+) -> None:
+    """Draw a panel for each metric (`names` may be patterns): a line per run or, for one run, also
+    per held-out set. A metric that equals an earlier one is left out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,15 +33,25 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
     records = [read_metrics(path) for path in runs]
     found = list(dict.fromkeys(key for lines in records for line in lines for key in line))
     matching = [key for name in names for key in fnmatch.filter(found, name)]
-    names = distinct({key: [[line.get(key) for line in lines] for lines in records] for key in matching})
+    names = distinct(
+        {key: [[line.get(key) for line in lines] for lines in records] for key in matching}
+    )
     if not names:
         return
-    held_out, keys = [name for name in names if name.startswith("eval")], set().union(*chain(*records))
-    ends = [{key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")} for name in held_out]
-    sets = sorted(set.intersection(*ends)) if len(records) == 1 and ends else []  # in all metrics; a loss has parts
+    held_out = [name for name in names if name.startswith("eval")]
+    keys = set().union(*chain(*records))
+    ends = [
+        {key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")}
+        for name in held_out
+    ]
+    sets = (
+        sorted(set.intersection(*ends)) if len(records) == 1 and ends else []
+    )  # in all metrics; a loss has parts
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4 * columns, 2.8 * rows), squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[len(names) :]:
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
@@ -48,7 +60,9 @@ def draw_curves(runs: Sequence[Path], names: Sequence[str], picture: Path, label
         for lines, key, label in drawn:
             points = [(line["step"], line[key]) for line in lines if key in line]
             marker = "." if len(points) < 30 else ""
-            axis.plot(*zip(*points, strict=True) if points else ([], []), label=label, marker=marker)
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []), label=label, marker=marker
+            )
         if len(drawn) > len(records):
             axis.legend(fontsize=8)
         axis.set_title(name, fontsize=10)

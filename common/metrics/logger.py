@@ -1,54 +1,57 @@
 """Logging of a run by rank 0: metrics and samples of each step, on disk and on the console.
 
-Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request. A progress bar is shown on terminals only.
-"""
+Metrics go to `metrics.jsonl`, and to wandb and tensorboard on request. A progress bar is shown on
+terminals only."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from torch import Tensor
 
-from common.config.groups import TrainArgs
-from common.config.launch import flags_of
+from common.config.groups import TrainArgs, flags_of
 from common.data import durable
-from common.data.sample import Group, Sample
-from common.metrics.curves import draw_curves, read_metrics
+from common.data.sample import Completion, Group, Sample
 from common.parallel import distributed
 from common.parallel.console import visible
 
 LINES = ("metrics.jsonl", "samples.jsonl")  # appended to at each step
 TABLE = 4  # completions in the table of a step
-SPEEDS = ("time/", "tokens_per_second")  # beginnings of metrics whose change says nothing about the model
-
-
-def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a probability, estimated as a `fraction` of `count` independent trials."""
-    z = 1.96
-    center = fraction + z * z / (2 * count)
-    spread = z * math.sqrt(fraction * (1 - fraction) / count + (z / 2 / count) ** 2)
-    return (center - spread) / (1 + z * z / count), (center + spread) / (1 + z * z / count)
+# Beginnings of metrics whose change says nothing about the model.
+SPEEDS = ("time/", "tokens_per_second")
 
 
 class RunLogger:
-    """Logger of rank 0; a no-op elsewhere. `show`: metrics beside the progress bar; `curves`: metrics to draw."""
+    """Logger of rank 0; a no-op elsewhere. `show`: metrics beside the progress bar; `curves`:
+    metrics to draw."""
 
     def __init__(
-        self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str], curves: Sequence[str],
+        self,
+        args: TrainArgs,
+        first_step: int,
+        total_steps: int,
+        show: Sequence[str],
+        curves: Sequence[str],
         history: list[int] | None = None,
-    ):  # fmt: skip
-        """Delete the lines after `first_step`, which will be logged again. `history`: see `sync`. Raises `ValueError`
-        if the lines before it are damaged."""
-        self.active, self.folder = distributed.is_main(), Path(args.output_dir)
-        self.first: dict[str, float] = {}  # first and latest value of each metric in `show`, on rank 0
+    ):
+        """Delete the lines after `first_step`, which will be logged again. `history`: see `sync`.
+        Raises `ValueError` if the lines before it are damaged."""
+        self.active = distributed.is_main()
+        self.folder = Path(args.output_dir)
+        self.total_steps = total_steps
+        self.show = show
+        self.curves = curves
+        # first and latest value of each metric in `show`, on rank 0
+        self.first: dict[str, float] = {}
         self.latest: dict[str, float] = {}
-        self.total_steps, self.show, self.curves = total_steps, show, curves
-        self.progress = self.wandb = self.tensorboard = None
-        self.drawn, self.drawing = time.monotonic(), 0.0  # when curves.png was last drawn, and for how many seconds
+        self.progress = None
+        self.wandb = None
+        self.tensorboard = None
+        self.drawn = time.monotonic()  # when curves.png was last drawn
+        self.drawing_seconds = 0.0
         if not self.active:
             return
         from rich.console import Console
@@ -56,21 +59,32 @@ class RunLogger:
         self.console = Console()
         metrics = self.folder / "metrics.jsonl"
         if history and metrics.is_file() and durable.fingerprint(metrics, history[0]) != history:
-            raise ValueError(f"{metrics} was changed after it was written; delete it to continue without it")
+            raise ValueError(
+                f"{metrics} was changed after it was written; delete it to continue without it"
+            )
         for name in LINES:
             _keep_until(self.folder / name, first_step or -1)  # a new run evaluates step 0 again
-        for line in read_metrics(metrics):
-            self._remember(line)
+        if metrics.is_file():
+            for line in metrics.read_text().splitlines():
+                self._remember(json.loads(line))
         if "wandb" in args.log:
             self.wandb = _start_wandb(args, self.folder)
         if "tensorboard" in args.log:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ValueError("--log tensorboard: tensorboard is not installed; pip install tensorboard") from error
+                raise ValueError(
+                    "--log tensorboard: tensorboard is not installed; pip install tensorboard"
+                ) from error
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=first_step)
         if self.console.is_terminal:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
             description = TextColumn("{task.description}", markup=False)
             columns = (MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), description)
@@ -94,23 +108,32 @@ class RunLogger:
         if self.progress is not None:
             shown = visible("  ".join(self._value(name) for name in self.latest))
             self.progress.update(self.task, completed=step, description=shown)
-        elif step % max(1, self.total_steps // 20) == 0 or evaluated(metrics) or step == self.total_steps:
+        elif self._is_printed(step, metrics):
             shown = visible("  ".join(self._value(name) for name in self.latest if name in metrics))
             print(f"step {step}/{self.total_steps}  {shown}", flush=True)
         since = time.monotonic() - self.drawn
-        if (step % 20 == 0 or since > 60) and since > 20 * self.drawing:  # at most a twentieth of the time
+        is_due = step % 20 == 0 or since > 60
+        if is_due and since > 20 * self.drawing_seconds:  # at most a twentieth of the time
             self.draw_curves()
 
+    def _is_printed(self, step: int, metrics: dict[str, float]) -> bool:
+        """Return whether the console shows the step: about 20 steps, evaluations and the last."""
+        every = max(1, self.total_steps // 20)
+        is_evaluation = any(name.startswith("eval") for name in metrics)
+        return step % every == 0 or is_evaluation or step == self.total_steps
+
     def _remember(self, metrics: dict[str, float]) -> None:
-        known = self.latest | {name: metrics[name] for name in self.show if name in metrics}
-        self.latest = {name: known[name] for name in self.show if name in known}
+        latest = self.latest | metrics
+        self.latest = {name: latest[name] for name in self.show if name in latest}
         self.first = self.latest | self.first
 
     def _value(self, name: str) -> str:
-        """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; one value of speeds or if they are
-        equal."""
-        first, latest = f"{self.first[name]:.3g} -> ", f"{self.latest[name]:.3g}"
-        return f"{name} {'' if name.startswith(SPEEDS) or first.startswith(f'{latest} ') else first}{latest}"
+        """Return the first and the latest value of a metric, `reward 0.4 -> 0.8`; one value of
+        speeds or if they are equal."""
+        first = f"{self.first[name]:.3g}"
+        latest = f"{self.latest[name]:.3g}"
+        is_single = name.startswith(SPEEDS) or first == latest
+        return f"{name} {latest}" if is_single else f"{name} {first} -> {latest}"
 
     def summary(self) -> str:
         """Return the first and the latest value of each metric but speeds. Rank 0 only."""
@@ -127,29 +150,26 @@ class RunLogger:
             preview(sample, tokenizer, self.console)
 
     def samples(
-        self, step: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor, advantages_PG: Tensor
+        self,
+        step: int,
+        groups: list[Group],
+        positions: Sequence[int],
+        rewards_PG: Tensor,
+        advantages_PG: Tensor,
     ) -> None:
-        """Write the groups of all ranks to samples.jsonl, in the order of their positions in the step, and print a few
-        as a table. Collective."""
-        mine: dict[int, list[dict]] = {}
-        for position, *of_group in zip(positions, groups, rewards_PG.tolist(), advantages_PG.tolist(), strict=True):
-            mine[position] = [
-                dict(
-                    step=step,
-                    prompt=asked(sample.row),
-                    completion=sample.transcript or sample.text,
-                    reward=reward,
-                    advantage=advantage,
-                    finish_reason=sample.finish_reason,
-                    version=sample.version,
-                    **{name: x[sample.prompt_length :] for name, x in sample.streams.items() if name == "advantages"},
-                )
-                for sample, reward, advantage in zip(*of_group, strict=True)
+        """Write the groups of all ranks to samples.jsonl, in the order of their positions in the
+        step, and print a few as a table. Collective."""
+        rewards = rewards_PG.tolist()
+        advantages = advantages_PG.tolist()
+        lines_at = {}  # by position
+        for position, *of_group in zip(positions, groups, rewards, advantages, strict=True):
+            lines_at[position] = [
+                _line(step, *of_sample) for of_sample in zip(*of_group, strict=True)
             ]
-        of_position = distributed.gather_dict(mine)
+        lines_at = distributed.gather_dict(lines_at)
         if not self.active:
             return
-        lines = [line for position in sorted(of_position) for line in of_position[position]]
+        lines = [*chain(*(lines_at[position] for position in sorted(lines_at)))]
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         if self.wandb is not None:
@@ -162,12 +182,14 @@ class RunLogger:
 
         table = Table("prompt", "completion", "reward", title=f"step {step}", title_justify="left")
         for line in lines[:: max(1, len(lines) // TABLE)][:TABLE]:
-            table.add_row(_brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}")
+            table.add_row(
+                _brief(str(line["prompt"])), _brief(line["completion"]), f"{line['reward']:.2f}"
+            )
         self.console.print(table)
 
     def sync(self) -> list[int] | None:
-        """Bring the lines of all steps to the disk, before a checkpoint from which later runs continue. Return the
-        fingerprint of metrics.jsonl."""
+        """Bring the lines of all steps to the disk, before a checkpoint from which later runs
+        continue. Return the fingerprint of metrics.jsonl."""
         if not self.active:
             return None
         for path in filter(Path.is_file, (self.folder / name for name in LINES)):
@@ -179,10 +201,12 @@ class RunLogger:
     def draw_curves(self) -> None:
         """Draw curves.png from metrics.jsonl, which includes the steps before a resumption."""
         if self.active:
+            from common.metrics.curves import draw_curves
+
             began = time.monotonic()
             draw_curves([self.folder / "metrics.jsonl"], self.curves, self.folder / "curves.png")
             self.drawn = time.monotonic()
-            self.drawing = self.drawn - began
+            self.drawing_seconds = self.drawn - began
 
     def close(self) -> None:
         if self.progress is not None:
@@ -194,16 +218,29 @@ class RunLogger:
             self.tensorboard.close()
 
 
-def evaluated(metrics: dict[str, float]) -> bool:
-    """Return whether some of the metrics are of an evaluation."""
-    return any(name.startswith("eval") for name in metrics)
+def _line(step: int, sample: Completion, reward: float, advantage: float) -> dict:
+    """Return the line of samples.jsonl about a completion."""
+    line = dict(
+        step=step,
+        prompt=asked(sample.row),
+        completion=sample.transcript or sample.text,
+        reward=reward,
+        advantage=advantage,
+        finish_reason=sample.finish_reason,
+        version=sample.version,
+    )
+    if "advantages" in sample.streams:
+        line["advantages"] = sample.streams["advantages"][sample.prompt_length :]
+    return line
 
 
 def preview(sample: Sample, tokenizer, console) -> None:
-    """Print one decoded sample, with its trained tokens in colour, or between marks without a terminal."""
+    """Print one decoded sample, with its trained tokens in colour, or between marks without a
+    terminal."""
     from rich.text import Text
 
-    text, position = Text(), 0
+    text = Text()
+    position = 0
     for trained, tokens in groupby(sample.loss_mask):
         length = len(list(tokens))
         piece = visible(tokenizer.decode(sample.ids[position : position + length]))
@@ -228,7 +265,8 @@ def _brief(text: str, limit: int = 160):
 
 def _keep_until(path: Path, last_step: int) -> None:
     if path.is_file():
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a kill may cut the last; texts may contain U+2028
+        # A kill may cut the last line; texts may contain U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             kept = [line + "\n" for line in lines if durable.parse_json(line)["step"] <= last_step]
         except (ValueError, TypeError, KeyError) as error:
@@ -237,17 +275,28 @@ def _keep_until(path: Path, last_step: int) -> None:
 
 
 def _start_wandb(args: TrainArgs, folder: Path):
-    """Return the wandb run of this folder. Raises `ValueError` without a key, for which wandb would ask, or if wandb
-    refuses the run."""
+    """Return the wandb run of this folder. Raises `ValueError` without a key, for which wandb would
+    ask, or if wandb refuses the run."""
     import wandb
 
-    known = dict(project=args.wandb_project, name=args.wandb_name, group=args.wandb_group, tags=args.wandb_tags)
     file = folder / "wandb_id"  # a resumed run continues the same wandb run
     try:
-        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
-            raise ValueError("--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        is_online = os.environ.get("WANDB_MODE", "online") == "online"
+        if is_online and not wandb.login(prompt=False, verify=False):
+            raise ValueError(
+                "--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
         if not file.is_file():
             file.write_text(f"{folder.name}-{time.time_ns():x}")
-        return wandb.init(**known, dir=folder, config=flags_of(args), resume="allow", id=file.read_text())
+        return wandb.init(
+            project=args.wandb_project,
+            name=args.wandb_name,
+            group=args.wandb_group,
+            tags=args.wandb_tags,
+            dir=folder,
+            config=flags_of(args),
+            resume="allow",
+            id=file.read_text(),
+        )
     except wandb.Error as error:
         raise ValueError(f"--log wandb: {distributed.first_line(error)}") from error

@@ -5,9 +5,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.data.packing import PackedBatch
@@ -18,14 +18,14 @@ Keep = Callable[[PackedBatch, dict[str, Tensor], dict[str, Tensor]], None]
 
 
 class Meter:
-    """Accumulator of metrics over the micro-batches and ranks of one step. The split of the batch does not change the
-    global value, because sums and weights are added up before the division."""
+    """Accumulator of metrics over the micro-batches and ranks of one step. The split of the batch
+    does not change the global value, because sums and weights are added up before the division."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[str, list]] = {}
         self.started: dict[str, float] = {}
         self.spans: list[Span] = []  # measured periods of this rank
-        self.keep: Keep | None = None  # of a trace: gets values of single tokens, and of samples or pairs
+        self.keep: Keep | None = None  # gets values of tokens, samples or pairs for a trace
 
     def _entry(self, kind: str, name: str) -> list:
         entry = self.values.setdefault(name, (kind, []))
@@ -40,17 +40,22 @@ class Meter:
         """Add to the mean over the tokens in the mask."""
         self.mean(name, (values_T.detach() * mask_T).sum(), mask_T.sum())
 
-    def tokens(self, mb: PackedBatch, values_T: dict[str, Tensor], share_T: Tensor | None = None) -> None:
-        """Add to the mean of each stream over the trained tokens of a micro-batch. `share_T`: the part of the loss that
-        each token adds, for the trace."""
+    def tokens(
+        self, mb: PackedBatch, values_T: dict[str, Tensor], share_T: Tensor | None = None
+    ) -> None:
+        """Add to the mean of each stream over the trained tokens of a micro-batch. `share_T`: the
+        part of the loss that each token adds, for the trace."""
         for name, x_T in values_T.items():
             self.masked_mean(name, x_T, mb.loss_mask_T)
         if self.keep is not None:
             self.keep(mb, values_T | ({} if share_T is None else dict(share=share_T)), {})
 
-    def rows(self, mb: PackedBatch, values_N: dict[str, Tensor], share_N: Tensor | None = None, prefix="") -> None:
-        """Add to the mean of each value over the samples of a micro-batch, or over its pairs: [N] or [N / 2]. The name
-        of the metric has the `prefix`. `share_N`: the part of the loss that each adds, for the trace."""
+    def rows(
+        self, mb: PackedBatch, values_N: dict[str, Tensor], share_N: Tensor | None = None, prefix=""
+    ) -> None:
+        """Add to the mean of each value over the samples of a micro-batch, or over its pairs: [N]
+        or [N / 2]. The name of the metric has the `prefix`. `share_N`: the part of the loss that
+        each adds, for the trace."""
         for name, x_N in values_N.items():
             self.mean(prefix + name, x_N.detach().sum(), len(x_N))
         if self.keep is not None:
@@ -64,7 +69,8 @@ class Meter:
         self._entry("std", name).append((values.sum(), len(values), values.square().sum()))
 
     def effective_fraction(self, name: str, weights: Tensor, mask: Tensor) -> None:
-        """Add to the effective sample size of importance weights, as a fraction: (mean w)^2 / mean w^2."""
+        """Add to the effective sample size of importance weights, as a fraction: (mean w)^2 / mean
+        w^2."""
         weights = torch.where(mask, weights, 0.0)
         self._entry("ess", name).append((weights.sum(), mask.sum(), weights.square().sum()))
 
@@ -79,8 +85,10 @@ class Meter:
         self.started[name] = _now()
 
     def stop(self, name: str) -> None:
-        """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest rank."""
-        seconds, now = _now() - self.started.pop(name), time.time()
+        """Add the seconds since `start` to `time/name`: the sum over a step, on the slowest
+        rank."""
+        seconds = _now() - self.started.pop(name)
+        now = time.time()
         self._entry("time", f"time/{name}").append((seconds, 0.0))
         self.spans.append(Span(name, now - seconds, now))
 
@@ -101,43 +109,59 @@ class Meter:
 
         Means with a total weight of 0 are omitted.
         """
-        local, numbers = {}, iter(_on_the_host([x for _, rows in self.values.values() for row in rows for x in row]))
+        rows = chain(*(rows for _, rows in self.values.values()))
+        numbers = iter(_on_the_host([*chain(*rows)]))
+        totals = {}  # of this rank, by name
         for name, (kind, rows) in self.values.items():
-            first, *sums = zip(*([next(numbers) for _ in row] for row in rows), strict=True)
+            first, *others = zip(*([next(numbers) for _ in row] for row in rows), strict=True)
             combine = dict(max=max, min=min).get(kind, math.fsum)
-            local[name] = (kind, combine(first), *map(math.fsum, sums))
+            totals[name] = (kind, combine(first), *map(math.fsum, others))
         self.values = {}
-        ranks = distributed.gather_objects(local)
-        out = {}
-        for name in dict.fromkeys(name for rank in ranks for name in rank):
-            entries = [rank[name] for rank in ranks if name in rank]
-            kind, (first, *sums) = entries[0][0], zip(*(entry[1:] for entry in entries), strict=True)
-            if kind == "sum":
-                out[name] = math.fsum(first)
-            elif kind in ("max", "time", "min"):
-                extreme = min(first) if kind == "min" else max(first)
-                if extreme != (math.inf if kind == "min" else -math.inf):  # of no values
-                    out[name] = extreme
-            elif weight := math.fsum(sums[0]):
-                mean = out[name] = math.fsum(first) / weight
-                if kind != "mean":
-                    square = math.fsum(sums[1]) / weight
-                    out[name] = math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
-        return out
+        totals_of_ranks = defaultdict(list)
+        for rank_totals in distributed.gather_objects(totals):
+            for name, total in rank_totals.items():
+                totals_of_ranks[name].append(total)
+        values = {}
+        for name, total_of_each in totals_of_ranks.items():
+            kinds, *columns = zip(*total_of_each, strict=True)
+            value = _combined(kinds[0], *columns)
+            if value is not None:
+                values[name] = value
+        return values
 
 
 def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> dict[str, float]:
-    """Return the metrics of held-out samples, or groups of them, of all ranks. `evaluate` measures this rank's share,
-    given as indices. If rows name their data set, `metric/name` is the metric of that set alone. Collective."""
-    sets, meter = defaultdict(list), Meter()
+    """Return the metrics of held-out samples, or groups of them, of all ranks. `evaluate` measures
+    this rank's share of the samples with the given indices. If rows name their data set,
+    `metric/name` is the metric of that set alone. Collective."""
+    meter = Meter()
+    sets = defaultdict(list)
     for i, row in enumerate(samples.rows):
         sets[row.get("_dataset")].append(i)
     for name, indices in sets.items():
-        of_set = evaluate(indices[dist.get_rank() :: dist.get_world_size()])
+        of_set = evaluate(indices)
         meter.add(of_set)
         if name is not None:
             meter.add(of_set, f"/{name}")
     return meter.reduce()
+
+
+def _combined(kind: str, first: Sequence[float], *others: Sequence[float]) -> float | None:
+    """Return the global value of the numbers of all ranks; None if there is none."""
+    if kind == "sum":
+        return math.fsum(first)
+    if kind in ("max", "time", "min"):
+        extreme = min(first) if kind == "min" else max(first)
+        nothing = math.inf if kind == "min" else -math.inf
+        return None if extreme == nothing else extreme
+    weight = math.fsum(others[0])
+    if not weight:
+        return None
+    mean = math.fsum(first) / weight
+    if kind == "mean":
+        return mean
+    square = math.fsum(others[1]) / weight
+    return math.sqrt(max(0.0, square - mean**2)) if kind == "std" else mean**2 / square
 
 
 def _now() -> float:
@@ -148,7 +172,8 @@ def _now() -> float:
 
 def _on_the_host(values: list[Tensor | float]) -> list[float]:
     """Convert tensors to numbers, with one synchronisation per device."""
-    numbers, of_device = list(values), defaultdict(list)
+    numbers = list(values)
+    of_device = defaultdict(list)
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
             of_device[value.device].append(i)

@@ -1,8 +1,8 @@
 """Files of an export besides its weights: those of its base, with what the run changed.
 
-A program that reads the base reads the export alike, so files and fields stay where they are. A base in the form that
-only transformers 5 reads also gets the fields of transformers 4 (4.57), on which most other programs are built.
-"""
+A program that reads the base reads the export alike, so files and fields stay where they are. A
+base in the form that only transformers 5 reads also gets the fields of transformers 4 (4.57), on
+which most other programs are built."""
 
 import json
 from pathlib import Path
@@ -12,25 +12,38 @@ import torch
 from common.model.hub import eos_token_ids, load_generation_config
 from common.model.loading import load_config
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
 TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
-    "tekken.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+    "tokenizer*",
+    SPECIAL_TOKENS,
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    TEMPLATE,
+    f"{MORE_TEMPLATES}/*.jinja",
+)
 
 
 def base_dtype(path: str) -> torch.dtype:
-    """Return the dtype of a model's weights: that of its config, or else of the first floating-point tensor."""
+    """Return the dtype of a model's weights: that of its config, or else of the first
+    floating-point tensor."""
     from safetensors import safe_open
 
-    if (dtype := load_config(path).dtype) is not None:
+    dtype = load_config(path).dtype
+    if dtype is not None:
         return dtype
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if (dtype := tensors.get_tensor(name).dtype).is_floating_point:
-                    return dtype
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point():
+                    return tensor.dtype
     return torch.float32
 
 
@@ -45,19 +58,19 @@ def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> by
 
 
 def fields_of_transformers_4(config) -> dict[str, object]:
-    """Return the fields that transformers 5 renamed or moved, under their names in transformers 4, which would silently
-    use its defaults."""
+    """Return the fields that transformers 5 renamed or moved, under their names in transformers 4,
+    which would silently use its defaults."""
     saved = config.to_dict()
     fields = {old: saved[new] for old, new in config.attribute_map.items() if new in saved}
     layers = saved.get("rope_parameters") or {}
     rope = layers.get("full_attention") or layers  # of each type of layer, or of all
-    if "rope_theta" not in rope:  # no such position embeddings, or in a form that transformers 4 does not have
+    # No such position embeddings, or in a form that transformers 4 does not have.
+    if "rope_theta" not in rope:
         return fields
-    scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    fields["rope_theta"] = rope["rope_theta"]
+    moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in moved}
+    fields |= moved
     fields["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
-    if "partial_rotary_factor" in rope:
-        fields["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if config.model_type == "gpt_neox":
         fields |= dict(rotary_emb_base=rope["rope_theta"], rotary_pct=rope["partial_rotary_factor"])
     if "sliding_attention" in layers:  # Gemma 3
@@ -66,51 +79,61 @@ def fields_of_transformers_4(config) -> dict[str, object]:
 
 
 def generation_file(path: str, tokenizer, prompt_format: str) -> bytes:
-    """Return generation_config.json of the base with all tokens that end completions in training, and the
-    `prompt_format` for later runs."""
+    """Return generation_config.json of the base with all tokens that end completions in training,
+    and the `prompt_format` for later runs."""
     ends = eos_token_ids(path, tokenizer, prompt_format)
-    return _json(load_generation_config(path) | dict(eos_token_id=ends, prompt_format=prompt_format))
+    fields = load_generation_config(path)
+    return _json(fields | dict(eos_token_id=ends, prompt_format=prompt_format))
 
 
 def tokenizer_files(path: str, tokenizer, prompt_format: str) -> dict[str, bytes]:
-    """Return the base's tokenizer files by name. They are changed only for the `tokenizer`'s chat template, if it is
-    another one; for an end-of-turn token that only the template has, which becomes the EOS; and for names that only
-    transformers 5 knows."""
+    """Return the base's tokenizer files by name. They are changed only for the `tokenizer`'s chat
+    template, if it is another one; for an end-of-turn token that only the template has, which
+    becomes the EOS; and for names that only transformers 5 knows."""
     from transformers import AutoTokenizer
 
     folder = Path(path)
-    paths = [file for pattern in TOKENIZER_FILES for file in sorted(folder.glob(pattern)) if file.is_file()]
-    files = {str(file.relative_to(folder)): file.read_bytes() for file in paths}
+    files = {}
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(folder.glob(pattern)):
+            if file.is_file():
+                files[str(file.relative_to(folder))] = file.read_bytes()
     changes = _tokenizer_names_of_transformers_4(json.loads(files[TOKENIZER_CONFIG]))
-    if tokenizer.chat_template != AutoTokenizer.from_pretrained(path, trust_remote_code=False).chat_template:
-        files = {name: content for name, content in files.items() if not name.startswith(MORE_TEMPLATES)}
-        changes["chat_template"] = None if TEMPLATE in files else tokenizer.chat_template
+    template = tokenizer.chat_template
+    if template != AutoTokenizer.from_pretrained(path, trust_remote_code=False).chat_template:
+        files = {name: files[name] for name in files if not name.startswith(MORE_TEMPLATES)}
+        changes["chat_template"] = None if TEMPLATE in files else template
         if TEMPLATE in files:
-            files[TEMPLATE] = tokenizer.chat_template.encode()
+            files[TEMPLATE] = template.encode()
     _change(files, TOKENIZER_CONFIG, changes)
-    for end in set(eos_token_ids(path, tokenizer, prompt_format)) - set(eos_token_ids(path, tokenizer, "plain")):
+    ends = eos_token_ids(path, tokenizer, prompt_format)
+    for end in set(ends) - set(eos_token_ids(path, tokenizer, "plain")):
         eos = dict(eos_token=tokenizer.convert_ids_to_tokens(end))
-        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
-            _change(files, name, eos)
+        _change(files, TOKENIZER_CONFIG, eos)
+        _change(files, SPECIAL_TOKENS, eos)
     return files
 
 
 def _tokenizer_names_of_transformers_4(config: dict) -> dict[str, object]:
-    """Return the changes without which transformers 4 does not open a tokenizer that transformers 5 has saved."""
+    """Return the changes without which transformers 4 does not open a tokenizer that transformers 5
+    has saved."""
     changes: dict[str, object] = {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         changes["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(extra := config.get("extra_special_tokens"), list):
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, list):
         changes |= dict(extra_special_tokens=None, additional_special_tokens=extra)
     return changes
 
 
 def _change(files: dict[str, bytes], name: str, changes: dict[str, object]) -> None:
-    """Change fields of a JSON file, or remove those that become None. A file without a change keeps its bytes."""
+    """Change fields of a JSON file, or remove those that become None. A file without a change keeps
+    its bytes."""
     if name not in files:
         return
     before = json.loads(files[name])
-    after = {key: value for key, value in (before | changes).items() if key not in changes or value is not None}
+    removed = {key for key, value in changes.items() if value is None}
+    after = {key: value for key, value in (before | changes).items() if key not in removed}
     if after != before:
         files[name] = _json(after)
 

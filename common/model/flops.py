@@ -6,22 +6,31 @@ import sys
 import torch
 from torch import nn
 
-from common.parallel.placement import Tokens
+from common.data.packing import Tokens
 
 # Manufacturer's dense bfloat16 rate of one device, in FLOP/s, by a part of its name in CUDA.
-BFLOAT16_PEAK = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+BFLOAT16_PEAK = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
 
 
 def attention_shape(config) -> tuple[int, int]:
-    """Return the number of attention heads and the width of each; one head for a model without attention."""
+    """Return the number of attention heads and the width of each; one head for a model without
+    attention."""
     heads = getattr(config, "num_attention_heads", 1)
     return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def matrix_weights(hf: nn.Module) -> int:
-    """Return the number of weights that multiply each token: all matrices, the head included, but only the experts that
-    a token is routed to. An embedding counts only if it is also the head."""
-    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    """Return the number of weights that multiply each token: all matrices, the head included, but
+    only the experts that a token is routed to. An embedding counts only if it is also the head."""
+    embedding = hf.get_input_embeddings().weight
+    head = hf.get_output_embeddings()
     weights = 0
     for name, parameter in hf.named_parameters():
         if ".experts." in name:  # [experts, ...]
@@ -32,27 +41,36 @@ def matrix_weights(hf: nn.Module) -> int:
 
 
 def forward_flops(config, weights: int, tokens: Tokens) -> float:
-    """Return the floating-point operations of one forward over a pack: two for each token and weight and, in every
-    layer, 4 heads x width for each pair of a query and a key that it attends to. Windows are ignored. A backward
-    takes twice as many; recomputed operations are not counted."""
+    """Return the floating-point operations of one forward over a pack: two for each token and
+    weight and, in every layer, 4 heads x width for each pair of a query and a key that it attends
+    to. Windows are ignored. A backward takes twice as many; recomputed operations are not
+    counted."""
     config = config.get_text_config()
-    of_sequences = zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True)
-    pairs = sum(queries * (keys - queries) + queries * (queries + 1) / 2 for queries, keys in of_sequences)
-    pairs *= len(tokens.targets_T) / tokens.offsets[-1]  # this rank's share of the heads of its context group
+    pairs = 0
+    for queries, keys in zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True):
+        pairs += queries * (keys - queries) + queries * (queries + 1) / 2
+    # This rank's share of the heads of its context group.
+    pairs *= len(tokens.targets_T) / tokens.offsets[-1]
     heads, width = attention_shape(config)
     attention = 4 * heads * width * pairs * config.num_hidden_layers
     return 2.0 * weights * len(tokens.targets_T) + attention
 
 
 def peak_memory() -> dict[str, float]:
-    """Return peaks of memory in GB: of this process on the host since its start and, on CUDA, of the trainer's tensors
-    since the last call."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Return peaks of memory in GB: of this process on the host since its start and, on CUDA, of
+    the trainer's tensors since the last call."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     peaks = {"memory/host_peak_gb": used / 1e9}
     if torch.cuda.is_available():
         peaks["memory/device_peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         torch.cuda.reset_peak_memory_stats()
     return peaks
+
+
+def capacity_of(device: torch.device) -> int | None:
+    """Return the bytes of a GPU; None for a CPU, whose memory other programs share."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

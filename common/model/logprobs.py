@@ -22,22 +22,25 @@ class TokenStats(NamedTuple):
     collision_T: Tensor  # log sum_v p_v^2: log-prob that two draws agree
 
 
-def token_logprobs(logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False) -> TokenStats:
-    """Return statistics of softmax(logits / temperature) without holding [T, V]. `compiled`: with fused kernels, which
-    read the logits of a chunk once or twice.
+def token_logprobs(
+    logits: Logits, targets_T: Tensor, temperature: float = 1.0, compiled: bool = False
+) -> TokenStats:
+    """Return statistics of softmax(logits / temperature) without holding [T, V]. `compiled`: with
+    fused kernels, which read the logits of a chunk once or twice.
 
-    The logits are float32 also for hidden states and a head in bfloat16, like those of the engine: in bfloat16,
-    sampling and scoring would differ most here. Their gradient is rounded to bfloat16 before the matrix products.
-    """
+    The logits are float32 also for hidden states and a head in bfloat16, like those of the engine:
+    in bfloat16, sampling and scoring would differ most here. Their gradient is rounded to bfloat16
+    before the matrix products."""
     return TokenStats(*_TokenLogprobs.apply(*logits, targets_T, temperature, compiled))
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
-    """Return the statistics of a chunk, in the order of `TokenStats`, then the largest logit and the sum of
-    exp(logit - largest). These two stay apart: their logsumexp would be rounded to the precision of the largest logit.
-    Overwrites the logits."""
+    """Return the statistics of a chunk, in the order of `TokenStats`, then the largest logit and
+    the sum of exp(logit - largest). These two stay apart: their logsumexp would be rounded to the
+    precision of the largest logit. Overwrites the logits."""
     largest_C = logits_CV.amax(-1)
-    logits_CV.sub_(largest_C[:, None])  # log-probs and entropy stay the same, and nothing overflows or cancels
+    # Log-probs and entropy stay the same, and nothing overflows or cancels.
+    logits_CV.sub_(largest_C[:, None])
     target_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
     exp_CV = logits_CV.exp()
     sum_C = exp_CV.sum(-1)
@@ -47,10 +50,16 @@ def statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
 
 
 def gradient(
-    logits_CV: Tensor, targets_C: Tensor, largest_C: Tensor, sum_C: Tensor, entropy_C: Tensor, by_logprob_C: Tensor,
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    largest_C: Tensor,
+    sum_C: Tensor,
+    entropy_C: Tensor,
+    by_logprob_C: Tensor,
     by_entropy_C: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of the logits of a chunk, in their place, from those of log-probs and entropies:
+) -> Tensor:
+    """Return the gradient of the logits of a chunk, in their place, from those of log-probs and
+    entropies:
 
     d log pi_target / d logit_j = [j is target] - pi_j,    dH / d logit_j = -pi_j (log pi_j + H)
 
@@ -82,30 +91,48 @@ def fused(function: Callable) -> Callable:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float, softcap: float | None,
-        targets_T: Tensor, temperature: float, compiled: bool,
-    ):  # fmt: skip
+        ctx,
+        hidden_TD: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        targets_T: Tensor,
+        temperature: float,
+        compiled: bool,
+    ):
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        of_chunk = fused(statistics_of_copy) if compiled else statistics
-        chunks = [of_chunk(logits.chunk(c, temperature)[0], targets_T[c]) for c in logits.chunks()]
-        *out, largest_T, sum_T = map(torch.cat, zip(*chunks, strict=True))
-        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, out[1])
+        chunk_statistics = fused(statistics_of_copy) if compiled else statistics
+        chunks = []
+        for c in logits.chunks():
+            chunks.append(chunk_statistics(logits.chunk(c, temperature)[0], targets_T[c]))
+        *stats, largest_T, sum_T = map(torch.cat, zip(*chunks, strict=True))
+        entropy_T = stats[1]
+        ctx.save_for_backward(hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, entropy_T)
         ctx.settings = scale, softcap, temperature, compiled
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[2:])
-        return tuple(out)
+        ctx.mark_non_differentiable(*stats[2:])
+        return tuple(stats)
 
     @staticmethod
     def backward(ctx, by_logprob_T: Tensor | None, by_entropy_T: Tensor | None, *_):
-        hidden_TD, head_VD, bias_V, *streams_T = ctx.saved_tensors  # targets, largest, sum, entropy
+        hidden_TD, head_VD, bias_V, targets_T, largest_T, sum_T, entropy_T = ctx.saved_tensors
         scale, softcap, temperature, compiled = ctx.settings
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
-        of_chunk = fused(gradient) if compiled else gradient
+        chunk_gradient = fused(gradient) if compiled else gradient
         total = LogitsGradient(logits, head_is_trained=ctx.needs_input_grad[1])
-        by_logprob_T = torch.zeros_like(streams_T[-1]) if by_logprob_T is None else by_logprob_T
+        if by_logprob_T is None:
+            by_logprob_T = torch.zeros_like(entropy_T)
         for c in logits.chunks():
             logits_CV, derivative = logits.chunk(c, temperature)
-            numbers_C = (x_T[c] for x_T in (*streams_T, by_logprob_T))
-            grad_CV = of_chunk(logits_CV, *numbers_C, None if by_entropy_T is None else by_entropy_T[c])
+            grad_CV = chunk_gradient(
+                logits_CV,
+                targets_T[c],
+                largest_T[c],
+                sum_T[c],
+                entropy_T[c],
+                by_logprob_T[c],
+                None if by_entropy_T is None else by_entropy_T[c],
+            )
             total.add(c, grad_CV, derivative)
         return *total.result(), *[None] * 5

@@ -1,6 +1,7 @@
-"""Policies, reward models and value models: transformers that take packs, and how they are loaded as FSDP2 shards.
+"""Policies, reward models and value models: transformers that take packs, and how they are loaded
+as FSDP2 shards.
 
-Shapes: T packed tokens of this rank, t tokens that it computes, D hidden size, N sequences.
+Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden size, N sequences.
 """
 
 import os
@@ -9,58 +10,64 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from common.config.groups import BaseArgs, SamplingArgs, TrainArgs
-from common.config.training import PrefixArgs
-from common.data.packing import PackedBatch, prefixes_are_shared, set_shortest_prefix
-from common.model import lora
+from common.config.groups import BaseArgs, TrainArgs
+from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
-from common.model.comparison import Comparison, TopK, compare
-from common.model.flops import forward_flops, matrix_weights
+from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
 from common.model.loading import EXPERTS, draw_head, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
-from common.model.memory import may_recompute, require_memory
-from common.model.packable import build_on_meta, check_packing, keeps_shared_prefixes, packable_config
-from common.objectives.divergence import Divergence
-from common.objectives.policy import expert_balance
+from common.model.packable import (
+    check_packing,
+    classifier_on_meta,
+    keeps_shared_prefixes,
+    language_model_on_meta,
+)
 from common.parallel.context import context_group_size, setup_context_groups
 from common.parallel.mesh import shard_mesh
-from common.parallel.placement import Tokens, scatter_back
+
+Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
 # ---- models that take packs ----
 
 
 class PackedModel(nn.Module):
-    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names; `flops` counts the
-    operations of its forwards and backwards, `whole_flops` those that they would take without shared prefixes;
-    `expert_balance_N` is that of the last computed sequences, if watched. `watch` gets the outputs that have a graph,
-    for the trace."""
+    """Transformer that takes a PackedBatch. `hf` is the Hugging Face model with its own names;
+    `flops` counts the operations of its forwards and backwards, `whole_flops` those that they would
+    take without shared prefixes; `expert_balance_N` is that of the last computed sequences, if
+    watched. `watch` gets the outputs that have a graph, for the trace."""
 
-    watch: Callable[[PackedBatch, TokenStats | Comparison | Tensor], None] | None = None
-    value_head: tuple[nn.Linear, ...] = ()  # of a value model on this model's layers (value.py); no submodule
+    watch: Callable[[PackedBatch, Output], None] | None = None
+    forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
-        self.hf, self.path = hf, path
-        self.matrix_weights, self.flops, self.whole_flops = matrix_weights(hf), 0.0, 0.0
+        self.hf = hf
+        self.path = path
+        self.matrix_weights = matrix_weights(hf)
+        self.flops = 0.0
+        self.whole_flops = 0.0
 
-    def hidden_states(self, mb: PackedBatch, second_adapters: bool = False) -> Tensor:
-        """Return the last hidden states [t, D], with the value model's adapters if `second_adapters`."""
-        if self.value_head:
-            lora.use(self.hf, second_adapters)
-        tokens = mb.computed
+    def hidden_states(self, mb: PackedBatch) -> Tensor:
+        """Return the last hidden states [t, D]."""
+        tokens = mb.model_tokens
         self.flops += self._flops(tokens)
         self.whole_flops += self._flops(mb)
         output = self.hf.base_model(**packed_inputs(tokens))
-        if router_logits := getattr(output, "router_logits", None):
-            lengths_N, top_k = tokens.cu_seqlens_N1.diff(), self.hf.config.num_experts_per_tok
-            self.expert_balance_N = expert_balance(router_logits, lengths_N, top_k)[: tokens.sequences]
-        hidden_tD = output.last_hidden_state[0]
-        if self.value_head and hidden_tD.requires_grad:  # the backward may compute blocks again
-            hidden_tD.register_hook(lambda _: lora.use(self.hf, second_adapters))
-        return hidden_tD
+        router_logits = getattr(output, "router_logits", None)
+        if router_logits:  # --router_aux_loss_coef
+            from common.model.expert_balance import expert_balance
 
-    def _watched(self, mb: PackedBatch, output: TokenStats | Comparison | Tensor) -> TokenStats | Comparison | Tensor:
+            if mb.compact is not None:
+                what = "the balance of experts counts how every token is routed"
+                raise ValueError(f"{what}; needs --share_prefix 0")
+            lengths_N = tokens.cu_seqlens_N1.diff()
+            top_k = self.hf.config.num_experts_per_tok
+            balance_N = expert_balance(router_logits, lengths_N, top_k)
+            self.expert_balance_N = balance_N[: mb.num_samples]
+        return output.last_hidden_state[0]
+
+    def _watched(self, mb: PackedBatch, output: Output) -> Output:
         if self.watch is not None and torch.is_grad_enabled():
             self.watch(mb, output)
         return output
@@ -70,68 +77,49 @@ class PackedModel(nn.Module):
         flops = forward_flops(self.hf.config, self.matrix_weights, tokens)
         if not torch.is_grad_enabled():
             return flops
-        frozen = not self.hf.get_input_embeddings().weight.requires_grad  # under adapters, which are not counted
-        return 3 * flops - (2 * self.matrix_weights * len(tokens.targets_T) if frozen else 0)
+        if self.hf.get_input_embeddings().weight.requires_grad:
+            return 3 * flops
+        # Frozen under adapters, which are not counted.
+        return 3 * flops - 2 * self.matrix_weights * len(tokens.targets_T)
 
     def watch_experts(self, flag: str) -> None:
-        """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model without experts."""
+        """Keep `expert_balance_N` from now on. Raises `ValueError` naming `flag` for a model
+        without experts."""
         if self.hf.config.model_type not in EXPERTS:
             raise ValueError(f"{flag}: {self.hf.config.model_type} is no mixture of experts")
         if context_group_size() > 1:
             raise ValueError(f"{flag} needs whole sequences on each rank; drop --context_ranks")
-        if prefixes_are_shared():
-            raise ValueError(f"{flag} counts how every token is routed; needs --share_prefix 0")
         self.hf.config.output_router_logits = True
 
 
 class Policy(PackedModel):
-    """Causal language model. Its head is a parameter of the FSDP root, and therefore whole within the forward methods:
-    `forward`, `distill`, `teach` and `values`."""
+    """Causal language model. Its head is a parameter of the FSDP root, and therefore whole within
+    `forward`."""
 
     def forward(self, mb: PackedBatch, temperature: float = 1.0) -> TokenStats:
         """Return log-probs and further statistics of the targets."""
-        tokens = mb.computed
-        stats = token_logprobs(self._logits(mb), tokens.targets_T, temperature, self.compiled)
-        return self._watched(mb, TokenStats(*scatter_back(stats, tokens)))
-
-    def distill(
-        self, mb: PackedBatch, teacher: Logits | TopK, divergence: Divergence | None = None, top_k: int = 0,
-        temperature: float = 1.0,
-    ) -> Comparison:  # fmt: skip
-        """Return statistics of this student and its `teacher`, the result of the teacher's `teach`: see `compare`."""
-        tokens = mb.computed
-        comparison = compare(self._logits(mb), teacher, tokens.targets_T, temperature, divergence, top_k)
-        return self._watched(mb, Comparison(*scatter_back(comparison, tokens)))
-
-    @torch.no_grad()
-    def teach(self, mb: PackedBatch) -> Logits:
-        """Return the logits for a student's `distill`, with a copy of the head: FSDP frees its own. Keep it for one
-        micro-batch only."""
-        logits = self._logits(mb)
-        bias_V = None if logits.bias_V is None else logits.bias_V.clone()
-        return logits._replace(head_VD=logits.head_VD.clone(), bias_V=bias_V)
-
-    def values(self, mb: PackedBatch) -> Tensor:
-        """Return scalars [T], float32, of the value model that shares this policy's layers (value.py)."""
-        return self._watched(mb, scalars(self.hidden_states(mb, second_adapters=True), self.value_head[0], mb))
+        targets_T = mb.model_tokens.targets_T
+        stats = token_logprobs(self._logits(mb), targets_T, temperature, self.compiled)
+        return self._watched(mb, TokenStats(*mb.expand(stats)))
 
     def _logits(self, mb: PackedBatch) -> Logits:
         return logits_of(self.hf, self.hidden_states(mb))
 
 
 class ScalarModel(PackedModel):
-    """Model with one number per token, in the form of Hugging Face's sequence classifiers with one label: a reward
-    model or a value model."""
+    """Model with one number per token, in the form of Hugging Face's sequence classifiers with one
+    label: a reward model or a value model."""
 
     def forward(self, mb: PackedBatch) -> Tensor:
-        """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]` depends on the inputs
-        up to t, not on `targets_T[t]`."""
+        """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]`
+        depends on the inputs up to t, not on `targets_T[t]`."""
         return self._watched(mb, scalars(self.hidden_states(mb), self.hf.score, mb))
 
 
 def scalars(hidden_tD: Tensor, head: nn.Linear, mb: PackedBatch) -> Tensor:
-    """Apply a scalar head to computed hidden states, and return its numbers of this rank's own tokens: [T], float32."""
-    return scatter_back((hidden_tD.float() @ head.weight[0].float(),), mb.computed)[0]
+    """Apply a scalar head to computed hidden states, and return its numbers on the
+    tokens: [T], float32."""
+    return mb.expand([hidden_tD.float() @ head.weight[0].float()])[0]
 
 
 # ---- loading ----
@@ -144,140 +132,217 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
-    """Return the dtype of the shards: float32 for weights that are trained. Frozen weights, also under adapters, have
-    the compute dtype: FSDP casts to it before every forward, so that the numbers are the same in fewer bytes."""
-    return torch.float32 if trainable and not lora.has_adapters(args) else compute_dtype(args, device)
-
-
-def load_reference(policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None) -> nn.Module:
-    """Load the frozen model of `--reference_model` from `path`, by default the model that the policy starts from. With
-    adapters the default is the policy with its present adapters: call before a checkpoint is loaded."""
-    if path is None and lora.has_adapters(args):
-        return lora.StartingModel(policy)
-    flag = "--reference_model" if path else "--model"
-    return load_policy(path or policy.path, args, device, trainable=False, flag=flag)
+    """Return the dtype of the shards: float32 for weights that are trained. Frozen weights, also
+    under adapters, have the compute dtype: FSDP casts to it before every forward, so that the
+    numbers are the same in fewer bytes."""
+    return torch.float32 if trainable and not args.lora_rank else compute_dtype(args, device)
 
 
 def load_policy(
-    path: str, args: BaseArgs, device: torch.device, trainable=True, flag="--model", values: nn.Module | None = None
+    path: str,
+    args: BaseArgs,
+    device: torch.device,
+    trainable: bool = True,
+    flag: str = "--model",
+    kind: type[Policy] = Policy,
 ) -> Policy:
-    """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype` compute, float32
-    reduction. With `--lora_rank` only adapters are trained (lora.py), and a value model may share them (value.py).
+    """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
+    compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py).
 
-    The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives a frozen reference
-    in the compute dtype. Dropout is off: the log-probs of a sample must not depend on when they are computed. On
-    device meta the model is neither sharded nor filled. `flag` stands in errors. Raises `ValueError` for a model that
-    would not be computed exactly, or that does not fit.
-    """
-    from transformers import AutoModelForCausalLM
-
+    The model is built on meta and sharded; then each rank reads its slices. `trainable=False` gives
+    a frozen reference in the compute dtype. Dropout is off: the log-probs of a sample must not
+    depend on when they are computed. On device meta the model is neither sharded nor filled. `flag`
+    stands in errors; `kind` is the class of the result. Raises `ValueError` for a model that would
+    not be computed exactly, or that does not fit."""
     label = f"{flag} {path}"
-    config = packable_config(path, label)
-    hf = build_on_meta(AutoModelForCausalLM, config, label, master_dtype(args, device, trainable))
-    return _load(Policy(hf, path), label, args, device, trainable, values)
+    hf = language_model_on_meta(path, label, master_dtype(args, device, trainable))
+    return load(kind(hf, path), label, args, device, trainable)
+
+
+def load_reference(
+    policy: Policy, args: BaseArgs, device: torch.device, path: str | None = None
+) -> nn.Module:
+    """Load the frozen model of `--reference_model` from `path`, by default the model that the
+    policy starts from. With adapters the default is the policy with its present adapters: call
+    before a checkpoint is loaded."""
+    if path is not None:
+        return load_policy(path, args, device, trainable=False, flag="--reference_model")
+    if not args.lora_rank:
+        return load_policy(policy.path, args, device, trainable=False)
+    from common.model.lora import StartingModel
+
+    return StartingModel(policy)
 
 
 def load_scalar_model(
     path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model"
 ) -> ScalarModel:
-    """Load a model with a scalar head, like `load_policy`. If the checkpoint has no such head, one is drawn from
-    N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models need their own.
+    """Load a model with a scalar head, like `load_policy`. If the checkpoint has no such head, one
+    is drawn from N(0, 1 / (D + 1)) by `--seed`, as in arXiv:2009.01325. Frozen models need their
+    own.
 
     Raises `ValueError` also for a classifier with more than one label.
     """
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
-
     label = f"{flag} {path}"
-    config = packable_config(path, label)
-    config.num_labels = 1
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise ValueError(f"{label}: transformers has no sequence classifier of {config.model_type}")
-    hf = build_on_meta(AutoModelForSequenceClassification, config, label, master_dtype(args, device, trainable))
-    if not isinstance(getattr(hf, "score", None), nn.Linear):
-        raise ValueError(f"{label}: {type(hf).__name__} has no linear head `score`, which is not supported")
-    return _load(ScalarModel(hf, path), label, args, device, trainable)
+    hf = classifier_on_meta(path, label, master_dtype(args, device, trainable))
+    return load(ScalarModel(hf, path), label, args, device, trainable)
 
 
-def _load(
-    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool, values=None
+def load(
+    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
 ) -> PackedModel:
+    """Prepare, shard and fill a model on meta."""
+    adapter = prepare(model, label, args, device, trainable)
+    if device.type != "meta":
+        shard_and_read(model, label, args, device, trainable)
+        complete(model, label, args, adapter)
+    return model
+
+
+def prepare(
+    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
+) -> dict[str, Tensor] | None:
+    """Set what is trained and recomputed. Return the weights of `--adapter` by name, or None if no
+    adapters are trained. Raises `ValueError` for an unsupported architecture, and for adapters that
+    do not fit the model."""
     hf = model.hf.requires_grad_(trainable)
-    if trainable and may_recompute(args, device):
+    if trainable and recomputes(args, device):
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     model.train()  # for activation checkpointing; without dropout it changes nothing else
-    if not isinstance(blocks := getattr(hf.base_model, "layers", None), nn.ModuleList):
-        raise ValueError(f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`")
-    if (R := args.context_ranks) > 1 and (heads := hf.config.get_text_config().num_attention_heads) % R:
-        raise ValueError(f"--context_ranks {R}: does not divide the {heads} attention heads of {label}")
-    adapted = trainable and lora.has_adapters(args)
-    stored = lora.add_adapters(hf, args, label) if adapted else {}
-    if values is not None:
-        values.attach(model)
-    if device.type == "meta":  # for its shapes
-        return model
+    if not isinstance(getattr(hf.base_model, "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`"
+        )
+    heads = hf.config.get_text_config().num_attention_heads if args.context_ranks > 1 else 0
+    if heads % args.context_ranks:
+        raise ValueError(
+            f"--context_ranks {args.context_ranks}: does not divide the {heads} attention heads"
+            f" of {label}"
+        )
+    if not (trainable and args.lora_rank):
+        return None
+    from common.model.lora import add_adapters
+
+    add_adapters(hf, args, label)
+    # The adapter belongs to --model; a value model beside it starts with a new one.
+    if not args.adapter or not label.startswith("--model "):
+        return {}
+    from common.model.adapter_files import read_adapter
+
+    return read_adapter(hf, args)
+
+
+def shard_and_read(
+    model: PackedModel, label: str, args: BaseArgs, device: torch.device, trainable: bool
+) -> None:
+    """Shard a prepared model, and read the weights of its checkpoint. Raises `ValueError` if it
+    does not fit on the GPU, or if its weights are not those of the checkpoint."""
     _set_threads(model, args, device)
-    if isinstance(args, SamplingArgs) and args.batch_invariant:
+    if args.batch_invariant:
         # vLLM sets both when it starts, too late: cuBLAS reads them at the first matrix product.
         os.environ |= dict(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="1")
-    setup_context_groups(R, args.nccl_timeout)
-    shard(model, blocks, args, device, not trainable)
-    require_memory(model, label, args)
-    home = torch.device("cpu") if offloads_all(args) else device
-    new_head = load_weights(hf, model.path, label, home)
-    for module in hf.modules():  # only parameters may stay on the host: FSDP gathers them on the device
+    setup_context_groups(args.context_ranks, args.nccl_timeout)
+    shard(model, model.hf.base_model.layers, args, device, reshard_root=not trainable)
+    if args.trains and capacity_of(device):
+        from common.model.capacity import require_memory
+
+        require_memory(model, label, args)
+    new_head = load_weights(model.hf, model.path, label, home_of(args, device))
+    # Only parameters may stay on the host: FSDP gathers them on the device.
+    for module in model.hf.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     if new_head is not None:
         if not trainable:
             raise ValueError(f"{label}: a language model without a reward head")
         draw_head(new_head, args.seed)
-    if values is not None:
-        values.detach(args.seed, home)
-    if adapted:
-        lora.fill_adapters(hf, stored, args.seed)
+
+
+def complete(
+    model: PackedModel, label: str, args: BaseArgs, adapter: dict[str, Tensor] | None
+) -> None:
+    """Fill adapters, if there are any, and test the packed forward of the loaded model. Raises
+    `ValueError`."""
+    if adapter is not None:
+        from common.model.lora import fill_adapters
+
+        fill_adapters(model.hf, adapter, args.seed)
     check_packing(model, label)
-    if isinstance(args, PrefixArgs) and args.share_prefix:
-        set_shortest_prefix(args.share_prefix, allowed=keeps_shared_prefixes(model, label))
-    return model
+    if args.share_prefix and not keeps_shared_prefixes(model, label):
+        args.share_prefix = 0  # for all models of the run: they have the same packs
 
 
 def _set_threads(model: PackedModel, args: BaseArgs, device: torch.device) -> None:
-    """Choose the threads of this process, unless OMP_NUM_THREADS says more than torchrun's default of 1."""
+    """Choose the threads of this process, unless OMP_NUM_THREADS says more than torchrun's default
+    of 1."""
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ and model.matrix_weights < 1e7:
-        torch.set_num_threads(1)  # in so small a model threads wait for each other longer than they compute
-    if device.type == "cuda" and offloads_all(args) and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        cores, ranks = len(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"])
-        torch.set_num_threads(max(1, cores // ranks))  # the optimizer steps on the host
+        # In so small a model threads wait for each other longer than they compute.
+        torch.set_num_threads(1)
+    steps_on_host = device.type == "cuda" and offloads_all(args)
+    if steps_on_host and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+
+
+def recomputes(args: TrainArgs, device: torch.device) -> bool:
+    """Return whether blocks are recomputed in the backward: `--activation_checkpointing`. The
+    default is true on CUDA, until `keep_activations_that_fit` (capacity.py) turns it off."""
+    by_default = device.type == "cuda"
+    return by_default if args.activation_checkpointing is None else args.activation_checkpointing
 
 
 def offloads_all(args: BaseArgs) -> bool:
     """Return whether weights live on the host: frozen ones too, in scripts that train."""
-    return isinstance(args, TrainArgs) and args.offload == "all"
+    return args.trains and args.offload == "all"
 
 
-def shard(model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device, reshard_root: bool) -> None:
-    """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile` compile the blocks
-    and the log-probs.
+def home_of(args: BaseArgs, device: torch.device) -> torch.device:
+    """Return the device of the shards."""
+    return torch.device("cpu") if offloads_all(args) else device
 
-    The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if there is no backward.
-    With `--offload all` FSDP keeps shards and their gradients on the host, and gathers weights on the device.
-    """
+
+def shard(
+    model: PackedModel,
+    blocks: nn.ModuleList,
+    args: BaseArgs,
+    device: torch.device,
+    reshard_root: bool,
+) -> None:
+    """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile`
+    compile the blocks and the log-probs.
+
+    The root stays whole from forward to backward, which needs it next; `reshard_root` frees it if
+    there is no backward. With `--offload all` FSDP keeps shards and their gradients on the host,
+    and gathers weights on the device."""
     from torch.distributed import fsdp
 
-    model.device, model.compute_dtype, model.compiled = device, compute_dtype(args, device), args.compile
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
+    model.device = device
+    model.compute_dtype = compute_dtype(args, device)
+    model.compiled = args.compile
     mesh, model.copies = shard_mesh(device, args.shard_ranks, args.nccl_timeout)
-    home = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloads_all(args) else fsdp.OffloadPolicy()
-    if args.compile:  # a block has variants: with a graph or not, with shared prefixes or not, of fixed or any sizes
-        torch._dynamo.config.recompile_limit = 32
+    options = dict(
+        mesh=mesh,
+        mp_policy=fsdp.MixedPrecisionPolicy(model.compute_dtype, reduce_dtype=torch.float32),
+    )
+    if offloads_all(args):
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    if args.compile:
+        compile_blocks(blocks)
     for block in blocks:
-        if args.compile:
-            for experts in (module for name, module in block.named_modules() if name.endswith("experts")):
-                # The router decides their sizes, and inductor fails to compile them in float32 (torch 2.13).
-                experts.forward = torch.compiler.disable(experts.forward)
-            block.compile()
-        fsdp.fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
-    fsdp.fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=home, reshard_after_forward=reshard_root)
-    if isinstance(model, Policy):
-        for method in ("distill", "teach", "values"):
-            fsdp.register_fsdp_forward_method(model, method)
+        fsdp.fully_shard(block, **options)
+    fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
+    for method in model.forward_methods:
+        fsdp.register_fsdp_forward_method(model, method)
+
+
+def compile_blocks(blocks: nn.ModuleList) -> None:
+    """Compile each transformer block, except its experts."""
+    # A block has variants: with a graph or not, with shared prefixes or not, of fixed or any sizes.
+    torch._dynamo.config.recompile_limit = 32
+    for block in blocks:
+        for name, module in block.named_modules():
+            # The router decides the sizes of experts, and inductor fails to compile them in float32
+            # (torch 2.13).
+            if name.endswith("experts"):
+                module.forward = torch.compiler.disable(module.forward)
+        block.compile()

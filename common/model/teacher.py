@@ -1,14 +1,14 @@
 """Teachers for distillation: a frozen model, or its stored log-probs of the data's completions.
 
-Shapes: T own tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
+Shapes: T tokens, t computed ones, K most likely tokens, S = K and the rest, M stored tokens.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,16 +19,17 @@ from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.comparison import TopK, most_likely
 from common.model.loading import load_config
-from common.model.policy import Policy, load_policy
+from common.model.policy import load_policy
 from common.model.reference import digest_of
+from common.model.student import Teacher
 from common.parallel import distributed
-from common.parallel.placement import scatter_back, send_to_computing_rank
 
 CHUNK = 512  # samples whose tokens share a file
 
 
 def shared_vocabulary(path: str, teacher_path: str, top_k: int) -> int:
-    """Return how many tokens the models in two folders share. Raises `ValueError` if they are fewer than `--top_k`."""
+    """Return how many tokens the models in two folders share. Raises `ValueError` if they are fewer
+    than `--top_k`."""
     shared = min(load_config(each).get_text_config().vocab_size for each in (path, teacher_path))
     if top_k > shared:
         raise ValueError(f"--top_k {top_k}: --model and --teacher share only {shared} tokens")
@@ -37,83 +38,114 @@ def shared_vocabulary(path: str, teacher_path: str, top_k: int) -> int:
 
 def load_teacher(
     path: str, samples: list[Sample], vocabulary: int, args: TrainArgs, device: torch.device
-) -> "Policy | StoredTeacher":
-    """Return the frozen model in `path` or, with `--teacher_logprobs stored`, its log-probs of the trained tokens of
-    `samples`. They are in the run's folder `teacher_logprobs`; if that is of other samples or of another teacher, the
-    model is loaded to write it, and dropped. Both have `teach`. Collective."""
+) -> "Teacher | StoredTeacher":
+    """Return the frozen model in `path` or, with `--teacher_logprobs stored`, its log-probs of the
+    trained tokens of `samples`. They are in the run's folder `teacher_logprobs`; if that is of
+    other samples or of another teacher, the model is loaded to write it, and dropped. Both have
+    `teach`. Collective."""
 
-    def load() -> Policy:
-        return load_policy(path, args, device, trainable=False, flag="--teacher")
+    def load() -> Teacher:
+        return load_policy(path, args, device, trainable=False, flag="--teacher", kind=Teacher)
 
     if args.teacher_logprobs == "live":
         return load()
-    return StoredTeacher(Path(args.output_dir) / "teacher_logprobs", path, load, samples, vocabulary, args, device)
+    return StoredTeacher(
+        Path(args.output_dir) / "teacher_logprobs", path, load, samples, vocabulary, args, device
+    )
 
 
-def require_known(samples: Iterable[Sample], teacher: Policy) -> None:
-    """Raise `RunError` for a sampled id without an embedding in the teacher. The student may have rows beyond the
-    tokenizer's tokens, and may sample them while it is untrained."""
+def require_known(samples: Iterable[Sample], teacher: Teacher) -> None:
+    """Raise `RunError` for a sampled id without an embedding in the teacher. The student may have
+    rows beyond the tokenizer's tokens, and may sample them while it is untrained."""
     known = teacher.hf.get_input_embeddings().num_embeddings
     if unknown := [i for sample in samples for i in sample.completion_ids if i >= known]:
-        problem = f"--teacher {teacher.path} has {known} tokens, the student sampled token {unknown[0]}"
-        raise distributed.RunError(f"{problem}; start from a student that has learned its tokenizer's tokens")
+        problem = (
+            f"--teacher {teacher.path} has {known} tokens, the student sampled token {unknown[0]}"
+        )
+        raise distributed.RunError(
+            f"{problem}; start from a student that has learned its tokenizer's tokens"
+        )
 
 
 class StoredTeacher:
-    """Stored distributions of a teacher at the trained tokens of samples, coarsened to its most likely tokens. The
-    files do not depend on the number of ranks; complete files of a killed run are kept."""
+    """Stored distributions of a teacher at the trained tokens of samples, coarsened to its most
+    likely tokens. The files do not depend on the number of ranks; complete files of a killed run
+    are kept."""
 
     flops = whole_flops = 0.0  # no model runs
 
     def __init__(
-        self, folder: Path, path: str, load: Callable[[], Policy], samples: list[Sample], vocabulary: int,
-        args: TrainArgs, device: torch.device,
+        self, folder: Path, path: str, load: Callable[[], Teacher], samples: list[Sample],
+        vocabulary: int, args: TrainArgs, device: torch.device,
     ):  # fmt: skip
         """Collective. Raises `ValueError` for a damaged file."""
-        self.vocabulary, self.device, rank = vocabulary, device, torch.distributed.get_rank()
+        self.vocabulary = vocabulary
+        self.device = device
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
-        for sample, before in zip(samples, accumulate(map(_trained, samples), initial=0), strict=False):
+        for sample, before in zip(
+            samples, accumulate(map(_trained, samples), initial=0), strict=False
+        ):
             sample.stored_at = before
         counts = [sum(map(_trained, chunk)) for chunk in chunks]
         self.starts = [0, *accumulate(counts)]
         files = [folder / f"{number:06d}.safetensors" for number in range(len(chunks))]
         settings = (args.dtype, args.temperature, args.top_k, vocabulary, CHUNK)
         _claim(folder, digest_of(samples, path, [path], *settings))
-        missing = distributed.gather_objects([i for i, file in enumerate(files) if not file.is_file()])[0]
+        is_missing = [not file.is_file() for file in files]
+        missing = [
+            i for i, missed in enumerate(distributed.gather_objects(is_missing)[0]) if missed
+        ]
         if missing:
-            distributed.say(f"{path} scores {sum(len(chunks[i]) for i in missing)} completions, into {folder}")
+            count = sum(len(chunks[i]) for i in missing)
+            distributed.say(f"{path} scores {count} completions, into {folder}")
             teacher = load()
-            mine = missing[rank :: distributed.world_size()]
-            for turn in range(math.ceil(len(missing) / distributed.world_size())):
-                number = mine[turn] if turn < len(mine) else None  # at the end a rank may have no file to write
-                chunk, start = ([], 0) if number is None else (chunks[number], self.starts[number])
-                columns_MX = self._scored(teacher, chunk, start, args)
-                if number is not None:
-                    _save(files[number], columns_MX, args.top_k)
+            for i in missing:  # all ranks score a file together, one of them writes it
+                writer = i % distributed.world_size()
+                columns_MX = self._scored(teacher, chunks[i], self.starts[i], args, writer)
+                if columns_MX is not None:
+                    _save(files[i], columns_MX, args.top_k)
             distributed.barrier()
         self.parts = [_read(file, count) for file, count in zip(files, counts, strict=True)]
 
     @torch.no_grad()
-    def _scored(self, teacher: Policy, samples: list[Sample], start: int, args: TrainArgs) -> Tensor:
-        """Return the columns of each trained token of this rank's samples, the first of which is number `start`: S
-        log-probs, K tokens, the log-prob of the target and the entropy, float32 [M, X]. Collective."""
-        places, columns = [], []
-        for mb in pack(samples, args.pack_tokens, self.device):
-            targets_t = mb.computed.targets_T
-            top = most_likely(teacher.teach(mb), targets_t, args.temperature, self.vocabulary, args.top_k)
-            columns_t = (*top.logprobs_TS.unbind(1), *top.tokens_TK.unbind(1), top.target_logprobs_T, top.entropy_T)
-            columns_T = scatter_back(columns_t, mb.computed)
-            columns_TX = torch.stack([x_T.float() for x_T in columns_T], 1)  # ids too: all are below 2^24
+    def _scored(
+        self, teacher: Teacher, samples: list[Sample], start: int, args: TrainArgs, writer: int
+    ) -> Tensor | None:
+        """Return, on the rank `writer`, the columns of each trained token of the samples, the first
+        of which is number `start`: S log-probs, K tokens, the log-prob of the target and the
+        entropy, float32 [M, X]. Collective."""
+        places = [torch.zeros(0, dtype=torch.int64)]
+        columns = []
+        share = samples[distributed.rank() :: distributed.world_size()]
+        for mb in pack(share, args.pack_tokens, self.device):
+            logits = teacher.teach(mb)
+            targets_t = mb.model_tokens.targets_T
+            top = most_likely(logits, targets_t, args.temperature, self.vocabulary, args.top_k)
+            columns_t = (
+                *top.logprobs_TS.unbind(1),
+                *top.tokens_TK.unbind(1),
+                top.target_logprobs_T,
+                top.entropy_T,
+            )
+            columns_TX = torch.stack(
+                [x_T.float() for x_T in mb.expand(columns_t)], 1
+            )  # ids: < 2^24
             columns.append(columns_TX[mb.loss_mask_T].cpu())
-            places.append(_places(mb))
+            if mb.num_samples:
+                places.append(mb.stored_at_T[mb.loss_mask_T].cpu())
         teacher.reshard()  # after a forward without backward the root is still whole
+        is_writer = distributed.rank() == writer
+        scored = [None] * distributed.world_size() if is_writer else None
+        dist.gather_object((torch.cat(places), torch.cat(columns)), scored, writer)
+        if not is_writer:
+            return None
+        places, columns = zip(*scored, strict=True)
         return torch.cat(columns)[(torch.cat(places) - start).argsort()]
 
     def teach(self, mb: PackedBatch) -> TopK:
-        """Return the teacher's distributions for a student's `distill`. Collective."""
-        places_T = torch.zeros(len(mb.targets_T), dtype=torch.int64)
-        places_T[mb.loss_mask_T.cpu()] = _places(mb)
-        places_t = send_to_computing_rank(places_T.to(self.device), mb.computed).cpu()
+        """Return the teacher's distributions for a student's `distill`."""
+        last = self.starts[-1] - 1
+        places_t = mb.model_tokens.stored_at_T.clamp(max=last).cpu()  # masked tokens: any place
         part_t = torch.bucketize(places_t, torch.tensor(self.starts), right=True) - 1
         columns = [column.new_empty(len(places_t), *column.shape[1:]) for column in self.parts[0]]
         for part in part_t.unique().tolist():
@@ -129,14 +161,10 @@ def _trained(sample: Sample) -> int:
     return sum(sample.loss_mask[1:])
 
 
-def _places(mb: PackedBatch) -> Tensor:
-    """Return the positions of a micro-batch's trained tokens among those of all stored samples: int64, on the host."""
-    ranges = [torch.arange(sample.stored_at, sample.stored_at + _trained(sample)) for sample in mb.samples]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *ranges])
-
-
 def _save(file: Path, columns_MX: Tensor, top_k: int) -> None:
-    logprobs_MS, tokens_MK, others_M2 = columns_MX.split([columns_MX.shape[1] - 2 - top_k, top_k, 2], 1)
+    logprobs_MS, tokens_MK, others_M2 = columns_MX.split(
+        [columns_MX.shape[1] - 2 - top_k, top_k, 2], 1
+    )
     target_M, entropy_M = others_M2.unbind(1)
     tensors = dict(logprobs=logprobs_MS, tokens=tokens_MK.int(), target=target_M, entropy=entropy_M)
     work = file.with_suffix(".tmp")
@@ -150,7 +178,10 @@ def _claim(folder: Path, digest: str) -> None:
     mark = folder / "digest"
     if distributed.is_main() and not (mark.is_file() and mark.read_text() == digest):
         folder.mkdir(exist_ok=True)
-        for old in (mark, *folder.glob("*.safetensors")):  # the mark first: a kill may leave half of the files
+        for old in (
+            mark,
+            *folder.glob("*.safetensors"),
+        ):  # the mark first: a kill may leave half of the files
             old.unlink(missing_ok=True)
         durable.write_text(mark, digest)
     distributed.barrier()
@@ -166,5 +197,7 @@ def _read(file: Path, count: int) -> list[Tensor]:
         if any(len(x) != count for x in columns):
             raise ValueError("another number of tokens")
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ValueError(f"{file} is damaged; delete it: {distributed.first_line(error)}") from error
+        raise ValueError(
+            f"{file} is damaged; delete it: {distributed.first_line(error)}"
+        ) from error
     return columns

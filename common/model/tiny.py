@@ -1,9 +1,10 @@
-"""Built-in models, Qwen3s of a million parameters with a character tokenizer. `--model tiny` has random weights.
-`--model tiny-sft` is `tiny` after sft.py on the task `arithmetic`, of which it solves 0.4: a start for RL.
+"""Built-in models, Qwen3s of a million parameters with a character tokenizer. `--model tiny` has
+random weights. `--model tiny-sft` is `tiny` after sft.py on the task `arithmetic`, of which it
+solves 0.4: a start for RL.
 
-They need no download, train in seconds on a CPU core, and use the same code as a large checkpoint. The built-in tasks
-(common/data/tasks.py) are data for them. `python tools/make_tiny_sft.py` makes the weights of tiny-sft.
-"""
+They need no download, train in seconds on a CPU core, and use the same code as a large checkpoint.
+The built-in tasks (common/data/tasks.py) are data for them. `python tools/make_tiny_sft.py` makes
+the weights of tiny-sft."""
 
 import contextlib
 import os
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import torch
 
-from common.parallel.disk_errors import disk_error
+from common.parallel.failures import disk_error
 
-PAD, EOS, TURN, END_OF_TURN = "<|pad|>", "<|eos|>", "<|turn|>", "<|end_of_turn|>"
+PAD = "<|pad|>"
+EOS = "<|eos|>"
+TURN = "<|turn|>"
+END_OF_TURN = "<|end_of_turn|>"
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
 CONTEXT = 2048  # tokens
 REVISION = 2  # part of the folder's name; raise it when anything below changes
@@ -30,24 +34,31 @@ CHAT_TEMPLATE = (
 
 
 def tiny_model(name: str = "tiny") -> str:
-    """Return the folder of `tiny` or `tiny-sft`, which is made on first use, with the same weights everywhere."""
+    """Return the folder of `tiny` or `tiny-sft`, which is made on first use, with the same weights
+    everywhere."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
     folder = cache / f"{name}-{REVISION}"
     if folder.exists():
         return str(folder)
+
+    def refusal(problem: str) -> ValueError:
+        return ValueError(f"--model {name}: cannot write {cache} ({problem}); set XDG_CACHE_HOME")
+
     try:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=cache)
     except OSError as error:
-        raise ValueError(f"--model {name}: cannot write {cache} ({error.strerror}); set XDG_CACHE_HOME") from error
+        raise refusal(error.strerror) from error
     with temporary as work:
         try:
             _write(name, Path(work))
         except Exception as error:  # of Python or, with a class of its own, of a library in Rust
-            if problem := disk_error(error):
-                raise ValueError(f"--model {name}: cannot write {cache} ({problem}); set XDG_CACHE_HOME") from error
-            raise
-        with contextlib.suppress(OSError):  # the first of several ranks wins; all make the same bytes
+            problem = disk_error(error)
+            if problem is None:
+                raise
+            raise refusal(problem) from error
+        # The first of several ranks wins; all make the same bytes.
+        with contextlib.suppress(OSError):
             Path(work).rename(folder)
     return str(folder)
 
@@ -65,27 +76,31 @@ def _write(name: str, folder: Path) -> None:
 
 
 def save(model, folder: Path) -> None:
-    """Write the model as `save_pretrained` does, but on every rank: that writes nothing on ranks other than 0."""
+    """Write the model as `save_pretrained` does, but on every rank: that writes nothing on ranks
+    other than 0."""
     from safetensors.torch import save_file
 
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # tied
     save_file(weights, folder / "model.safetensors", dict(format="pt"))
 
 
 def build_tokenizer():
-    """Return a tokenizer with one token per character. Characters outside of its vocabulary become UTF-8 bytes, so that
-    decoding restores every text."""
+    """Return a tokenizer with one token per character. Characters outside of its vocabulary become
+    UTF-8 bytes, so that decoding restores every text."""
     from tokenizers import AddedToken, Tokenizer, decoders
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = [*CHARACTERS, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], byte_fallback=True))
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, EOS, TURN, END_OF_TURN)])
+    special = (PAD, EOS, TURN, END_OF_TURN)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -98,7 +113,8 @@ def build_tokenizer():
 
 
 def build_model():
-    """Return a Qwen3 with 4 layers of width 128. head_dim 32 is the minimum of vLLM's CPU attention."""
+    """Return a Qwen3 with 4 layers of width 128. head_dim 32 is the minimum of vLLM's CPU
+    attention."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = build_tokenizer()

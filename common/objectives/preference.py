@@ -1,8 +1,9 @@
 """Objectives of preference learning, as cases of one pure function: one value per pair, float64.
 
-Log-probs are sums over the tokens of a completion, in nats. Notation: pc, pr are the policy's log-probs of chosen and
-rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in tokens, sigma the logistic function, and
-z = beta (f(lc) - f(lr)), where f depends on `f_divergence` and is the identity by default.
+Log-probs are sums over the tokens of a completion, in nats. Notation: pc, pr are the policy's
+log-probs of chosen and rejected, lc, lr their log-ratios to the reference, nc, nr their lengths in
+tokens, sigma the logistic function, and z = beta (f(lc) - f(lr)), where f depends on `f_divergence`
+and is the identity by default.
 
 `READS` names the flags of each objective.
 
@@ -23,8 +24,8 @@ EXPONENT_LIMIT = 60.0  # exp(60) = 1e26: exponentials stop growing there, and so
 
 @dataclass
 class Pairs:
-    """Inputs of the objectives for N pairs: [N] each, float64. Log-probs are sums over the completion, in nats; 0 for
-    a missing reference."""
+    """Inputs of the objectives for N pairs: [N] each, float64. Log-probs are sums over the
+    completion, in nats; 0 for a missing reference."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -55,9 +56,9 @@ class Pairs:
 
 
 def f(u: Tensor, f_divergence: FDivergence, f_alpha: float) -> Tensor:
-    """Return the derivative of the divergence's generator at the log-ratio u, up to constants that cancel
-    (arXiv:2309.16240): reverse_kl u; forward_kl 1 - exp(-u); js log 2 + log sigma(u); alpha (exp(a u) - 1) / a with
-    a = f_alpha - 1."""
+    """Return the derivative of the divergence's generator at the log-ratio u, up to constants that
+    cancel (arXiv:2309.16240): reverse_kl u; forward_kl 1 - exp(-u); js log 2 + log sigma(u); alpha
+    (exp(a u) - 1) / a with a = f_alpha - 1."""
     match f_divergence:
         case "js":
             return math.log(2) + logsigmoid(u)
@@ -96,17 +97,28 @@ PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # objectives with an impli
 
 
 def preference_loss(
-    name: str, p: Pairs, *, beta: float, label_smoothing: float, length_normalize: bool, f_divergence: FDivergence,
-    f_alpha: float, simpo_gamma: float, discopop_tau: float,
-) -> Tensor:  # fmt: skip
-    """Return the objective `name` of each pair, [N], float64. Objectives in `OVER_BATCH` need all pairs of the global
-    batch."""
+    name: str,
+    p: Pairs,
+    *,
+    beta: float,
+    label_smoothing: float,
+    length_normalize: bool,
+    f_divergence: FDivergence,
+    f_alpha: float,
+    simpo_gamma: float,
+    discopop_tau: float,
+) -> Tensor:
+    """Return the objective `name` of each pair, [N], float64. Objectives in `OVER_BATCH` need all
+    pairs of the global batch."""
     z = beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))
-    rc, rr, e = beta * p.lc, beta * p.lr, label_smoothing
+    rc = beta * p.lc
+    rr = beta * p.lr
+    e = label_smoothing
     match name:
         case "sigmoid":  # DPO (arXiv:2305.18290 Eq. 7); with label smoothing cDPO
-            return -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
-        case "robust":  # robust DPO (arXiv:2403.00409): unbiased if labels are flipped with probability e
+            return dpo_loss(z, e)
+        case "robust":
+            # robust DPO (arXiv:2403.00409): unbiased if labels are flipped with probability e
             return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
         case "hinge":  # SLiC (arXiv:2305.10425, in the form of RSO, arXiv:2309.06657)
             return torch.relu(1 - z)
@@ -116,7 +128,9 @@ def preference_loss(
         case "sigmoid_norm":  # length-normalised DPO (Tulu 3, arXiv:2411.15124)
             return -logsigmoid(beta * (p.lc / p.chosen_lengths - p.lr / p.rejected_lengths))
         case "exo_pair":  # EXO (arXiv:2402.00856): KL(model's preference || smoothed label)
-            return z.sigmoid() * (logsigmoid(z) - math.log1p(-e)) + (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
+            chosen = z.sigmoid() * (logsigmoid(z) - math.log1p(-e))
+            rejected = (-z).sigmoid() * (logsigmoid(-z) - math.log(e))
+            return chosen + rejected
         case "nca_pair":  # NCA (arXiv:2402.05369)
             return -logsigmoid(rc) - 0.5 * logsigmoid(-rc) - 0.5 * logsigmoid(-rr)
         case "bco_pair":  # BCO (arXiv:2404.04656) without its reward shift
@@ -125,18 +139,23 @@ def preference_loss(
             return (p.lc - 1 / (2 * beta)).square() + (p.lr + 1 / (2 * beta)).square()
         case "apo_zero":  # arXiv:2408.06266: 1 - sigma(rc) + sigma(rr); chosen up, rejected down
             return (-rc).sigmoid() + rr.sigmoid()
-        case "apo_down":  # arXiv:2408.06266: sigma(rc) + 1 - sigma(rc - rr); both down, rejected further
+        case "apo_down":
+            # arXiv:2408.06266: sigma(rc) + 1 - sigma(rc - rr); both down, rejected further
             return rc.sigmoid() + (-beta * (p.lc - p.lr)).sigmoid()
-        case "aot":  # optimal transport, paired (arXiv:2406.05882): i-th smallest gaps of policy and reference
+        # optimal transport, paired (arXiv:2406.05882): i-th smallest gaps of policy and reference
+        case "aot":
             gaps, order = (p.chosen_logps - p.rejected_logps).sort()
             ref_gaps, _ = (p.ref_chosen_logps - p.ref_rejected_logps).sort()
             return -logsigmoid(beta * (gaps - ref_gaps))[order.argsort()]
-        case "aot_unpaired":  # unpaired: i-th smallest log-ratios of chosen and of rejected; in the order of chosen
+        case "aot_unpaired":
+            # unpaired: i-th smallest log-ratios of chosen and of rejected; in the order of chosen
             lc, order = p.lc.sort()
             lr, _ = p.lr.sort()
             return -logsigmoid(beta * (lc - lr))[order.argsort()]
-        case "discopop":  # arXiv:2406.08414: -sigma(-z/tau) log sigma(z) + sigma(z/tau) exp(-z), a product in the log
-            return -(-z / discopop_tau).sigmoid() * logsigmoid(z) + torch.exp(logsigmoid(z / discopop_tau) - z)
+        # arXiv:2406.08414: -sigma(-z/tau) log sigma(z) + sigma(z/tau) exp(-z), a product in the log
+        case "discopop":
+            exponential = torch.exp(logsigmoid(z / discopop_tau) - z)
+            return -(-z / discopop_tau).sigmoid() * logsigmoid(z) + exponential
         case "simpo":  # arXiv:2405.14734 Eq. 6
             return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - simpo_gamma)
         case "orpo":  # arXiv:2403.07691 Eq. 6-7
@@ -146,8 +165,15 @@ def preference_loss(
     raise ValueError(name)
 
 
+def dpo_loss(z: Tensor, label_smoothing: float) -> Tensor:
+    """Return the loss of DPO (arXiv:2305.18290 Eq. 7) for the difference z of the implicit rewards
+    of chosen and rejected; with label smoothing that of cDPO."""
+    return -(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)
+
+
 def _log_odds(mean_p: Tensor) -> Tensor:
-    """Return log P / (1 - P) with log P = mean_p. P stays 1e-9 below 1, where the odds are infinite."""
+    """Return log P / (1 - P) with log P = mean_p. P stays 1e-9 below 1, where the odds are
+    infinite."""
     mean_p = mean_p.clamp(max=-1e-9)
     return mean_p - torch.log(-torch.expm1(mean_p))
 
@@ -157,21 +183,27 @@ def rewards_per_token(name: str, length_normalize: bool) -> bool:
     return name in PER_TOKEN and (name != "ipo" or length_normalize)
 
 
-def implicit_rewards(pairs: Pairs, *, per_token: bool, referenced: bool, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the implicit rewards of chosen and rejected: beta times the log-ratio to the reference, or times the
-    log-prob if not `referenced`; `per_token` or summed. [N] each, without gradient."""
-    chosen, rejected = (pairs.lc, pairs.lr) if referenced else (pairs.chosen_logps, pairs.rejected_logps)
-    nc, nr = (pairs.chosen_lengths, pairs.rejected_lengths) if per_token else (1, 1)
-    return beta * (chosen / nc).detach(), beta * (rejected / nr).detach()
+def implicit_rewards(
+    pairs: Pairs, *, per_token: bool, referenced: bool, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Return the implicit rewards of chosen and rejected: beta times the log-ratio to the
+    reference, or times the log-prob if not `referenced`; `per_token` or summed. [N] each, without
+    gradient."""
+    chosen = pairs.lc if referenced else pairs.chosen_logps
+    rejected = pairs.lr if referenced else pairs.rejected_logps
+    if per_token:
+        chosen = chosen / pairs.chosen_lengths
+        rejected = rejected / pairs.rejected_lengths
+    return beta * chosen.detach(), beta * rejected.detach()
 
 
 # ---- weights ----
 
 
 def wpo_weights(mean_adjusted_logps: Tensor) -> Tensor:
-    """Return the weights of WPO (arXiv:2406.11827), which favour completions that are likely under the policy.
+    """Return the weights of WPO (arXiv:2406.11827), which favour completions that are likely under
+    the policy.
 
-    `mean_adjusted_logps` [N] is the mean over tokens of log pi(y_t) - log sum_j pi(j)^2, of a completion or summed over
-    a pair. Weights are at most 1. [N], without gradient.
-    """
+    `mean_adjusted_logps` [N] is the mean over tokens of log pi(y_t) - log sum_j pi(j)^2, of a
+    completion or summed over a pair. Weights are at most 1. [N], without gradient."""
     return mean_adjusted_logps.detach().clamp(max=0).exp()

@@ -9,12 +9,15 @@ from torch import Tensor
 
 
 class KLCoefficient:
-    """Coefficient of the KL, `value`, adapted to keep the KL near `target` nats (Ziegler et al. 2019, arXiv:1909.08593
-    Eq. 3-4, with the factor exp(x), not 1 + x, which is positive for any horizon). In `horizon` completions it
-    changes by a factor of exp(0.2) at most. A target of 0 keeps it constant."""
+    """Coefficient of the KL, `value`, adapted to keep the KL near `target` nats (Ziegler et al.
+    2019, arXiv:1909.08593 Eq. 3-4, with the factor exp(x), not 1 + x, which is positive for any
+    horizon). In `horizon` completions it changes by a factor of exp(0.2) at most. A target of 0
+    keeps it constant."""
 
     def __init__(self, beta: float, target: float, horizon: float):
-        self.value, self.target, self.horizon = beta, target, horizon
+        self.value = beta
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, completions: int) -> None:
         """Adapt the value after a step whose `completions` had this mean `kl`, in nats."""
@@ -30,6 +33,7 @@ class KLCoefficient:
 
 
 def shape_rewards(rewards: Tensor, *, reward_scale: float, reward_clip: float) -> Tensor:
-    """Scale rewards, then clip them to [-reward_clip, reward_clip]; 0: no clip. Missing rewards (NaN) remain NaN."""
+    """Scale rewards, then clip them to [-reward_clip, reward_clip]; 0: no clip. Missing rewards
+    (NaN) remain NaN."""
     scaled = rewards * reward_scale
     return scaled.clamp(-reward_clip, reward_clip) if reward_clip else scaled

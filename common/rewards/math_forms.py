@@ -3,9 +3,13 @@
 import re
 from typing import NamedTuple
 
-CLOCK = re.compile(r"(\d{1,2})(?: ?: ?([0-5]\d))?(?: ?: ?([0-5]\d))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
+CLOCK = re.compile(
+    r"(\d{1,2})(?: ?: ?([0-5]\d))?(?: ?: ?([0-5]\d))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE
+)
 # Marks of a text in LaTeX that do not change a time.
-TYPESETTING = re.compile(r"\\(?:text|textrm|textbf|mathrm|rm|quad)(?![A-Za-z])|\\[ ,;:!]|[{}$~\s]|\\[()]")
+TYPESETTING = re.compile(
+    r"\\(?:text|textrm|textbf|mathrm|rm|quad)(?![A-Za-z])|\\[ ,;:!]|[{}$~\s]|\\[()]"
+)
 # 0.1\overline{6}, 0.\bar 3, 0.\dot{1}4285\dot{7}, 0.1(6), and digits with a combining line or dot.
 START = r"(?<![\d.])(\d{0,50})\.(\d{0,50})"
 LINE = r"\\(?:overline|bar|dot|overbar)"
@@ -33,7 +37,8 @@ class Time(NamedTuple):
         return self.shown if not self.half else self.shown % 43200 + 43200 * (self.half == "p")
 
     def equals(self, other: "Time") -> bool:
-        """Return whether both are the same time. Where one lacks a.m. or p.m., the other may have either."""
+        """Return whether both are the same time. Where one lacks a.m. or p.m., the other may have
+        either."""
         if bool(self.half) == bool(other.half):
             return self.seconds == other.seconds
         written, full = (other, self) if self.half else (self, other)
@@ -45,23 +50,25 @@ def time_of(answer: str) -> Time | None:
     match = CLOCK.fullmatch(" ".join(TYPESETTING.sub(" ", answer).split()))
     if match is None or not (match[2] or match[4]):
         return None
-    hours, minutes, seconds = (int(part or 0) for part in match.groups()[:3])
+    numbers = match.groups()[:3]
+    hours, minutes, seconds = (int(number or 0) for number in numbers)
     half = (match[4] or "").lower()
     if hours > (12 if half else 24):
         return None
-    leads_with_0 = any(part and part.startswith("0") for part in match.groups()[:3])
+    leads_with_0 = any(number and number.startswith("0") for number in numbers)
     return Time(3600 * hours + 60 * minutes + seconds, half, bool(half) or leads_with_0)
 
 
 def without_repeating_decimals(answer: str) -> str:
-    """Return the answer with repeating decimals as fractions: `0.1\\overline{6}` is `\\frac{15}{90}`."""
+    """Return the answer with repeating decimals as fractions: `0.1\\overline{6}` is
+    `\\frac{15}{90}`."""
     for pattern in REPEATING:
         answer = pattern.sub(_as_fraction, answer)
     return answer
 
 
 def _as_fraction(match: re.Match) -> str:
-    whole, once, *repeated = (re.sub(r"[^\d]", "", part or "") for part in match.groups())
+    whole, once, *repeated = (re.sub(r"\D", "", digits or "") for digits in match.groups())
     again = "".join(repeated)
     numerator = int(f"0{whole}{once}{again}") - int(f"0{whole}{once}")
     return rf"\frac{{{numerator}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"

@@ -1,11 +1,13 @@
-"""Processes that run a user's code with a deadline for each answer: reward functions, `math`, environments.
+"""Processes that run a user's code with a deadline for each answer: reward functions, `math`,
+environments.
 
-A server (worker.py) forks itself to make a process. If a process hangs or dies, only its current call fails: the
-process is killed, together with all processes that it has started. No function here blocks on a single process.
+A server (worker.py) forks itself to make a process. If a process hangs or dies, only its current
+call fails: the process is killed, together with all processes that it has started. No function here
+blocks on a single process.
 
-The processes share no CUDA context with their parent. They import torch and the training script only if the user's code
-does. There is no protection from malicious code, because the user chose the code, and its answers are unpickled.
-"""
+The processes share no CUDA context with their parent. They import torch and the training script
+only if the user's code does. There is no protection from malicious code, because the user chose the
+code, and its answers are unpickled."""
 
 import json
 import math
@@ -19,55 +21,56 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
 
 from common.rewards import worker
+from common.rewards.result import Result
 from common.rewards.worker import DIED, HEADER, one_line
 
-AHEAD = 8  # calls that a process has in its queue beside the current one, so that it does not wait for its parent
+AHEAD = 8  # calls in a process's queue behind the current one: it does not wait for its parent
 CONCURRENT = 64  # calls of an async function at a time
 LATE = 1.0  # seconds after its own time-outs at which an event loop counts as blocked
-START_SECONDS = 60.0  # time limit for a process to start and to load its target, before its first call
-
-
-class Result(NamedTuple):
-    """Value that a call returned, or one line with the reason why it returned none."""
-
-    value: Any = None
-    error: str | None = None
-    timed_out: bool = False
+START_SECONDS = 60.0  # for a process to start and to load its target, before its first call
 
 
 class ForkServer:
-    """Process that forks itself. It starts at the first use, and again if it has died. Server and forks end at `close`,
-    when the parent ends in any way, and on Linux when the thread that started the server ends."""
+    """Process that forks itself. It starts at the first use, and again if it has died. Server and
+    forks end at `close`, when the parent ends in any way, and on Linux when the thread that started
+    the server ends."""
 
     def __init__(self, target: str, *, shared: bool, memory_gib: float = 4.0, grace: float = 0.0):
-        """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before the forks; then a
-        fork takes milliseconds, but all forks share the files that the target has opened. `memory_gib`: limit of what a
-        fork allocates after loading the target (Linux). `grace`: seconds for a fork to clean up after its connection
-        has closed."""
-        path, _, name = target.rpartition(":")
-        self.target = f"{os.path.abspath(path)}:{name}" if path.endswith(".py") else target
-        self.folders = [os.path.dirname(os.path.abspath(path))] if path.endswith(".py") else []  # of imports beside it
-        self.shared, self.memory_gib, self.grace = shared, memory_gib, grace
+        """`target`: `module:name` or `path/to/file.py:name`. `shared`: load the target once, before
+        the forks; then a fork takes milliseconds, but all forks share the files that the target has
+        opened. `memory_gib`: limit of what a fork allocates after loading the target (Linux).
+        `grace`: seconds for a fork to clean up after its connection has closed."""
+        file, _, name = target.rpartition(":")
+        is_file = file.endswith(".py")
+        self.target = f"{os.path.abspath(file)}:{name}" if is_file else target
+        # it may import the files beside it
+        self.folders = [os.path.dirname(os.path.abspath(file))] if is_file else []
+        self.shared = shared
+        self.memory_gib = memory_gib
+        self.grace = grace
         self.process: subprocess.Popen | None = None
 
     def fork(self, connection: socket.socket) -> None:
-        """Start a fork with this connection. Blocks only if hundreds of forks wait for the target to load."""
+        """Start a fork with this connection. Blocks only if hundreds of forks wait for the target
+        to load."""
         if self.process is None or self.process.poll() is not None:
             self._start()
-        with connection, suppress(OSError):  # if the server has died or hangs, the connection just ends
+        # OSError: the server has died or hangs; the connection just ends
+        with connection, suppress(OSError):
             socket.send_fds(self.control, [b"+"], [connection.fileno()])
 
     def look(self) -> None:
         """Make the server check for closed connections."""
         if self.process is not None:
-            with suppress(OSError):  # the server has died, or has unread messages and checks after each
+            # OSError: the server has died, or has unread messages and checks after each
+            with suppress(OSError):
                 self.control.send(b"-", socket.MSG_DONTWAIT)
 
     def close(self, hangs: bool = False) -> None:
-        """End the server and its forks. Unless it hangs, it has `grace` and two more seconds to end by itself."""
+        """End the server and its forks. Unless it hangs, it has `grace` and two more seconds to end
+        by itself."""
         if self.process is not None:
             self.control.close()
             with suppress(subprocess.TimeoutExpired):
@@ -78,33 +81,49 @@ class ForkServer:
 
     def _start(self) -> None:
         self.close(hangs=True)
-        self.control, theirs = socket.socketpair()
+        self.control, child_end = socket.socketpair()
         self.control.settimeout(START_SECONDS)
-        setup = dict(path=[*sys.path, *self.folders], control=theirs.fileno(), parent=os.getpid(), target=self.target)
-        setup |= dict(shared=self.shared, memory_gib=self.memory_gib, grace=self.grace)
-        # -P: without the script's folder on sys.path. A new session: Ctrl-C at the terminal goes to the parent only.
+        setup = dict(
+            path=[*sys.path, *self.folders],
+            control=child_end.fileno(),
+            parent=os.getpid(),
+            target=self.target,
+            shared=self.shared,
+            memory_gib=self.memory_gib,
+            grace=self.grace,
+        )
+        # -P: without the script's folder on sys.path
         command = [sys.executable, "-P", "-u", worker.__file__, json.dumps(setup)]
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()])  # print writes to stderr
-        with theirs:
-            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
+        with child_end:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # print writes to stderr
+                pass_fds=[child_end.fileno()],
+                start_new_session=True,  # Ctrl-C at the terminal goes to the parent only
+            )
 
 
 class Process:
-    """Handle of one fork, for its parent. Answers come in the order of the questions, unless the function is async."""
+    """Handle of one fork, for its parent. Answers come in the order of the questions, unless the
+    function is async."""
 
     def __init__(self, server: ForkServer, start_seconds: float = START_SECONDS):
-        self.socket, theirs = socket.socketpair()
+        self.socket, child_end = socket.socketpair()
         self.socket.setblocking(False)
-        self.incoming, self.outgoing = bytearray(), bytearray()
-        self.server, self.start_seconds = server, start_seconds
-        self.asked: dict[int, float] = {}  # number of each question without an answer -> its seconds
-        self.deadline = time.monotonic() + start_seconds  # deadline of the start, then of the first question
+        self.incoming = bytearray()
+        self.outgoing = bytearray()
+        self.server = server
+        self.start_seconds = start_seconds
+        self.asked: dict[int, float] = {}  # number of each open question -> its seconds
+        self.deadline = time.monotonic() + start_seconds  # of the start, then of the first question
         self.is_async: bool | None = None  # None until the target is loaded
         self.end: Result | None = None  # reason why no more answers come
-        server.fork(theirs)
+        server.fork(child_end)
 
     def ask(self, number: int, method: str | None, arguments: tuple, seconds: float) -> None:
-        """Send a question: `target(*arguments)`, or the `method` of an object of the target, within `seconds`."""
+        """Send a question: `target(*arguments)`, or the `method` of an object of the target, within
+        `seconds`."""
         try:
             payload = pickle.dumps((method, arguments, seconds))
         except Exception as error:  # pickling runs code of the objects in the row
@@ -118,12 +137,13 @@ class Process:
     def answers(self) -> list[tuple[int, Result]]:
         """Return the answers that have arrived, with the numbers of their questions.
 
-        If the process cannot load its target, is late or has died, `end` has the reason. It is then the answer to the
-        first question, or to all questions of an async function. The other questions stay in `asked`.
-        """
+        If the process cannot load its target, is late or has died, `end` has the reason. It is then
+        the answer to the first question, or to all questions of an async function. The other
+        questions stay in `asked`."""
         now = time.monotonic()  # before reading answers: this process may have been slow itself
         self._flush()
-        found, is_open = [], self._receive()
+        is_open = self._receive()
+        answers = []
         for number, payload in self._messages():
             try:
                 result = Result(*pickle.loads(payload))
@@ -131,7 +151,7 @@ class Process:
                 result = Result(error=f"the result cannot be unpickled: {one_line(error)}")
             if number in self.asked:
                 del self.asked[number]
-                found.append((number, result))
+                answers.append((number, result))
             elif number >= 0:
                 self.end = Result(error="it wrote to a file that it had not opened")
                 break
@@ -142,20 +162,24 @@ class Process:
             self.deadline = self._deadline()
         if not is_open:
             self.end = self.end or Result(error="the process died")
-        elif self.deadline < now and self.is_async is not None:
-            self.end = Result(error=f"no answer within {next(iter(self.asked.values())):g} s", timed_out=True)
         elif self.deadline < now:
-            self.end = Result(error=f"not loaded within {self.start_seconds:g} s")
-            if self.server.shared:  # the server itself hangs in loading
-                self.server.close(hangs=True)
+            self.end = self._late()
         if self.end:
             self.close()
             if self.is_async is None:
                 self.end = Result(error=f"{self.server.target} cannot be loaded: {self.end.error}")
             for number in list(self.asked)[: None if self.is_async else 1]:
                 del self.asked[number]
-                found.append((number, self.end))
-        return found
+                answers.append((number, self.end))
+        return answers
+
+    def _late(self) -> Result:
+        if self.is_async is not None:
+            seconds = next(iter(self.asked.values()))
+            return Result(error=f"no answer within {seconds:g} s", timed_out=True)
+        if self.server.shared:  # the server itself hangs in loading
+            self.server.close(hangs=True)
+        return Result(error=f"not loaded within {self.start_seconds:g} s")
 
     def close(self) -> None:
         """End the process. The server kills it after the `grace` period."""
@@ -163,7 +187,8 @@ class Process:
         self.server.look()
 
     def _deadline(self) -> float:
-        """Return the deadline of the first question if it begins now. An event loop enforces the limit before it."""
+        """Return the deadline of the first question if it begins now. An event loop enforces the
+        limit before it."""
         seconds = next(iter(self.asked.values()), math.inf)
         return time.monotonic() + seconds + (LATE if self.is_async else 0.0)
 
@@ -194,7 +219,8 @@ class Process:
 
 
 def wait(processes: Iterable[Process], until: float = math.inf) -> None:
-    """Block until one process has sent bytes, accepts bytes or is late, at most until the time `until`."""
+    """Block until one process has sent bytes, accepts bytes or is late, at most until the time
+    `until`."""
     poll = select.poll()
     for process in processes:
         if process.end:  # its questions have their answer
@@ -205,30 +231,43 @@ def wait(processes: Iterable[Process], until: float = math.inf) -> None:
 
 
 class Pool:
-    """Pool of `size` processes that call one function. They start at the first use. Only one thread may use a pool.
+    """Pool of `size` processes that call one function. They start at the first use. Only one thread
+    may use a pool.
 
-    Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each process calls it once
-    after loading, within `start_seconds`. The other arguments are those of `ForkServer` and `Process`.
-    """
+    Each call has `seconds` of wall-clock time. If the function has an attribute `prepare`, each
+    process calls it once after loading, within `start_seconds`. The other arguments are those of
+    `ForkServer` and `Process`."""
 
     def __init__(
-        self, target: str, size: int, seconds: float, *, shared: bool = False, memory_gib: float = 4.0,
+        self,
+        target: str,
+        size: int,
+        seconds: float,
+        *,
+        shared: bool = False,
+        memory_gib: float = 4.0,
         start_seconds: float = START_SECONDS,
-    ):  # fmt: skip
-        assert size >= 1 and seconds > 0 and memory_gib > 0 and start_seconds > 0, "all must be positive"
+    ):
+        limits = (size, seconds, memory_gib, start_seconds)
+        assert all(limit > 0 for limit in limits), "all must be positive"
         self.server = ForkServer(target, shared=shared, memory_gib=memory_gib)
-        self.size, self.seconds, self.start_seconds = size, seconds, start_seconds
+        self.size = size
+        self.seconds = seconds
+        self.start_seconds = start_seconds
         self.processes: list[Process] = []
         self.is_async: bool | None = None  # None until a process has loaded the function
 
     def map(self, calls: Sequence[tuple], seconds: Sequence[float] | None = None) -> list[Result]:
-        """Return the result of `function(*call)` for every call, in order. `seconds`: a time limit for each call.
+        """Return the result of `function(*call)` for every call, in order. `seconds`: a time limit
+        for each call.
 
-        The calls of an `async def` run concurrently in one process, 64 at a time. If one of them blocks the event loop,
-        all running ones time out. If three processes fail to load the function, every call has this error.
-        """
+        The calls of an `async def` run concurrently in one process, 64 at a time. If one of them
+        blocks the event loop, all running ones time out. If three processes fail to load the
+        function, every call has this error."""
         seconds = seconds or [self.seconds] * len(calls)
-        results, pending, failed_starts = [Result()] * len(calls), deque(range(len(calls))), 0
+        results = [Result()] * len(calls)
+        pending = deque(range(len(calls)))
+        failed_starts = 0
         try:
             while True:
                 for process in list(self.processes):
@@ -249,9 +288,10 @@ class Pool:
                 self._send(calls, seconds, pending)
                 wait(self.processes)
         finally:
-            for process in [process for process in self.processes if process.asked]:  # after Ctrl-C
-                self.processes.remove(process)
-                process.close()
+            for process in list(self.processes):
+                if process.asked:  # after Ctrl-C
+                    self.processes.remove(process)
+                    process.close()
 
     def _start(self, pending: int) -> None:
         """Start processes until there are enough for `pending` further calls."""
@@ -263,8 +303,11 @@ class Pool:
     def _send(self, calls: Sequence[tuple], seconds: Sequence[float], pending: deque[int]) -> None:
         """Send pending calls to processes with room in their queues."""
         for process in self.processes:
-            # Near the end, queues are shorter, so that no call waits behind a slow one while another process is idle.
-            room = CONCURRENT if process.is_async else 1 + min(AHEAD, len(pending) // (2 * self.size))
+            # Near the end, queues are shorter, so that no call waits behind a slow one while
+            # another process is idle.
+            room = 1 + min(AHEAD, len(pending) // (2 * self.size))
+            if process.is_async:
+                room = CONCURRENT
             while pending and process.is_async is not None and len(process.asked) < room:
                 number = pending.popleft()
                 process.ask(number, None, calls[number], seconds[number])

@@ -1,25 +1,40 @@
-"""The functions that `--reward` names, and the check that rows of data have the columns they need."""
+"""The names of `--reward`: the functions behind them, imported when they are named, and the check
+that rows of data have the columns they need."""
 
 import difflib
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.config.groups import SamplingArgs
 from common.parallel import distributed
-from common.rewards import code_reward, math_reward
 from common.rewards.functions import REWARDS, Reward
-from common.rewards.user_code import load_callable, reward_form
 
-BUILT_IN = REWARDS | dict(math=math_reward.math, code=code_reward.passes, code_fraction=code_reward.fraction)
+OTHERS = dict(
+    countdown="puzzles:countdown",
+    split="puzzles:split",
+    ifeval="ifeval:ifeval",
+    math="math_reward:math",
+    code="code_reward:passes",
+    code_fraction="code_reward:fraction",
+)  # module and function
+BUILT_IN = (*REWARDS, *OTHERS)
 
 
 def load_reward(name: str) -> Reward:
-    """Return a built-in reward, or `path/to/file.py:function`. Raises `ValueError` for anything else."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
+    """Return a built-in reward, or `path/to/file.py:function`. Raises `ValueError` for anything
+    else."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if name in OTHERS:
+        module, function = OTHERS[name].split(":")
+        return getattr(importlib.import_module(f"common.rewards.{module}"), function)
     if ":" not in name:
         raise ValueError(f"--reward {name}: unknown; {intention(name)}")
-    reward_form(name, function := load_callable("--reward", name))
+    from common.rewards.user_code import load_callable, reward_form
+
+    function = load_callable("--reward", name)
+    reward_form(name, function)
     return function
 
 
@@ -37,52 +52,74 @@ def intention(name: str) -> str:
         return f"did you mean {file}.py:{function}?"
     if Path(name, "config.json").is_file():
         return f"did you mean model:{name}?"
-    return f"there are {', '.join([*BUILT_IN, 'by_row', 'environment', 'path/to/file.py:function', 'model:PATH'])}"
+    forms = ("by_row", "environment", "path/to/file.py:function", "model:PATH")
+    return f"there are {', '.join((*BUILT_IN, *forms))}"
+
+
+def short_names(rewards: Sequence[str]) -> dict[str, str]:
+    """Return the name of each of `--reward` in metrics: a function's own name; `model` for a model,
+    or, for several, `model/` and the shortest ends of their paths that differ."""
+    names = {name: name.rpartition(":")[2] for name in rewards}
+    models = [name for name in rewards if name.startswith("model:")]
+    if len(set(models)) == 1:
+        return names | {models[0]: "model"}
+    paths = {name: Path(name.removeprefix("model:")).parts for name in models}
+    for length in range(1, 1 + max(map(len, paths.values()), default=0)):
+        ends = {name: f"model/{'/'.join(path[-length:])}" for name, path in paths.items()}
+        if len(set(ends.values())) == len(ends):
+            break
+    return names | (ends if models else {})
 
 
 def require_usable_rows(name: str, function: Reward, rows: list[dict]) -> None:
-    """Raise `ValueError` if the rows lack a column that the function reads, or the function refuses one of them."""
+    """Raise `ValueError` if the rows lack a column that the function reads, or the function refuses
+    one of them."""
     for column in getattr(function, "columns", ()):
         if not any(column in row for row in rows):
-            found = ", ".join(c for c in rows[0] if not c.startswith("_"))
-            raise ValueError(f"--reward {name} reads column {column}; the dataset has {found}")
+            columns = ", ".join(c for c in rows[0] if not c.startswith("_"))
+            raise ValueError(f"--reward {name} reads column {column}; the dataset has {columns}")
     for row in rows:
         require_usable_row(name, function, row)
 
 
 def require_usable_row(name: str, function: Reward, row: dict) -> None:
     """Raise `ValueError` naming the row if it lacks a column, or the function refuses it."""
+    source = row.get("_source")
     for column in getattr(function, "columns", ()):
         if row.get(column) is None:
-            raise ValueError(f"{row['_source']}: column {column} is missing, --reward {name} reads it")
+            raise ValueError(f"{source}: column {column} is missing, --reward {name} reads it")
     if hasattr(function, "check"):
         try:
             function.check(row)
         except BaseException as error:  # perhaps a user's code, which may raise anything
-            problem = distributed.first_line(error).removeprefix(f"{row['_source']}: ")
-            raise ValueError(f"{row['_source']}: {problem} (--reward {name})") from error
+            problem = distributed.first_line(error).removeprefix(f"{source}: ")
+            raise ValueError(f"{source}: {problem} (--reward {name})") from error
 
 
 def reward_of_row(row: dict) -> str:
     """Return the reward in the column `reward`. Raises `ValueError` unless it is built in."""
     name = row.get("reward")
-    if not isinstance(name, str) or name not in BUILT_IN:
-        problem = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
-        raise ValueError(f"{row['_source']}: column reward {problem} (--reward by_row)")
-    return name
+    if isinstance(name, str) and name in BUILT_IN:
+        return name
+    problem = "is missing" if name is None else f"names {name!r}; there are {', '.join(BUILT_IN)}"
+    raise ValueError(f"{row['_source']}: column reward {problem} (--reward by_row)")
 
 
 def row_check(args: SamplingArgs) -> Callable[[dict], None]:
     """Return a function that raises `ValueError` for a row that one of `--reward` cannot use.
 
     Raises `ValueError` for a name that is unknown."""
-    by_row = "by_row" in args.reward
-    names = [name for name in args.reward if name not in ("by_row", "environment") and not name.startswith("model:")]
-    functions = {name: load_reward(name) for name in names}
+    functions = {
+        name: load_reward(name)
+        for name in args.reward
+        if name not in ("by_row", "environment") and not name.startswith("model:")
+    }
 
     def check(row: dict) -> None:
-        of_row = {name: BUILT_IN[name] for name in [reward_of_row(row)]} if by_row else {}
-        for name, function in (functions | of_row).items():
+        for name, function in functions.items():
             require_usable_row(name, function, row)
+        if "by_row" in args.reward:
+            name = reward_of_row(row)
+            require_usable_row(name, load_reward(name), row)
 
     return check

@@ -1,8 +1,8 @@
-"""Thoughts in front of an answer, such as `<think>...</think>`: their marks, and the text that a reward reads.
+"""Thoughts in front of an answer, such as `<think>...</think>`: their marks, and the text that a
+reward reads.
 
-A thought may contain another number, a box or a program. None of it is the answer, which begins behind the last
-thought. An unfinished thought has no answer.
-"""
+A thought may contain another number, a box or a program. None of it is the answer, which begins
+behind the last thought. An unfinished thought has no answer."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,10 @@ TAG = re.compile(r"</?((?:\w+[:|])?\w*(?:think|thought|reason)\w*(?::\w+)?)>")
 # Other marks: the start and the end of a thought, as regular expressions.
 OTHERS = (
     (r"\[THINK\]", r"\[/THINK\]"),  # Mistral
-    (r"<\|channel\|>(?:analysis|commentary)[^<]*(?:<\|message\|>)?", r"<\|channel\|>final<\|message\|>"),  # gpt-oss
+    (  # gpt-oss
+        r"<\|channel\|>(?:analysis|commentary)[^<]*(?:<\|message\|>)?",
+        r"<\|channel\|>final<\|message\|>",
+    ),
     (r"<\|channel>\w*", r"<channel\|>"),  # Gemma 4
     (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),  # Command A
     (r"<\|begin_of_thought\|>", r"<\|end_of_thought\|>"),  # OpenThinker
@@ -25,20 +28,24 @@ OTHERS = (
 TAIL = 32  # last tokens of a prompt in which an opened thought is searched
 
 
-def answer_of(text: str, inside: bool = False, start: str = "<think>", end: str = "</think>") -> str:
-    """Return `text` behind its last thought and the line breaks after it; "" if this thought is unfinished.
+def answer_of(
+    text: str, inside: bool = False, start: str = "<think>", end: str = "</think>"
+) -> str:
+    """Return `text` behind its last thought and the line breaks after it; "" if this thought is
+    unfinished.
 
-    `inside`: whether the text begins inside a thought, because the prompt ends with its start. `start` and `end`:
-    regular expressions of the marks.
-    """
+    `inside`: whether the text begins inside a thought, because the prompt ends with its start.
+    `start` and `end`: regular expressions of the marks."""
     ends = [match.end() for match in re.finditer(end, text)]
-    answer = text[ends[-1] :].lstrip("\r\n") if ends else "" if inside else text
+    if inside and not ends:
+        return ""
+    answer = text[ends[-1] :].lstrip("\r\n") if ends else text
     return "" if re.search(start, answer) else answer
 
 
 def marks_of(template: str) -> tuple[str, str]:
-    """Return the start and the end of a thought as regular expressions: those that a chat template contains, and those
-    of <think>, which a prompt may ask for."""
+    """Return the start and the end of a thought as regular expressions: those that a chat template
+    contains, and those of <think>, which a prompt may ask for."""
     names = {"think", *TAG.findall(template)}
     pairs = [(re.escape(f"<{name}>"), re.escape(f"</{name}>")) for name in sorted(names)]
     pairs += [pair for pair in OTHERS if any(re.search(mark, template) for mark in pair)]
@@ -56,15 +63,16 @@ class Thoughts:
 
     def __init__(self, tokenizer, cut: bool):
         """`cut`: whether thoughts are cut at all (`--thoughts`)."""
-        self.tokenizer, self.cut = tokenizer, cut
+        self.tokenizer = tokenizer
+        self.cut = cut
         self.start, self.end = marks_of(template_text(tokenizer))
 
     def opened(self, sample: Completion) -> str:
         """Return the mark at the end of the sample's prompt that starts a thought, or ""."""
         prompt = before_last_turn(sample)[-TAIL:]
         text = self.tokenizer.decode(prompt) if prompt and self.tokenizer is not None else ""
-        found = re.search(rf"(?:{self.start})\s*\Z", text)
-        return found[0].strip() if found else ""
+        mark = re.search(rf"(?:{self.start})\s*\Z", text)
+        return mark[0].strip() if mark else ""
 
     def answer(self, sample: Completion) -> str:
         """Return the text that is scored: the answer or, with `--thoughts keep`, all of it."""
@@ -73,8 +81,9 @@ class Thoughts:
         return answer_of(sample.text, bool(self.opened(sample)), self.start, self.end)
 
     def read_by(self, reward: Callable, sample: Completion) -> str:
-        """Return the text that a built-in reward reads, by its attribute `reads`: the answer unless it is set;
-        `completion`: all of the text; `turn`: all, behind the mark that the prompt opens."""
+        """Return the text that a built-in reward reads, by its attribute `reads`: the answer unless
+        it is set; `completion`: all of the text; `turn`: all, behind the mark that the prompt
+        opens."""
         reads = getattr(reward, "reads", "answer")
         if reads == "answer":
             return self.answer(sample)

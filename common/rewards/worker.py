@@ -1,7 +1,7 @@
 """Child side of processes.py: a server that forks itself, and its forks, which answer questions.
 
-It runs as a script, by its path, and imports only the standard library. All other imports come from the target.
-"""
+It runs as a script, by its path, and imports only the standard library. All other imports come from
+the target."""
 
 import asyncio
 import importlib
@@ -18,51 +18,61 @@ import struct
 import sys
 from contextlib import suppress
 from functools import cache
+from traceback import walk_tb
 
-HEADER = struct.Struct("!qQ")  # header of a message: number of the question, size of the pickle that follows
-LOADED, DIED = -1, -2  # numbers of other messages: the target has loaded or failed to load; the process died
-DEATHS = {os.EX_PROTOCOL: "it closed a file that it had not opened"} | {-n: n.name for n in signal.Signals}
+HEADER = struct.Struct("!qQ")  # number of the question, size of the pickle that follows
+LOADED = -1  # number of the message that the target has loaded, or failed to load
+DIED = -2  # number of the message that the process died
 CONTROL = re.compile(rb"[\0-\x08\x0b-\x1f\x7f]")
 OUTPUT = 1 << 20  # bytes that all workers of a server may print
 
 
-class ForkServer:
-    """Forks a worker for each connection that the parent sends, and relays the output of the workers.
+class Server:
+    """Forks a worker for each connection that the parent sends, and relays the output of the
+    workers.
 
-    It keeps a copy of each connection, on which it reports the death of a worker. If the parent closes its end of a
-    connection, the server kills the worker after `grace` seconds. It adopts and kills all processes of a dead worker.
-    """
+    It keeps a copy of each connection, on which it reports the death of a worker. If the parent
+    closes its end of a connection, the server kills the worker after `grace` seconds. It adopts and
+    kills all processes of a dead worker."""
 
-    def __init__(self, control: int, parent: int, target: str, shared: bool, memory_gib: float, grace: float):
+    def __init__(
+        self, control: int, parent: int, target: str, shared: bool, memory_gib: float, grace: float
+    ):
         end_with(parent, signal.SIGKILL)  # SIGKILL, because the target may hang while it loads
         self.control = socket.socket(fileno=control)
         self.control.set_inheritable(False)
-        self.target, self.memory_gib, self.grace = target, memory_gib, grace
+        self.target = target
+        self.memory_gib = memory_gib
+        self.grace = grace
         if shared:
             with suppress(BaseException):  # each worker loads it again and reports the error
                 load(target)
-        # Process id -> connection, or None after it is closed, and for processes that the user's file has started.
+        # process id -> connection; None: it is closed, or the user's file started the process
         self.workers: dict[int, socket.socket | None] = dict.fromkeys(children())
-        (self.output, self.printer), self.room = os.pipe(), OUTPUT
-        self.loop, self.stopping = asyncio.new_event_loop(), False
+        self.output, self.printer = os.pipe()
+        self.printable = OUTPUT  # bytes that may still be printed
+        self.stopping = False
+        self.loop = asyncio.new_event_loop()
         self.loop.add_signal_handler(signal.SIGCHLD, self.reap)
         self.loop.add_signal_handler(signal.SIGTERM, self.stop)
         self.loop.add_reader(self.control, self.read)
         self.loop.add_reader(self.output, self.relay)
-        end_with(parent, signal.SIGTERM)  # SIGTERM, to have time to kill the processes that workers have started
+        end_with(parent, signal.SIGTERM)  # to have time to kill the processes of workers
         self.loop.run_forever()
 
     def read(self) -> None:
-        """Fork a worker for a connection from the parent, and end workers whose connections the parent has closed."""
+        """Fork a worker for a connection from the parent, and end workers whose connections the
+        parent has closed."""
         message, descriptors, *_ = socket.recv_fds(self.control, 1, 1)
-        poll, open_workers = select.poll(), {c.fileno(): pid for pid, c in self.workers.items() if c}
-        for descriptor in open_workers:
+        poll = select.poll()
+        pids = {connection.fileno(): pid for pid, connection in self.workers.items() if connection}
+        for descriptor in pids:
             poll.register(descriptor, 0)  # POLLHUP alone
         for descriptor, _ in poll.poll(0):
-            self.end(open_workers[descriptor])
+            self.end(pids[descriptor])
         if not message:  # the parent has closed the control connection
             self.stop()
-        elif descriptors:  # without one, the parent has closed a connection, or too many files are open
+        elif descriptors:  # none if a connection was closed, or too many files are open
             self.fork(socket.socket(fileno=descriptors[0]))
 
     def fork(self, connection: socket.socket) -> None:
@@ -77,19 +87,21 @@ class ForkServer:
 
     def become_worker(self, connection: socket.socket, server: int) -> None:
         try:
-            os.setsid()  # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
+            # a process group, to kill it as a whole; and Linux divides a busy CPU among sessions
+            os.setsid()
             end_with(server, signal.SIGKILL)
-            os.dup2(os.dup2(self.printer, 1), 2)
+            os.dup2(self.printer, 1)
+            os.dup2(self.printer, 2)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             for other in filter(None, (self.control, *self.workers.values())):
                 other.close()
-            if "numpy.random" in sys.modules:  # all workers would draw the same numbers; Python reseeds its generator
+            if "numpy.random" in sys.modules:  # reseeded, as Python does with its own generator
                 sys.modules["numpy.random"].seed()
-            with suppress(OSError):  # the connection was closed by the parent, or by the user's code
+            with suppress(OSError):  # the parent, or the user's code, has closed the connection
                 Worker(connection).run(self.target, self.memory_gib)
-            os._exit(os.EX_PROTOCOL)  # which is reported if the parent has not closed the connection
+            os._exit(os.EX_PROTOCOL)  # which is reported if the parent has not closed it
         except BaseException as error:
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
@@ -97,9 +109,9 @@ class ForkServer:
 
     def end(self, pid: int) -> None:
         """Close the connection of a worker. The worker then ends by itself, unless it hangs."""
-        if connection := self.workers[pid]:
-            connection.close()
-        self.workers[pid] = None
+        if self.workers[pid]:
+            self.workers[pid].close()
+            self.workers[pid] = None
         self.loop.call_later(self.grace, self.kill, pid)
 
     def kill(self, pid: int) -> None:
@@ -115,67 +127,89 @@ class ForkServer:
         self.reap()
 
     def reap(self) -> None:
-        """Report the workers that have died, and kill the processes that they have left, which are orphans."""
-        with suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, code = found[0], os.waitstatus_to_exitcode(found[1])
-                with suppress(ProcessLookupError, PermissionError):  # PermissionError: on macOS, a group of zombies
+        """Report the workers that have died, and kill the processes that they have left, which are
+        orphans."""
+        with suppress(ChildProcessError):  # no child is left
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                with suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
                     os.killpg(pid, signal.SIGKILL)
-                if connection := self.workers.pop(pid, None):
-                    report_death(connection, DEATHS.get(code, f"exit {code}" if code >= 0 else f"signal {-code}"))
-        if not kill_children(set(self.workers)) and self.stopping and not self.workers:
+                connection = self.workers.pop(pid, None)
+                if connection:
+                    report_death(connection, cause_of_death(os.waitstatus_to_exitcode(status)))
+        orphans = kill_children(set(self.workers))
+        if self.stopping and not orphans and not self.workers:
             self.loop.stop()
 
     def relay(self) -> None:
-        """Copy output of the workers to stderr, `OUTPUT` bytes in all, with visible control characters: of models."""
+        """Copy output of the workers to stderr, `OUTPUT` bytes in all, with visible control
+        characters: of models."""
         data = os.read(self.output, 1 << 16)
-        shown, self.room = data[: self.room], max(0, self.room - len(data))
-        if shown and not self.room:
-            shown += f"\n{self.target}: printed {OUTPUT >> 20} MiB, the rest is dropped; write to a file\n".encode()
-        os.write(2, CONTROL.sub(lambda found: rb"\x%02x" % found[0][0], shown))
+        shown = data[: self.printable]
+        self.printable = max(0, self.printable - len(data))
+        if shown and not self.printable:
+            rest = f"printed {OUTPUT >> 20} MiB, the rest is dropped; write to a file"
+            shown += f"\n{self.target}: {rest}\n".encode()
+        os.write(2, CONTROL.sub(lambda match: rb"\x%02x" % match[0][0], shown))
 
 
 def children() -> set[int]:
     """Return the children of this process. Linux only: elsewhere an empty set."""
-    found = set()
-    with suppress(OSError, AttributeError):  # there are none, which is a fast answer; or this is not Linux
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    pids = set()
+    with suppress(OSError, AttributeError):  # not Linux
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # fast: raises without any
         for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:  # the thread may have ended
-                found |= {*map(int, file.read().split())}
-    return found
+            # OSError: the thread may have ended
+            with suppress(OSError), open(f"/proc/self/task/{thread}/children") as file:
+                pids.update(map(int, file.read().split()))
+    return pids
 
 
 def kill_children(spared: set[int]) -> set[int]:
     """Kill the children of this process that are not in `spared`, and return them."""
-    for pid in (found := children() - spared):
+    pids = children() - spared
+    for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    return found
+    return pids
 
 
-def report_death(connection: socket.socket, how: str) -> None:
-    payload = pickle.dumps((None, f"the process died ({how})"))
+def cause_of_death(code: int) -> str:
+    if code == os.EX_PROTOCOL:
+        return "it closed a file that it had not opened"
+    names = {-number: number.name for number in signal.Signals}
+    return names.get(code, f"exit {code}" if code >= 0 else f"signal {-code}")
+
+
+def report_death(connection: socket.socket, cause: str) -> None:
+    payload = pickle.dumps((None, f"the process died ({cause})"))
     with connection, suppress(OSError):  # does not block, because the parent may not read it
         connection.sendmsg([HEADER.pack(DIED, len(payload)) + payload], [], socket.MSG_DONTWAIT)
 
 
 class Worker:
-    """Worker that answers the questions `(method, arguments, seconds)` of one connection until the parent closes it.
+    """Worker that answers the questions `(method, arguments, seconds)` of one connection until the
+    parent closes it.
 
-    If the target is a function, `method` is None. If it is a class, the worker makes one object and calls its `method`.
-    """
+    If the target is a function, `method` is None. If it is a class, the worker makes one object and
+    calls its `method`."""
 
     def __init__(self, connection: socket.socket):
-        self.connection, self.stream, self.pid = connection, connection.makefile("rb"), os.getpid()
+        self.connection = connection
+        self.stream = connection.makefile("rb")
+        self.pid = os.getpid()
         self.object: object = None
-        self.kept, self.tasks = set(), set()  # processes of the load; calls: the loop has weak references
-        self.loop = asyncio.new_event_loop()  # a single loop: clients in the user's file stay bound to it
+        self.kept: set[int] = set()  # processes that the load has started
+        self.tasks: set[asyncio.Task] = set()  # running calls: the loop has weak references
+        self.loop = asyncio.new_event_loop()  # a single one: clients in the user's file are bound
         asyncio.set_event_loop(self.loop)
 
     def run(self, target: str, memory_gib: float) -> None:
         try:
-            self.target, self.file = load(target), target.rpartition(":")[0]
+            self.target = load(target)
+            self.file = target.rpartition(":")[0]
             self.kept = children()
             limit_memory(memory_gib)
             is_async = inspect.iscoroutinefunction(self.target)
@@ -185,38 +219,43 @@ class Worker:
         if is_async:
             return self.loop.run_until_complete(self.answer_concurrently())
         while received := self.receive():
-            number, payload = received
-            try:
-                method, arguments, _ = question(payload)  # the parent enforces the time limit
-                self.object = self.target() if method and self.object is None else self.object
-                result = ((getattr(self.object, method) if method else self.target)(*arguments),)
-            except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
-                result = None, self.located(error)
-            self.send(number, *result)
+            self.answer(*received)
+
+    def answer(self, number: int, payload: bytes) -> None:
+        try:
+            method, arguments, _ = question(payload)  # the parent enforces the time limit
+            if method and self.object is None:
+                self.object = self.target()
+            function = getattr(self.object, method) if method else self.target
+            result = (function(*arguments),)
+        except BaseException as error:  # also SystemExit, and time-out exceptions of libraries
+            result = None, self.located(error)
+        self.send(number, *result)
 
     async def answer_concurrently(self) -> None:
         while received := await self.loop.run_in_executor(None, self.receive):
             self.tasks.add(self.loop.create_task(self.answer_async(*received)))
 
     async def answer_async(self, number: int, payload: bytes) -> None:
-        scope = None
+        limit = None
         try:
             _, arguments, seconds = question(payload)
-            async with asyncio.timeout(seconds) as scope:
+            async with asyncio.timeout(seconds) as limit:
                 result = (await self.target(*arguments),)
         except BaseException as error:
-            late = scope is not None and scope.expired()  # the function may raise TimeoutError itself
-            result = None, f"no answer within {seconds:g} s" if late else self.located(error), late
+            if limit is not None and limit.expired():  # the function may raise TimeoutError itself
+                result = None, f"no answer within {seconds:g} s", True
+            else:
+                result = None, self.located(error)
         self.tasks.discard(asyncio.current_task())
         self.send(number, *result)
 
     def located(self, error: BaseException) -> str:
-        """Return `one_line` of an error, with the line of the user's file in which it was raised."""
-        line, trace = None, error.__traceback__
-        while trace:
-            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == self.file else line
-            trace = trace.tb_next
-        return f"{one_line(error)} (line {line})" if line else one_line(error)
+        """Return `one_line` of an error, with the line of the user's file in which it was
+        raised."""
+        trace = walk_tb(error.__traceback__)
+        lines = [line for frame, line in trace if frame.f_code.co_filename == self.file]
+        return f"{one_line(error)} (line {lines[-1]})" if lines else one_line(error)
 
     def receive(self) -> tuple[int, bytes] | None:
         """Return number and pickle of the next question, or None at the end."""
@@ -227,12 +266,14 @@ class Worker:
         return number, self.stream.read(length)
 
     def send(self, number: int, *result: object) -> None:
-        """Send an answer: the fields of a `processes.Result`. First end the processes of a function's calls."""
+        """Send an answer: the fields of a `Result`. First end the processes that the calls of a
+        function have started."""
         if os.getpid() != self.pid:  # a child that the function has forked: only its parent answers
             os._exit(0)
-        while self.object is None and not self.tasks and kill_children(self.kept):  # then their orphans
-            with suppress(ChildProcessError):
-                os.waitpid(-1, 0)
+        if self.object is None and not self.tasks:
+            while kill_children(self.kept):  # again: their orphans become children
+                with suppress(ChildProcessError):
+                    os.waitpid(-1, 0)
         try:
             payload = pickle.dumps(result)
         except BaseException as error:
@@ -241,30 +282,34 @@ class Worker:
 
 
 def question(payload: bytes) -> tuple:
-    found = pickle.loads(payload)
-    if isinstance(found, str):  # the parent could not pickle the question
-        raise ValueError(found)
-    return found
+    unpickled = pickle.loads(payload)
+    if isinstance(unpickled, str):  # the parent could not pickle the question
+        raise ValueError(unpickled)
+    return unpickled
 
 
 def end_with(parent: int, number: signal.Signals) -> None:
-    """Make this process receive a signal when its parent, or the thread that started it, ends, and adopt the orphans
-    among its descendants. Linux only."""
+    """Make this process receive a signal when its parent, or the thread that started it, ends, and
+    adopt the orphans among its descendants. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+        libc = ctypes.CDLL(None)
+        libc.prctl(1, number)  # PR_SET_PDEATHSIG
+        libc.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     if os.getppid() != parent:  # the parent died before the call above
         os._exit(0)
 
 
 @cache
 def load(target: str):
-    """Load the function or class `module:name` or `path/to/file.py:name`, once, and call its `prepare`."""
+    """Load the function or class `module:name` or `path/to/file.py:name`, once, and call its
+    `prepare`."""
     path, _, name = target.rpartition(":")
-    function = getattr(load_file(path) if path.endswith(".py") else importlib.import_module(path), name)
-    getattr(function, "prepare", lambda: None)()
+    module = load_file(path) if path.endswith(".py") else importlib.import_module(path)
+    function = getattr(module, name)
+    if hasattr(function, "prepare"):
+        function.prepare()
     return function
 
 
@@ -281,9 +326,12 @@ def limit_memory(gib: float) -> None:
     if sys.platform == "linux":
         import resource
 
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        soft = pages * resource.getpagesize() + int(gib * 2**30)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        soft = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + int(gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def one_line(error: BaseException) -> str:
@@ -298,5 +346,5 @@ if __name__ == "__main__":
     setup = json.loads(sys.argv[1])
     sys.stdout.reconfigure(errors="backslashreplace")  # a reward may print what the encoding lacks
     sys.path[:] = setup.pop("path")
-    ForkServer(**setup)
+    Server(**setup)
     os._exit(0)  # without waiting for threads of the user's file

@@ -1,1 +1,2 @@
-"""Engines (vLLM, transformers), episodes with environments, samplers on training ranks or dedicated ranks."""
+"""Engines (vLLM, transformers), episodes with environments, samplers on training ranks or dedicated
+ranks."""

@@ -1,9 +1,11 @@
 """completions.jsonl: one line per prompt, with its completions and their rewards.
 
-    {"source": "rows.jsonl:1", "completions": [{"text": "2", "reward": 1.0, "ids": [9, 353], ...}, ...]}
+    {"source": "rows.jsonl:1", "completions": [{"text": "2", "reward": 1.0, "ids": [9, 353], ...},
+    ...]}
 
-eval.py and bok.py --offline append to it while they sample, and continue it after a kill. bok.py, which trains on it,
-also stores `prompt_ids` and the `logprobs` of the engine. Files of other programs need only the texts.
+eval.py and bok.py --offline append to it while they sample, and continue it after a kill. bok.py,
+which trains on it, also stores `prompt_ids` and the `logprobs` of the engine. Files of other
+programs need only the texts.
 
 Every rank has all lines, and samples or scores its share of the prompts.
 
@@ -29,9 +31,8 @@ from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.policy import load_policy
 from common.parallel import distributed
-from common.rewards.scoring import Rewards
-from common.rollout.engine import Engine
-from common.rollout.engines import make_engine, whole_weights
+from common.rewards.total import Rewards
+from common.rollout.engine import Engine, make_engine, whole_weights
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
 
@@ -59,11 +60,14 @@ class StoredCompletion(TypedDict, total=False):
     logprobs: list[float]
 
 
-Stored = Annotated[StoredCompletion, BeforeValidator(lambda x: dict(text=x) if isinstance(x, str) else x)]
+Stored = Annotated[
+    StoredCompletion, BeforeValidator(lambda x: dict(text=x) if isinstance(x, str) else x)
+]
 
 
 class StoredLine(TypedDict, total=False):
-    """A line of the file. Files of other programs may have a `completion` in place of `completions`."""
+    """A line of the file. Files of other programs may have a `completion` in place of
+    `completions`."""
 
     source: str
     prompt_ids: list[int]
@@ -82,19 +86,26 @@ def own_share(count: int) -> range:
 # ---- sampling ----
 
 
-def make_lines(groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool, to_train_on: bool) -> list[dict]:
-    """Return the lines of `prompts` with the rewards of their completions. `groups` is this rank's share of them, and
-    `greedy` says whether the first completion of each is greedy. Collective."""
+def make_lines(
+    groups: list[Group], prompts: Prompts, rewards: Rewards, greedy: bool, to_train_on: bool
+) -> list[dict]:
+    """Return the lines of `prompts` with the rewards of their completions. `groups` is this rank's
+    share of them, and `greedy` says whether the first completion of each is greedy. Collective."""
     own = own_share(len(prompts))
     rewards_PS, parts, numbers = rewards(groups, Meter())
-    firsts_PS, lines = rewards.first(parts), {}
+    firsts_PS = rewards.first(parts)
+    lines = {}
     for j, (i, group) in enumerate(zip(own, groups, strict=True)):
-        lines[i] = dict(source=prompts.rows[i]["_source"]) | (dict(prompt_ids=prompts.ids[i]) if to_train_on else {})
+        lines[i] = dict(source=prompts.rows[i]["_source"])
+        if to_train_on:
+            lines[i]["prompt_ids"] = prompts.ids[i]
         lines[i]["completions"] = [
-            dict(text=s.text, answer_at=len(s.text) - len(rewards.thoughts.answer(s)), greedy=greedy and k == 0,
+            dict(text=s.text, answer_at=len(s.text) - len(rewards.thoughts.answer(s)),
+                 greedy=greedy and k == 0,
                  score=_null(firsts_PS[j, k]), reward=_null(rewards_PS[j, k]),
                  rewards={name: _null(part_PS[j, k]) for name, part_PS in parts.items()}
-                 | {name: float(x_PS[j, k]) for name, x_PS in numbers.items() if not x_PS[j, k].isnan()},
+                 | {name: float(x_PS[j, k]) for name, x_PS in numbers.items()
+                    if not x_PS[j, k].isnan()},
                  finish_reason=s.finish_reason, ids=s.completion_ids,
                  sampled=[int(m) for m in s.loss_mask[s.prompt_length :]],
                  turns=s.turns, turn_rewards=s.turn_rewards, error=s.error)
@@ -113,16 +124,19 @@ def sample_completions(
     file: Path, lines: list[dict], prompts: Prompts, generate: Generate, rewards: Rewards, *,
     batch_size: int, seed: int, greedy: bool = False, to_train_on: bool = False,
 ) -> list[dict]:  # fmt: skip
-    """Sample the prompts that `lines`, read from `file`, lack, append their lines to the file in batches and return all
-    lines; fewer than there are prompts if the run is to stop. Collective.
+    """Sample the prompts that `lines`, read from `file`, lack, append their lines to the file in
+    batches and return all lines; fewer than there are prompts if the run is to stop. Collective.
 
-    Every prompt has a seed of its own, so samples depend neither on the number of ranks nor on stops.
-    """
+    Every prompt has a seed of its own, so samples depend neither on the number of ranks nor on
+    stops."""
     lines = list(lines)
-    if distributed.is_main() and len(lines) < len(prompts):  # removes a line that a kill has truncated
+    if distributed.is_main() and len(lines) < len(
+        prompts
+    ):  # removes a line that a kill has truncated
         durable.write_text(file, "".join(map(_as_text, lines)))
     while len(lines) < len(prompts) and not distributed.stop_requested():
-        start, end = len(lines), len(lines) + batch_size
+        start = len(lines)
+        end = start + batch_size
         batch = Prompts(prompts.ids[start:end], prompts.rows[start:end])
         seeds = [distributed.fold_seed(seed, start + i) for i in range(len(batch))]
         new = make_lines(generate(batch, seeds), batch, rewards, greedy, to_train_on)
@@ -140,15 +154,23 @@ def _as_text(line: dict) -> str:
 
 
 def greedy_and_sampled(
-    episodes: Episodes, prompts: Prompts, seeds: list[int], *, greedy: bool, samples_per_prompt: int, temperature: float
+    episodes: Episodes,
+    prompts: Prompts,
+    seeds: list[int],
+    *,
+    greedy: bool,
+    samples_per_prompt: int,
+    temperature: float,
 ) -> list[Group]:
-    """Return this rank's share of the groups: a greedy completion, if `greedy`, then the sampled ones. Collective with
-    tensor parallelism."""
+    """Return this rank's share of the groups: a greedy completion, if `greedy`, then the sampled
+    ones. Collective with tensor parallelism."""
     own = own_share(len(prompts))
     groups: list[Group] = [[] for _ in own]
     for samples, temp in ((int(greedy), 0.0), (samples_per_prompt, temperature)):
         if samples:
-            new = episodes.generate([PromptRequest(i, *prompts[i], seeds[i], samples, temp) for i in own])
+            new = episodes.generate(
+                [PromptRequest(i, *prompts[i], seeds[i], samples, temp) for i in own]
+            )
             groups = [group + more for group, more in zip(groups, new, strict=True)]
     return groups
 
@@ -156,8 +178,8 @@ def greedy_and_sampled(
 def load_engine(
     engine: Engine | None, path: str, args: SamplingArgs, tokenizer, device: torch.device, flag: str
 ) -> Engine:
-    """Return an engine with the model in folder `path`, which `flag` names. A process can have only one engine: a given
-    one is reused with the new weights. Collective."""
+    """Return an engine with the model in folder `path`, which `flag` names. A process can have only
+    one engine: a given one is reused with the new weights. Collective."""
     eos_ids = eos_token_ids(path, tokenizer, args.prompt_format)
     if engine is None:
         return make_engine(path, args, eos_ids, tokenizer, device, trained=False)
@@ -169,9 +191,14 @@ def load_engine(
 
 
 def require_same_architecture(path: str, other: str) -> None:
-    """Raise `ValueError` unless the model in folder `other` fits into an engine that was made for that in `path`."""
+    """Raise `ValueError` unless the model in folder `other` fits into an engine that was made for
+    that in `path`."""
     ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (path, other))
-    if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {"dtype", "torch_dtype", "transformers_version"}:
+    if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+    }:
         what = f"--against {other}: another architecture than --model"
         raise ValueError(f"{what}; evaluate it alone and pass its completions.jsonl")
 
@@ -181,15 +208,21 @@ def require_same_architecture(path: str, other: str) -> None:
 
 def _completion(stored: StoredCompletion, prompt: list[int], row: dict) -> Completion:
     mask = [False] * len(prompt) + [bool(sampled) for sampled in stored["sampled"]]
-    known = {name: stored[name] for name in ("finish_reason", "text", "turns", "turn_rewards", "error")}
+    known = {
+        name: stored[name] for name in ("finish_reason", "text", "turns", "turn_rewards", "error")
+    }
     return Completion(prompt + stored["ids"], mask, len(prompt), row, **known)
 
 
 def _restore(lines: list[dict], prompts: Prompts, indices: Iterable[int]) -> list[Group]:
-    return [[_completion(stored, *prompts[i]) for stored in lines[i]["completions"]] for i in indices]
+    return [
+        [_completion(stored, *prompts[i]) for stored in lines[i]["completions"]] for i in indices
+    ]
 
 
-def samples_to_train_on(lines: list[dict], prompts: Prompts, tokenizer, episodes: bool) -> list[Group]:
+def samples_to_train_on(
+    lines: list[dict], prompts: Prompts, tokenizer, episodes: bool
+) -> list[Group]:
     """Return all stored completions as a rollout returns them; `episodes`: with transcripts."""
     groups = _restore(lines, prompts, range(len(lines)))
     for line, group in zip(lines, groups, strict=True):
@@ -203,18 +236,25 @@ def samples_to_train_on(lines: list[dict], prompts: Prompts, tokenizer, episodes
 def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[dict]:
     """Return the lines with the rewards of the present flags. Collective."""
     greedy = bool(lines[0]["completions"][0].get("greedy"))
-    return make_lines(_restore(lines, prompts, own_share(len(lines))), prompts, rewards, greedy, to_train_on=False)
+    return make_lines(
+        _restore(lines, prompts, own_share(len(lines))), prompts, rewards, greedy, to_train_on=False
+    )
 
 
-def score_stored(lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts, room: int) -> list[list]:
-    """Return the results of `score`, which maps groups to one result per completion, for the completions of prompts.
-    Collective. Raises `ValueError` for a completion of more than `room` tokens, which fits in no pack."""
+def score_stored(
+    lines: list[dict], score: Callable[[list[Group]], list], prompts: Prompts, room: int
+) -> list[list]:
+    """Return the results of `score`, which maps groups to one result per completion, for the
+    completions of prompts. Collective. Raises `ValueError` for a completion of more than `room`
+    tokens, which fits in no pack."""
     own = own_share(len(lines))
     groups = _restore(lines, prompts, own)
     for completion in chain(*groups):
         if completion.num_targets > room:
-            size, source = completion.num_targets, completion.row["_source"]
-            raise ValueError(f"{source}: prompt and completion have {size} tokens, a pack holds {room}")
+            size = completion.num_targets
+            source = completion.row["_source"]
+            what = f"prompt and completion have {size} tokens"
+            raise ValueError(f"{source}: {what}, a pack holds {room}")
     results = iter(score(groups))
     of_prompt = {i: [next(results) for _ in group] for i, group in zip(own, groups, strict=True)}
     of_prompt = distributed.gather_dict(of_prompt)
@@ -225,20 +265,22 @@ def score_stored(lines: list[dict], score: Callable[[list[Group]], list], prompt
 
 
 def read_completions(
-    flag: str, path: Path, prompts: Prompts, tokenizer, *, own: bool = False, to_train_on: bool = False,
-    episodes: bool = False,
+    flag: str, path: Path, prompts: Prompts, tokenizer, *, own: bool = False,
+    to_train_on: bool = False, episodes: bool = False,
 ) -> list[dict]:  # fmt: skip
-    """Return the lines of a file, line i for prompt i. In a run's `own` file the last lines may be missing.
-    `to_train_on`: with the log-probs of the engine. `episodes`: with the rewards of an environment. Collective: rank 0
-    reads, and raises `ValueError` naming the line that is not valid.
-    """
+    """Return the lines of a file, line i for prompt i. In a run's `own` file the last lines may be
+    missing. `to_train_on`: with the log-probs of the engine. `episodes`: with the rewards of an
+    environment. Collective: rank 0 reads, and raises `ValueError` naming the line that is not
+    valid."""
     if not distributed.is_main():
         return distributed.gather_objects(None)[0]
     try:
         text = path.read_text(encoding="utf-8") if not own or path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
-    lines = text.split("\n")[:-1] if own else text.split("\n")  # a kill may have truncated the last one
+    lines = (
+        text.split("\n")[:-1] if own else text.split("\n")
+    )  # a kill may have truncated the last one
     lines = [line for line in lines if line.strip()]
     if not own and len(lines) != len(prompts):
         raise ValueError(f"{flag} {path}: {len(lines)} lines for {len(prompts)} rows of data")
@@ -251,7 +293,9 @@ def read_completions(
             if own and crc and value != f"{zlib.crc32(body.encode())}}}":
                 raise ValueError("it was changed after it was written")
             record = _parse_line(line, i, prompts)
-            record["completions"] = [_whole(stored, required, tokenizer, own) for stored in record["completions"]]
+            record["completions"] = [
+                _whole(stored, required, tokenizer, own) for stored in record["completions"]
+            ]
             records.append(record)
             if len(record["completions"]) != len(records[0]["completions"]):
                 raise ValueError("another number of completions than in the first line")
@@ -267,7 +311,9 @@ def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
         line = LINE.validate_json(text)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise ValueError(": ".join([".".join(map(str, problem["loc"])), problem["msg"]]).removeprefix(": ")) from error
+        raise ValueError(
+            ": ".join([".".join(map(str, problem["loc"])), problem["msg"]]).removeprefix(": ")
+        ) from error
     source = prompts.rows[i]["_source"] if i < len(prompts) else "missing"
     if i >= len(prompts) or line.get("source", source) != source:
         raise ValueError(f"`source` is {line.get('source')}, but this row of the data is {source}")
@@ -279,8 +325,9 @@ def _parse_line(text: str, i: int, prompts: Prompts) -> dict:
 
 
 def _whole(stored: StoredCompletion, required: set[str], tokenizer, own: bool) -> StoredCompletion:
-    """Return a completion with all fields but rewards and log-probs. The tokens of a text are those of the text and an
-    EOS. Raises `ValueError` for a completion that is not valid or lacks `required` fields."""
+    """Return a completion with all fields but rewards and log-probs. The tokens of a text are those
+    of the text and an EOS. Raises `ValueError` for a completion that is not valid or lacks
+    `required` fields."""
     if missing := sorted(required - stored.keys()):
         raise ValueError(f"completion: {missing[0]} is missing")
     if "ids" not in stored:
@@ -289,8 +336,15 @@ def _whole(stored: StoredCompletion, required: set[str], tokenizer, own: bool) -
     defaults = dict(answer_at=0, finish_reason="stop", sampled=[1] * len(stored["ids"]))
     defaults |= dict(turns=1, turn_rewards=[], error="")
     stored = stored | {name: value for name, value in defaults.items() if name not in stored}
-    if any(len(stored[name]) != len(stored["ids"]) for name in ("sampled", "logprobs") if name in stored):
+    if any(
+        len(stored[name]) != len(stored["ids"])
+        for name in ("sampled", "logprobs")
+        if name in stored
+    ):
         raise ValueError("completion: `ids`, `sampled` and `logprobs` must have the same length")
-    if not own and max(stored["ids"]) >= len(tokenizer):  # a head may have more rows than the tokenizer has tokens
-        raise ValueError(f"completion: `ids` must be below {len(tokenizer)}, the size of the vocabulary")
+    if not own and max(stored["ids"]) >= len(
+        tokenizer
+    ):  # a head may have more rows than the tokenizer has tokens
+        what = f"completion: `ids` must be below {len(tokenizer)}"
+        raise ValueError(f"{what}, the size of the vocabulary")
     return stored

@@ -1,36 +1,45 @@
-"""Base class of the engines: requests in flight, their priority and seeds, and their conversion to completions.
+"""Base class of the engines: requests in flight, their priority and seeds, and their conversion to
+completions; the choice of an engine, and the weights that it loads.
 
-An engine works in turns: `submit` adds a request, `step` advances the running ones and returns those that have ended.
-Weights may change between two turns. Requests in flight then continue under the new weights, and every token records
-the version of the weights that sampled it.
+An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
+transformers. It works in rounds: `submit` adds a request, `advance` runs a round and returns the
+requests that have ended. Weights may change between two rounds. Requests in flight then continue
+under the new weights, and every token records the version of the weights that sampled it. A
+training rank calls these methods in this order; a rollout rank never sleeps:
+
+    wake(); load_weights(whole_weights(policy, engine.dtype), version); advance() ...; sleep()
 """
 
 import contextlib
+import importlib.util
 import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count, pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.config.groups import SamplingArgs
-from common.data.sample import Completion, Group
+from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.policy import compute_dtype
-from common.parallel import distributed
+from common.parallel import distributed, signals
 
-SEED_SPACING = 1 << 16  # distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
-SLOTS = 256  # requests that run at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several times
+# distance of the seeds of two prompts: the i-th completion of a prompt adds i to its seed
+SEED_SPACING = 1 << 16
+# requests that run at the same time: their float32 logits, 156 MB of 151,936 tokens, exist several
+# times
+SLOTS = 256
 
 
 @dataclass(eq=False)
 class Request:
-    """A turn to sample: the engine appends its tokens to `completion`. When the weights change the turn is sampled in
-    pieces, each with a seed of its own."""
+    """A turn to sample: the engine appends its tokens to `completion`. When the weights change the
+    turn is sampled in pieces, each with a seed of its own."""
 
     completion: Completion
     max_tokens: int
@@ -48,9 +57,16 @@ class Request:
         return len(self.completion.ids) - self.start
 
     @property
+    def num_missing(self) -> int:
+        """Number of tokens until the limit."""
+        return self.max_tokens - self.num_sampled
+
+    @property
     def piece_seed(self) -> int:
         """Seed of the piece that starts here."""
-        return distributed.fold_seed(self.seed, self.num_sampled) * SEED_SPACING if self.num_sampled else self.seed
+        if not self.num_sampled:
+            return self.seed
+        return distributed.fold_seed(self.seed, self.num_sampled) * SEED_SPACING
 
     @property
     def has_begun(self) -> bool:
@@ -65,99 +81,102 @@ class Request:
 def empty_completion(prompt: list[int]) -> Completion:
     """Return a completion of `prompt` without tokens."""
     size = len(prompt)
-    return Completion([*prompt], [False] * size, size, rollout_logprobs=[0.0] * size, versions=[-1] * size)
+    return Completion(
+        [*prompt], [False] * size, size, rollout_logprobs=[0.0] * size, versions=[-1] * size
+    )
 
 
 class Engine:
     """Base class of the engines, which implement its last section."""
 
     def __init__(
-        self, path: str, args: SamplingArgs, eos_ids: list[int], tokenizer, device: torch.device, trained: bool
+        self,
+        path: str,
+        args: SamplingArgs,
+        eos_ids: list[int],
+        tokenizer,
+        device: torch.device,
+        trained: bool,
     ):
-        self.args, self.eos_ids, self.tokenizer, self.device = args, eos_ids, tokenizer, device
+        self.args = args
+        self.eos_ids = eos_ids
+        self.tokenizer = tokenizer
+        self.device = device
         ends = {*eos_ids, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         self.silent_ids = ends & tokenizer.added_tokens_decoder.keys()
-        """tokens that are no text: those that end a turn, BOS and padding; a character that ends a turn is text"""
+        """tokens that are no text: those that end a turn, BOS and padding; a character that ends a
+        turn is text"""
         self.dtype = compute_dtype(args, device)
         self.beside_trainer = trained and not distributed.is_rollout_rank()
-        self.group: dist.ProcessGroup | None = None  # the ranks that share this engine, if there are several
-        self.group_rank = 0  # this rank's place among them
+        # the ranks that share this engine, if there are several, and this rank's place among them
+        self.group: dist.ProcessGroup | None = None
+        self.group_rank = 0
         self.version = 0  # of the weights
-        self.submitted: list[Request] = []  # since the last step
+        self.in_flight: set[Request] = set()  # requests of this rank that have not ended
+        self.submitted: list[Request] = []  # requests of this rank since the last round
         self.waiting: list[Request] = []  # of all ranks that share this engine
-        self.running: dict[str, Request] = {}  # by name
-        self.own: set[Request] = set()  # requests in flight that this rank submitted
+        self.running: dict[str, Request] = {}  # of all ranks that share this engine, by name
         self.names = map(str, count())
         self.admits_new = True  # False: run only requests that have begun
         with untouched_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # vLLM walks over deprecated names of torch
+            # vLLM walks over deprecated names of torch
+            warnings.simplefilter("ignore", FutureWarning)
             self._start(path)
             if trained:
                 self.sleep()
-        distributed.install_signal_handlers()  # vLLM's imports may have replaced them
+        signals.install_signal_handlers()  # vLLM's imports may have replaced them
 
     # ---- requests ----
 
     def submit(self, request: Request) -> None:
-        """Add a request. `step` advances it, and returns it when it has ended."""
+        """Add a request. `advance` runs it, and returns it when it has ended."""
         self.submitted.append(request)
+        self.in_flight.add(request)
 
-    def step(self) -> list[Request]:
-        """Advance as many requests as there are slots for, and return those of this rank that have ended. Each gets one
-        token, or all its tokens from an engine that cannot be interrupted. Collective with tensor parallelism.
+    def advance(self) -> list[Request]:
+        """Run a round of as many requests as there are slots for, and return those of this rank
+        that have ended. Each gets one token, or all its tokens from an engine that cannot be
+        interrupted. Collective with tensor parallelism.
 
-        Tokens are sampled from softmax(logits / temperature), without any truncation of the distribution (temperature
-        0: greedy). `logprobs` are those of that distribution. An EOS ends a completion and belongs to it.
-        """
-        self.own.update(self.submitted)
-        for i, requests in enumerate(self.gather_in_engine(self.submitted)):
-            self.waiting += self.submitted if i == self.group_rank else requests
+        Tokens are sampled from softmax(logits / temperature), without any truncation of the
+        distribution (temperature 0: greedy). `logprobs` are those of that distribution. An EOS ends
+        a completion and belongs to it."""
+        for rank, requests in enumerate(self.gather_in_engine(self.submitted)):
+            self.waiting += self.submitted if rank == self.group_rank else requests
         self.submitted = []
         with untouched_rng():
             if self.waiting and len(self.running) < SLOTS:
                 self._fill_slots()
             if self.running:
-                self._advance()
-        ended = [request for request in self.running.values() if request.has_ended]
-        self.running = {name: request for name, request in self.running.items() if not request.has_ended}
-        ended_here = [request for request in ended if request in self.own]
-        self.own.difference_update(ended_here)
+                self._sample()
+        ended = {name: request for name, request in self.running.items() if request.has_ended}
+        for name in ended:
+            del self.running[name]
+        ended_here = [request for request in ended.values() if request in self.in_flight]
+        self.in_flight.difference_update(ended_here)
         return ended_here
 
     def interrupt(self) -> None:
-        """Stop the running requests, which keep their tokens and wait for the next step."""
+        """Stop the running requests, which keep their tokens and wait for the next round."""
         self._stop(list(self.running))
         self.waiting += self.running.values()
         self.running = {}
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int = 0) -> None:
-        """Load all policy weights by name. Call before sampling; requests in flight continue under the new weights.
-        Collective with tensor parallelism."""
+        """Load all policy weights by name. Call before sampling; requests in flight continue under
+        the new weights. Collective with tensor parallelism."""
         self.interrupt()
         self._load(weights)
         self.version = version
 
     def measure(self, meter: Meter) -> None:
-        """Measure the numbers of requests that are running and waiting. Call after each step."""
+        """Measure the numbers of requests that are running and waiting. Call after each round."""
         meter.mean("engine/running", len(self.running))
         meter.mean("engine/waiting", len(self.waiting))
 
-    def generate(self, prompts: list[list[int]], n: int, seeds: list[int], temperature: float) -> list[Group]:
-        """Return `n` completions for each prompt of this rank, in order; `seeds` has one seed per prompt. Nothing else
-        may be in flight. Collective with tensor parallelism."""
-        limit = self.args.max_new_tokens
-        groups = [
-            [Request(empty_completion(prompt), limit, seed * SEED_SPACING + i, temperature) for i in range(n)]
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
-        for request in chain(*groups):
-            self.submit(request)
-        while self.any_rank(bool(self.submitted or self.own)):
-            self.step()
-        return [[request.completion for request in group] for group in groups]
-
     def gather_in_engine(self, value: object) -> list:
-        """Return `value` of every rank that shares this engine. Collective over them. For small values: it pickles."""
+        """Return `value` of every rank that shares this engine. Collective over them. For small
+        values: it pickles."""
         if self.group is None:
             return [value]
         values: list = [None] * dist.get_world_size(self.group)
@@ -165,11 +184,13 @@ class Engine:
         return values
 
     def any_rank(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank of this engine, so that all of them leave a collective loop
-        together. Collective over them."""
+        """Return whether `value` is true on any rank of this engine, so that all of them leave a
+        collective loop together. Collective over them."""
         return any(self.gather_in_engine(value))
 
-    def append_output(self, request: Request, ids: list[int], logprobs: list[float], finish_reason: str | None) -> None:
+    def append_output(
+        self, request: Request, ids: list[int], logprobs: list[float], finish_reason: str | None
+    ) -> None:
         """Append tokens that the present weights sampled to a running request."""
         completion = request.completion
         completion.ids += ids
@@ -177,19 +198,21 @@ class Engine:
         completion.rollout_logprobs += logprobs
         completion.versions += [self.version] * len(ids)
         if finish_reason:
-            completion.finish_reason, turn = finish_reason, completion.ids[request.start :]
-            # Other special tokens, such as <think> or <answer>, are text: a reward or an environment reads them.
-            text_ids = [i for i in turn if i not in self.silent_ids]
+            completion.finish_reason = finish_reason
+            # Other special tokens, such as <think> or <answer>, are text: a reward or an
+            # environment reads them.
+            turn = completion.ids[request.start :]
+            text_ids = [token for token in turn if token not in self.silent_ids]
             completion.text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def _fill_slots(self) -> None:
-        """Begin waiting requests by priority."""
+        """Start waiting requests by priority."""
         self.waiting.sort(key=lambda request: request.priority)  # stable
         admitted = [request for request in self.waiting if self.admits_new or request.has_begun]
         for request in admitted[: SLOTS - len(self.running)]:
             name = next(self.names)
             self.running[name] = request
-            self._begin(name, request)
+            self._admit(name, request)
         running = set(self.running.values())
         self.waiting = [request for request in self.waiting if request not in running]
 
@@ -198,11 +221,11 @@ class Engine:
     def _start(self, path: str) -> None:
         raise NotImplementedError
 
-    def _begin(self, name: str, request: Request) -> None:
-        """Start sampling the missing tokens of a request."""
+    def _admit(self, name: str, request: Request) -> None:
+        """Prepare the sampling of a request's missing tokens."""
 
-    def _advance(self) -> None:
-        """Advance all running requests by one turn, with `append_output`."""
+    def _sample(self) -> None:
+        """Sample tokens of the running requests, with `append_output`."""
         raise NotImplementedError
 
     def _stop(self, names: list[str]) -> None:
@@ -215,7 +238,7 @@ class Engine:
         """Release memory for the trainer, if the engine can. Nothing may be running."""
 
     def wake(self) -> None:
-        """Reclaim the memory released by `sleep`. `load_weights` must follow before `step`."""
+        """Reclaim the memory released by `sleep`. `load_weights` must follow before `advance`."""
 
     def close(self) -> None:
         """Shut down, on every rank, before `distributed.cleanup`."""
@@ -224,8 +247,76 @@ class Engine:
 @contextlib.contextmanager
 def untouched_rng() -> Iterator[None]:
     """Restore the global random generators, from which engines draw at start and while sampling."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         yield
     np.random.set_state(numpy_state)
     random.setstate(python_state)
+
+
+def make_engine(
+    path: str,
+    args: SamplingArgs,
+    eos_ids: list[int],
+    tokenizer,
+    device: torch.device,
+    trained: bool = True,
+) -> Engine:
+    """Return the engine of `--engine` with the checkpoint in folder `path`. Call after
+    `load_policy`. It sleeps until `wake` and `load_weights`; if no model is `trained`, it is awake
+    with the weights of the checkpoint.
+
+    Raises `ValueError` for `--engine vllm` without vLLM, or a model or tensor-parallel size that
+    vLLM refuses."""
+    is_installed = importlib.util.find_spec("vllm") is not None
+    if args.engine == "vllm" and not is_installed:
+        raise ValueError(
+            "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
+        )
+    if is_installed and args.engine != "transformers":
+        from common.rollout.vllm_engine import VLLMEngine
+
+        return VLLMEngine(path, args, eos_ids, tokenizer, device, trained)
+    if args.tensor_parallel_size > 1:
+        raise ValueError("--tensor_parallel_size needs --engine vllm")
+    if args.engine == "auto" and dist.get_rank() == 0:
+        print("vllm is not installed: sampling with transformers, which is slower")
+    from common.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(path, args, eos_ids, tokenizer, device, trained)
+
+
+def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of the policy, whole, by name, in the same order on every rank.
+    Collective.
+
+    FSDP gathers one transformer block at a time in the compute dtype, so at most two blocks are
+    whole at once. The weights are copies, because vLLM keeps references to them until a layer is
+    complete. `remove_duplicate=False` also yields a tied head: without it the engine would silently
+    keep its old head."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    prefixes = {
+        block: f"{name}."
+        for name, block in model.hf.named_modules()
+        if isinstance(block, FSDPModule)
+    }
+    units = [model, *prefixes]
+    for unit in units:
+        unit.reshard()  # after a forward without a backward it may still hold older whole weights
+    for unit, next_unit in pairwise([*units, None]):
+        unit.unshard()  # waits for the gather that the previous turn has begun
+        if next_unit is not None:
+            next_unit.unshard(async_op=True)  # overlaps with the engine's loading of this unit
+        for name, weight in unit.named_parameters(remove_duplicate=False):
+            # A sharded weight belongs to another unit; LoRA is merged below.
+            if isinstance(weight, DTensor) or ".lora_" in name:
+                continue
+            layer = unit.get_submodule(name.rpartition(".")[0])
+            if hasattr(layer, "merged") and weight is layer.weight:  # a LoRALinear
+                weight = layer.merged()
+            whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
+            yield whole_name, weight.detach().to(dtype, copy=True)
+        unit.reshard()

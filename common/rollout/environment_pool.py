@@ -1,8 +1,8 @@
-"""Environments in episodes: each of a user's in a process of its own, so that one that hangs or dies costs no other.
+"""Environments in episodes: each of a user's in a process of its own, so that one that hangs or
+dies costs no other.
 
-The processes are forks of one that has imported the user's file (common/rewards/processes.py). The built-in
-environments cannot hang, and answer in this process.
-"""
+The processes are forks of one that has imported the user's file (common/rewards/processes.py). The
+built-in environments cannot hang, and answer in this process."""
 
 import copy
 import sys
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.rewards import processes
-from common.rewards.processes import ForkServer, Process, Result
+from common.rewards.processes import ForkServer, Process
+from common.rewards.result import Result
 from common.rewards.worker import one_line
 from common.rollout.environments import ENVIRONMENTS, Environment, Message, load_environment
 
@@ -20,7 +21,8 @@ GRACE = 1.0  # seconds for an environment to clean up when its episode is over
 
 
 def allow_files() -> None:
-    """Allow as many open files as the system does: an episode takes one here and one in the server."""
+    """Allow as many open files as the system does: an episode takes one here and one in the
+    server."""
     if sys.platform == "linux":
         import resource
 
@@ -29,7 +31,8 @@ def allow_files() -> None:
 
 
 class Answer(NamedTuple):
-    """The answer of an environment to a turn of the model, or one line about why the episode goes no further."""
+    """The answer of an environment to a turn of the model, or one line about why the episode goes
+    no further."""
 
     messages: list[Message]
     reward: float
@@ -41,17 +44,20 @@ class BuiltIn:
     """An environment in this process, with the methods of a `Process`."""
 
     def __init__(self, make: Callable[[], Environment]):
-        self.environment, self.asked = make(), {}
+        self.environment = make()
+        self.asked: dict[int, Result] = {}
 
     def ask(self, number: int, method: str, arguments: tuple, seconds: float) -> None:
+        function = getattr(self.environment, method)
         try:
-            self.asked[number] = Result(getattr(self.environment, method)(*copy.deepcopy(arguments)))
-        except Exception as error:  # an error of the row, counted as a reward that could not be computed
+            self.asked[number] = Result(function(*copy.deepcopy(arguments)))
+        except Exception as error:  # counted as a reward that could not be computed
             self.asked[number] = Result(error=one_line(error))
 
     def answers(self) -> list[tuple[int, Result]]:
-        found, self.asked = list(self.asked.items()), {}
-        return found
+        answers = list(self.asked.items())
+        self.asked = {}
+        return answers
 
     def close(self) -> None:
         pass
@@ -70,42 +76,42 @@ class RunningEnvironment:
 
     def answers(self) -> list[Answer]:
         """Return what the environment has answered to its steps. An error is the last answer."""
-        found = []
+        answers = []
         for turn, result in self.process.answers():
-            answer = self._read(turn, result)
-            if answer.error:
+            error = result.error
+            try:
+                if error is None and turn > 0:
+                    messages, reward, done = result.value
+                    answers.append(Answer(messages, float(reward), bool(done)))
+                elif error is None and result.value != self.prompt:
+                    raise ValueError("not the same messages as at the start of the run")
+            except Exception as problem:  # of values that a user's code returned
+                error = one_line(problem)
+            if error is not None:
                 self.failed = True
                 self.process.asked.clear()
                 self.process.close()
-            found += [answer] if turn or answer.error else []
-            if self.failed:
-                break
-        return found
-
-    def _read(self, turn: int, result: Result) -> Answer:
-        error = result.error
-        try:
-            if error is None and turn > 0:
-                messages, reward, done = result.value
-                return Answer(messages, float(reward), bool(done))
-            if error is None and result.value != self.prompt:
-                error = "ValueError: not the same messages as at the start of the run"
-        except Exception as problem:  # of values that a user's code returned
-            error = one_line(problem)
-        return Answer([], 0.0, True, f"{f'step {turn}' if turn else 'reset'}: {error}" if error else "")
+                question = f"step {turn}" if turn else "reset"
+                return [*answers, Answer([], 0.0, True, f"{question}: {error}")]
+        return answers
 
 
 class Environments:
-    """Environments at work, each in an episode with a number that the caller chooses. Only `answers` waits for them.
+    """Environments at work, each in an episode with a number that the caller chooses. Only
+    `answers` waits for them.
 
-    Every episode begins with `reset` and ends with `end`, also after an error. For one thread: see `ForkServer`.
-    """
+    Every episode begins with `reset` and ends with `end`, also after an error. For one thread: see
+    `ForkServer`."""
 
     def __init__(self, name: str, timeout: float, start_timeout: float = processes.START_SECONDS):
-        """`timeout`: seconds of wall clock for a reset and for each step. Raises `ValueError` if `name` is wrong."""
-        self.make, self.timeout, self.start_timeout = load_environment(name), timeout, start_timeout
-        self.server = None if name in ENVIRONMENTS else ForkServer(name, shared=True, grace=GRACE)
-        if self.server:
+        """`timeout`: seconds of wall clock for a reset and for each step. Raises `ValueError` if
+        `name` is wrong."""
+        self.make = load_environment(name)
+        self.timeout = timeout
+        self.start_timeout = start_timeout
+        self.server = None
+        if name not in ENVIRONMENTS:
+            self.server = ForkServer(name, shared=True, grace=GRACE)
             allow_files()
         self.episodes: dict[int, RunningEnvironment] = {}
 
@@ -122,7 +128,8 @@ class Environments:
         self._ask(number, "reset", row)
 
     def step(self, number: int, completion: str) -> None:
-        """Pass on the next turn of the model; the reset need not have ended. After an error nothing is answered."""
+        """Pass on the next turn of the model; the reset need not have ended. After an error nothing
+        is answered."""
         self._ask(number, "step", completion)
 
     def end(self, number: int) -> None:
@@ -134,15 +141,17 @@ class Environments:
 
         Waits up to so many seconds for the first, if any is outstanding.
         """
-        until, found = time.monotonic() + wait, []
-        while self.outstanding and not found:
-            waiting = {number: episode for number, episode in self.episodes.items() if episode.process.asked}
+        until = time.monotonic() + wait
+        answers: list[tuple[int, Answer]] = []
+        while self.outstanding and not answers:
+            waiting = {n: episode for n, episode in self.episodes.items() if episode.process.asked}
             if self.server:
                 processes.wait([episode.process for episode in waiting.values()], until)
-            found = [(number, answer) for number, episode in waiting.items() for answer in episode.answers()]
+            for number, episode in waiting.items():
+                answers += [(number, answer) for answer in episode.answers()]
             if time.monotonic() >= until:
                 break
-        return found
+        return answers
 
     def close(self) -> None:
         """End all episodes and processes."""

@@ -1,22 +1,22 @@
 """Environments, which answer the model between its turns, and the three that are built in.
 
-An environment is a class whose constructor takes no arguments. Each episode has an object of its own:
+An environment is a class whose constructor takes no arguments. Each episode has an object of its
+own:
 
     reset(example: dict) -> messages                   the prompt of a data row, the same every time
     step(completion: str) -> messages, reward, done    the answer to one turn of the model
 
-Messages are `{"role": ..., "content": ...}`, as in a chat. `--reward environment` is the sum of the rewards of the
-turns. `common/rollout/episodes.py` plays the episodes. Each built-in environment has a task of the same name for
-`--dataset` (common/data/tasks.py).
-"""
+Messages are `{"role": ..., "content": ...}`, as in a chat. `--reward environment` is the sum of the
+rewards of the turns. `common/rollout/multi_turn.py` plays the episodes. Each built-in environment
+has a task of the same name for `--dataset` (common/data/tasks.py)."""
 
 import re
 from collections.abc import Callable
 from typing import Protocol
 
 from common.data.tasks import MOVES, SOLVED_BOARD, draw_board, move_hole
-from common.rewards.functions import arithmetic, to_number
-from common.rewards.user_code import load_callable
+from common.rewards.functions import to_number
+from common.rewards.puzzles import arithmetic
 
 Message = dict[str, str]
 
@@ -28,15 +28,20 @@ class Environment(Protocol):
 
 
 def load_environment(name: str) -> Callable[[], Environment]:
-    """Return a built-in environment, or `path/to/file.py:Class`. Raises `ValueError` for anything else."""
+    """Return a built-in environment, or `path/to/file.py:Class`. Raises `ValueError` for anything
+    else."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     if ":" not in name:
-        raise ValueError(f"--environment {name}: unknown; there are {', '.join(ENVIRONMENTS)}, path/to/file.py:Class")
-    found = load_callable("--environment", name)
-    if not isinstance(found, type) or not all(callable(getattr(found, m, None)) for m in ("reset", "step")):
+        names = ", ".join(ENVIRONMENTS)
+        raise ValueError(f"--environment {name}: unknown; there are {names}, path/to/file.py:Class")
+    from common.rewards.user_code import load_callable
+
+    environment = load_callable("--environment", name)
+    methods = [getattr(environment, method, None) for method in ("reset", "step")]
+    if not isinstance(environment, type) or not all(map(callable, methods)):
         raise ValueError(f"--environment {name}: not a class with the methods reset and step")
-    return found
+    return environment
 
 
 def asked(example: dict) -> list[Message]:
@@ -46,7 +51,8 @@ def asked(example: dict) -> list[Message]:
 
 
 class Calculator:
-    """Calculator: answers `<calc>expression</calc>` with `expression=value`. A turn without a call is the final answer.
+    """Calculator: answers `<calc>expression</calc>` with `expression=value`. A turn without a call
+    is the final answer.
 
     Columns: `prompt`, `answer`. Reward: 1 if the last number of the final answer is `answer`.
     """
@@ -61,8 +67,10 @@ class Calculator:
         if "<calc>" in completion:
             expression = (self.CALL.findall(completion) or [""])[-1].strip()
             value, _ = arithmetic(expression)
-            told = "error: <calc>numbers with + - * / ( )</calc>" if value is None else f"{expression}={value}"
-            return [dict(role="tool", content=told)], 0.0, False
+            content = f"{expression}={value}"
+            if value is None:
+                content = "error: <calc>numbers with + - * / ( )</calc>"
+            return [dict(role="tool", content=content)], 0.0, False
         numbers = re.findall(r"-?\d+(?:\.\d+)?", completion)
         return [], float(bool(numbers) and to_number(numbers[-1]) == self.answer), True
 
@@ -81,14 +89,15 @@ class GuessNumber:
         numbers = re.findall(r"\d+", completion)
         if not numbers:
             return [dict(role="user", content="a number!")], 0.0, False
-        if (guess := int(numbers[-1][:9])) == self.number:  # Python refuses to convert thousands of digits
+        guess = int(numbers[-1][:9])  # Python refuses to convert thousands of digits
+        if guess == self.number:
             return [], 1.0, True
         return [dict(role="user", content="higher" if guess < self.number else "lower")], 0.0, False
 
 
 class SlidingPuzzle:
-    """Puzzle of eight tiles in nine places: a turn moves the hole up, down, left or right, until the tiles are in order
-    and the hole is last.
+    """Puzzle of eight tiles in nine places: a turn moves the hole up, down, left or right, until
+    the tiles are in order and the hole is last.
 
     Columns: `prompt`, `board` (nine digits, row by row, 0 is the hole). Reward: 1 for the solution.
     """
@@ -101,8 +110,8 @@ class SlidingPuzzle:
         words = re.findall("|".join(MOVES), completion.lower())
         moved = move_hole(self.board, words[-1]) if words else None
         if moved is None:
-            told = "against the edge" if words else "up, down, left or right"
-            return [dict(role="user", content=told)], 0.0, False
+            content = "against the edge" if words else "up, down, left or right"
+            return [dict(role="user", content=content)], 0.0, False
         self.board = moved
         if moved == SOLVED_BOARD:
             return [], 1.0, True

@@ -1,18 +1,23 @@
 """Rows -> prompts as token ids, for the scripts that sample."""
 
-import copy
 import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config.groups import SamplingArgs
+from common.config.groups import SamplingArgs, TrainArgs
 from common.data.encode import Encoder
-from common.data.messages import is_message
-from common.data.rows import PROMPT_COLUMNS, Columns, require_columns, require_held_out, train_and_eval_rows, usable
+from common.data.order import Order, make_order
+from common.data.rows import (
+    PROMPT_COLUMNS,
+    Columns,
+    encode_each,
+    require_columns,
+    require_held_out,
+    train_and_eval_rows,
+)
 from common.parallel import distributed
 from common.rewards.registry import row_check
-from common.rollout.environments import Message, load_environment
 
 
 @dataclass
@@ -33,15 +38,21 @@ class Prompts:
     def __str__(self) -> str:
         return f"{len(self)} prompts ({self.dropped} too long)"
 
+    def order(self, args: TrainArgs) -> Order:
+        """Return the order in which a run draws the prompts."""
+        return make_order(self.rows, args)
+
 
 def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, Prompts]:
-    """Return the prompts of the training rows and of the held-out ones, each with room for `--max_new_tokens` in the
-    context. Raises `ValueError` naming the flag or the row."""
+    """Return the prompts of the training rows and of the held-out ones, each with room for
+    `--max_new_tokens` in the context. Raises `ValueError` naming the flag or the row."""
     row_check(args)  # finds unknown names of rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
-    columns, encoder = prompt_columns(args, rows), Encoder(tokenizer, args)
+    columns = prompt_columns(args, rows)
+    encoder = Encoder(tokenizer, args)
     room = context - args.max_new_tokens
-    prompts, held_out = (encode_prompts(these, columns, encoder, room, args) for these in (rows, held_out_rows))
+    prompts = encode_prompts(rows, columns, encoder, room, args)
+    held_out = encode_prompts(held_out_rows, columns, encoder, room, args)
     too_long = f", {held_out.dropped} are too long: see --max_new_tokens and --pack_tokens"
     require_held_out(held_out_rows, held_out.rows, too_long)
     show_first(prompts, tokenizer)
@@ -51,87 +62,103 @@ def load_prompts(args: SamplingArgs, tokenizer, context: int) -> tuple[Prompts, 
 def show_first(prompts: Prompts, tokenizer) -> None:
     """Print the first prompt as the model reads it, on rank 0."""
     text = tokenizer.decode(prompts.ids[0])
-    distributed.say(f"the first prompt:\n{text if len(text) <= 2000 else text[:1000] + ' ... ' + text[-1000:]}")
+    if len(text) > 2000:
+        text = f"{text[:1000]} ... {text[-1000:]}"
+    distributed.say(f"the first prompt:\n{text}")
 
 
 def prompt_columns(args: SamplingArgs, rows: list[dict]) -> Columns:
-    """Return the columns that prompts are made from: those of `PROMPT_COLUMNS` that the data has or, with
-    `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for columns that the data lacks."""
+    """Return the columns that prompts are made from: those of `PROMPT_COLUMNS` that the data has
+    or, with `--prompt_template` or `--environment`, a column `_prompt`. Raises `ValueError` for
+    columns that the data lacks."""
     if args.environment is not None or args.prompt_template is not None:
         return ("_prompt",)
     return require_columns(args.dataset_flag, rows, PROMPT_COLUMNS, args.on_bad_row)
 
 
-def encode_prompts(rows: list[dict], columns: Columns, encoder: Encoder, room: int, args: SamplingArgs) -> Prompts:
-    """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows that a reward cannot
-    use are left out too; else `Rewards` names the first. Raises `ValueError` for a longer prompt with
-    `--overlong_prompts error`, unless bad rows are skipped, and if no row is left."""
-    make_prompt, check = prompt_maker(args), row_check(args) if args.on_bad_row == "skip" else None
+def encode_prompts(
+    rows: list[dict], columns: Columns, encoder: Encoder, room: int, args: SamplingArgs
+) -> Prompts:
+    """Return the prompts of `rows` that have at most `room` tokens. With `--on_bad_row skip` rows
+    that a reward cannot use are left out too; else `Rewards` names the first. Raises `ValueError`
+    for a longer prompt with `--overlong_prompts error`, unless bad rows are skipped, and if no row
+    is left."""
+    if not rows:
+        return Prompts([], [])
+    if room < 1:
+        raise ValueError(
+            f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt"
+        )
+    make_prompt = prompt_maker(args)
+    check = row_check(args) if args.on_bad_row == "skip" else None
 
     def encode(row: dict) -> list[int]:
         if make_prompt is not None:
             row["_prompt"] = make_prompt(row)
         if check is not None:
             check(row)
-        if not (prompt := encoder.prompt(row, columns)):
+        ids = encoder.prompt(row, columns)
+        if not ids:
             raise ValueError(f"{row['_source']}: column {columns[0]} is empty")
-        return prompt
+        return ids
 
-    if rows and room < 1:
-        raise ValueError(f"--max_new_tokens {args.max_new_tokens} leaves the context no room for a prompt")
-    found = list(usable(rows, encode, args.on_bad_row))
-    if rows and not found:
-        raise ValueError(f"all {len(rows)} rows, such as {rows[0]['_source']}, are left out (--on_bad_row skip)")
-    for row, prompt in found:
-        if len(prompt) > room and args.overlong_prompts == "error" and args.on_bad_row == "error":
-            limit = f"the context (or --pack_tokens) {room} beside --max_new_tokens {args.max_new_tokens}"
-            what = f"{row['_source']}: the prompt has {len(prompt)} tokens, {limit}"
-            raise ValueError(f"{what}; --overlong_prompts drop leaves such rows out")
-    kept = [(prompt, row) for row, prompt in found if len(prompt) <= room]
-    if rows and not kept:
-        raise ValueError(f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens")
-    return Prompts([prompt for prompt, _ in kept], [row for _, row in kept], len(found) - len(kept))
+    encoded = list(encode_each(rows, encode, args.on_bad_row))
+    if not encoded:
+        source = rows[0]["_source"]
+        raise ValueError(
+            f"all {len(rows)} rows, such as {source}, are left out (--on_bad_row skip)"
+        )
+    prompts = Prompts([], [])
+    for row, ids in encoded:
+        if len(ids) <= room:
+            prompts.ids.append(ids)
+            prompts.rows.append(row)
+        elif args.overlong_prompts == "drop" or args.on_bad_row == "skip":
+            prompts.dropped += 1
+        else:
+            raise ValueError(
+                f"{row['_source']}: the prompt has {len(ids)} tokens, the context (or"
+                f" --pack_tokens) {room} beside --max_new_tokens {args.max_new_tokens};"
+                " --overlong_prompts drop leaves such rows out"
+            )
+    if not prompts.ids:
+        raise ValueError(
+            f"no prompt has at most {room} tokens: see --max_new_tokens and --pack_tokens"
+        )
+    return prompts
 
 
-def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[Message]] | None:
-    """Return the function row -> prompt of `--environment` or `--prompt_template`; None without them. It raises
-    `ValueError` naming the row that the environment or the template cannot use."""
+def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | None:
+    """Return the function row -> prompt of `--environment` or `--prompt_template`; None without
+    them. It raises `ValueError` naming the row that the environment or the template cannot use."""
     if args.environment is not None:
-        environment = load_environment(args.environment)
-        return lambda row: _first_messages(environment, row, f"{row['_source']}: --environment {args.environment}")
+        from common.rollout.multi_turn import prompt_maker_of_environment
+
+        return prompt_maker_of_environment(args.environment)
     if args.prompt_template is not None:
         columns = template_columns(args.prompt_template)
         return lambda row: _fill_template(args.prompt_template, columns, row)
     return None
 
 
-def _first_messages(environment: Callable, row: dict, where: str) -> list[Message]:
-    try:
-        messages = environment().reset(copy.deepcopy(row))
-    except BaseException as error:  # the user's code may raise anything
-        what = f"{type(error).__name__}: {distributed.first_line(error)}"
-        raise ValueError(f"{where} fails in reset: {what}") from error
-    if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
-        raise ValueError(f"{where}: reset returns no list of messages with role and content, both text")
-    return messages
-
-
 def _fill_template(template: str, columns: list[str], row: dict) -> str:
-    where = f"{row['_source']}: --prompt_template"
-    if missing := [column for column in columns if row.get(column) is None]:
-        raise ValueError(f"{where}: no column {missing[0]}")
+    place = f"{row['_source']}: --prompt_template"
+    for column in columns:
+        if row.get(column) is None:
+            raise ValueError(f"{place}: no column {column}")
     try:
         return template.format_map(row)
     except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise ValueError(f"{where}: {distributed.first_line(error)}") from error
+        raise ValueError(f"{place}: {distributed.first_line(error)}") from error
 
 
 def template_columns(template: str) -> list[str]:
-    """Return the columns named in braces. Raises `ValueError` if braces do not match or are empty."""
+    """Return the columns named in braces. Raises `ValueError` if braces do not match or are
+    empty."""
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
     except ValueError as error:
         raise ValueError(f"--prompt_template: {error}") from error
     if "" in fields:
         raise ValueError("--prompt_template: {} names no column")
-    return [re.split(r"[.\[]", field)[0] for field in fields]
+    return [re.split(r"[.\[]", field)[0] for field in fields if field is not None]

@@ -1,13 +1,14 @@
 """Sampling for the steps of a run.
 
-    groups = rollouts.rollout(step, total_steps, meter)   this rank's share of a step's prompts, with their completions
+    groups = rollouts.rollout(step, total_steps, meter)    this rank's share of a step's prompts,
+                                                           with their completions
 
-A step may call `rollout` several times, each time with another number of prompts. In this module, the engine is in the
-training process; in remote_sampler.py, it is on other ranks. When a group is complete, its rewards start at once, if
-they do not need other ranks.
-"""
+A step may call `rollout` several times, each time with another number of prompts. `LocalSampler`
+has the engine in the training process; with `--rollout_ranks` it is on other ranks
+(remote_sampler.py). When a group is complete, its rewards start at once, if they do not need other
+ranks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
@@ -19,57 +20,112 @@ from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
 from common.model.policy import Policy
 from common.parallel import distributed
-from common.rewards.scoring import Rewards
-from common.rollout.engines import make_engine, whole_weights
+from common.rewards.total import Rewards
+from common.rollout.engine import make_engine, whole_weights
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompt_queue import PromptQueue
 from common.rollout.prompts import Prompts
 
 
+def make_sampler(
+    policy: Policy,
+    prompts: Prompts,
+    args: OnlineArgs,
+    tokenizer,
+    rewards: Rewards,
+    order: Order | None = None,
+) -> "Sampler":
+    """Return the sampler of `prompts` for the present flags. It begins `rewards` of complete
+    groups. `order`: by default `prompts.order`. Call on every training
+    rank. Raises `ValueError` for an engine that is not available."""
+    order = order or prompts.order(args)
+    if args.rollout_ranks:
+        from common.rollout.remote_sampler import RemoteSampler
+
+        return RemoteSampler(policy, prompts, args, rewards, order)
+    return LocalSampler(policy, prompts, args, rewards, order, tokenizer)
+
+
+def serve(args: OnlineArgs, device: torch.device) -> None:
+    """Generate on a rollout rank until training ends."""
+    from common.rollout.rollout_rank import generate_until_training_ends
+
+    generate_until_training_ends(args, device)
+
+
 class Sampler:
-    """Interface for scripts, and the common parts of `LocalSampler` and `RemoteSampler`: a queue of prompts and the
-    complete groups of this rank."""
+    """Interface for scripts, and the common parts of `LocalSampler` and `RemoteSampler`: a queue of
+    prompts and the complete groups of this rank."""
 
     def __init__(
-        self, policy: Policy, prompts: Prompts, args: OnlineArgs, rewards: Rewards, order: Order, prefetch_steps: int
-    ):  # fmt: skip
-        self.policy, self.prompts, self.args, self.rewards = policy, prompts, args, rewards
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        args: OnlineArgs,
+        rewards: Rewards,
+        order: Order,
+        prefetch_steps: int = 0,
+    ):
+        self.policy = policy
+        self.prompts = prompts
+        self.args = args
+        self.rewards = rewards
         self.prefetch_steps = prefetch_steps
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        ranks = torch.distributed.get_world_size()
         self.queue = PromptQueue(order, args, rank, ranks, prefetch_steps)
-        self.state_dict, self.load_state_dict = self.queue.state_dict, self.queue.load_state_dict  # the run's position
-        self.groups: dict[int, Group] = {}  # complete groups that are not taken yet, by prompt number
+        # the run's position
+        self.state_dict = self.queue.state_dict
+        self.load_state_dict = self.queue.load_state_dict
+        # complete groups that are not taken yet, by prompt number
+        self.groups: dict[int, Group] = {}
         self.next_urgent = 0  # prompts of `sample_now` have negative numbers, so they come first
 
     # ---- interface for scripts ----
 
-    def rollout(self, step: int, total_steps: int, meter: Meter, size: int | None = None) -> list[Group] | None:
-        """Return this rank's share of the completions for step `step` (from 0): groups of `samples_per_prompt`, in the
-        order of `positions`. A share may be empty. Return None if the run must stop; a resumed run then samples the
-        prompts of this step again.
+    def rollout(
+        self, step: int, total_steps: int, meter: Meter, size: int | None = None
+    ) -> list[Group] | None:
+        """Return this rank's share of the completions for step `step` (from 0): groups of
+        `samples_per_prompt`, in the order of `positions`. A share may be empty. Return None if the
+        run must stop; a resumed run then samples the prompts of this step again.
 
-        `size`: number of prompts on all ranks, by default `--prompts_per_step`. With `--oversample`, it is rounded up
-        to a multiple of the number of ranks. Collective.
-        """
-        raise NotImplementedError
+        `size`: number of prompts on all ranks, by default `--prompts_per_step`. With
+        `--oversample`, it is rounded up to a multiple of the number of ranks. Collective."""
+        self._request(self._draw(step, total_steps, size), step, meter)
+        self._wait_for_step(meter)
+        return self._take(step, meter)
 
-    def sample_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
-        """Return `n` completions of each prompt in this rank's share, sampled from the weights after `step` steps. The
-        share is every `ranks`-th prompt, starting with number `rank`. Collective."""
-        raise NotImplementedError
+    def sample_now(
+        self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float
+    ) -> list[Group]:
+        """Return `n` completions of each prompt in this rank's share, sampled from the weights
+        after `step` steps. The share is every `ranks`-th prompt, starting with number `rank`.
+        Collective."""
+        # The first number belongs to rank 0.
+        self.next_urgent -= len(prompts) + -len(prompts) % self.queue.ranks
+        requests = [
+            PromptRequest(self.next_urgent + i, *prompts[i], seed, n, temperature)
+            for i, seed in enumerate(seeds)
+        ]
+        numbers = [request.number for request in self._share(requests)]
+        self._request(requests, step, Meter())
+        self._wait(lambda: self.groups.keys() >= set(numbers), Meter())
+        return [self.groups.pop(number) for number in numbers]
 
     def close(self) -> None:
         """Shut down, before `distributed.cleanup`. Collective."""
         raise NotImplementedError
 
     @property
-    def positions(self) -> Sequence[int]:
+    def positions(self) -> list[int]:
         """Indices of this rank's groups in the last rollout of all ranks."""
         return self.queue.positions
 
     @property
     def data_rows(self) -> list[int]:
-        """Indices of the data rows of the last rollout of all ranks: `data_rows[i]` is that of position i."""
+        """Indices of the data rows of the last rollout of all ranks: `data_rows[i]` is that of
+        position i."""
         return self.queue.rows
 
     @property
@@ -80,22 +136,33 @@ class Sampler:
     # ---- parts of a rollout ----
 
     def _draw(self, step: int, total_steps: int, size: int | None) -> list[PromptRequest]:
-        """Return requests for the prompts of all ranks whose sampling begins now. A seed depends on the position of its
-        prompt in the run, not on the rank."""
-        args, requests = self.args, []
+        """Return requests for the prompts of all ranks whose sampling begins now. A seed depends on
+        the position of its prompt in the run, not on the rank."""
+        args = self.args
+        requests = []
         for number in self.queue.draw(step, total_steps, size):
             ids, row = self.prompts[self.queue.row(number)]
             seed = distributed.fold_seed(args.seed, *divmod(number, args.prompts_per_step))
-            requests.append(PromptRequest(number, ids, row, seed, args.samples_per_prompt, args.temperature))
+            requests.append(
+                PromptRequest(number, ids, row, seed, args.samples_per_prompt, args.temperature)
+            )
         return requests
 
-    def _urgent(self, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[PromptRequest]:
-        """Return requests for the prompts of `sample_now`, on all ranks; the first one belongs to rank 0."""
-        self.next_urgent -= len(prompts) + -len(prompts) % self.queue.ranks
-        return [PromptRequest(self.next_urgent + i, *prompts[i], seed, n, temperature) for i, seed in enumerate(seeds)]
+    def _share(self, requests: Iterable[PromptRequest]) -> list[PromptRequest]:
+        """Return the requests for this rank's prompts."""
+        return [request for request in requests if self.queue.is_here(request.number)]
 
-    def _is_ready(self) -> bool:
-        return self.queue.choose(self.groups) is not None
+    def _request(self, requests: list[PromptRequest], step: int, meter: Meter) -> None:
+        """Start sampling for the requests of all ranks, from the weights after `step` steps."""
+        raise NotImplementedError
+
+    def _wait(self, is_ready: Callable[[], bool], meter: Meter) -> None:
+        """Collect complete groups until `is_ready`, and begin their rewards. Collective."""
+        raise NotImplementedError
+
+    def _wait_for_step(self, meter: Meter) -> None:
+        """Wait until the prompts of the step are complete. Collective."""
+        self._wait(lambda: self.queue.choose(self.groups) is not None, meter)
 
     def _take(self, step: int, meter: Meter) -> list[Group] | None:
         """Return the groups to train on, or None if the run must stop. Collective."""
@@ -114,8 +181,16 @@ class Sampler:
 class LocalSampler(Sampler):
     """Sampler with an engine in this process. Generation and training alternate."""
 
-    def __init__(self, policy: Policy, prompts: Prompts, args: OnlineArgs, tokenizer, rewards: Rewards, order: Order):
-        super().__init__(policy, prompts, args, rewards, order, prefetch_steps=0)
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Prompts,
+        args: OnlineArgs,
+        rewards: Rewards,
+        order: Order,
+        tokenizer,
+    ):
+        super().__init__(policy, prompts, args, rewards, order)
         eos_ids = eos_token_ids(policy.path, tokenizer, args.prompt_format)
         self.engine = make_engine(policy.path, args, eos_ids, tokenizer, policy.device)
         self.episodes = Episodes(self.engine, args, tokenizer)
@@ -123,51 +198,36 @@ class LocalSampler(Sampler):
     def __str__(self) -> str:
         return type(self.engine).__name__
 
-    def rollout(self, step: int, total_steps: int, meter: Meter, size: int | None = None) -> list[Group] | None:
-        self._begin(self._draw(step, total_steps, size))
-        with meter.time("sync"):
-            self._wake(step)
-        with meter.time("rollout"):
-            self._sample(self._is_ready, meter)
-        return self._take(step, meter)
-
-    def sample_now(self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float) -> list[Group]:
-        numbers = self._begin(self._urgent(prompts, seeds, n, temperature))
-        self._wake(step)
-        self._sample(lambda: self.groups.keys() >= numbers, Meter())
-        return [self.groups.pop(number) for number in sorted(numbers)]
-
     def close(self) -> None:
         self.episodes.close()
         self.engine.close()
 
-    def _begin(self, requests: Iterable[PromptRequest]) -> set[int]:
-        """Begin this rank's share of the requests. Return its prompt numbers."""
-        own = [request for request in requests if self.queue.is_here(request.number)]
-        for request in own:
-            self.episodes.begin(request)
-        return {request.number for request in own}
+    def _request(self, requests: list[PromptRequest], step: int, meter: Meter) -> None:
+        for request in self._share(requests):
+            self.episodes.add(request)
+        with meter.time("sync"):
+            self.engine.wake()
+            self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
 
-    def _wake(self, step: int) -> None:
-        self.engine.wake()
-        self.engine.load_weights(whole_weights(self.policy, self.engine.dtype), step)
-
-    def _sample(self, is_ready: Callable[[], bool], meter: Meter) -> None:
-        """Sample until `is_ready()` is true on every rank of the engine. Then release the engine's memory."""
-        while self.engine.any_rank(not is_ready()):
-            for number, group in self.episodes.step():
-                self.groups[number] = group
-                self.rewards.begin([group], number)  # groups with smaller numbers first
-            self.engine.measure(meter)
-        self.engine.interrupt()
-        self.engine.sleep()
+    def _wait(self, is_ready: Callable[[], bool], meter: Meter) -> None:
+        """Sample until `is_ready()` is true on every rank of the engine. Then release the engine's
+        memory."""
+        with meter.time("rollout"):
+            while self.engine.any_rank(not is_ready()):
+                for number, group in self.episodes.advance():
+                    self.groups[number] = group
+                    self.rewards.begin([group], number)  # groups with smaller numbers first
+                self.engine.measure(meter)
+            self.engine.interrupt()
+            self.engine.sleep()
 
 
 def measure_staleness(meter: Meter, groups: list[Group], step: int) -> None:
     """Log the age in steps of the weights that sampled the completions of step `step`."""
     for completion in chain(*groups):
         ages = [step - version for version in completion.versions if version >= 0]
+        spread = max(ages) - min(ages)
         meter.mean("sampling/staleness/mean", sum(ages), len(ages))
         meter.max("sampling/staleness/max", max(ages))
-        meter.mean("sampling/version_spread/mean", max(ages) - min(ages))
-        meter.max("sampling/version_spread/max", max(ages) - min(ages))
+        meter.mean("sampling/version_spread/mean", spread)
+        meter.max("sampling/version_spread/max", spread)

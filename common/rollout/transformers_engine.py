@@ -11,49 +11,70 @@ BATCH = 64  # requests that `generate` samples together
 
 
 class TransformersEngine(Engine):
-    """`model.generate` on an unsharded replica of the policy. It samples each request to its end in one turn."""
+    """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
+    one round."""
 
     def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        replica = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype, trust_remote_code=False)
-        self.replica = replica.to(self.device).eval()
-        self.replica.generation_config = GenerationConfig()  # without the penalties in the model's own
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=self.dtype, trust_remote_code=False
+        )
+        self.replica = model.to(self.device).eval()
+        self.replica.generation_config = GenerationConfig()  # without the penalties of the model's
 
-    def _advance(self) -> None:
+    def _sample(self) -> None:
         """Sample the running requests with the shortest prompts."""
-        chosen = sorted(self.running.values(), key=lambda request: len(request.completion.ids))[:BATCH]
+        shortest_first = sorted(
+            self.running.values(), key=lambda request: len(request.completion.ids)
+        )
+        chosen = shortest_first[:BATCH]
         for temperature in {request.temperature for request in chosen}:
-            self._sample([request for request in chosen if request.temperature == temperature], temperature)
+            self._sample_batch(
+                [request for request in chosen if request.temperature == temperature], temperature
+            )
 
     @torch.no_grad()
-    def _sample(self, requests: list[Request], temperature: float) -> None:
-        prompts, pad = [request.completion.ids for request in requests], self.eos_ids[0]
-        limits = [request.max_tokens - request.num_sampled for request in requests]
+    def _sample_batch(self, requests: list[Request], temperature: float) -> None:
+        prompts = [request.completion.ids for request in requests]
+        limits = [request.num_missing for request in requests]
+        pad = self.eos_ids[0]
         longest = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
-        sampler = _SeededSampler([request.piece_seed for request in requests], temperature, self.device)
+        padded = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        seeds = [request.piece_seed for request in requests]
+        sampler = _SeededSampler(seeds, temperature, self.device)
         out = self.replica.generate(
-            ids, attention_mask=mask, max_new_tokens=max(limits), eos_token_id=self.eos_ids, pad_token_id=pad,
-            do_sample=False, top_p=None, top_k=None, repetition_penalty=None, logits_processor=[sampler],
-        )  # fmt: skip
+            torch.tensor(padded, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+            max_new_tokens=max(limits),
+            eos_token_id=self.eos_ids,
+            pad_token_id=pad,
+            do_sample=False,
+            top_p=None,
+            top_k=None,
+            repetition_penalty=None,
+            logits_processor=[sampler],
+        )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         for i, tokens in enumerate(out[:, longest:].tolist()):
-            length = next((k + 1 for k, token in enumerate(tokens[: limits[i]]) if token in self.eos_ids), limits[i])
-            reason = "stop" if tokens[length - 1] in self.eos_ids else "length"
+            tokens = tokens[: limits[i]]
+            ends = [k for k, token in enumerate(tokens) if token in self.eos_ids]
+            length = ends[0] + 1 if ends else limits[i]
+            reason = "stop" if ends else "length"
             self.append_output(requests[i], tokens[:length], logprobs[i][:length], reason)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        own = self.replica.state_dict()
+        replica_weights = self.replica.state_dict()
         with torch.no_grad():
             for name, whole in weights:
-                own[name].copy_(whole)
+                replica_weights[name].copy_(whole)
 
 
 class _SeededSampler:
-    """Logits processor that turns the argmax of `generate` into a sample: argmax(log p + Gumbel noise) ~ p. Each
-    completion has a noise generator of its own, so that samples do not depend on batches and ranks."""
+    """Logits processor that turns the argmax of `generate` into a sample: argmax(log p + Gumbel
+    noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
+    batches and ranks."""
 
     def __init__(self, seeds: list[int], temperature: float, device: torch.device):
         self.temperature = temperature
@@ -64,7 +85,10 @@ class _SeededSampler:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
         chosen = logprobs
         if self.temperature > 0:
-            noise = [torch.empty_like(logprobs[0]).exponential_(generator=generator) for generator in self.generators]
+            noise = [
+                torch.empty_like(logprobs[0]).exponential_(generator=generator)
+                for generator in self.generators
+            ]
             chosen = logprobs - torch.stack(noise).log()
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen

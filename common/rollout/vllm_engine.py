@@ -18,21 +18,28 @@ from common.rollout.engine import SLOTS, Engine, Request
 
 
 def lost_asleep(worker) -> list[str]:
-    """Return the names of tensors in vLLM's model that are lost in sleep at level 2. `load_weights` restores weights
-    and vLLM restores buffers; the cache is filled again; scales named `_cpu` belong to quantised caches."""
-    return [
-        f"{name}.{key}"
-        for name, module in worker.get_model().named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and value.device.type == worker.device.type
-        if key != "kv_cache" and not key.endswith("_cpu")
-    ]
+    """Return the names of tensors in vLLM's model that are lost in sleep at level 2. `load_weights`
+    restores weights and vLLM restores buffers; the cache is filled again; scales named `_cpu`
+    belong to quantised caches."""
+    lost = []
+    for name, module in worker.get_model().named_modules():
+        for key, value in vars(module).items():
+            if key == "kv_cache" or key.endswith("_cpu"):
+                continue
+            if isinstance(value, Tensor) and value.device.type == worker.device.type:
+                lost.append(f"{name}.{key}")
+    return lost
+
+
+def has_head(worker) -> bool:
+    return any(name.endswith("lm_head") for name, _ in worker.get_model().named_modules())
 
 
 def forget_packed_experts(worker) -> None:
-    """Remove the kernel of each expert layer before weights are loaded. vLLM 0.32's CPU worker packs experts into the
-    kernel's layout only when it makes the kernel (UnquantizedFusedMoEMethod._setup_kernel), and would compute with
-    reloaded, unpacked experts as if they were packed. Can go when vLLM packs on reload."""
+    """Remove the kernel of each expert layer before weights are loaded. vLLM 0.32's CPU worker
+    packs experts into the kernel's layout only when it makes the kernel
+    (UnquantizedFusedMoEMethod._setup_kernel), and would compute with reloaded, unpacked experts as
+    if they were packed. Can go when vLLM packs on reload."""
     for module in worker.get_model().modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None
@@ -40,22 +47,29 @@ def forget_packed_experts(worker) -> None:
 
 @contextlib.contextmanager
 def undone_changes(decoder: type) -> Iterator[None]:
-    """Undo what vLLM changes in this process when it starts; `decoder` is the model's class in transformers."""
-    kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
-    set_num_threads, num_threads, make_decoder = torch.set_num_threads, torch.get_num_threads(), decoder.__init__
+    """Undo what vLLM changes in this process when it starts; `decoder` is the model's class in
+    transformers."""
+    variables = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
+    make_decoder = decoder.__init__
     try:
         yield
     finally:
-        # vLLM's CPU worker overwrites these variables for subprocesses that do not exist here, and disables
-        # set_num_threads; all workers reduce the trainer's threads (vllm/platforms/cpu.py, v1/worker/cpu_worker.py,
-        # utils/torch_utils.py).
-        for name, value in kept.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        # vLLM's CPU worker overwrites these variables for subprocesses that do not exist here, and
+        # disables set_num_threads; all workers reduce the trainer's threads (vllm/platforms/cpu.py,
+        # v1/worker/cpu_worker.py, utils/torch_utils.py).
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         torch.set_num_threads = set_num_threads
         set_num_threads(num_threads)
-        # vLLM runs some models (OLMo 2, SmolLM3) with the code of transformers and makes their class a compiled one
-        # (vllm/model_executor/models/transformers/base.py). The trainer's model has the same class.
-        decoder.__init__, decoder.do_not_compile = make_decoder, True
+        # vLLM runs some models (OLMo 2, SmolLM3) with the code of transformers and makes their
+        # class a compiled one (vllm/model_executor/models/transformers/base.py). The trainer's
+        # model has the same class.
+        decoder.__init__ = make_decoder
+        decoder.do_not_compile = True
 
 
 class VLLMEngine(Engine):
@@ -75,16 +89,22 @@ class VLLMEngine(Engine):
             except (ValueError, AssertionError, NotImplementedError) as error:
                 reason = distributed.first_line(error)
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
-        if self.device.type != "cpu" and (lost := self.llm.collective_rpc(lost_asleep)[0]):
-            raise ValueError(f"--engine vllm: sleep loses {lost[0]} of this model; use --engine transformers")
-        # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights for one.
-        (modules, *_) = self.llm.collective_rpc(lambda worker: [name for name, _ in worker.get_model().named_modules()])
-        self.has_head = any(name.endswith("lm_head") for name in modules)
+        lost = self.llm.collective_rpc(lost_asleep)[0] if self.device.type != "cpu" else []
+        if lost:
+            raise ValueError(
+                f"--engine vllm: sleep loses {lost[0]} of this model; use --engine transformers"
+            )
+        # Some of vLLM's models (Gemma 2) have no head apart from the embedding and refuse weights
+        # for one.
+        self.has_head = self.llm.collective_rpc(has_head)[0]
         self.client = self.llm.llm_engine.engine_core
         self.core = self.client.engine_core
         self.templates = {}  # vLLM requests by temperature and EOS ids
-        self.cached_tokens = self.prompt_tokens = 0  # of the prompts since the last `measure`
-        if (size := self.args.tensor_parallel_size) > 1:
+        # of the prompts since the last `measure`
+        self.cached_tokens = 0
+        self.prompt_tokens = 0
+        size = self.args.tensor_parallel_size
+        if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
 
@@ -92,18 +112,23 @@ class VLLMEngine(Engine):
         """Set the variables that vLLM reads when it is imported."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # earlier warnings, such as no Triton on a CPU
-        if self.dtype == torch.float32:
-            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # else vLLM's attention computes in tf32
-        if self.device.type == "cpu":
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the ranks share the cores
+        # hides earlier warnings, such as no Triton on a CPU
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        if self.dtype == torch.float32:  # else vLLM's attention computes in tf32
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+        if self.device.type == "cpu":  # 1 GiB; the ranks share the cores
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         if self.args.batch_invariant:
             if self.device.type == "cpu":
-                raise ValueError("--batch_invariant true: on a CPU every run is batch-invariant; leave the flag out")
+                raise ValueError(
+                    "--batch_invariant true: on a CPU every run is batch-invariant; leave the flag"
+                    " out"
+                )
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
     def _options(self, max_model_len: int) -> dict:
+        memory = self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9)
         options = dict(
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=self.args.tensor_parallel_size,
@@ -112,24 +137,31 @@ class VLLMEngine(Engine):
             logprobs_mode="processed_logprobs",  # of the distribution at this temperature
             generation_config="vllm",  # without top_p, top_k and penalties of the model
             max_model_len=max_model_len,
-            gpu_memory_utilization=self.args.gpu_memory_utilization or (0.4 if self.beside_trainer else 0.9),
+            gpu_memory_utilization=memory,
             max_num_seqs=SLOTS,
             seed=0,  # unused: every request has a seed
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )
         if self.dtype != torch.float32:  # as in the trainer: see token_logprobs
-            options |= dict(hf_overrides=dict(head_dtype="float32"))
+            options["hf_overrides"] = dict(head_dtype="float32")
         if self.device.type != "cpu":
             return options | dict(enable_sleep_mode=True)
-        # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU generator cannot do ("CPU
-        # Generator does not use offset", vllm/v1/worker/gpu_model_runner.py).
-        chunks = dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, max_model_len))
-        # Only whole blocks of a prompt are computed once for its group. vLLM's default on a CPU is 128 tokens.
-        return options | dict(enforce_eager=True, block_size=32) | chunks
+        return options | dict(
+            enforce_eager=True,
+            # Only whole blocks of a prompt are computed once for its group. vLLM's default on a
+            # CPU is 128 tokens.
+            block_size=32,
+            # After a prompt in two chunks vLLM rewinds the request's generator, which a CPU
+            # generator cannot do ("CPU Generator does not use offset",
+            # vllm/v1/worker/gpu_model_runner.py).
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(8192, max_model_len),
+        )
 
     def _template(self, temperature: float):
-        """Return a request that vLLM has validated, to be copied: validation takes most of the time of a new one."""
+        """Return a request that vLLM has validated, to be copied: validation takes most of the time
+        of a new one."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -142,32 +174,38 @@ class VLLMEngine(Engine):
             detokenize=False,
         )
         engine = self.llm.llm_engine
-        return engine.input_processor.process_inputs("", tokens_input([0]), params, engine.get_supported_tasks())
+        return engine.input_processor.process_inputs(
+            "", tokens_input([0]), params, engine.get_supported_tasks()
+        )
 
-    # These methods call vLLM's core. LLMEngine's own add_request, step and abort_request also keep text and
-    # dictionaries of log-probs for every token of every request, while a GPU waits.
+    # These methods call vLLM's core. LLMEngine's own add_request, step and abort_request also keep
+    # text and dictionaries of log-probs for every token of every request, while a GPU waits.
 
-    def _begin(self, name: str, request: Request) -> None:
-        kind = request.temperature, tuple(self.eos_ids)
-        if kind not in self.templates:
-            self.templates[kind] = self._template(request.temperature)
-        piece = copy(self.templates[kind])
+    def _admit(self, name: str, request: Request) -> None:
+        key = (request.temperature, tuple(self.eos_ids))
+        if key not in self.templates:
+            self.templates[key] = self._template(request.temperature)
+        piece = copy(self.templates[key])
         piece.request_id = name
         piece.prompt_token_ids = [*request.completion.ids]
-        piece.sampling_params = params = copy(piece.sampling_params)
-        params.seed, params.max_tokens = request.piece_seed, request.max_tokens - request.num_sampled
+        piece.sampling_params = copy(piece.sampling_params)
+        piece.sampling_params.seed = request.piece_seed
+        piece.sampling_params.max_tokens = request.num_missing
         self.client.add_request(piece)
 
-    def _advance(self) -> None:
-        # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler, without use on a CPU.
-        stance = torch.compiler.set_stance("force_eager") if self.device.type == "cpu" else contextlib.nullcontext()
-        with stance:
+    def _sample(self) -> None:
+        # Even in eager mode vLLM compiles one sampler function: 16 seconds and a C++ compiler,
+        # without use on a CPU.
+        is_cpu = self.device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext():
             outputs = self.client.get_output().outputs
         for output in outputs:
             reason = None if output.finish_reason is None else str(output.finish_reason)
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
-            self.append_output(self.running[output.request_id], output.new_token_ids, logprobs, reason)
-            if (prefill := output.prefill_stats) is not None:  # with the first token
+            request = self.running[output.request_id]
+            self.append_output(request, output.new_token_ids, logprobs, reason)
+            prefill = output.prefill_stats
+            if prefill is not None:  # with the first token
                 self.cached_tokens += prefill.num_cached_tokens
                 self.prompt_tokens += prefill.num_prompt_tokens
 
@@ -177,26 +215,34 @@ class VLLMEngine(Engine):
             self.client.get_output()
 
     def measure(self, meter: Meter) -> None:
-        """Measure also the fraction of the cache in use, the number of requests preempted for lack of cache, and the
-        fraction of the prompts' tokens that were in the cache."""
+        """Measure also the fraction of the cache in use, the number of requests preempted for lack
+        of cache, and the fraction of the prompts' tokens that were in the cache."""
         super().measure(meter)
         scheduler = self.core.scheduler
         meter.mean("engine/kv_cache", scheduler.kv_cache_manager.usage)
-        meter.mean("engine/preempted", sum(request.num_preemptions > 0 for request in scheduler.requests.values()))
+        preempted = [x for x in scheduler.requests.values() if x.num_preemptions > 0]
+        meter.mean("engine/preempted", len(preempted))
         meter.mean("engine/prefix_hit_rate", self.cached_tokens, self.prompt_tokens)
-        self.cached_tokens = self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.prompt_tokens = 0
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        if not self.has_head:
-            weights = ((name, whole) for name, whole in weights if name != "lm_head.weight")
-        weights = (each for name, whole in weights for each in hub_weights(self.model_type, name, whole))
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
-        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights, is_checkpoint_format=True))
+        options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
+        self.llm.collective_rpc("reload_weights", kwargs=options)
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
         # Cached prefixes come from the old weights.
-        assert self.llm.reset_prefix_cache(), "vLLM kept its prefix cache: requests were still running"
+        assert self.llm.reset_prefix_cache(), (
+            "vLLM kept its prefix cache: requests were still running"
+        )
+
+    def _hub_weights(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the form of a hub checkpoint."""
+        for name, whole in weights:
+            if self.has_head or name != "lm_head.weight":
+                yield from hub_weights(self.model_type, name, whole)
 
     def sleep(self) -> None:
         if self.device.type != "cpu":  # vLLM's CPU worker cannot sleep
@@ -204,12 +250,14 @@ class VLLMEngine(Engine):
 
     def wake(self) -> None:
         if self.device.type != "cpu":
-            torch.cuda.empty_cache()  # vLLM takes its memory from the driver, not from PyTorch's cache
+            # vLLM takes its memory from the driver, not from PyTorch's cache
+            torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
 
     def close(self) -> None:
         if self.device.type != "cpu" and self.llm.llm_engine.is_sleeping():
             self.wake()  # freeing unmapped memory is a CUDA error (vllm/device_allocator/cumem.py)
             self.llm.wake_up(tags=["kv_cache"])
-        distributed.barrier()  # vLLM's shutdown leaves the process group, which other ranks may still need
+        # vLLM's shutdown leaves the process group, which other ranks may still need
+        distributed.barrier()
         self.client.shutdown()

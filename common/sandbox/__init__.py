@@ -1,1 +1,2 @@
-"""Confined execution of untrusted Python programs: Landlock, seccomp, resource limits, the judge of their tests."""
+"""Confined execution of untrusted Python programs: Landlock, seccomp, resource limits, the judge of
+their tests."""

@@ -1,4 +1,5 @@
-"""The judge: runs the tests of a dataset and relays their calls to the program under test. Source for `Program`."""
+"""The judge: runs the tests of a dataset and relays their calls to the program under test. Source
+for `Program`."""
 
 import ast
 import builtins
@@ -12,15 +13,16 @@ broken: list[str] = []  # why the test cannot run
 
 
 class Remote:
-    """A function or an object of the program under test, referred to by an expression. Compares by identity: no code of
-    the program decides whether values are equal."""
+    """A function or an object of the program under test, referred to by an expression. Compares by
+    identity: no code of the program decides whether values are equal."""
 
     def __init__(self, expression: str):
         self.__dict__["_expression"] = expression
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        kwargs = {name: child.encode(value, pass_on) for name, value in kwargs.items()}
-        return ask({"call": self._expression, "args": child.encode(list(args), pass_on), "kwargs": kwargs})
+        arguments = child.encode(list(args), pass_on)
+        named = {name: child.encode(value, pass_on) for name, value in kwargs.items()}
+        return ask({"call": self._expression, "args": arguments, "kwargs": named})
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -39,7 +41,7 @@ def pass_on(value: object) -> object:
 
 
 def ask(question: dict) -> object:
-    reply = __ask__(question)  # noqa: F821
+    reply = __ask__(question)  # noqa: F821  # pyrefly: ignore  # a global of the child
     try:
         if "value" in reply:
             return child.decode(reply["value"], Remote)
@@ -72,7 +74,8 @@ def judge(source: str, setup: str, candidate: str | None) -> bool | str:
                 names[candidate] = Remote(candidate)
             exec(compile(source, "<test>", "exec"), names)
     except BaseException as error:
-        # An exception is the fault of the program or of its results, unless an import of the test fails.
+        # An exception is the fault of the program or of its results, unless an import of the test
+        # fails.
         if isinstance(error, ImportError) and last_file(error) == "<test>":
             broken.append(f"{type(error).__name__}: {error}")
         return broken[0] if broken else False
@@ -87,57 +90,76 @@ def last_file(error: BaseException) -> str:
 
 
 def stand_ins(setup: str, source: str, candidate: str | None) -> dict:
-    """Return the names that the test uses and does not define: modules of the standard library, and stand-ins."""
-    used, defined = set(), set()
-    for text in (setup, source):
-        for use, definition in symbols(text):
-            used |= use
-            defined |= definition
+    """Return the names that the test uses and does not define: modules of the standard library, and
+    stand-ins."""
+    used, defined = symbols(setup)
+    used_in_source, defined_in_source = symbols(source)
+    defined |= defined_in_source
+    free = (used | used_in_source) - defined - set(dir(builtins)) - {"__file__"}
     tree = ast.parse(source)
-    free = used - defined - set(dir(builtins)) - {"__file__"}
-    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    modules = {value.id for value in values if isinstance(value, ast.Name)} & free & sys.stdlib_module_names
+    objects = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    modules = {node.id for node in objects if isinstance(node, ast.Name)} & free
+    modules &= sys.stdlib_module_names
     free -= modules
     if not free and candidate is None:
-        # A function with the name of a built-in one, as MBPP's `sum(10, 15)`: the first innermost call, left of a
-        # comparison. The others stay built in: a program that defines `set` must not decide what sets are.
-        sides = [node.left for node in ast.walk(tree) if isinstance(node, ast.Compare)][:1] + [tree]
-        calls = next(filter(None, map(named_calls, sides)), [])
-        inner = [c for c in calls if not any(isinstance(n, ast.Call) and n is not c for n in ast.walk(c))]
-        inner.sort(key=lambda call: (call.lineno, call.col_offset))
-        free = {call.func.id for call in inner[:1]} - defined
+        free = tested_builtin(tree) - defined
         if not free:
             broken.append("it calls no function of the program")
-    callees = {id(name) for node in ast.walk(tree) for name in uses_of_objects(node)}
+    replaceable: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in free and id(node) not in callees:
+        replaceable.update(map(id, uses_of_objects(node)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in free and id(node) not in replaceable:
             broken.append(f"it needs the value of {node.id}, which it does not define")
-    return {"__name__": "test"} | {n: importlib.import_module(n) for n in modules} | {n: Remote(n) for n in free}
+    names: dict = {"__name__": "test"}
+    names |= {name: importlib.import_module(name) for name in modules}
+    return names | {name: Remote(name) for name in free}
 
 
-def named_calls(tree: ast.AST) -> list[ast.Call]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+def tested_builtin(tree: ast.AST) -> set[str]:
+    """Return the name of a tested function that has the name of a built-in one, as in MBPP's
+    `sum(10, 15)`: the first innermost call, left of a comparison; else an empty set.
+
+    The others stay built in: a program that defines `set` must not decide what sets are."""
+    comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    sides = [comparisons[0].left] if comparisons else []
+    for side in (*sides, tree):
+        calls = [call for call in calls_in(side) if isinstance(call.func, ast.Name)]
+        if calls:
+            innermost = [call for call in calls if len(calls_in(call)) == 1]
+            innermost.sort(key=lambda call: (call.lineno, call.col_offset))
+            return {call.func.id for call in innermost[:1]}
+    return set()
+
+
+def calls_in(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 def uses_of_objects(node: ast.AST) -> list[ast.AST]:
-    """Return the nodes in which a stand-in can replace an object: where it is called, passed on, or has an attribute
-    taken. In `except Name` and `isinstance(x, Name)`, for example, it cannot."""
+    """Return the nodes in which a stand-in can replace an object: where it is called, passed on, or
+    has an attribute taken. In `except Name` and `isinstance(x, Name)`, for example, it cannot."""
     if isinstance(node, ast.Attribute):
         return [node.value]
     if isinstance(node, ast.Assign | ast.Return | ast.List | ast.Tuple | ast.Dict):
         return list(ast.iter_child_nodes(node))
-    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+    is_call = isinstance(node, ast.Call)
+    if not is_call or getattr(node.func, "id", "") in ("isinstance", "issubclass"):
         return []
     return [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
 
 
-def symbols(source: str):
-    """Yield, for every scope, the global names that it uses and those that it defines."""
+def symbols(source: str) -> tuple[set[str], set[str]]:
+    """Return the global names that the scopes of a source use, and those that they define."""
     top = symtable.symtable(source, "<test>", "exec")
+    used: set[str] = set()
+    defined: set[str] = set()
     scopes = [top]
-    for scope in scopes:
+    for scope in scopes:  # which grows
         scopes += scope.get_children()
-        at_top = scope is top
-        each = scope.get_symbols()
-        used = {s.get_name() for s in each if s.is_referenced() and (at_top or s.is_global())}
-        yield used, {s.get_name() for s in each if s.is_assigned() and (at_top or s.is_declared_global())}
+        for symbol in scope.get_symbols():
+            if symbol.is_referenced() and (scope is top or symbol.is_global()):
+                used.add(symbol.get_name())
+            if symbol.is_assigned() and (scope is top or symbol.is_declared_global()):
+                defined.add(symbol.get_name())
+    return used, defined

@@ -1,8 +1,9 @@
-"""Untrusted Python, such as programs that a model wrote, run in a process that has confined itself (confine.py).
+"""Untrusted Python, such as programs that a model wrote, run in a process that has confined itself
+(confine.py).
 
-`run_program` gives a program its stdin and returns its stdout; `Program` calls its functions. The program gets inputs
-alone; the caller judges the outputs. About 20 ms a run, most of it the start of an interpreter.
-"""
+`run_program` gives a program its stdin and returns its stdout; `Program` calls its functions. The
+program gets inputs alone; the caller judges the outputs. About 20 ms a run, most of it the start of
+an interpreter."""
 
 import functools
 import json
@@ -22,19 +23,22 @@ class Outcome:
     """Outcome of a run."""
 
     status: str
-    """"ok", "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit", ..."""
+    """"ok", "exit code 3", "killed by signal 11", "time limit", "memory limit", "output limit",
+    ..."""
     stdout: str
     """output up to the limit; bytes that are not UTF-8 are U+FFFD"""
     seconds: float = field(default=0.0, compare=False)
     """time from its first line"""
 
 
-def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsafe: bool = False) -> Outcome:
+def run_program(
+    source: str, stdin: str = "", limits: Limits | None = None, unsafe: bool = False
+) -> Outcome:
     """Run `source` as `python program.py < stdin`.
 
-    Where `problem()` is not None, this raises `ValueError`, or with `unsafe` uses the layers that the machine has.
-    Raises `RuntimeError` if the interpreter does not start or the machine has no room for it.
-    """
+    Where `problem()` is not None, this raises `ValueError`, or with `unsafe` uses the layers that
+    the machine has. Raises `RuntimeError` if the interpreter does not start or the machine has no
+    room for it."""
     require_confinement(unsafe)
     with Child("program", source, limits or Limits(), unsafe, stdin) as child:
         output = bytearray()
@@ -52,16 +56,19 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None, unsa
 
 
 class Program:
-    """A program whose functions can be called, with plain values (see `child.encode`). A context manager.
-    Generators, ranges and views are returned as iterators, bytearrays as bytes.
+    """A program whose functions can be called, with plain values (see `child.encode`). A context
+    manager. Generators, ranges and views are returned as iterators, bytearrays as bytes.
 
-    The source is run as a module, without the code under `if __name__ == "__main__":`. For one thread, which must live
-    as long. Raises what `run_program` does, and on entering `ProgramError` if the source does not run.
-    """
+    The source is run as a module, without the code under `if __name__ == "__main__":`. For one
+    thread, which must live as long. Raises what `run_program` does, and on entering `ProgramError`
+    if the source does not run."""
 
     def __init__(self, source: str, limits: Limits | None = None, unsafe: bool = False):
         require_confinement(unsafe)
-        self.source, self.limits, self.unsafe, self.dead = source, limits or Limits(), unsafe, None
+        self.source = source
+        self.limits = limits or Limits()
+        self.unsafe = unsafe
+        self.dead: ProgramError | None = None
 
     def __enter__(self) -> "Program":
         self.child = Child("calls", self.source, self.limits, self.unsafe)
@@ -76,50 +83,51 @@ class Program:
         self.child.close()
 
     def call(
-        self, function: str, args: list | tuple = (), kwargs: dict | None = None, answer: Callable | None = None
+        self,
+        function: str,
+        args: list | tuple = (),
+        kwargs: dict | None = None,
+        answer: Callable | None = None,
     ) -> object:
-        """Return `function(*args, **kwargs)`, where `function` is an expression. Raises `TypeError` if an argument is
-        not plain, and `ProgramError`: the same in every later call if the program has ended or is "malformed".
+        """Return `function(*args, **kwargs)`, where `function` is an expression. Raises `TypeError`
+        if an argument is not plain, and `ProgramError`: the same in every later call if the program
+        has ended or is "malformed".
 
-        `answer` turns the JSON of a `question` into the JSON that the program's `__ask__(question)` returns; without
-        it, a question is an error.
-        """
+        `answer` turns the JSON of a `question` into the JSON that the program's `__ask__(question)`
+        returns; without it, a question is an error."""
         kwargs = {name: encode(value) for name, value in (kwargs or {}).items()}
         reply = self.exchange({"call": function, "args": encode(list(args)), "kwargs": kwargs})
-        while "ask" in reply:
-            if answer is None:
-                raise self._end(ProgramError("malformed", "a question"))
+        while "ask" in reply and answer is not None:
             reply = self.exchange(answer(reply["ask"]))
         return self._value(reply)
 
     def exchange(self, request: dict) -> dict:
-        """Send one line of JSON and return the answer, values still encoded. Raises `ProgramError`."""
+        """Send one line of JSON and return the answer, values still encoded. Raises
+        `ProgramError`."""
         if self.dead:
             raise self.dead
         try:
             self.child.write(json.dumps(request).encode() + b"\n")
+            return self._answer()
         except ProgramError as error:
             raise self._end(error) from None
-        return self._answer()
 
     def _answer(self) -> dict:
         line = bytearray()
-        try:
-            while not line.endswith(b"\n"):
-                chunk = self.child.read(self.child.answers)
-                if not chunk:
-                    raise ProgramError(died(self.child.wait()))
-                line += chunk
-                if len(line) > self.limits.output_bytes:
-                    raise ProgramError("output limit")
-            return parse_answer(bytes(line))
-        except ProgramError as error:
-            raise self._end(error) from None
+        while not line.endswith(b"\n"):
+            chunk = self.child.read(self.child.answers)
+            if not chunk:
+                raise ProgramError(died(self.child.wait()))
+            line += chunk
+            if len(line) > self.limits.output_bytes:
+                raise ProgramError("output limit")
+        return parse_answer(bytes(line))
 
     def _value(self, reply: dict) -> object:
         if "error" in reply:
             types, message = reply["error"]
-            raise ProgramError("cannot be passed" if types[0] == "CannotPass" else "raised", message, tuple(types))
+            kind = "cannot be passed" if types[0] == "CannotPass" else "raised"
+            raise ProgramError(kind, message, tuple(types))
         if "value" not in reply:
             raise self._end(ProgramError("malformed", "a question"))
         try:
@@ -136,15 +144,17 @@ class Program:
 
 
 def parse_answer(line: bytes) -> dict:
-    """Return `{"value": ...}`, `{"error": [[name, ...], message]}` or `{"ask": ...}`, or raise `ProgramError`."""
+    """Return `{"value": ...}`, `{"error": [[name, ...], message]}` or `{"ask": ...}`, or raise
+    `ProgramError`."""
     try:
         reply = json.loads(line)  # bytes after the first line are an error too
     except (ValueError, RecursionError) as error:
         raise ProgramError("malformed", type(error).__name__) from None
     match reply:
-        case {"error": [[str(), *names], str()]} if len(reply) == 1 and all(isinstance(name, str) for name in names):
-            return reply
-        case {"value": _} | {"ask": _} if len(reply) == 1:
+        case {"error": [[str(), *types], str()], **rest} if not rest:
+            if all(isinstance(name, str) for name in types):
+                return reply
+        case {"value": _, **rest} | {"ask": _, **rest} if not rest:
             return reply
     raise ProgramError("malformed")
 
@@ -174,18 +184,21 @@ def problem() -> str | None:
     if sys.platform != "linux":
         return f"confining programs needs Linux, this is {sys.platform}"
     if platform.machine() not in ARCHITECTURES:
-        return f"confining programs is written for {' and '.join(ARCHITECTURES)}, this is {platform.machine()}"
+        machines = " and ".join(ARCHITECTURES)
+        return f"confining programs is written for {machines}, this is {platform.machine()}"
     try:
         with Child("program", PROBE, Limits(seconds=30), unsafe=False) as child:
             left = child.read(child.stdout).decode().strip()
             code = child.wait()
     except (RuntimeError, OSError, ProgramError) as error:
         return str(error)
-    if left or code:
-        return f"a confined program was not stopped by {left}" if left else f"a confined program failed: {died(code)}"
+    if left:
+        return f"a confined program was not stopped by {left}"
+    if code:
+        return f"a confined program failed: {died(code)}"
     return None
 
 
 def require_confinement(unsafe: bool) -> None:
-    if not unsafe and (reason := problem()):
-        raise ValueError(f"programs cannot be run safely here: {reason}")
+    if not unsafe and problem():
+        raise ValueError(f"programs cannot be run safely here: {problem()}")

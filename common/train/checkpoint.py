@@ -1,15 +1,16 @@
 """Resumable checkpoints, and the Hugging Face export.
 
-`checkpoints/step_000100/` contains PyTorch's distributed checkpoint of model and optimizer, which any number of ranks
-can load; `state.json` (step and data cursor); config and tokenizer, which make it a model (`model/convert.py`); and
-`manifest.json` (size and CRC of every file). A save writes to a temporary folder and renames it at the end, so that an
-interrupted save is ignored. All ranks must share the folder.
-"""
+`checkpoints/step_000100/` contains PyTorch's distributed checkpoint of model and optimizer, which
+any number of ranks can load; `state.json` (step and data cursor); config and tokenizer, which make
+it a model (`model/convert.py`); and `manifest.json` (size and CRC of every file). A save writes to
+a temporary folder and renames it at the end, so that an interrupted save is ignored. All ranks must
+share the folder."""
 
 import json
 import shutil
+from collections import ChainMap
 from collections.abc import Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,79 +19,109 @@ from torch.optim import Optimizer
 
 from common.config.groups import TrainArgs
 from common.data import durable
-from common.model import convert, lora
-from common.model.convert import checkpoints_in
+from common.model import checkpoint_files
+from common.model.checkpoint_files import checkpoints_in
 from common.model.export_files import base_dtype, config_file, generation_file, tokenizer_files
 from common.model.hub import eos_token_ids
-from common.model.loading import hub_weights, load_config, one_line_errors
+from common.model.loading import (
+    has_adapters,
+    hub_weights,
+    load_config,
+    one_line_errors,
+    whole,
+)
 from common.model.policy import PackedModel, ScalarModel
 from common.parallel import distributed
-from common.train.publish import card_files
 
 
 class Checkpointer:
-    """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same on every rank).
+    """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
+    on every rank).
 
     `value` is a second model with its optimizer.
     """
 
-    def __init__(self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None, **stateful):
-        self.args, self.folder, self.keep_last = args, Path(args.output_dir), args.keep_last
+    def __init__(
+        self,
+        args: TrainArgs,
+        model: PackedModel,
+        optimizer: Optimizer,
+        tokenizer,
+        value=None,
+        **stateful,
+    ):
+        self.args = args
+        self.folder = Path(args.output_dir)
         self.checkpoints = self.folder / "checkpoints"
-        self.model, self.stateful = model, stateful
-        self.trained = {"": (model, optimizer)} | ({"value_": value} if value else {})
+        self.model = model
+        self.stateful = stateful
+        self.trained = {"": (model, optimizer)}
+        if value is not None:
+            self.trained["value_"] = value
         self.files: dict[str, bytes] = {}
         if distributed.is_main():
             dtype = export_dtype(model, args.export_dtype)
             self.files = hf_files(model, tokenizer, args.prompt_format, dtype)
 
     def load_latest(self) -> int:
-        """Load the newest intact checkpoint and return its number of finished steps; 0 without checkpoints. Collective.
+        """Load the newest intact checkpoint and return its number of finished steps; 0 without
+        checkpoints. Collective.
 
-        A damaged checkpoint is reported, renamed to `step_N.corrupt` and replaced by the previous one. Raises
-        `ValueError` if all checkpoints are damaged.
-        """
-        found = distributed.gather_objects([path.name for path in checkpoints_in(self.checkpoints)])[0]
-        for name in found:
+        A damaged checkpoint is reported, renamed to `step_N.corrupt` and replaced by the previous
+        one. Raises `ValueError` if all checkpoints are damaged."""
+        names = [path.name for path in checkpoints_in(self.checkpoints)]
+        names = distributed.gather_objects(names)[0]
+        for name in names:
             path = self.checkpoints / name
-            found_here = convert.damage(path, dist.get_rank(), dist.get_world_size())
-            problems = [p for p in distributed.gather_objects(found_here) if p]
+            problem = checkpoint_files.damage(path, dist.get_rank(), dist.get_world_size())
+            problems = [problem for problem in distributed.gather_objects(problem) if problem]
             if not problems:
                 return self._load(path)
-            distributed.say(f"checkpoint {path} is damaged ({problems[0]}): loading the previous one")
+            distributed.say(
+                f"checkpoint {path} is damaged ({problems[0]}): loading the previous one"
+            )
             if distributed.is_main():
                 shutil.rmtree(path.with_suffix(".corrupt"), ignore_errors=True)
                 path.rename(path.with_suffix(".corrupt"))
-        if found or any(self.folder.glob("checkpoints/*.corrupt")):  # also after a second start
-            raise ValueError(f"{self.checkpoints}: all checkpoints are damaged; start over with --resume never")
+        if names or any(self.folder.glob("checkpoints/*.corrupt")):  # also after a second start
+            raise ValueError(
+                f"{self.checkpoints}: all checkpoints are damaged; start over with --resume never"
+            )
         return 0
 
     def _load(self, path: Path) -> int:
         import torch.distributed.checkpoint as dcp
 
-        # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest of an optimizer's
-        # state are flags, and its learning rate is set at each step.
+        # In place: `set_state_dict` would move offloaded moments to the weights' device. The rest
+        # of an optimizer's state are flags, and its learning rate is set at each step.
         with one_line_errors(str(path)):
-            dcp.load(self._tensors(), storage_reader=convert.checkpoint_reader(path))
-            state = durable.parse_json((path / convert.STATE).read_text())
-        for name, part in self.stateful.items():
-            part.load_state_dict(state[name])
+            dcp.load(self._tensors(), storage_reader=checkpoint_files.checkpoint_reader(path))
+            state = durable.parse_json((path / checkpoint_files.STATE).read_text())
+        for name, item in self.stateful.items():
+            item.load_state_dict(state[name])
         distributed.say(f"resuming from {path} (step {state['step']})")
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
-        """Return the state of the trained weights and their optimizers. Frozen weights are read from `--model`."""
+        """Return the state of the trained weights and their optimizers. Frozen weights are read
+        from `--model`."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-        out, options = {}, StateDictOptions(ignore_frozen_params=True)
+        tensors = {}
+        options = StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
-            out[f"{prefix}model"], out[f"{prefix}optimizer"] = get_state_dict(model, optimizer, options=options)
-        return out
+            weights, moments = get_state_dict(model, optimizer, options=options)
+            tensors[f"{prefix}model"] = weights
+            tensors[f"{prefix}optimizer"] = moments
+        return tensors
 
     @property
     def size(self) -> int:
-        """Return the bytes of a checkpoint, nearly: those of the trained weights and two moments of each."""
-        return sum(3 * p.nbytes for model, _ in self.trained.values() for p in model.parameters() if p.requires_grad)
+        """Return the bytes of a checkpoint, nearly: those of the trained weights and two moments of
+        each."""
+        models = [model for model, _ in self.trained.values()]
+        parameters = chain(*(model.parameters() for model in models))
+        return sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad)
 
     def free_space(self) -> int:
         """Return the free bytes of the disk with the checkpoints. Collective."""
@@ -98,7 +129,8 @@ class Checkpointer:
         return distributed.gather_objects(free)[0]
 
     def save(self, step: int) -> None:
-        """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`. Collective.
+        """Write the checkpoint after `step` steps, then delete all but the newest `--keep_last`.
+        Collective.
 
         An earlier checkpoint of the same step is replaced.
         """
@@ -106,51 +138,62 @@ class Checkpointer:
 
         final = self.checkpoints / f"step_{step:06d}"
         work = final.with_suffix(".tmp")
-        if (free := self.free_space()) < self.size:
+        free = self.free_space()
+        if free < self.size:
             need = f"a checkpoint needs {self.size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
-            raise distributed.RunError(f"--output_dir {self.folder}: {need}; older checkpoints are intact")
+            raise distributed.RunError(
+                f"--output_dir {self.folder}: {need}; older checkpoints are intact"
+            )
         if distributed.is_main():
             work.mkdir(parents=True)
         distributed.barrier()
         dcp.save(self._tensors(), checkpoint_id=work)
         if distributed.is_main():
-            state = dict(step=step) | {name: part.state_dict() for name, part in self.stateful.items()}
-            (work / convert.STATE).write_text(json.dumps(state))
-            (work / convert.WEIGHTS).write_text(json.dumps(exported_names(self.model)))
-            if layers := lora.layers_of(self.model.hf):
-                scale = next(iter(layers.values())).scale
-                dtype, base = str(self.model.compute_dtype).removeprefix("torch."), str(Path(self.model.path).resolve())
-                (work / convert.ADAPTED).write_text(json.dumps(dict(base=base, scale=scale, dtype=dtype)))
+            state = {name: item.state_dict() for name, item in self.stateful.items()}
+            (work / checkpoint_files.STATE).write_text(json.dumps(dict(step=step) | state))
+            (work / checkpoint_files.WEIGHTS).write_text(json.dumps(exported_names(self.model)))
+            if has_adapters(self.model.hf):
+                from common.model.lora import adapted
+
+                (work / checkpoint_files.ADAPTED).write_text(json.dumps(adapted(self.model)))
             write_files(self.files, work)
         distributed.barrier()
-        files = sorted(f for f in work.rglob("*") if f.is_file())[dist.get_rank() :: dist.get_world_size()]
-        shares = distributed.gather_objects({str(f.relative_to(work)): durable.fingerprint(f) for f in files})
+        files = sorted(file for file in work.rglob("*") if file.is_file())
+        share = files[dist.get_rank() :: dist.get_world_size()]
+        fingerprints = {str(file.relative_to(work)): durable.fingerprint(file) for file in share}
+        manifest = dict(ChainMap(*distributed.gather_objects(fingerprints)))
         if distributed.is_main():
-            manifest = {name: expected for share in shares for name, expected in share.items()}
-            (work / convert.MANIFEST).write_text(json.dumps(manifest))
+            (work / checkpoint_files.MANIFEST).write_text(json.dumps(manifest))
             if final.is_dir():
                 _delete(final)
             durable.rename(work, final)
-            for old in checkpoints_in(self.checkpoints)[self.keep_last :]:
+            for old in checkpoints_in(self.checkpoints)[self.args.keep_last :]:
                 _delete(old)
         distributed.barrier()
 
     def export_hf(self, name: str = "hf", curves: Sequence[str] = ()) -> None:
-        """Write `hf/`: safetensors in `--export_dtype`, config and tokenizer. Adapters are merged, and also written
-        alone to `adapter/` (`best_adapter/` for `best/`). A model card in both has the metrics `curves`. Collective.
+        """Write `hf/`: safetensors in `--export_dtype`, config and tokenizer. Adapters are merged,
+        and also written alone to `adapter/` (`best_adapter/` for `best/`). A model card in both has
+        the metrics `curves`. Collective.
 
-        Weights are gathered one at a time, to rank 0's host only. The new folder replaces the old one at the end.
-        """
-        card = partial(card_files, self.args, self.model, curves) if distributed.is_main() else lambda _: {}
-        _export(self.model, self.files | card(folder := self.folder / name), folder)
-        if lora.has_adapters(self.args):
+        Weights are gathered one at a time, to rank 0's host only. The new folder replaces the old
+        one at the end."""
+        from common.train.publish import card_files
+
+        folder = self.folder / name
+        card = card_files(self.args, self.model, curves, folder)
+        _export(self.model, self.files | card, folder)
+        if self.args.lora_rank:
+            from common.model.adapter_files import save_adapter
+
             adapter = self.folder / ("adapter" if name == "hf" else f"{name}_adapter")
-            lora.save_adapter(self.model.hf, self.model.path, self.args, adapter, card(adapter))
+            card = card_files(self.args, self.model, curves, adapter)
+            save_adapter(self.model.hf, self.model.path, self.args, adapter, card)
 
 
 def export_hf(model: PackedModel, tokenizer, folder: Path, prompt_format: str = "auto") -> None:
-    """Write the export of `Checkpointer.export_hf`, without separate adapters, to any folder, in the dtype of the base.
-    Collective."""
+    """Write the export of `Checkpointer.export_hf`, without separate adapters, to any folder, in
+    the dtype of the base. Collective."""
     files: dict[str, bytes] = {}
     if distributed.is_main():
         files = hf_files(model, tokenizer, prompt_format, base_dtype(model.path))
@@ -161,21 +204,27 @@ def export_dtype(model: PackedModel, name: str) -> torch.dtype:
     """Return the dtype of `--export_dtype`, and warn if it is narrower than the compute dtype."""
     dtype = base_dtype(model.path) if name == "base" else getattr(torch, name)
     if torch.promote_types(dtype, model.compute_dtype) != dtype:
-        narrow, wide = (str(kind).removeprefix("torch.") for kind in (dtype, model.compute_dtype))
+        narrow = str(dtype).removeprefix("torch.")
+        wide = str(model.compute_dtype).removeprefix("torch.")
         loss = f"hf/ has {narrow}, training {wide}: small updates are rounded away"
         distributed.say(f"warning: --export_dtype {name}: {loss}; --export_dtype {wide} keeps them")
     return dtype
 
 
-def hf_files(model: PackedModel, tokenizer, prompt_format: str, dtype: torch.dtype) -> dict[str, bytes]:
-    """Return the files of an export besides the weights, by name: config.json, generation_config.json and those of the
-    tokenizer. A run reads them at start: its model may be a checkpoint that another run deletes later."""
+def hf_files(
+    model: PackedModel, tokenizer, prompt_format: str, dtype: torch.dtype
+) -> dict[str, bytes]:
+    """Return the files of an export besides the weights, by name: config.json,
+    generation_config.json and those of the tokenizer. A run reads them at start: its model may be a
+    checkpoint that another run deletes later."""
     path = model.path
     changes: dict[str, object] = dict(architectures=[type(model.hf).__name__])
     if isinstance(model, ScalarModel):
         changes |= dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})  # one score
-        changes["scored_at"] = "end_of_turn"  # rewards/reward_model.py: the token with a trained score
-        # Transformers scores the last token that is not padding: an EOS must not also be the padding.
+        # rewards/reward_model.py: the token with a trained score
+        changes["scored_at"] = "end_of_turn"
+        # Transformers scores the last token that is not padding: an EOS must not also be the
+        # padding.
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     return {
@@ -191,31 +240,38 @@ def write_files(files: dict[str, bytes], folder: Path) -> None:
 
 
 def exported_names(model: PackedModel) -> list[str]:
-    """Return the names of exported weights. A tied head is the embedding; adapters are merged into their base."""
+    """Return the names of exported weights. A tied head is the embedding; adapters are merged into
+    their base."""
     tied = model.hf.all_tied_weights_keys
     return [name for name in model.hf.state_dict() if name not in tied and ".lora_" not in name]
 
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
-    state, weights = model.hf.state_dict(), {}
+    state = model.hf.state_dict()
+    weights = {}
     work = folder.with_suffix(".tmp")
     if distributed.is_main():
         work.mkdir(parents=True)
         write_files(files, work)
         dtype = load_config(work).dtype or torch.float32
     for name in exported_names(model):
-        whole = lora.merged_weight(model.hf, name, lora.whole(state[name]), model.compute_dtype)
+        tensor = whole(state[name])
+        if has_adapters(model.hf):
+            from common.model.lora import merged_weight
+
+            tensor = merged_weight(model.hf, name, tensor, model.compute_dtype)
         if distributed.is_main():
-            for hub_name, weight in hub_weights(model.hf.config.model_type, name, whole):
+            for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor):
                 weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
-        convert.write_safetensors(weights, work)
+        checkpoint_files.write_safetensors(weights, work)
         durable.replace_folder(work, folder)
     distributed.barrier()
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint. It is renamed first: another job that writes `hf/` into it would block the deletion."""
+    """Delete a checkpoint. It is renamed first: another job that writes `hf/` into it would block
+    the deletion."""
     dropped = checkpoint.with_suffix(".dropped.tmp")
     checkpoint.rename(dropped)
     shutil.rmtree(dropped)

@@ -1,4 +1,5 @@
-"""AdamW, its learning rate as a function of the step, and the optimizer step, the only place that changes weights."""
+"""AdamW, its learning rate as a function of the step, and the optimizer step, the only place that
+changes weights."""
 
 import math
 
@@ -13,8 +14,8 @@ from common.parallel.mesh import average_over_copies
 
 
 def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
-    """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on matrices only. The
-    moments are on the device that `--offload` determines."""
+    """Return AdamW (arXiv:1711.05101) over the sharded float32 master weights, with weight decay on
+    matrices only. The moments are on the device that `--offload` determines."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=args.weight_decay),
@@ -25,25 +26,34 @@ def adamw(model: nn.Module, args: TrainArgs) -> torch.optim.AdamW:
     optimizer = kind(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), fused=True)
     # Allocate its states at start: a colocated engine then sizes its memory by what remains free.
     for parameter in parameters:
-        home = dict(device="cpu", pin_memory=parameter.is_cuda) if on_host else dict(device=parameter.device)
+        home = (
+            dict(device="cpu", pin_memory=parameter.is_cuda)
+            if on_host
+            else dict(device=parameter.device)
+        )
         moments = {name: torch.zeros_like(parameter, **home) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = dict(step=torch.zeros((), **home)) | moments
     return optimizer
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with moments on the host, copied to the parameter's device one parameter at a time during the step."""
+    """AdamW with moments on the host, copied to the parameter's device one parameter at a time
+    during the step."""
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = {name: local(value) for name, value in self.state[parameter].items()}
-                here = {name: value.to(parameter.device, non_blocking=True) for name, value in state.items()}
+                here = {
+                    name: value.to(parameter.device, non_blocking=True)
+                    for name, value in state.items()
+                }
                 adamw_update(
-                    [local(parameter)], [local(parameter.grad)], [here["exp_avg"]], [here["exp_avg_sq"]], [],
-                    [here["step"]], fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
-                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                    [local(parameter)], [local(parameter.grad)], [here["exp_avg"]],
+                    [here["exp_avg_sq"]], [], [here["step"]], fused=True, amsgrad=False,
+                    beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 )  # fmt: skip
                 for name, value in state.items():
                     value.copy_(here[name])
@@ -55,8 +65,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
-    """Return the learning rate of the update after `step` finished ones: linear warmup from 0, then `--lr_schedule`,
-    which reaches `min_lr_ratio` of the peak after the last update. It has no state to save."""
+    """Return the learning rate of the update after `step` finished ones: linear warmup from 0, then
+    `--lr_schedule`, which reaches `min_lr_ratio` of the peak after the last update. It has no state
+    to save."""
     if step < args.warmup_steps:
         return args.lr * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
@@ -66,19 +77,26 @@ def learning_rate(step: int, total_steps: int, args: TrainArgs) -> float:
     return args.lr * (args.min_lr_ratio + (1 - args.min_lr_ratio) * remaining)
 
 
-def optimizer_step(model: nn.Module, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor) -> float:
-    """Average the gradients over copies of the model, clip them, update the weights and clear the gradients. Return the
-    global gradient norm before clipping. Collective.
+def optimizer_step(
+    model: nn.Module, optimizer: Optimizer, lr: float, max_grad_norm: float, loss: Tensor
+) -> float:
+    """Average the gradients over copies of the model, clip them, update the weights and clear the
+    gradients. Return the global gradient norm before clipping. Collective.
 
-    `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before any change if the
-    loss or the gradient is not finite.
-    """
+    `loss` is this rank's share of the loss, summed over the micro-batches. Raises `RunError` before
+    any change if the loss or the gradient is not finite."""
     loss = distributed.all_sum(loss)
     average_over_copies(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        what = f"the loss is {float(loss)}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
-        raise distributed.RunError(f"{what}: stopped before the optimizer step; earlier checkpoints are intact")
+        what = (
+            f"the loss is {float(loss)}"
+            if not math.isfinite(loss)
+            else f"the gradient norm is {grad_norm}"
+        )
+        raise distributed.RunError(
+            f"{what}: stopped before the optimizer step; earlier checkpoints are intact"
+        )
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

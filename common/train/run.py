@@ -24,15 +24,12 @@ from common.data.sample import Group, Sample
 from common.metrics.logger import RunLogger
 from common.metrics.meter import Meter
 from common.metrics.timeline import Timeline
-from common.model import memory
-from common.model.flops import peak_flops, peak_memory
+from common.model.flops import capacity_of, peak_flops, peak_memory
 from common.model.policy import PackedModel
-from common.parallel import distributed
+from common.parallel import distributed, signals
 from common.train.checkpoint import Checkpointer
 from common.train.optim import learning_rate
-from common.train.publish import publish
 from common.train.run_folder import unlock
-from common.train.trace import Trace
 
 
 class Run:
@@ -49,67 +46,110 @@ class Run:
         show: Sequence[str],
         curves: Sequence[str],
         value: tuple[PackedModel, Optimizer] | None = None,
+        order=None,
+        rollouts=None,
         **stateful,
     ):
-        """Load the newest intact checkpoint into the model, the optimizer and all of `stateful`: objects with a
-        `state_dict`, one of them with a data `cursor`. `value` is a second model with its optimizer. `show`: metrics
-        beside the progress bar; `curves`: metrics to draw. Collective.
+        """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
+        which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
+        second model with its optimizer. `show`: metrics beside the progress bar; `curves`: metrics
+        to draw. Collective.
 
         Raises `ValueError` if all checkpoints are damaged.
         """
-        self.args, self.total_steps, self.meter = args, total_steps, Meter()
+        self.args = args
+        self.total_steps = total_steps
+        self.meter = Meter()
         self.models = [model] if value is None else [model, value[0]]
         self.peak_flops = peak_flops(model.device, model.compute_dtype)
-        self.data = next(part for part in stateful.values() if hasattr(part, "cursor"))
-        self.num_tokens, self.latest, self.planned_steps = 0, {}, total_steps
+        self.data = order if rollouts is None else rollouts
+        self.num_tokens = 0
+        self.latest: dict[str, float] = {}  # metrics of the last step
+        self.planned_steps = total_steps
         self.history: list[int] | None = None  # fingerprint of metrics.jsonl at the last checkpoint
         self.best: float | None = None  # best value of --keep_best
-        self.best_step = self.without_gain = 0  # its step; evaluations since then
-        self.checkpointer = Checkpointer(args, model, optimizer, tokenizer, value=value, totals=self, **stateful)
-        self.first_step = self.finished = self.saved = self.checkpointer.load_latest()
-        self.logger = RunLogger(args, self.first_step, total_steps, show=show, curves=curves, history=self.history)
+        self.best_step = 0
+        self.without_gain = 0  # evaluations since then
+        stateful |= dict(order=order) if order is not None else {}
+        stateful |= dict(rollouts=rollouts) if rollouts is not None else {}
+        self.checkpointer = Checkpointer(
+            args, model, optimizer, tokenizer, value=value, totals=self, **stateful
+        )
+        self.first_step = self.checkpointer.load_latest()
+        self.finished = self.first_step
+        self.saved = self.first_step
+        self.logger = RunLogger(
+            args, self.first_step, total_steps, show=show, curves=curves, history=self.history
+        )
         self.timeline = Timeline(args.output_dir)
-        self.trace = Trace(args, [*self.models], optimizer, tokenizer)
-        self.meter.keep = self.trace.keep
-        self.told_to_stop = self.told = False
-        if line := memory.settle(self.models, args):
-            self.message(line)
-        if self.planned_steps != total_steps > self.finished and args.lr_schedule != "constant":
-            change = f"was planned for {self.planned_steps} steps, continues as if for {total_steps} from the start"
-            self.message(f"--lr_schedule {args.lr_schedule}: {change}")
+        self.trace = None
+        if args.trace_every:
+            from common.train.trace import Trace
+
+            self.trace = Trace(args, [*self.models], optimizer, tokenizer)
+            self.meter.keep = self.trace.keep
+        self.stop_requested = False
+        self.warned = False  # by `message_once`
+        if capacity_of(model.device):
+            from common.model.capacity import keep_activations_that_fit
+
+            self.message(keep_activations_that_fit(self.models, args))
+        is_changed = self.planned_steps != total_steps > self.finished
+        if is_changed and args.lr_schedule != "constant":
+            change = f"continues as if for {total_steps} from the start"
+            plan = f"was planned for {self.planned_steps} steps, {change}"
+            self.message(f"--lr_schedule {args.lr_schedule}: {plan}")
         saves = min(args.keep_last + 1, math.ceil((total_steps - self.finished) / args.save_every))
-        if (free := self.checkpointer.free_space()) < (needed := saves * self.checkpointer.size):
-            problem = f"{free / 1e9:.3g} GB are free, {saves} checkpoints need {needed / 1e9:.3g} GB"
-            self.message(f"--output_dir {args.output_dir}: {problem}; free some, or lower --keep_last")
+        needed = saves * self.checkpointer.size
+        free = self.checkpointer.free_space()
+        if free < needed:
+            problem = (
+                f"{free / 1e9:.3g} GB are free, {saves} checkpoints need {needed / 1e9:.3g} GB"
+            )
+            self.message(
+                f"--output_dir {args.output_dir}: {problem}; free some, or lower --keep_last"
+            )
 
     def state_dict(self) -> dict:
-        best = dict(metric=self.args.keep_best, value=self.best, step=self.best_step, without_gain=self.without_gain)
-        known = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
-        return known | (dict(best=best) if self.args.keep_best else {})
+        state = dict(num_tokens=self.num_tokens, history=self.history, total_steps=self.total_steps)
+        if self.args.keep_best:
+            state["best"] = dict(
+                metric=self.args.keep_best,
+                value=self.best,
+                step=self.best_step,
+                without_gain=self.without_gain,
+            )
+        return state
 
     def load_state_dict(self, state: dict) -> None:
-        self.num_tokens, self.history = state["num_tokens"], state.get("history")
+        self.num_tokens = state["num_tokens"]
+        self.history = state.get("history")
         self.planned_steps = state.get("total_steps", self.total_steps)
         best = state.get("best", {})
         if best and best["metric"] == self.args.keep_best:  # another metric starts from none
-            self.best, self.best_step, self.without_gain = best["value"], best["step"], best["without_gain"]
+            self.best = best["value"]
+            self.best_step = best["step"]
+            self.without_gain = best["without_gain"]
 
     # ---- around steps ----
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does not count."""
+        """Yield the remaining steps, counted from 0. A step that the loop leaves with `break` does
+        not count."""
         while not self.done:
             for model in self.models:
-                model.flops = model.whole_flops = 0.0  # without those of evaluations
-            self.trace.begin(self.finished + 1, last=self.finished + 1 == self.total_steps)
+                model.flops = 0.0  # without those of evaluations
+                model.whole_flops = 0.0
+            if self.trace is not None:
+                self.trace.begin(self.finished + 1, last=self.finished + 1 == self.total_steps)
             self.meter.start("step")
             yield self.finished
             self.finished += 1
-            if self.trace.on:
+            if self.trace is not None and self.trace.on:
                 with self.meter.time("trace"):  # logged with the next step
                     self.trace.end(self.finished)
-            self.told_to_stop = distributed.stop_requested()
-            if self.told_to_stop:
+            self.stop_requested = distributed.stop_requested()
+            if self.stop_requested:
                 return
             if self.finished % self.args.save_every == 0 or self.done:
                 self._save()
@@ -135,14 +175,15 @@ class Run:
         return every > 0 and (finished % every == 0 or finished == self.total_steps)
 
     def checks_engine(self, step: int) -> bool:
-        """Return whether this step compares engine and trainer: the first step and every `--check_every`-th."""
+        """Return whether this step compares engine and trainer: the first step and every
+        `--check_every`-th."""
         return step == self.first_step or step % self.args.check_every == 0
 
     # ---- metrics and messages ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
-        """End the step and return its metrics: meters of all ranks, trained tokens of this rank's `samples`, the
-        `known` values, and rates, memory and FLOP/s of the machine. Collective."""
+        """End the step and return its metrics: meters of all ranks, trained tokens of this rank's
+        `samples`, the `known` values, and rates, memory and FLOP/s of the machine. Collective."""
         self.meter.stop("step")
         self.meter.sum("trained", sum(sample.num_targets for sample in samples))
         self.meter.sum("flops", sum(model.flops for model in self.models))
@@ -150,14 +191,17 @@ class Run:
         for name, gigabytes in peak_memory().items():
             self.meter.max(name, gigabytes)
         metrics = self.meter.reduce() | known
-        tokens, sampled = metrics.pop("trained"), metrics.pop("sampled", 0)
-        flops, whole_flops = metrics.pop("flops"), metrics.pop("whole_flops")
+        tokens = metrics.pop("trained")
+        sampled = metrics.pop("sampled", 0)
+        flops = metrics.pop("flops")
+        whole_flops = metrics.pop("whole_flops")
         self.num_tokens += int(tokens)
-        metrics |= epochs_of(self.data.cursor) | dict(num_tokens=self.num_tokens)
+        metrics |= epochs_of(self.data.cursor)
+        metrics["num_tokens"] = self.num_tokens
         metrics["tokens_per_second"] = tokens / metrics["time/step"]
-        if sampled:
-            apart = "idle/rollout_ranks" in metrics  # dedicated rollout ranks
-            metrics["speed/sampled_tokens_per_second"] = sampled / metrics["time/step" if apart else "time/rollout"]
+        if sampled:  # dedicated rollout ranks sample during the whole step
+            duration = "time/step" if "idle/rollout_ranks" in metrics else "time/rollout"
+            metrics["speed/sampled_tokens_per_second"] = sampled / metrics[duration]
         seconds = metrics.get("time/train", metrics["time/step"]) + metrics.get("time/logprobs", 0)
         rate = flops / seconds / distributed.world_size()
         metrics["speed/tflops"] = rate / 1e12
@@ -174,12 +218,13 @@ class Run:
 
     def message_once(self, line: str) -> None:
         """Print a line, unless another one was printed by this method."""
-        if not self.told:
+        if not self.warned:
             self.message(line)
-        self.told = True
+        self.warned = True
 
     def log(self, finished: int, metrics: dict[str, float]) -> None:
-        """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved. Collective.
+        """Log the metrics after `finished` steps, and export `best/` if `--keep_best` has improved.
+        Collective.
 
         Raises `ValueError` if the first evaluation lacks the metric of `--keep_best`.
         """
@@ -189,38 +234,46 @@ class Run:
         self.logger.log(finished, metrics)
         self.timeline.add(self.meter.spans)
         self.meter.spans = []
-        if self.args.keep_best and self.evaluates(finished) and (finished or self.args.keep_best in metrics):
-            self._keep_best(finished, metrics)
-
-    def _keep_best(self, finished: int, metrics: dict[str, float]) -> None:
         name = self.args.keep_best
+        if name and self.evaluates(finished) and (finished or name in metrics):
+            self._keep_best(name, finished, metrics)
+
+    def _keep_best(self, name: str, finished: int, metrics: dict[str, float]) -> None:
         if name not in metrics and self.best is None:
-            there = ", ".join(key for key in metrics if key.startswith("eval")) or "none"
-            raise ValueError(f"--keep_best {name}: no such metric; choose one of the evaluation: {there}")
+            known = ", ".join(key for key in metrics if key.startswith("eval")) or "none"
+            raise ValueError(
+                f"--keep_best {name}: no such metric; choose one of the evaluation: {known}"
+            )
         value = metrics.get(name, math.nan)
-        whole = next((whole for whole in metrics if name.startswith(f"{whole}/")), name)  # without the name of a set
-        sign = -1 if whole.endswith(("loss", "perplexity")) else 1
-        if not math.isnan(value) and (self.best is None or sign * value > sign * self.best):
-            self.best, self.best_step, self.without_gain = value, finished, 0
-            self.checkpointer.export_hf("best", self.logger.curves)
-            self.message(f"best {name} so far: {value:.4g} after step {finished}, in {self.args.output_dir}/best")
-        else:
+        # The kind of the metric is its name without that of a held-out set.
+        kind = next((key for key in metrics if name.startswith(f"{key}/")), name)
+        sign = -1 if kind.endswith(("loss", "perplexity")) else 1
+        if math.isnan(value) or (self.best is not None and sign * value <= sign * self.best):
             self.without_gain += 1
+            return
+        self.best = value
+        self.best_step = finished
+        self.without_gain = 0
+        self.checkpointer.export_hf("best", self.logger.curves)
+        folder = f"{self.args.output_dir}/best"
+        self.message(f"best {name} so far: {value:.4g} after step {finished}, in {folder}")
 
     def show_samples(
-        self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor, advantages_PG: Tensor,
-        parts: dict[str, Tensor],
+        self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
+        advantages_PG: Tensor, parts: dict[str, Tensor],
     ) -> None:  # fmt: skip
-        """Write all completions to samples.jsonl and print some, every `--log_every` steps. `parts`: rewards by name,
-        [P, G] each, for the trace. Collective."""
-        self.trace.add_groups(groups, positions, dict(reward=rewards_PG, advantage=advantages_PG) | parts)
+        """Write all completions to samples.jsonl and print some, every `--log_every` steps.
+        `parts`: rewards by name, [P, G] each, for the trace. Collective."""
+        if self.trace is not None:
+            numbers = dict(reward=rewards_PG, advantage=advantages_PG) | parts
+            self.trace.add_groups(groups, positions, numbers)
         if finished % self.args.log_every == 0 or finished == self.total_steps:
             self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)
 
     def end(self, summary: str = "") -> None:
-        """End the run after the loop: export `hf/`, after a checkpoint if the run was stopped, and print the `summary`
-        of a finished run. Collective."""
-        stopped = self.told_to_stop or not self.done
+        """End the run after the loop: export `hf/`, after a checkpoint if the run was stopped, and
+        print the `summary` of a finished run. Collective."""
+        stopped = self.stop_requested or not self.done
         if self.finished > self.saved:
             self._save()
         if self.finished or not stopped:  # else nothing was trained
@@ -229,33 +282,50 @@ class Run:
             self.message(f"stopped after step {self.finished}; the same command resumes from there")
         else:
             if self.finished < self.total_steps:
-                name, since = self.args.keep_best, f"since step {self.best_step}"
-                self.message(f"no gain in {name} {since}, {self.without_gain} evaluations: ended after {self.finished}")
+                gain = f"no gain in {self.args.keep_best} since step {self.best_step}"
+                count = f"{self.without_gain} evaluations"
+                self.message(f"{gain}, {count}: ended after {self.finished}")
             if summary:
                 self.message(summary)
             if self.finished == self.first_step:
-                more = "raise --max_steps or --epochs to continue it, name another --output_dir, or use --resume never"
-                self.message(f"nothing to do: the run in {self.args.output_dir} has finished; {more}")
+                self.message(
+                    f"nothing to do: the run in {self.args.output_dir} has finished; raise"
+                    " --max_steps or --epochs to continue it, name another --output_dir, or use"
+                    " --resume never"
+                )
             else:
                 self.message(*self._results())
         self.logger.close()
         unlock()
-        with distributed.signals_end_the_process():  # everything is saved
-            if not stopped and (problem := publish(self.args, upload=True)):
-                raise distributed.RunError(problem)
+        if self.args.push_to_hub is not None and not stopped:
+            from common.train.publish import publish
+
+            with signals.signals_end_the_process():  # everything is saved
+                if problem := publish(self.args, upload=True):
+                    raise distributed.RunError(problem)
 
     def _results(self) -> list[str]:
-        """Return the last lines of a run: what has changed, where its files are, and what to do next. Rank 0 only."""
+        """Return the last lines of a run: what has changed, where its files are, and what to do
+        next. Rank 0 only."""
         if not distributed.is_main():
             return []
-        folder, changed = self.args.output_dir, self.logger.summary()
-        files = [f"{folder}/{name}" for name in ("curves.png", "samples.jsonl") if Path(folder, name).is_file()]
-        lines = [f"after {self.finished} steps: {changed}"] if changed else []
-        lines += [f"look at {' and '.join(files)}"] if files else []
-        built_in = self.args.model in BUILT_IN_MODELS
-        if hasattr(self.args, "reward") or hasattr(self.args, "eval_reward"):  # not a reward model
+        folder = self.args.output_dir
+        lines = []
+        changed = self.logger.summary()
+        if changed:
+            lines.append(f"after {self.finished} steps: {changed}")
+        names = ("curves.png", "samples.jsonl")
+        files = [f"{folder}/{name}" for name in names if Path(folder, name).is_file()]
+        if files:
+            lines.append(f"look at {' and '.join(files)}")
+        if self.args.generates:
             python = os.path.relpath(sys.executable)
-            chat = f"{'python' if python.startswith('..') else python} tools/chat.py --model {folder}/hf"
-            chat += f" --environment {self.args.environment}" if getattr(self.args, "environment", None) else ""
-            lines += [f"next: {chat}{', or your own --model and --dataset' if built_in else ''}"]
+            if python.startswith(".."):
+                python = "python"
+            chat = f"{python} tools/chat.py --model {folder}/hf"
+            if self.args.environment:
+                chat += f" --environment {self.args.environment}"
+            if self.args.model in BUILT_IN_MODELS:
+                chat += ", or your own --model and --dataset"
+            lines.append(f"next: {chat}")
         return [*lines, f"done: {folder}/hf"]

@@ -1,4 +1,5 @@
-"""Messages between training and rollout ranks, pickled, over gloo; and the group in which weights are broadcast."""
+"""Messages between training and rollout ranks, pickled, over gloo; and the group in which weights
+are broadcast."""
 
 import pickle
 import queue
@@ -51,24 +52,33 @@ class CompleteGroups:
     """metrics of the rollout rank since its last message"""
 
 
+def generating_rank(request: PromptRequest) -> int:
+    """Return the rollout rank that completes a prompt."""
+    return distributed.rollout_ranks[request.number % len(distributed.rollout_ranks)]
+
+
 class Mail:
     """Messages to and from the ranks of the other role.
 
-    One thread sends, and one thread per sender receives, so that no rank waits for the other role. If a rank of the
-    other role dies, a thread ends this process.
-    """
+    One thread sends, and one thread per sender receives, so that no rank waits for the other role.
+    If a rank of the other role dies, a thread ends this process."""
 
     def __init__(self, receive: Callable[[object], None] | None = None) -> None:
-        """`receive` is called with each message in the receiving threads; by default messages go to `inbox`."""
+        """`receive` is called with each message in the receiving threads; by default messages go to
+        `inbox`."""
         all_ranks = [*distributed.training_ranks, *distributed.rollout_ranks]
         self.link = distributed.link("mail", all_ranks, torch.device("cpu"))
         self.inbox: queue.Queue = queue.Queue()
         self.receive = receive or self.inbox.put
-        senders = distributed.training_ranks[:1] if distributed.is_rollout_rank() else distributed.rollout_ranks
         self.sender = ThreadPoolExecutor(1)  # sends in the order of the calls
-        self.threads = [threading.Thread(target=self._listen, args=(sender,), daemon=True) for sender in senders]
-        for thread in self.threads:
+        senders = distributed.rollout_ranks
+        if distributed.is_rollout_rank():
+            senders = distributed.training_ranks[:1]
+        self.threads = []
+        for rank in senders:
+            thread = threading.Thread(target=self._listen, args=(rank,), daemon=True)
             thread.start()
+            self.threads.append(thread)
 
     def send(self, message: object, receiver: int) -> None:
         """Send a message and return at once."""
@@ -79,19 +89,22 @@ class Mail:
         self.sender.shutdown()
 
     def _deliver(self, message: bytearray, receiver: int) -> None:
+        size = torch.tensor([len(message)])
+        data = torch.frombuffer(message, dtype=torch.uint8)
         try:
-            self.link.send([torch.tensor([len(message)])], receiver, 0).wait()
-            self.link.send([torch.frombuffer(message, dtype=torch.uint8)], receiver, 0).wait()
+            self.link.send([size], receiver, 0).wait()
+            self.link.send([data], receiver, 0).wait()
         except RuntimeError as error:
             distributed.fail_in_thread(_rank_is_gone(receiver, error))
 
     def _listen(self, sender: int) -> None:
         """Receive messages until None. Report exceptions: no caller waits for this thread."""
-        message = self
         try:
-            while message is not None:
+            while True:
                 message = self._next(sender)
                 self.receive(message)
+                if message is None:
+                    return
         except Exception as error:  # a bug, or a rank that is gone: without this the run would hang
             distributed.fail_in_thread(error)
 
@@ -107,13 +120,15 @@ class Mail:
 
 
 def _rank_is_gone(rank: int, error: RuntimeError) -> distributed.RunError:
-    """Return the error for a rank that has died; gloo reports a connection closed, or reset, by peer."""
+    """Return the error for a rank that has died; gloo reports a connection closed, or reset, by
+    peer."""
     role = "training" if rank in distributed.training_ranks else "rollout"
     return distributed.RunError(f"{role} rank {rank} is gone: {gloo_message(error)}")
 
 
 def weights_link(device: torch.device) -> torch.distributed.ProcessGroup:
-    """Return the group in which weights are broadcast: rank 0, which gathers them, and all rollout ranks."""
+    """Return the group in which weights are broadcast: rank 0, which gathers them, and all rollout
+    ranks."""
     return distributed.link("weights", [0, *distributed.rollout_ranks], device)
 
 

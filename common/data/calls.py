@@ -1,0 +1,125 @@
+"""Tool calls: the columns and messages that have them, and the ends of turns that make them."""
+
+import json
+import os
+import re
+
+from common.data.chat import ASKED, ChatTemplate
+from common.data.messages import require_characters, texts_of
+
+
+def tools_field(row: dict) -> list[dict]:
+    """Return the column `tools`: JSON schemas of functions, as objects or text. Raises `ValueError`
+    otherwise."""
+    tools = row["tools"]
+    label = f"{row['_source']}: column tools"
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) or []
+        except ValueError as error:
+            raise ValueError(f"{label} is not JSON: {error}") from error
+    if not isinstance(tools, list) or not all(map(_is_schema, tools)):
+        raise ValueError(f"{label} must list JSON schemas of functions, each with a name")
+    require_characters(label, json.dumps(tools, ensure_ascii=False, default=str))
+    return tools
+
+
+def _is_schema(tool: object) -> bool:
+    return isinstance(tool, dict) and _has_name(tool.get("function", tool))
+
+
+def _has_name(function: object) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def calls_of(label: str, number: int, message: dict) -> list[dict]:
+    """Return the tool calls of a message with their arguments as objects, the form that templates
+    expect. Raises `ValueError` that begins with `label` for malformed calls."""
+    calls = message["tool_calls"]
+    if not isinstance(calls, list) or message.get("role") != "assistant":
+        raise ValueError(f"{label}: tool_calls must be a list, in an assistant's message")
+    calls = [_call(f"{label}: turn {number}", call) for call in calls]
+    require_characters(label, json.dumps(calls, ensure_ascii=False, default=str))
+    return calls
+
+
+def _call(label: str, call: object) -> dict:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not _has_name(function):
+        problem = "a tool call must be an object with a `function` that has a `name`"
+        raise ValueError(f"{label}: {problem}")
+    label = f"{label}: the arguments of {function['name']}"
+    arguments = function.get("arguments")
+    if "arguments" in function and arguments in ("", None):  # a call without arguments
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"{label} are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{label} are not an object")
+    return call | dict(function=function | dict(arguments=arguments))
+
+
+def named(call: dict, name: str) -> dict:
+    """Return a call of another function."""
+    return call | dict(function=call["function"] | dict(name=name))
+
+
+# ---- turns with calls ----
+
+
+def end_of_calls(
+    chat: ChatTemplate, row: dict, text: str, messages: list[dict], i: int, start: int
+) -> int | str:
+    """Return the end of turn `i`, which begins at `start`, or why the text does not show it as it
+    is sampled."""
+    message = messages[i]
+    end = _end(chat, row, text, messages, i)
+    if end is None or end < start:
+        return "the chat template puts no end-of-turn token after it"
+    turn = text[start:end]
+    if not all(part in turn for part in texts_of(message)):
+        return "the chat template changes its text or drops its thought"
+    if not _is_usual(chat, row, turn, message):
+        return "the chat template writes other text into it"
+    return end
+
+
+def _end(chat: ChatTemplate, row: dict, text: str, messages: list[dict], i: int) -> int | None:
+    """Return the end of turn `i`. Special tokens around the calls do not end it: the token that
+    does follows the last call also where no result follows."""
+    after = _after_calls(chat, row, messages, i)
+    if chat.end is None or chat.end.appended or not text.endswith(after):
+        return None
+    shared = os.path.commonprefix([after, _after_calls(chat, row, messages[: i + 1], i)])
+    tokens = chat.added_tokens(shared)
+    ends = [end for token, end in tokens if token == chat.end.token] or [end for _, end in tokens]
+    return len(text) - len(after) + ends[-1] if ends else None
+
+
+def _after_calls(chat: ChatTemplate, row: dict, messages: list[dict], i: int) -> str:
+    """Return the text of a conversation behind the name of the last call in turn `i`."""
+    mark = "marked_call"
+    *calls, last = messages[i]["tool_calls"]
+    turn = messages[i] | dict(tool_calls=[*calls, named(last, mark)])
+    _, _, after = chat.render(row, [*messages[:i], turn, *messages[i + 1 :]]).partition(mark)
+    return after.replace(mark, last["function"]["name"])  # some templates repeat it in the result
+
+
+def _is_usual(chat: ChatTemplate, row: dict, turn: str, message: dict) -> bool:
+    """Return whether a turn has the same text after a plain question, up to empty thoughts and
+    blanks: then none of it is from another message."""
+    messages = [ASKED, message]
+    try:
+        prompt = chat.render(row, messages[:1], add_generation_prompt=True)
+        text = chat.render(row, messages)
+    except ValueError:
+        return False
+    end = _end(chat, row, text, messages, 1)
+    return end is not None and _plain(text[len(prompt) : end]) == _plain(turn)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"</?think>|\s", "", text)

@@ -1,0 +1,65 @@
+"""`--eval_generate`: greedy completions of held-out prompts, for the scripts that train on data
+alone."""
+
+import dataclasses
+
+from common.config.groups import OnlineArgs, TrainArgs
+from common.data.encode import Encoder
+from common.data.rows import held_out_rows, train_and_eval_rows
+from common.model.hub import context_length
+from common.model.policy import Policy
+
+
+class Generation:
+    """Evaluation by generation: an engine with the policy's weights, prompts and rewards. Nothing
+    without `--eval_generate`."""
+
+    def __init__(self, policy: Policy, args: TrainArgs, tokenizer):
+        """Start the engine and load the prompts. Call after the optimizer is made. Collective.
+
+        Raises `ValueError` for rows without a prompt or without the columns that the reward needs.
+        """
+        self.sampler = None
+        if not args.eval_generate:
+            return
+        from common.rewards.registry import row_check
+        from common.rewards.total import Rewards
+        from common.rollout.prompts import encode_prompts, prompt_columns
+        from common.rollout.sampler import make_sampler
+
+        online = sampling_args(args)
+        row_check(online)
+        if args.eval_dataset is None:
+            rows = train_and_eval_rows(args)[1]
+        else:
+            rows = held_out_rows(args)
+        columns = prompt_columns(online, rows)
+        room = context_length(policy.path, args) - online.max_new_tokens
+        encoder = Encoder(tokenizer, args)
+        self.prompts = encode_prompts(rows[: args.eval_generate], columns, encoder, room, online)
+        self.rewards = Rewards(online, self.prompts.rows, tokenizer, policy.device)
+        self.sampler = make_sampler(policy, self.prompts, online, tokenizer, self.rewards)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Return `eval/solved` and `eval/reward` of the policy after `step` steps, see
+        `evaluate_prompts`. Collective."""
+        if self.sampler is None:
+            return {}
+        from common.evaluate.greedy import evaluate_prompts
+
+        return evaluate_prompts(self.sampler, step, self.prompts, self.rewards)
+
+    def close(self) -> None:
+        """Shut the engine down, before `distributed.cleanup`. Collective."""
+        if self.sampler is not None:
+            self.sampler.close()
+
+
+def sampling_args(args: TrainArgs) -> OnlineArgs:
+    """Return the flags of a script that samples for the evaluations of one that does not."""
+    names = {field.name for field in dataclasses.fields(OnlineArgs)}
+    shared = {name: value for name, value in vars(args).items() if name in names}
+    evaluation = dict(
+        reward=args.eval_reward, max_new_tokens=args.eval_new_tokens, overlong_prompts="drop"
+    )
+    return OnlineArgs(**shared | evaluation)

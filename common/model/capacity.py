@@ -1,0 +1,170 @@
+"""Whether a run fits on its GPUs: the memory that memory.py predicts beside the memory that they
+have, and flags to change if it does not fit."""
+
+import gc
+import importlib.util
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from common.config.groups import TrainArgs
+from common.model.flops import capacity_of
+from common.model.memory import Plan, Shapes, on_the_host, predict, shapes_of
+
+GIB = 2**30
+# of a GPU's memory: NCCL's buffers, CUDA graphs and the allocator's pools are not predicted
+USABLE = 0.92
+
+
+def describe(models: Sequence[Shapes], plan: Plan, capacity: float) -> str:
+    """Return the predicted memory in GiB, in one line."""
+    uses = predict(models, plan)
+    listed = [f"{use} {size / GIB:.1f}" for use, size in uses.items() if size >= 0.05 * GIB]
+    available = f" of {capacity / GIB:.1f}" if capacity else ""
+    line = f"{sum(uses.values()) / GIB:.1f} GiB{available} ({', '.join(listed)}"
+    if plan.offload != "none":
+        line += f"; on the host {on_the_host(models, plan) / GIB:.1f}"
+    return line + ")"
+
+
+def fits(models: Sequence[Shapes], plan: Plan, capacity: float) -> bool:
+    return sum(predict(models, plan).values()) <= USABLE * capacity
+
+
+def remedies(models: Sequence[Shapes], plan: Plan, capacity: float) -> Iterator[str]:
+    """Yield changes of flags, each of which alone is sufficient."""
+
+    def first(flag: str, field: str, values: Sequence) -> list[str]:
+        """Return the flag with the first value that helps, if there is one."""
+        helps = (v for v in values if fits(models, replace(plan, **{field: v}), capacity))
+        return [flag.format(value) for value in helps][:1]
+
+    if not plan.recompute:
+        yield from first("--activation_checkpointing true", "recompute", [True])
+    sizes = [2**n for n in range(15, 9, -1) if 2**n < plan.pack_tokens]
+    yield from first("--pack_tokens {}", "pack_tokens", sizes)
+    more = {"none": ["optimizer", "all"], "optimizer": ["all"], "all": []}[plan.offload]
+    yield from first("--offload {}", "offload", more)
+    if all(m.trained in (0, m.weights) for m in models):
+        if fits([_with_adapters(m) for m in models], plan, capacity):
+            yield "--lora_rank 16"
+    if plan.engine:
+        yield from first(
+            "--rollout_ranks above 0 or a lower --gpu_memory_utilization", "engine", [0.0]
+        )
+    yield from first("{} GPUs", "ranks", [plan.ranks * 2**n for n in range(1, 11)])
+
+
+def _with_adapters(m: Shapes) -> Shapes:
+    """Return the shapes with adapters, about a hundredth of the weights, as the trained weights."""
+    return replace(
+        m, trained=m.trained // 100, block_trained=m.block_trained // 100, root_trained=0
+    )
+
+
+def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None:
+    """Return the reason why a run cannot fit in the `USABLE` part of a GPU, with remedies; None if
+    it may fit."""
+    if not fits(models, plan, capacity):
+        helps = " or ".join(remedies(models, plan, capacity)) or "no single flag"
+        needs = describe(models, plan, capacity)
+        return f"needs {needs} on each GPU, of which {USABLE:.0%} are usable; {helps} would do"
+    policies = [m.weights for m in models if m.head and m.trained]
+    copy = plan.bytes * max(policies, default=0) / plan.engine_ranks
+    if plan.engine and copy > plan.engine:
+        return (
+            f"{copy / GIB:.1f} GiB of weights do not fit in the engine's"
+            f" {plan.engine / GIB:.1f} GiB per GPU; raise --gpu_memory_utilization,"
+            " --tensor_parallel_size or --rollout_ranks"
+        )
+    return None
+
+
+def make_plan(
+    models: Sequence[Shapes],
+    args: TrainArgs,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    capacity: float,
+) -> Plan:
+    """Return the plan for models with the compute `dtype` that are sharded over `ranks` devices of
+    this type. Without `--activation_checkpointing`, CUDA recomputes activations that do not fit."""
+    on_cuda = device.type == "cuda"
+    plan = Plan(
+        ranks=ranks,
+        pack_tokens=args.pack_tokens,
+        context_ranks=args.context_ranks,
+        recompute=bool(args.activation_checkpointing),
+        offload=args.offload,
+        bytes=dtype.itemsize,
+        distils=args.teacher_logprobs is not None,
+        on_cuda=on_cuda,
+    )
+    if args.teacher_logprobs == "live":
+        heads = [m.head for m in models if not m.trained]
+        plan = replace(plan, teacher_head=max(heads, default=0))
+    if args.samples and not args.rollout_ranks:
+        plan = _with_engine(plan, models, args, capacity)
+    if args.activation_checkpointing is None and on_cuda:
+        is_unpredicted = any(m.capped for m in models)
+        plan = replace(plan, recompute=is_unpredicted or not fits(models, plan, capacity))
+    return plan
+
+
+def _with_engine(plan: Plan, models: Sequence[Shapes], args, capacity: float) -> Plan:
+    """Return the plan with an engine on the training ranks."""
+    no_vllm = not args.planned and importlib.util.find_spec("vllm") is None
+    if args.engine == "transformers" or no_vllm:  # a second copy of the policy
+        policies = [m.weights for m in models if m.head and m.trained]
+        engine = plan.bytes * max(policies, default=0)
+        return replace(
+            plan, engine=engine, engine_ranks=args.tensor_parallel_size, engine_stays=True
+        )
+    engine = capacity * (args.gpu_memory_utilization or 0.4)
+    return replace(plan, engine=engine, engine_ranks=args.tensor_parallel_size)
+
+
+# ---- models of this process ----
+
+_loaded: weakref.WeakKeyDictionary[nn.Module, Shapes] = weakref.WeakKeyDictionary()
+
+
+def loaded_shapes() -> list[Shapes]:
+    """Return the shapes of the models of this process."""
+    gc.collect()  # a dropped model may be part of a reference cycle
+    return list(_loaded.values())
+
+
+def plan_of(model: nn.Module, args: TrainArgs) -> Plan:
+    """Return the plan for the loaded models, of which `model` is one, and the flags."""
+    parameter = next(model.parameters())
+    mesh = parameter.device_mesh
+    sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+    ranks = mesh.size(sharded[0])
+    capacity = capacity_of(model.device)
+    return make_plan(loaded_shapes(), args, ranks, model.device, model.compute_dtype, capacity)
+
+
+def require_memory(model: nn.Module, label: str, args: TrainArgs) -> None:
+    """Raise `ValueError` if a model does not fit on a GPU beside the loaded ones. Call it before
+    the weights are read."""
+    _loaded[model] = shapes_of(model.hf)  # includes adapters of a value model
+    problem = refusal(loaded_shapes(), plan_of(model, args), capacity_of(model.device))
+    if problem:
+        raise ValueError(f"{label}: {problem}")
+
+
+def keep_activations_that_fit(trained: Sequence[nn.Module], args: TrainArgs) -> str:
+    """Turn activation checkpointing off if a run whose models are all loaded fits without it,
+    unless the flag is given. Return a line about memory."""
+    plan = plan_of(trained[0], args)
+    if not plan.recompute:
+        for model in trained:
+            model.hf.gradient_checkpointing_disable()
+    kept = "recomputed" if plan.recompute else "kept"
+    memory = describe(loaded_shapes(), plan, capacity_of(trained[0].device))
+    return f"memory per GPU, activations {kept}: {memory}"

@@ -1,0 +1,112 @@
+"""Files of resumable checkpoints, and weights as safetensors.
+
+A checkpoint has PyTorch's shards of float32 weights and moments, config.json and the tokenizer, but
+no safetensors (`convert.py` writes them into `hf/`)."""
+
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import torch
+
+from common.data import durable
+from common.parallel.failures import first_line
+
+# Files beside those of PyTorch and Hugging Face.
+STATE = "state.json"
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.json"
+ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
+
+# Classes and functions in the `.metadata` of a checkpoint, by module.
+METADATA = {
+    "torch": {"Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if name not in METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no checkpoint")
+        return super().find_class(module, name)
+
+
+def checkpoint_reader(folder: Path):
+    """Return a reader of PyTorch's shards that does not trust `.metadata`, a pickle, as torch
+    does."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class CheckpointReader(FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return CheckpointReader(folder)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, newest first."""
+    paths = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{1,15}", path.name)]
+    folders = [path for path in paths if path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of this project, complete or not."""
+    if any(folder.glob("*.safetensors")):
+        return False
+    has_our_file = (folder / STATE).exists() or (folder / MANIFEST).exists()
+    return has_our_file or any(folder.glob("*.distcp"))
+
+
+def damage(folder: Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """Return what is wrong with a checkpoint's files, None if nothing is. This rank checks every
+    `ranks`-th file."""
+    try:
+        manifest = durable.parse_json((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST}: {_reason(error)}"
+    if not isinstance(manifest, dict) or STATE not in manifest:
+        return f"{MANIFEST} does not list the checkpoint's files"
+    for name, expected in sorted(manifest.items())[rank::ranks]:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if durable.fingerprint(folder / name) != expected:
+            return f"{name} was changed after it was written"
+    try:
+        checkpoint_reader(folder).read_metadata()
+    except (OSError, pickle.UnpicklingError) as error:
+        return f".metadata: {_reason(error)}"
+    return None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or first_line(error)
+
+
+def write_safetensors(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write safetensors files of at most 5 GB, an index if there are several, and the checksums of
+    all files there."""
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(weights, folder)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors writes 0600
+    durable.write_checksums(folder)

@@ -1,0 +1,83 @@
+"""Agreement of engine and trainer on the probabilities of the sampled tokens.
+
+Shapes: T packed tokens in one micro-batch.
+"""
+
+import math
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from common.config.groups import OnlineArgs
+from common.data.packing import Minibatches, PackedBatch, pack_minibatches, positions_of_share
+from common.data.sample import Group
+from common.metrics.meter import Meter
+from common.model.fixed_streams import with_logprobs
+from common.model.policy import Policy, compute_dtype
+from common.parallel import distributed
+
+
+def check_agreement(
+    minibatches: Minibatches, step: int, args: OnlineArgs, device: torch.device
+) -> None:
+    """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights
+    after `step` steps. Collective.
+
+    This detects a wrong temperature, a stale head or a missing weight before the update. Rounding
+    passes: in bfloat16 the largest difference of many tokens is large, but the mean and the 99.9th
+    percentile are small. Raises `RunError` if the 99.9th percentile is above
+    `--max_logprob_difference`, or the mean above a tenth of it."""
+    limit = args.max_logprob_difference or (
+        1e-3 if compute_dtype(args, device) == torch.float32 else 0.5
+    )
+    mine = [torch.zeros(0)]
+    for mb in chain(*minibatches):
+        if mb.num_samples:
+            assert mb.versions_T is not None, "samples without the version of their weights"
+            fresh_T = mb.loss_mask_T & (mb.versions_T == step)
+            mine.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
+    differences = (
+        torch.cat(distributed.gather_objects(torch.cat(mine)))
+        .nan_to_num(nan=torch.inf)
+        .sort()
+        .values
+    )
+    if not (count := len(differences)):  # all samples are from older weights
+        return
+    mean = differences.mean().item()
+    high = differences[math.ceil(0.999 * count) - 1].item()
+    if high > limit or mean > limit / 10:
+        found = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g}"
+        found += f" (--max_logprob_difference {limit:g})"
+        raise distributed.RunError(
+            f"engine and trainer log-probs differ: {found}; see docs/troubleshooting.md"
+        )
+
+
+def check_rollout(model: Policy, groups: list[Group], step: int, args: OnlineArgs) -> None:
+    """Run `check_agreement` on whole groups, for a script that trains on some of the samples only.
+    Collective."""
+    positions = positions_of_share(len(groups))
+    minibatches = pack_minibatches(
+        groups, positions, 1, args.pack_tokens, model.device, args.share_prefix
+    )
+    minibatches = with_logprobs(minibatches, args.temperature, old=model)
+    check_agreement(minibatches, step, args, model.device)
+
+
+def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:
+    """Measure how far the probabilities of engine and trainer differ on the sampled tokens of a
+    micro-batch: log-probs, importance ratios and their effective sample size."""
+    if not mb.num_samples:  # an empty pack, perhaps without rollout_logprobs_T
+        return
+    mask_T = mb.loss_mask_T
+    name = "sampling/importance_sampling_ratio"
+    difference_T = torch.where(mask_T, old_logprobs_T - mb.rollout_logprobs_T, 0.0)
+    ratio_T = difference_T.exp()
+    meter.masked_mean("sampling/sampling_logp_difference/mean", difference_T.abs(), mask_T)
+    meter.max("sampling/sampling_logp_difference/max", difference_T.abs().max())
+    meter.masked_mean(f"{name}/mean", ratio_T, mask_T)
+    meter.min(f"{name}/min", ratio_T.masked_fill(~mask_T, math.inf).min())
+    meter.max(f"{name}/max", ratio_T.masked_fill(~mask_T, -math.inf).max())
+    meter.effective_fraction("sampling/ess", ratio_T, mask_T)

@@ -1,0 +1,107 @@
+"""Measurements of a rollout: lengths, truncation and rewards.
+
+Shapes: P prompts on this rank, G samples per prompt.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from common.data.sample import Completion, Group
+from common.metrics.meter import Meter
+from common.objectives.advantages import group_std
+from common.parallel import distributed
+
+
+def lengths(groups: list[Group]) -> Tensor:
+    """Return the number of tokens of each completion, including those of an environment, [P, G]
+    int64."""
+    return _table(groups, lambda sample: len(sample.completion_ids), torch.int64)
+
+
+def trained_counts(groups: list[Group]) -> Tensor:
+    """Return the number of trained tokens of each completion, [P, G] int64."""
+    return _table(groups, lambda sample: sum(sample.loss_mask), torch.int64)
+
+
+def truncated(groups: list[Group]) -> Tensor:
+    """Return which completions are truncated, [P, G] bool."""
+    return _table(groups, lambda sample: sample.finish_reason == "length", torch.bool)
+
+
+def truncation_penalties(groups: list[Group], penalty: float) -> Tensor:
+    """Return -penalty for truncated completions and 0 for others, [P, G] float64."""
+    return -penalty * truncated(groups).double()
+
+
+def _table(groups: list[Group], value: Callable[[Completion], float], dtype: torch.dtype) -> Tensor:
+    """Return the values as [P, G]; [0, 1] without groups, which can be concatenated with any G."""
+    table = torch.tensor([[value(sample) for sample in group] for group in groups], dtype=dtype)
+    return table.reshape(len(groups), -1 if groups else 1)
+
+
+def measure_groups(
+    meter: Meter,
+    groups: list[Group],
+    rewards_PG: Tensor,
+    parts: dict[str, Tensor],
+    first: bool = False,
+) -> None:
+    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the
+    `first` rollout of a run, rank 0 prints warnings; then collective."""
+    if first:
+        finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
+        pairs = [
+            list(zip(*both, strict=True))
+            for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)
+        ]
+        ranks = distributed.gather_objects(pairs)
+        for warning in warnings(list(chain(*ranks)), bool(parts)):
+            distributed.say(f"warning: in the first rollout {warning}")
+    valid_PG = ~rewards_PG.isnan()
+    std_P = group_std(rewards_PG)[:, 0]
+    meter.mean("reward", rewards_PG.nansum(), valid_PG.sum())
+    meter.mean("reward_std", std_P.sum(), len(std_P))
+    meter.mean("frac_reward_zero_std", (std_P == 0).sum(), len(std_P))
+    for group, valid_G, rewards_G in zip(groups, valid_PG, rewards_PG, strict=True):
+        if name := group[0].row.get("_dataset"):
+            meter.mean(f"reward/{name}", rewards_G.nansum(), valid_G.sum())
+    for name, part_PG in parts.items():
+        meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
+    for sample in chain(*groups):
+        meter.mean("completions/mean_length", len(sample.completion_ids))
+        meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
+        if sample.transcript:
+            meter.mean("completions/mean_turns", sample.turns)
+
+
+def warnings(groups: list[list[tuple[float, str]]], rewarded: bool = True) -> list[str]:
+    """Return the problems of a rollout with the flags that may solve them. `groups`: (reward or
+    NaN, finish_reason); `rewarded`: whether the run has rewards."""
+    reasons = [reason for group in groups for _, reason in group]
+    found = []
+    if (cut_off := reasons.count("length")) == len(reasons) > 0:
+        found.append(
+            "no completion ended with an EOS: see --chat_template, --prompt_format and"
+            " --max_new_tokens"
+        )
+    elif cut_off > len(reasons) / 2:
+        found.append(
+            f"{cut_off} of {len(reasons)} completions were truncated: see --max_new_tokens"
+        )
+    rewards = [[reward for reward, _ in group if not math.isnan(reward)] for group in groups]
+    equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
+    everything = list(chain(*rewards))
+    what = "see --reward, the answer format in the prompt, and --temperature"
+    if rewarded and reasons and not everything:
+        found.append(
+            "no completion has a reward: does the function of --reward return a number for each?"
+        )
+    elif len(everything) > 1 and len(set(everything)) == 1:
+        found.append(f"all {len(everything)} rewards are {everything[0]:g}: {what}")
+    elif equal and sum(equal) >= 0.9 * len(equal):
+        found.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {what}")
+    return found

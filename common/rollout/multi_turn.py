@@ -1,0 +1,106 @@
+"""`--environment`: episodes of several turns, in which model and environment alternate.
+
+The tokens of a turn stay as they were sampled. The answer of the environment is appended as the
+token ids that the chat template gives it, without loss. An episode is one `Completion` that begins
+with the model's first turn and ends with its last one; the environment's last answer is dropped.
+
+The next turn is requested as soon as the environment has answered."""
+
+import copy
+from collections.abc import Callable
+
+from common.config.groups import SamplingArgs
+from common.data.encode import Encoder
+from common.data.messages import is_message
+from common.parallel import distributed
+from common.rollout.engine import SEED_SPACING, Request
+from common.rollout.environment_pool import Answer, Environments
+from common.rollout.environments import Message, load_environment
+from common.rollout.episodes import Episode
+
+
+def prompt_maker_of_environment(name: str) -> Callable[[dict], list[Message]]:
+    """Return the function row -> prompt of an environment, the messages of its reset. It raises
+    `ValueError` naming the row that the environment cannot use."""
+    environment = load_environment(name)
+
+    def first_messages(row: dict) -> list[Message]:
+        place = f"{row['_source']}: --environment {name}"
+        try:
+            messages = environment().reset(copy.deepcopy(row))
+        except BaseException as error:  # the user's code may raise anything
+            problem = f"{type(error).__name__}: {distributed.first_line(error)}"
+            raise ValueError(f"{place} fails in reset: {problem}") from error
+        if not (isinstance(messages, list) and messages and all(map(is_message, messages))):
+            raise ValueError(
+                f"{place}: reset returns no list of messages with role and content, both text"
+            )
+        return messages
+
+    return first_messages
+
+
+class Turns:
+    """Environments of episodes in flight, and the episodes that wait for one."""
+
+    def __init__(self, args: SamplingArgs, tokenizer):
+        self.args = args
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, args)
+        self.environments = Environments(args.environment, args.environment_timeout)
+        self.playing: dict[int, Episode] = {}  # episodes that wait for their environment, by number
+
+    def end_turn(self, episode: Episode) -> None:
+        """Hand a turn of the model to the environment."""
+        completion = episode.completion
+        if completion.turns == 1:
+            self.environments.reset(episode.number, episode.prompt.row)
+        self.environments.step(episode.number, completion.text)
+        self.playing[episode.number] = episode
+
+    def next_turns(self, wait: float) -> list[tuple[Episode, Request | None]]:
+        """Return the episodes whose environments have answered, each with the request for its next
+        turn, or None if it ends here. Wait up to `wait` seconds for the first answer."""
+        answers = self.environments.answers(wait)
+        episodes = [self.playing.pop(number) for number, _ in answers]
+        return [
+            (episode, self._next_turn(episode, answer))
+            for episode, (_, answer) in zip(episodes, answers, strict=True)
+        ]
+
+    def end_episode(self, episode: Episode) -> None:
+        """End the environment of an episode and decode all its turns."""
+        if episode.number in self.environments.episodes:  # not if the first turn was truncated
+            self.environments.end(episode.number)
+        completion = episode.completion
+        completion.transcript = self.tokenizer.decode(completion.completion_ids)
+
+    def _next_turn(self, episode: Episode, answer: Answer) -> Request | None:
+        """Add the environment's answer to the episode."""
+        completion = episode.completion
+        completion.error = answer.error
+        if answer.error:
+            return None
+        completion.turn_rewards.append((len(completion.ids) - 1, answer.reward))
+        if answer.done:
+            return None
+        try:
+            reply = self.encoder.reply(answer.messages)
+        except Exception as error:  # the messages come from the user's code
+            problem = f"{type(error).__name__}: {distributed.first_line(error)}"
+            completion.error = f"step {completion.turns}: {problem}"
+            return None
+        length = len(completion.completion_ids) + len(reply)
+        room = self.args.max_new_tokens - length
+        if completion.turns == self.args.max_turns or room <= 0:
+            completion.finish_reason = "length"
+            return None
+        seed = distributed.fold_seed(episode.prompt.seed, episode.index)
+        seed = distributed.fold_seed(seed, completion.turns)
+        completion.ids += reply
+        completion.loss_mask += [False] * len(reply)
+        completion.rollout_logprobs += [0.0] * len(reply)
+        completion.versions += [-1] * len(reply)
+        completion.turns += 1
+        completion.finish_reason = ""
+        return episode.turn(room, seed * SEED_SPACING)

@@ -1,0 +1,134 @@
+"""`--rollout_ranks`: a rank that only generates, for the training ranks (remote_sampler.py)."""
+
+import queue
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from common.config.groups import OnlineArgs
+from common.data.sample import Group
+from common.metrics.meter import Meter
+from common.metrics.timeline import Span, Timeline
+from common.model.hub import eos_token_ids, load_tokenizer, resolve_model
+from common.parallel import distributed, signals
+from common.rollout.engine import Engine, make_engine
+from common.rollout.episodes import Episodes
+from common.rollout.mail import (
+    CompleteGroups,
+    Mail,
+    NewPrompts,
+    NewWeights,
+    ReadyForWeights,
+    close_link,
+    generating_rank,
+    weights_link,
+)
+
+
+class Activity:
+    """Present activity of a rollout rank, its metrics for the training ranks and its spans in the
+    timeline."""
+
+    def __init__(self, output_dir: str) -> None:
+        self.meter = Meter()
+        self.timeline = Timeline(output_dir)
+        self.name = "wait"
+        self.began = time.time()
+        self.measured = self.began  # time of the last call of `switch`
+
+    def switch(self, name: str) -> None:
+        """Record the activity until now, and begin or continue `sample`, `wait` or `weights`."""
+        now = time.time()
+        seconds = now - self.measured
+        idle = seconds if self.name == "wait" else 0.0
+        self.meter.mean("idle/rollout_ranks", idle, seconds)
+        self.measured = now
+        if name != self.name:
+            self.timeline.add([Span(self.name, self.began, now)])
+            self.name = name
+            self.began = now
+
+    def take(self) -> Meter:
+        """Return the metrics since the last call."""
+        meter = self.meter
+        self.meter = Meter()
+        return meter
+
+
+def generate_until_training_ends(args: OnlineArgs, device: torch.device) -> None:
+    signals.default_signals()  # a stop cannot reach the training ranks yet
+    path = resolve_model(args.model)
+    tokenizer = load_tokenizer(path, args)
+    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format)
+    engine = make_engine(path, args, eos_ids, tokenizer, device)
+    episodes = Episodes(engine, args, tokenizer)
+    engine.wake()
+    signals.default_signals()  # the engine has installed our handlers
+    mail = Mail()
+    link = weights_link(device)
+    signals.install_signal_handlers()
+    _generate(args, engine, episodes, mail, link)
+    for trainer in distributed.training_ranks:
+        mail.send(None, trainer)
+    mail.flush()
+    close_link(link)
+    episodes.close()
+    engine.interrupt()
+    engine.close()
+    distributed.cleanup()
+
+
+def _generate(args: OnlineArgs, engine: Engine, episodes: Episodes, mail: Mail, link) -> None:
+    """Process messages of the training ranks and sample in between, until they send None."""
+    activity = Activity(args.output_dir)
+    rank = distributed.rollout_ranks[torch.distributed.get_rank()]
+    while True:
+        is_idle = not engine.any_rank(episodes.are_in_flight)
+        activity.switch("wait" if is_idle else "sample")
+        messages = _new_messages(mail, wait=is_idle) if engine.group_rank == 0 else []
+        for message in engine.gather_in_engine(messages)[0]:
+            if message is None:
+                return
+            if isinstance(message, NewPrompts):
+                for request in message.requests:
+                    if generating_rank(request) == rank:
+                        episodes.add(request)
+            else:
+                if not args.partial_rollouts:
+                    _send_groups(episodes.finish_begun(), mail, activity)
+                for trainer in distributed.training_ranks:
+                    mail.send(ReadyForWeights(activity.take()), trainer)
+                activity.switch("weights")
+                engine.load_weights(_received_weights(message, link, engine), message.version)
+        _send_groups(episodes.advance(), mail, activity)
+        engine.measure(activity.meter)
+
+
+def _send_groups(groups: list[tuple[int, Group]], mail: Mail, activity: Activity) -> None:
+    """Send each group to the rank that will train on it."""
+    trainers = distributed.training_ranks
+    for i, trainer in enumerate(trainers):
+        share = {number: group for number, group in groups if number % len(trainers) == i}
+        if share:
+            stop = signals.stop_signalled()
+            mail.send(CompleteGroups(share, stop, activity.take()), trainer)
+
+
+def _new_messages(mail: Mail, wait: bool) -> list:
+    """Return the new messages in order. With `wait`, wait for the first one, but at most a minute
+    because the other ranks of the engine wait in a collective."""
+    messages = []
+    try:
+        while True:
+            messages.append(mail.inbox.get(block=wait and not messages, timeout=60))
+    except queue.Empty:
+        return messages
+
+
+def _received_weights(message: NewWeights, link, engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    for name, shape in message.names_and_shapes:
+        weight = torch.empty(shape, dtype=engine.dtype, device=engine.device)
+        link.broadcast(weight, 0).wait()
+        yield name, weight
