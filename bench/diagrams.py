@@ -25,12 +25,15 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 from common.objectives.advantages import gae  # noqa: E402
 from common.objectives.divergence import forward_kl, reverse_kl  # noqa: E402
-from common.objectives.policy import is_clipped, kl_estimate  # noqa: E402
+from common.objectives.importance import is_clipped  # noqa: E402
+from common.objectives.kl import kl_estimate  # noqa: E402
 
 BLUE, ORANGE, GREEN, GREY = "#0b62a4", "#c2500a", "#1b7a3d", "#6b6b6b"
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "primer", "font.size": 10, "axes.spines.top": False,
-         "axes.spines.right": False, "axes.titlesize": 10.5, "lines.linewidth": 2, "legend.frameon": False,
-         "figure.facecolor": "white"}  # fmt: skip
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "primer", "font.size": 10, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.titlesize": 10.5, "lines.linewidth": 2,
+    "legend.frameon": False, "figure.facecolor": "white",
+}  # fmt: skip
 
 
 def gradient(value: Tensor, by: Tensor) -> Tensor:
@@ -54,18 +57,24 @@ def step():
     axis.axis("off")
 
     def box(x, y, width, text, edge=GREY, face="white", height=4.6, **style):
-        axis.add_patch(plt.Rectangle((x, y), width, height, edgecolor=edge, facecolor=face, linewidth=1.2))
+        axis.add_patch(
+            plt.Rectangle((x, y), width, height, edgecolor=edge, facecolor=face, linewidth=1.2)
+        )
         axis.text(x + width / 2, y + height / 2, text, ha="center", va="center", **style)
 
     def arrow(x, y, to_x, to_y):
-        axis.annotate("", (to_x, to_y), (x, y), arrowprops=dict(arrowstyle="-|>", color=GREY, linewidth=1.2))
+        axis.annotate(
+            "", (to_x, to_y), (x, y), arrowprops=dict(arrowstyle="-|>", color=GREY, linewidth=1.2)
+        )
 
     columns = dict(prompt=1, completions=25, rewards=50, advantages=72)
     heads = ["prompt x", "G = 4 completions y", "rewards r", "advantages A"]
     for x, head in zip(columns.values(), heads, strict=True):
         axis.text(x, 43.5, head, weight="bold")
     box(1, 29, 14, prompt, family="monospace")
-    for i, (answer, reward, A, colour) in enumerate(zip(answers, rewards, advantages_G, colours, strict=True)):
+    for i, (answer, reward, A, colour) in enumerate(
+        zip(answers, rewards, advantages_G, colours, strict=True)
+    ):
         y = 37 - 5.6 * i
         arrow(15.4, 31.3, 24.6, y + 2.3)
         box(25, y, 14, answer.replace(".", " eos"), family="monospace")
@@ -77,9 +86,13 @@ def step():
         axis.text(x, y, what, color=GREY, ha="center")
     axis.text(25, 16.7, "the last one is truncated: no eos", color=GREY, fontsize=9)
 
-    legend = "packed tokens: grey is masked; blue and orange carry the advantage of their completion"
+    legend = (
+        "packed tokens: grey is masked; blue and orange carry the advantage of their completion"
+    )
     axis.text(1, 13.6, legend, weight="bold")
-    cells = [(token, i, t) for i, answer in enumerate(answers) for t, token in enumerate(prompt + answer)]
+    cells = [
+        (token, i, t) for i, answer in enumerate(answers) for t, token in enumerate(prompt + answer)
+    ]
     for place, (token, i, t) in enumerate(cells):
         face, colour = (colours[i], "white") if t >= len(prompt) else ("#e4e4e4", "#444444")
         text, size = ("eos", 7) if token == "." else (token, 10)
@@ -92,8 +105,11 @@ def step():
 
 
 def surrogate():
-    """Draw the surrogate of `--loss clip` and its gradient over the ratio, for both signs of the advantage."""
-    args = SimpleNamespace(loss="clip", clip_low=grpo.Args.clip_low, clip_high=grpo.Args.clip_high, dual_clip=0.0)
+    """Draw the surrogate of `--loss clip` and its gradient over the ratio, for both signs of the
+    advantage."""
+    args = SimpleNamespace(
+        loss="clip", clip_low=grpo.Args.clip_low, clip_high=grpo.Args.clip_high, dual_clip=0.0
+    )
     figure, axes = plt.subplots(2, 2, figsize=(9.6, 5.2), sharex=True, layout="constrained")
     log_rho = torch.linspace(0.4, 1.8, 1401, dtype=torch.float64).log().requires_grad_()
     rho = log_rho.detach().exp()
@@ -113,7 +129,13 @@ def surrogate():
         upper.set_title(f"A = {A:+g}: {'raise' if A > 0 else 'lower'} the token")
         upper.legend(loc="upper left" if A > 0 else "upper right")
         at = rho[clipped].mean()
-        lower.text(at, 0.06 if A > 0 else -0.06, "clipped:\nno gradient", ha="center", va="bottom" if A > 0 else "top")
+        lower.text(
+            at,
+            0.06 if A > 0 else -0.06,
+            "clipped:\nno gradient",
+            ha="center",
+            va="bottom" if A > 0 else "top",
+        )
         lower.set_xticks([0.4, 1 - args.clip_low, 1, 1 + args.clip_high, 1.8])
         lower.set_xlabel("rho = pi / pi_old")
     axes[0, 0].set_ylabel("surrogate")
@@ -147,8 +169,11 @@ def advantages():
     tokens = torch.arange(1, 9)
     upper.bar(tokens, rewards_T, width=0.25, color=GREEN, label="reward r")
     upper.plot(tokens, values_T, "o-", color="black", label="value V before the token")
-    upper.set(title="one completion of 8 tokens: the third token looks like an error, the fifth repairs it",
-              ylim=(0, 1.1))  # fmt: skip
+    upper.set(
+        title="one completion of 8 tokens: the third token looks like an error, "
+        "the fifth repairs it",
+        ylim=(0, 1.1),
+    )
     upper.legend(loc="upper left", ncols=2)
     for shift, lam, colour in ((-0.25, 0.0, ORANGE), (0.0, 0.95, BLUE), (0.25, 1.0, GREY)):
         A_T = gae(rewards_T, values_T, everywhere, first, 1.0, torch.tensor([lam]))
@@ -160,9 +185,11 @@ def advantages():
 
 
 def fit(divergence, logq_CV: Tensor, places_V: Tensor, start: float) -> tuple[float, Tensor]:
-    """Return the divergence and the probabilities [V] of a student with one mode, fitted by gradient descent: its
-    logits are -(place - centre)^2 / (2 width^2)."""
-    centre, log_width = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (start, 0.0))
+    """Return the divergence and the probabilities [V] of a student with one mode, fitted by
+    gradient descent: its logits are -(place - centre)^2 / (2 width^2)."""
+    centre, log_width = (
+        torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (start, 0.0)
+    )
     optimizer = torch.optim.Adam([centre, log_width], lr=0.05)
     for _ in range(1500):
         logits_CV = -((places_V - centre) / log_width.exp()).square()[None] / 2
@@ -176,16 +203,26 @@ def fit(divergence, logq_CV: Tensor, places_V: Tensor, start: float) -> tuple[fl
 def divergence():
     """Draw a teacher with two modes and the students that both directions of the KL give."""
     places_V = torch.linspace(-6, 6, 121, dtype=torch.float64)
-    teacher_V = 0.6 * torch.exp(-(places_V + 2.5).square() / 0.7) + 0.4 * torch.exp(-(places_V - 2.5).square() / 0.7)
+    teacher_V = 0.6 * torch.exp(-(places_V + 2.5).square() / 0.7) + 0.4 * torch.exp(
+        -(places_V - 2.5).square() / 0.7
+    )
     logq_CV = (teacher_V / teacher_V.sum()).log()[None]
     figure, axis = plt.subplots(figsize=(9.6, 3.6), layout="constrained")
     axis.fill_between(places_V, logq_CV[0].exp(), color="#d9d9d9", label="teacher q")
-    for name, of, colour in (("forward_kl: KL(q || pi)", forward_kl, ORANGE), ("reverse_kl: KL(pi || q)", reverse_kl,
-                                                                              BLUE)):  # fmt: skip
+    for name, of, colour in (
+        ("forward_kl: KL(q || pi)", forward_kl, ORANGE),
+        ("reverse_kl: KL(pi || q)", reverse_kl, BLUE),
+    ):
         starts = (-2.0, 0.0, 2.0)
-        value, student_V = min((fit(of, logq_CV, places_V, start) for start in starts), key=lambda found: found[0])
+        value, student_V = min(
+            (fit(of, logq_CV, places_V, start) for start in starts), key=lambda found: found[0]
+        )
         axis.plot(places_V, student_V, color=colour, label=f"student pi by {name} = {value:.2f}")
-    axis.set(xlabel="tokens of a small vocabulary, ordered along a line", ylabel="probability", ylim=(0, None))
+    axis.set(
+        xlabel="tokens of a small vocabulary, ordered along a line",
+        ylabel="probability",
+        ylim=(0, None),
+    )
     axis.legend(loc="upper right")
     return figure
 

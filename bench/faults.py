@@ -4,9 +4,9 @@
     python bench/faults.py --kinds disk powercut --minutes 60
     python bench/faults.py --seed 0 --only fuzz/CASE             one case again
 
-Prints a line of JSON per case, with what is wrong or null, and a table. The exit code is 1 if any case failed. Kinds
-that a machine does not allow are skipped with a reason. docs/reliability.md has the promises and the results.
-"""
+Prints a line of JSON per case, with what is wrong or null, and a table. The exit code is 1 if any
+case failed. Kinds that a machine does not allow are skipped with a reason. docs/reliability.md has
+the promises and the results."""
 
 import argparse
 import json
@@ -34,7 +34,9 @@ SFT, GRPO = Setting("sft"), Setting("grpo", steps=4)
 KINDS = dict(
     disk=lambda rng: [case for setting in (SFT, GRPO) for case in disk.disk(setting)],
     powercut=lambda rng: [
-        case for keep in (1, 2) for case in disk.powercut(Setting("sft", flags=(("keep_last", keep),)))
+        case
+        for keep in (1, 2)
+        for case in disk.powercut(Setting("sft", flags=(("keep_last", keep),)))
     ],
     fuzz=lambda rng: fuzz.fuzz(rng, 500),
     kill=lambda rng: kill.kills(rng, 50),
@@ -63,8 +65,12 @@ def run(case: Case, seed: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="decides the order of the cases and random corruptions")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="decides the order of the cases and random corruptions"
+    )
     parser.add_argument("--minutes", type=float, default=30, help="time for all kinds together")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--only", help="pattern of case names")
@@ -84,11 +90,16 @@ def main() -> int:
             if time.monotonic() > ends:
                 break
             record = run(case, args.seed)
-            counts["skipped" if "skipped" in record else "failed" if record["wrong"] else "passed"] += 1
+            counts[
+                "skipped" if "skipped" in record else "failed" if record["wrong"] else "passed"
+            ] += 1
             print(json.dumps(record), flush=True)
     print(f"{'kind':12}{'cases':>8}{'passed':>8}{'failed':>8}{'skipped':>8}")
     for kind, counts in table.items():
-        print(f"{kind:12}" + "".join(f"{counts[name]:>8}" for name in ("cases", "passed", "failed", "skipped")))
+        print(
+            f"{kind:12}"
+            + "".join(f"{counts[name]:>8}" for name in ("cases", "passed", "failed", "skipped"))
+        )
     return int(any(counts["failed"] for counts in table.values()))
 
 

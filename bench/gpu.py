@@ -1,21 +1,25 @@
-"""Measure how much of a GPU's matrix-product rate training and the engine use, as one Markdown table.
+"""Measure how much of a GPU's matrix-product rate training and the engine use, as one Markdown
+table.
 
-    python bench/gpu.py                      # a GPU with 40 GB or more; smaller ones: --layers 8 --tokens 4096
-    OMP_NUM_THREADS=1 python bench/gpu.py    # without a GPU: --small is the default and only shows that it runs
+    python bench/gpu.py                             # a GPU with 40 GB or more
+    python bench/gpu.py --layers 8 --tokens 4096    # a smaller one
+    OMP_NUM_THREADS=1 python bench/gpu.py           # no GPU: --small, which only shows that it runs
 
-The reference is the machine's own rate of square matrix products, in bfloat16 and in float32 (TF32 is off). Parts:
+The reference is the machine's own rate of square matrix products, in bfloat16 and in float32 (TF32
+is off). Parts:
 - attention: common.model.attention.packed_attention over a pack of equal sequences, one layer;
-- token log-probs: common.model.logprobs.token_logprobs with the head, at the model's width and vocabulary;
-- micro-batch: forward and backward of a whole policy (FSDP2, one rank), without and with activation checkpointing, and
-  a step of AdamW;
-- engine: tokens per second, and the seconds of weight sync, sleep and wake. `--model random`, the default, builds a
-  model in the shape of Qwen3-1.7B.
+- token log-probs: common.model.logprobs.token_logprobs with the head, at the model's width and
+  vocabulary;
+- micro-batch: forward and backward of a whole policy (FSDP2, one rank), without and with activation
+  checkpointing, and a step of AdamW;
+- engine: tokens per second, and the seconds of weight sync, sleep and wake. `--model random`, the
+  default, builds a model in the shape of Qwen3-1.7B.
 
-Counted operations are those of the mathematics, without recomputation. Attention: 2 heads head_dim L^2 per sequence in
-the forward pass (causal: half), twice that in the backward pass. Log-probs: 2 T V D and 4 T V D. A micro-batch: three
-times `forward_flops` of common/model/flops.py, as in the metric `speed/tflops`. Every part runs in its own process: two
-warm-up rounds, then the median of `--rounds`. Memory is the peak of this process, on CUDA of the allocator.
-"""
+Counted operations are those of the mathematics, without recomputation. Attention: 2 heads head_dim
+L^2 per sequence in the forward pass (causal: half), twice that in the backward pass. Log-probs: 2 T
+V D and 4 T V D. A micro-batch: three times `forward_flops` of common/model/flops.py, as in the
+metric `speed/tflops`. Every part runs in its own process: two warm-up rounds, then the median of
+`--rounds`. Memory is the peak of this process, on CUDA of the allocator."""
 
 import argparse
 import json
@@ -33,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pydantic.dataclasses import dataclass
 
+from bench.completions import complete
 from bench.logprobs import peak, reset_peak
 from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
 from common.data.packing import PackedBatch, pack
@@ -45,7 +50,7 @@ from common.model.logprobs import token_logprobs
 from common.model.policy import load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
-from common.rollout.engines import make_engine, whole_weights
+from common.rollout.engine import make_engine, whole_weights
 from common.train.optim import adamw, optimizer_step
 
 MICRO_BATCHES = {  # activation checkpointing, --compile
@@ -53,8 +58,19 @@ MICRO_BATCHES = {  # activation checkpointing, --compile
     "checkpointed_compiled": (True, True),
 }  # fmt: skip
 PARTS = ("matmul", "attention", "logprobs", *MICRO_BATCHES, "engine")
-LARGE = dict(layers=28, width=2048, vocabulary=151_936, tokens=8192, length=1024, matrix=8192, prompts=256, new=256)
-SMALL = dict(layers=2, width=256, vocabulary=2000, tokens=512, length=128, matrix=512, prompts=8, new=8)
+LARGE = dict(
+    layers=28,
+    width=2048,
+    vocabulary=151_936,
+    tokens=8192,
+    length=1024,
+    matrix=8192,
+    prompts=256,
+    new=256,
+)
+SMALL = dict(
+    layers=2, width=256, vocabulary=2000, tokens=512, length=128, matrix=512, prompts=8, new=8
+)
 HEAD_DIM = 128
 
 
@@ -71,7 +87,9 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds(call: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> float:
+def seconds(
+    call: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None
+) -> float:
     times = []
     for _ in range(2 + rounds):
         before()
@@ -83,12 +101,23 @@ def seconds(call: Callable[[], object], rounds: int, before: Callable[[], object
     return median(times[2:])
 
 
-def row(part: str, size: str, dtype: str, seconds: float, flop: float = 0, tokens: int = 0, memory: int = 0) -> dict:
-    return dict(part=part, size=size, dtype=dtype, seconds=seconds, flop=flop, tokens=tokens, memory=memory)
+def row(
+    part: str,
+    size: str,
+    dtype: str,
+    seconds: float,
+    flop: float = 0,
+    tokens: int = 0,
+    memory: int = 0,
+) -> dict:
+    return dict(
+        part=part, size=size, dtype=dtype, seconds=seconds, flop=flop, tokens=tokens, memory=memory
+    )
 
 
 def there_and_back(name, size, dtype, forward, inputs, flop, flags, device) -> list[dict]:
-    """Return rows for forward and for backward. The backward time is forward and backward minus forward."""
+    """Return rows for forward and for backward. The backward time is forward and backward minus
+    forward."""
     gradient = torch.randn_like(forward())
     one = seconds(forward, flags.rounds)
     start = reset_peak(device.type)
@@ -107,13 +136,23 @@ def matmul(flags, device, dtype) -> list[dict]:
     n, rows = flags.matrix, []
     for each in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(n, n, device=device).to(each) for _ in range(2))
-        rows.append(row("matmul", f"{n}^3", name_of(each), seconds(lambda a=a, b=b: a @ b, flags.rounds), 2 * n**3))
+        rows.append(
+            row(
+                "matmul",
+                f"{n}^3",
+                name_of(each),
+                seconds(lambda a=a, b=b: a @ b, flags.rounds),
+                2 * n**3,
+            )
+        )
     return rows
 
 
 def one_pack(flags, vocabulary: int, device) -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (flags.tokens // flags.length, flags.length + 1), generator=generator).tolist()
+    ids = torch.randint(
+        vocabulary, (flags.tokens // flags.length, flags.length + 1), generator=generator
+    ).tolist()
     (mb,) = pack([Sample(i, [True] * len(i)) for i in ids], flags.tokens, device)
     return mb
 
@@ -136,13 +175,18 @@ def attention(flags, device, dtype) -> list[dict]:
     def forward():
         return packed_attention(module, *inputs, None, HEAD_DIM**-0.5, **of_pack)[0]
 
-    size, flop = f"{flags.tokens} tokens in sequences of {flags.length}", attention_flop(mb, heads, HEAD_DIM)
+    size, flop = (
+        f"{flags.tokens} tokens in sequences of {flags.length}",
+        attention_flop(mb, heads, HEAD_DIM),
+    )
     return there_and_back("attention", size, name_of(dtype), forward, inputs, flop, flags, device)
 
 
 def logprobs(flags, device, dtype) -> list[dict]:
     T, D, V = flags.tokens, flags.width, flags.vocabulary
-    inputs = [(torch.randn(n, D, device=device) * D**-0.5).to(dtype).requires_grad_() for n in (T, V)]
+    inputs = [
+        (torch.randn(n, D, device=device) * D**-0.5).to(dtype).requires_grad_() for n in (T, V)
+    ]
     targets_T = torch.randint(V, (T,), device=device)
 
     size, flop, rows = f"T={T} D={D} V={V}", 2 * T * D * V, []
@@ -159,7 +203,10 @@ def micro_batch(flags, device, dtype, checkpointing: bool, compiled: bool) -> li
     settings = dict(activation_checkpointing=checkpointing, compile=compiled)
     args = Args(**settings, pack_tokens=flags.tokens, max_new_tokens=1)
     policy = load_policy(flags.model, args, device)
-    optimizer, mb = adamw(policy, args), one_pack(flags, policy.hf.config.get_text_config().vocab_size, device)
+    optimizer, mb = (
+        adamw(policy, args),
+        one_pack(flags, policy.hf.config.get_text_config().vocab_size, device),
+    )
     tokens, loss = len(mb.targets_T), torch.zeros((), device=device)
 
     def step():
@@ -175,20 +222,32 @@ def micro_batch(flags, device, dtype, checkpointing: bool, compiled: bool) -> li
     size = f"{parameters / 1e6:.0f}M, {tokens} tokens"
     rows = [row(f"micro-batch{mode}", size, name_of(dtype), took, flop, tokens, memory)]
     if (checkpointing, compiled) == (True, False):
-        took = seconds(lambda: optimizer_step(policy, optimizer, 1e-6, 1.0, loss), flags.rounds, before=step)
+        took = seconds(
+            lambda: optimizer_step(policy, optimizer, 1e-6, 1.0, loss), flags.rounds, before=step
+        )
         memory = peak(device.type) if device.type == "cuda" else 0
-        rows.append(row("clip and AdamW", f"{parameters / 1e6:.0f}M", "float32", took, memory=memory))
+        rows.append(
+            row("clip and AdamW", f"{parameters / 1e6:.0f}M", "float32", took, memory=memory)
+        )
     return rows
 
 
 def engine(flags, device, dtype) -> list[dict]:
     args = Args(max_new_tokens=flags.new, pack_tokens=flags.tokens, gpu_memory_utilization=0.4)
     policy, tokenizer = load_policy(flags.model, args, device), load_tokenizer(flags.model)
-    sampler = make_engine(flags.model, args, eos_token_ids(flags.model, tokenizer), tokenizer, device)
+    sampler = make_engine(
+        flags.model, args, eos_token_ids(flags.model, tokenizer), tokenizer, device
+    )
     generator = torch.Generator().manual_seed(0)
     vocabulary = policy.hf.config.get_text_config().vocab_size
-    prompts = torch.randint(vocabulary, (flags.prompts, flags.length // 2), generator=generator).tolist()
-    kind, times, tokens = type(sampler).__name__, {name: [] for name in ("wake", "sync", "generate", "sleep")}, 0
+    prompts = torch.randint(
+        vocabulary, (flags.prompts, flags.length // 2), generator=generator
+    ).tolist()
+    kind, times, tokens = (
+        type(sampler).__name__,
+        {name: [] for name in ("wake", "sync", "generate", "sleep")},
+        0,
+    )
 
     def timed(name: str, call: Callable[[], object]) -> object:
         synchronize()
@@ -202,13 +261,17 @@ def engine(flags, device, dtype) -> list[dict]:
         timed("wake", sampler.wake)
         timed("sync", lambda: sampler.load_weights(whole_weights(policy, sampler.dtype)))
         seeds = [n * flags.prompts + i for i in range(flags.prompts)]
-        groups = timed("generate", lambda seeds=seeds: sampler.generate(prompts, 1, seeds, 1.0))
-        tokens = sum(len(sample.completion_ids) for group in groups for sample in group)  # last call; EOS is rare
+        groups = timed("generate", lambda seeds=seeds: complete(sampler, prompts, 1, seeds, 1.0))
+        tokens = sum(
+            len(sample.completion_ids) for group in groups for sample in group
+        )  # last call; EOS is rare
         timed("sleep", sampler.sleep)
     size = f"{flags.prompts} prompts of {flags.length // 2}, {flags.new} new tokens"
     took = {name: median(values[1:]) for name, values in times.items()}
     rows = [row(f"{kind}: generate", size, name_of(dtype), took["generate"], tokens=tokens)]
-    rows += [row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep", "wake")]
+    rows += [
+        row(f"{kind}: {name}", "", name_of(dtype), took[name]) for name in ("sync", "sleep", "wake")
+    ]
     sampler.close()
     return rows
 
@@ -241,9 +304,9 @@ def random_model(flags, folder: str) -> str:
     heads, tokenizer = flags.width // HEAD_DIM, build_tokenizer()
     config = Qwen3Config(
         vocab_size=flags.vocabulary, hidden_size=flags.width, intermediate_size=3 * flags.width,
-        num_hidden_layers=flags.layers, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=HEAD_DIM,
-        max_position_embeddings=40_960, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        num_hidden_layers=flags.layers, num_attention_heads=heads, num_key_value_heads=heads // 2,
+        head_dim=HEAD_DIM, max_position_embeddings=40_960, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     logging.disable_progress_bar()
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -259,17 +322,31 @@ def table(rows: list[dict]) -> str:
     ]
     for r in rows:
         rate, speed = r["flop"] / r["seconds"], r["tokens"] / r["seconds"]
-        numbers = (f"{rate / 1e12:.3g}", f"{rate / rates[r['dtype']]:.0%}") if r["flop"] else ("", "")
-        ends = (f"{speed:,.0f}" if r["tokens"] else "", f"{r['memory'] / 1e9:.2f}" if r["memory"] else "")
+        numbers = (
+            (f"{rate / 1e12:.3g}", f"{rate / rates[r['dtype']]:.0%}") if r["flop"] else ("", "")
+        )
+        ends = (
+            f"{speed:,.0f}" if r["tokens"] else "",
+            f"{r['memory'] / 1e9:.2f}" if r["memory"] else "",
+        )
         cells = (r["part"], r["size"], r["dtype"], f"{1e3 * r['seconds']:.1f}", *numbers, *ends)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="random", help="random, or a model as in the scripts: folder or hub id")
-    parser.add_argument("--small", action="store_true", default=not torch.cuda.is_available(), help="sizes for a CPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="random", help="random, or a model as in the scripts: folder or hub id"
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        default=not torch.cuda.is_available(),
+        help="sizes for a CPU",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--out", default="runs/gpu.md", help="file for the table")
@@ -282,7 +359,9 @@ def main() -> None:
     if flags.only:
         return measure(flags)
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(flags, folder) if flags.model == "random" else resolve_model(flags.model)
+        model = (
+            random_model(flags, folder) if flags.model == "random" else resolve_model(flags.model)
+        )
         sizes = [f"--{name}={getattr(flags, name)}" for name in LARGE]
         rows = []
         for part in dict.fromkeys(["matmul", *flags.parts]):
@@ -302,7 +381,11 @@ def main() -> None:
                 sys.exit(f"{part} failed; its message is above")
             rows += json.loads(done.stdout.splitlines()[-1])
             print(f"{part} done", file=sys.stderr, flush=True)
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    where = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     text = f"{where}, torch {torch.__version__}, median of {flags.rounds}\n\n{table(rows)}\n"
     out = Path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)

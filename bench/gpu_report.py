@@ -2,8 +2,8 @@
 
     python bench/gpu_report.py --tests 'ranks or logprobs' --bench '--layers 8'
 
-The report replaces the previous one, between two marks in the page. ONEFILE_GPU_TESTS_ON_CPU=1 tries it on a CPU.
-"""
+The report replaces the previous one, between two marks in the page. ONEFILE_GPU_TESTS_ON_CPU=1
+tries it on a CPU."""
 
 import argparse
 import os
@@ -24,8 +24,12 @@ BEGIN, END = "<!-- report of make gpu-report -->\n", "<!-- end of the report -->
 
 def facts() -> str:
     """Return the date, the commit, the devices and the versions."""
-    status = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True).stdout
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    status = subprocess.run(
+        ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
     count = torch.cuda.device_count()
     devices = f"{count} x {torch.cuda.get_device_name()}" if count else "no GPU"
     versions = [f"torch {torch.__version__}"]
@@ -37,7 +41,10 @@ def facts() -> str:
     if count:
         versions.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     changed = " with changes" if status else ""
-    return f"{time.strftime('%Y-%m-%d')}, commit {commit.strip()}{changed}, {devices}. {', '.join(versions)}."
+    return (
+        f"{time.strftime('%Y-%m-%d')}, commit {commit.strip()}{changed}, {devices}. "
+        f"{', '.join(versions)}."
+    )
 
 
 def table_of_tests(junit: Path) -> str:
@@ -46,20 +53,34 @@ def table_of_tests(junit: Path) -> str:
     failed = []
     for case in ElementTree.parse(junit).iter("testcase"):
         file = case.get("classname", "").rpartition(".")[2]
-        problem = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
-        outcome = "failed" if problem is not None else "skipped" if case.find("skipped") is not None else "passed"
-        counts.setdefault(file, Counter()).update({outcome: 1, "seconds": round(float(case.get("time", 0)))})
+        problem = next(
+            (case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None
+        )
+        outcome = (
+            "failed"
+            if problem is not None
+            else "skipped"
+            if case.find("skipped") is not None
+            else "passed"
+        )
+        counts.setdefault(file, Counter()).update(
+            {outcome: 1, "seconds": round(float(case.get("time", 0)))}
+        )
         if problem is not None:
             message = " ".join(problem.get("message", "").split())[:200]
             failed.append(f"- `{file}::{case.get('name')}`: {message}")
     columns = ("passed", "failed", "skipped", "seconds")
-    rows = [f"| `{file}.py` | {' | '.join(str(of[column]) for column in columns)} |" for file, of in counts.items()]
+    rows = [
+        f"| `{file}.py` | {' | '.join(str(of[column]) for column in columns)} |"
+        for file, of in counts.items()
+    ]
     head = [f"| file | {' | '.join(columns)} |", "| --- | --: | --: | --: | --: |"]
     return "\n".join([*head, *rows, *([""] if failed else []), *failed])
 
 
 def replaced(page: str, report: str) -> str:
-    """Return the page with the report between its marks. Raises `ValueError` if a mark is missing."""
+    """Return the page with the report between its marks. Raises `ValueError` if a mark is
+    missing."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
@@ -68,15 +89,24 @@ def replaced(page: str, report: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tests", default="", help="expression of pytest -k; default: all")
     parser.add_argument("--bench", default="", help="options of bench/gpu.py")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs/gpu.md", help="page to write; default: docs/gpu.md")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=ROOT / "docs/gpu.md",
+        help="page to write; default: docs/gpu.md",
+    )
     options = parser.parse_args()
     (runs := ROOT / "runs").mkdir(exist_ok=True)
     junit, began = runs / "gpu.xml", facts()
     tests = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", f"--junitxml={junit}"]
-    subprocess.run([*tests, *(["-k", options.tests] if options.tests else [])], cwd=ROOT, check=False)
+    subprocess.run(
+        [*tests, *(["-k", options.tests] if options.tests else [])], cwd=ROOT, check=False
+    )
     bench = [sys.executable, "bench/gpu.py", *shlex.split(options.bench)]
     subprocess.run(bench, cwd=ROOT, check=True, env=os.environ)
     report = f"{began}\n\n{table_of_tests(junit)}\n\n{(runs / 'gpu.md').read_text().strip()}"

@@ -1,13 +1,14 @@
-"""Print the tables of docs/memory.md, or compare `common/model/memory.py` to a training step on fake tensors.
+"""Print the tables of docs/memory.md, or compare `common/model/memory.py` to a training step on
+fake tensors.
 
-    python bench/memory_plan.py              # the tables, by arithmetic alone
-    python bench/memory_plan.py --check      # a training step's peak on fake tensors beside the arithmetic
+    python bench/memory_plan.py            # the tables, by arithmetic alone
+    python bench/memory_plan.py --check    # a step's peak on fake tensors beside the arithmetic
 
-The check runs forward and backward of the sharded model as the scripts do, with shapes and without numbers: fake
-tensors, a fake process group of `--ranks`, and torch's own tracker of FSDP2's memory. It replaces two parts whose CPU
-versions differ from CUDA's. Attention keeps the same tensors as FlashAttention, and the product of two bfloat16
-matrices has a float32 result. `--layers` makes the models shorter.
-"""
+The check runs forward and backward of the sharded model as the scripts do, with shapes and without
+numbers: fake tensors, a fake process group of `--ranks`, and torch's own tracker of FSDP2's memory.
+It replaces two parts whose CPU versions differ from CUDA's. Attention keeps the same tensors as
+FlashAttention, and the product of two bfloat16 matrices has a float32 result. `--layers` makes the
+models shorter."""
 
 import argparse
 import math
@@ -24,8 +25,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, 
 
 from common.config.groups import TrainArgs
 from common.data.packing import PackedBatch
-from common.model import head
-from common.model.memory import GIB, USABLE, Plan, Shapes, on_the_host, predict, refusal, shapes_of
+from common.model import head, student
+from common.model.capacity import GIB, USABLE, refusal
+from common.model.memory import Plan, Shapes, on_the_host, predict, shapes_of
 from common.model.policy import Policy, shard
 from common.objectives.divergence import reverse_kl
 
@@ -34,27 +36,46 @@ COMMON = dict(vocab_size=151936, head_dim=128, max_position_embeddings=40960)
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool = False) -> Qwen3Config:
-    sizes = dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads)
+    sizes = dict(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
     return Qwen3Config(**COMMON, **sizes, num_key_value_heads=8, tie_word_embeddings=tied)
 
 
 CONFIGS = {
-    "1.7B": qwen3(2048, 6144, 28, 16, tied=True),
-    "8B": qwen3(4096, 12288, 36, 32),
-    "14B": qwen3(5120, 17408, 40, 40),
-    "32B": qwen3(5120, 25600, 64, 64),
+    "1.7B": qwen3(2048, 6144, 28, 16, tied=True), "8B": qwen3(4096, 12288, 36, 32),
+    "14B": qwen3(5120, 17408, 40, 40), "32B": qwen3(5120, 25600, 64, 64),
     "30B-A3B": Qwen3MoeConfig(
-        **COMMON, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-        num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8,
-        tie_word_embeddings=False,
+        **COMMON, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, num_experts=128,
+        num_experts_per_tok=8, tie_word_embeddings=False,
     ),
 }  # fmt: skip
 SMALL = dict(  # for the test: fixed parts dominate
-    tied=Qwen3Config(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
-                     num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True),
-    untied=Qwen3Config(vocab_size=8000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
-                       num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False),
-)  # fmt: skip
+    tied=Qwen3Config(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    ),
+    untied=Qwen3Config(
+        vocab_size=8000,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=False,
+    ),
+)
 
 
 SMALL |= dict(context=SMALL["untied"], distilled=SMALL["tied"])
@@ -92,17 +113,17 @@ def float32_product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
 
 
-class Student(Policy):
-    forward = Policy.distill  # the tracker of memory knows `forward` only
+class Student(student.Student):
+    forward = student.Student.distill  # the tracker of memory knows `forward` only
 
 
-class Teacher(Policy):
-    forward = Policy.teach
+class Teacher(student.Teacher):
+    forward = student.Teacher.teach
 
 
 def measured(config, plan: Plan) -> float:
-    """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's moments. With
-    `plan.distils` the teacher is a frozen model of the same `config`."""
+    """Return the bytes at the peak of forward and backward of one micro-batch, without Adam's
+    moments. With `plan.distils` the teacher is a frozen model of the same `config`."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
@@ -117,7 +138,7 @@ def measured(config, plan: Plan) -> float:
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
         ids = torch.zeros(plan.pack_tokens, dtype=torch.int64)
-        where = dict(loss_mask_T=ids.bool(), sequence_ids_T=ids, samples=[], index_N=ids[:0])
+        where = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [len(ids)], **where)
         mb.context_group = torch.distributed.group.WORLD if plan.context_ranks > 1 else None
         for parameter in policy.parameters():  # from earlier micro-batches
@@ -157,11 +178,17 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
             ours = sum(parts.values()) - parts["Adam"]
             theirs = measured(config, plan)
             worst = max(worst, abs(ours / theirs - 1))
-            listed = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if part != "Adam")
+            listed = ", ".join(
+                f"{part} {size / GIB:.2f}" for part, size in parts.items() if part != "Adam"
+            )
             mode = "recomputed" if recompute else "kept"
-            print(f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, {mode}: fake tensors "
-                  f"{theirs / GIB:.2f} GiB, predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}):", listed,
-                  flush=True)  # fmt: skip
+            print(
+                f"{name}, {config.num_hidden_layers} layers, {ranks} ranks, {tokens} tokens, "
+                f"{mode}: fake tensors "
+                f"{theirs / GIB:.2f} GiB, predicted {ours / GIB:.2f} ({ours / theirs - 1:+.1%}):",
+                listed,
+                flush=True,
+            )
     return worst
 
 
@@ -169,12 +196,15 @@ def check(names: list[str], ranks: int, tokens: int, layers: int | None) -> floa
 
 
 def with_adapters(m: Shapes, rank: int) -> Shapes:
-    """Add adapters to all matrices of the blocks except experts: `rank` numbers per row and per column."""
+    """Add adapters to all matrices of the blocks except experts: `rank` numbers per row and per
+    column."""
     widths = 2 * m.queries + 2 * m.keys + 4 * m.hidden  # of q, k, v and o
-    adapters = rank * (widths if m.experts else widths + 3 * (m.inner + m.hidden))  # of gate, up and down
+    adapters = rank * (
+        widths if m.experts else widths + 3 * (m.inner + m.hidden)
+    )  # of gate, up and down
     return replace(
-        m, weights=m.weights + m.layers * adapters, trained=m.layers * adapters, block=m.block + adapters,
-        block_trained=adapters, root_trained=0,
+        m, weights=m.weights + m.layers * adapters, trained=m.layers * adapters,
+        block=m.block + adapters, block_trained=adapters, root_trained=0,
     )  # fmt: skip
 
 
@@ -190,25 +220,32 @@ SCRIPTS = {  # trained models, frozen models, whether an engine samples
 }
 
 
-def plan_for(m: Shapes, script: str, lora: bool, ranks: int, offload: str) -> tuple[list[Shapes], Plan]:
+def plan_for(
+    m: Shapes, script: str, lora: bool, ranks: int, offload: str
+) -> tuple[list[Shapes], Plan]:
     trains, stays, samples = SCRIPTS[script]
     trained = with_adapters(m, rank=16 * trains) if lora else m
     models = [trained, *([replace(trained, head=0)] if trains == 2 else [])]
     # The reference is the starting policy, and the value model has adapters on the same weights.
     models = models[:1] if lora else models + [frozen(m)] * stays
     engine = 0.4 * CAPACITY * GIB if samples else 0.0
-    together = min(ranks, 2 ** math.ceil(math.log2(max(1, 2 * m.weights / (0.9 * (engine or math.inf))))))
+    together = min(
+        ranks, 2 ** math.ceil(math.log2(max(1, 2 * m.weights / (0.9 * (engine or math.inf)))))
+    )
     return models, Plan(ranks, 8192, True, offload, engine=engine, engine_ranks=together)
 
 
 def cell(m: Shapes, script: str, lora: bool, ranks: int) -> str:
-    """Return GiB with the first --offload that fits, and the ranks per engine if one rank cannot hold it."""
+    """Return GiB with the first --offload that fits, and the ranks per engine if one rank cannot
+    hold it."""
     for offload in ("none", "optimizer", "all"):
         models, plan = plan_for(m, script, lora, ranks, offload)
         size, host = sum(predict(models, plan).values()) / GIB, on_the_host(models, plan) / GIB
         together = f", tp {plan.engine_ranks}" if plan.engine_ranks > 1 else ""
         if refusal(models, plan, CAPACITY * GIB) is None:
-            return (f"{size:.0f}" if offload == "none" else f"{size:.0f} {offload} ({host:.0f})") + together
+            return (
+                f"{size:.0f}" if offload == "none" else f"{size:.0f} {offload} ({host:.0f})"
+            ) + together
     return f"no ({size:.0f})" if size > USABLE * CAPACITY else "no (engine)"
 
 
@@ -217,7 +254,8 @@ def tables() -> None:
     models = {name: shapes_of(meta_model(config)) for name, config in CONFIGS.items()}
     for lora in (False, True):
         print(
-            f"\n| {'LoRA, rank 16' if lora else 'full'} | | {' | '.join(f'{r} GPU' + 's' * (r > 1) for r in ranks)} |"
+            f"\n| {'LoRA, rank 16' if lora else 'full'} | | "
+            f"{' | '.join(f'{r} GPU' + 's' * (r > 1) for r in ranks)} |"
         )
         print("|---" * (2 + len(ranks)) + "|")
         for name, m in models.items():
@@ -227,12 +265,18 @@ def tables() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", nargs="*", choices=[*CONFIGS, *SMALL], help="models; default: 1.7B, 8B and 14B")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", nargs="*", choices=[*CONFIGS, *SMALL], help="models; default: 1.7B, 8B and 14B"
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--limit", type=float, default=0.1, help="largest relative difference without failure")
+    parser.add_argument(
+        "--limit", type=float, default=0.1, help="largest relative difference without failure"
+    )
     flags = parser.parse_args()
     AttentionInterface.register("packed", attention)
     if flags.check is None:

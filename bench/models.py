@@ -1,13 +1,16 @@
 """Check each supported architecture with a tiny random checkpoint, and write docs/models.md.
 
-    OMP_NUM_THREADS=1 python bench/models.py        # on CPU; --only NAME ... prints rows and writes nothing
+    OMP_NUM_THREADS=1 python bench/models.py    # on CPU; --only NAME ... prints rows and no page
 
-The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases too). Sequences are
-longer than the sliding window, if there is one. Per architecture:
-- forward: log-probs of all targets in a pack, compared to transformers' own attention (eager) on padded, masked rows;
-- gradient: the gradient of the sum of these log-probs for all parameters; largest difference over largest gradient;
-- vLLM: log-probs of vLLM's samples at temperature 0.7, compared to the trainer's. The weights come from the trainer and
-  changed since loading. This needs a separate process, because vLLM starts once per process;
+The tensors of a checkpoint have the names of the hub and random values everywhere (norms and biases
+too). Sequences are longer than the sliding window, if there is one. Per architecture:
+- forward: log-probs of all targets in a pack, compared to transformers' own attention (eager) on
+  padded, masked rows;
+- gradient: the gradient of the sum of these log-probs for all parameters; largest difference over
+  largest gradient;
+- vLLM: log-probs of vLLM's samples at temperature 0.7, compared to the trainer's. The weights come
+  from the trainer and changed since loading. This needs a separate process, because vLLM starts
+  once per process;
 - export: logits of `hf/`, opened by transformers, compared to those of the checkpoint.
 """
 
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,6 +32,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from bench.completions import complete
 from common.config.groups import SamplingArgs, TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
@@ -35,7 +40,7 @@ from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
-from common.rollout.engines import make_engine, whole_weights
+from common.rollout.engine import make_engine, whole_weights
 from common.train.checkpoint import export_hf
 
 OUTSIDE = dict(os.environ)  # before this process becomes a rank
@@ -44,63 +49,84 @@ VOCABULARY, WINDOW = 384, 16
 LENGTHS = (18, 41, 41, 6, 64, 2)  # two are equal: attention takes them as one batch
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 # Every feature beyond Llama is on, with values that have an effect.
 ARCHITECTURES: dict[str, dict] = dict(
-    llama=dict(rope_parameters=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
-        original_max_position_embeddings=32,
-    )),
-    mistral=dict(sliding_window=WINDOW),
-    qwen2=dict(hidden_size=128, attention_dropout=0.5),
-    qwen3=dict(tie_word_embeddings=True),
-    olmo2=dict(hidden_size=128),
-    gemma2=dict(sliding_window=WINDOW, query_pre_attn_scalar=48, attn_logit_softcapping=4.0,
-                final_logit_softcapping=3.0),
-    gemma3_text=dict(sliding_window=WINDOW, query_pre_attn_scalar=48, layer_types=ALTERNATE, rope_parameters=dict(
-        sliding_attention=ROPE, full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6))),
+    llama=dict(
+        rope_parameters=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            rope_theta=10000.0, original_max_position_embeddings=32,
+        )
+    ),
+    mistral=dict(sliding_window=WINDOW), qwen2=dict(hidden_size=128, attention_dropout=0.5),
+    qwen3=dict(tie_word_embeddings=True), olmo2=dict(hidden_size=128),
+    gemma2=dict(
+        sliding_window=WINDOW, query_pre_attn_scalar=48, attn_logit_softcapping=4.0,
+        final_logit_softcapping=3.0,
+    ),
+    gemma3_text=dict(
+        sliding_window=WINDOW, query_pre_attn_scalar=48, layer_types=ALTERNATE,
+        rope_parameters=dict(
+            sliding_attention=ROPE,
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+        ),
+    ),
     phi3=dict(hidden_size=128, sliding_window=WINDOW),
-    smollm3=dict(hidden_size=128, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW,
-                 layer_types=ALTERNATE),
+    smollm3=dict(
+        hidden_size=128, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW,
+        layer_types=ALTERNATE,
+    ),
     glm4=dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
-    granite=dict(hidden_size=128, embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3,
-                 logits_scaling=2.0),
+    granite=dict(
+        hidden_size=128, embedding_multiplier=3.0, residual_multiplier=0.5,
+        attention_multiplier=0.3, logits_scaling=2.0,
+    ),
     cohere=dict(hidden_size=128, logit_scale=0.5, use_qk_norm=True),
-    phi=dict(hidden_size=128, num_key_value_heads=4, rope_parameters=ROPE | dict(partial_rotary_factor=0.5)),
+    phi=dict(
+        hidden_size=128, num_key_value_heads=4,
+        rope_parameters=ROPE | dict(partial_rotary_factor=0.5),
+    ),
     qwen3_moe=EXPERTS | dict(num_experts=4, norm_topk_prob=True, mlp_only_layers=[1]),
     mixtral=dict(hidden_size=128, num_experts_per_tok=2, num_local_experts=4),
     olmoe=dict(hidden_size=128, num_experts_per_tok=2, num_experts=4),
-    gpt_oss=dict(num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, rope_parameters=ROPE),
-    deepseek_v3=EXPERTS | dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
-                               kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
-                               num_key_value_heads=4),
+    gpt_oss=dict(
+        num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, rope_parameters=ROPE,
+    ),
+    deepseek_v3=EXPERTS | dict(
+        n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
+        kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
+        num_key_value_heads=4,
+    ),
 )  # fmt: skip
 EXAMPLES = dict(
-    llama="Llama 3.1 and 3.2, SmolLM2, TinyLlama", mistral="Mistral 7B", qwen2="Qwen2.5", qwen3="Qwen3 0.6B to 32B",
-    olmo2="OLMo 2", gemma2="Gemma 2", gemma3_text="Gemma 3 270M and 1B", phi3="Phi-3 mini 4k, Phi-4", smollm3="SmolLM3",
-    glm4="GLM-4 0414", granite="Granite 3", cohere="Command R", phi="Phi-2", qwen3_moe="Qwen3 30B-A3B",
-    mixtral="Mixtral 8x7B", olmoe="OLMoE", gpt_oss="gpt-oss", deepseek_v3="DeepSeek V3 and R1",
+    llama="Llama 3.1 and 3.2, SmolLM2, TinyLlama", mistral="Mistral 7B", qwen2="Qwen2.5",
+    qwen3="Qwen3 0.6B to 32B", olmo2="OLMo 2", gemma2="Gemma 2", gemma3_text="Gemma 3 270M and 1B",
+    phi3="Phi-3 mini 4k, Phi-4", smollm3="SmolLM3", glm4="GLM-4 0414", granite="Granite 3",
+    cohere="Command R", phi="Phi-2", qwen3_moe="Qwen3 30B-A3B", mixtral="Mixtral 8x7B",
+    olmoe="OLMoE", gpt_oss="gpt-oss", deepseek_v3="DeepSeek V3 and R1",
 )  # fmt: skip
 
 
 PAGE = """\
 # Supported models
 
-`--model` accepts an architecture (`model_type` in config.json) that keeps its blocks in `layers` and uses
-transformers' attention interface. The table was measured on a CPU in float32, with tiny random checkpoints whose
-tensors have the names of the hub. `python bench/models.py` writes this page, and `tests/test_coverage.py` checks it.
+`--model` accepts an architecture (`model_type` in config.json) that keeps its blocks in `layers`
+and uses transformers' attention interface. The table was measured on a CPU in float32, with tiny
+random checkpoints whose tensors have the names of the hub. `python bench/models.py` writes this
+page, and `tests/test_coverage.py` checks it.
 
-| column | comparison |
+| column | largest difference between |
 | --- | --- |
-| packed | log-probs in a pack to transformers' attention on padded, masked rows: largest difference in nats |
-| gradient | the same for the gradient of all log-probs: largest difference over the largest gradient |
-| vLLM | vLLM's log-probs of its samples (trainer's weights, temperature 0.7) to the trainer's: largest difference |
-| export | logits of `hf/`, opened by transformers, to those of the checkpoint |
+| packed | log-probs in a pack and transformers' attention on padded, masked rows, in nats |
+| gradient | the same for the gradient of all log-probs, over the largest gradient |
+| vLLM | vLLM's log-probs of its samples (trainer's weights, temperature 0.7) and the trainer's |
+| export | logits of `hf/`, opened by transformers, and those of the checkpoint |
 
 | architecture | for example | packed | gradient | vLLM | export |
 | --- | --- | --- | --- | --- | --- |
@@ -108,22 +134,24 @@ tensors have the names of the hub. `python bench/models.py` writes this page, an
 
 The checkpoints use all special features of their architecture:
 
-- sliding windows, shorter than the sequences, in all or every other layer; norms of queries and keys;
+- sliding windows, shorter than the sequences, in all or every other layer; norms of queries and
+  keys;
 - rotary embeddings on a part of a head, of two kinds, or only in some layers;
 - multipliers of embeddings, residuals and attention; scaled or softly capped logits;
 - a bias in the head, fused projections, a tied head.
 
-Any other architecture is checked when it is loaded, on 12 tokens. A sequence must have the same log-probs in a pack
-and alone, and they must match the model's own logits. Otherwise the run ends with one line. The check is too short to
-cover a sliding window.
+Any other architecture is checked when it is loaded, on 12 tokens. A sequence must have the same
+log-probs in a pack and alone, and they must match the model's own logits. Otherwise the run ends
+with one line. The check is too short to cover a sliding window.
 
-- Soft-capped attention (Gemma 2) has no kernel here. The scores of a sequence are stored in full, so memory grows with
-  the square of the longest sequence. `--activation_checkpointing` limits this to
-  one layer.
-- Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs differ beyond the window.
-- Not supported: mixtures of experts except these three (docs/moe.md); attention sinks; state-space and convolutional
-  layers; checkpoints of images and text. `dynamic` and `longrope` rotary embeddings are not supported either: they
-  depend on the longest sequence of a batch.
+- Soft-capped attention (Gemma 2) has no kernel here. The scores of a sequence are stored in full,
+  so memory grows with the square of the longest sequence. `--activation_checkpointing` limits this
+  to one layer.
+- Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs differ
+  beyond the window.
+- Not supported: mixtures of experts except these three (docs/moe.md); attention sinks; state-space
+  and convolutional layers; checkpoints of images and text. `dynamic` and `longrope` rotary
+  embeddings are not supported either: they depend on the longest sequence of a batch.
 """
 
 
@@ -136,7 +164,8 @@ ARGS = Args(dtype="float32", max_new_tokens=24)
 
 
 def checkpoint(model_type: str, folder: Path) -> str:
-    """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its folder."""
+    """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its
+    folder."""
     config = AutoConfig.for_model(model_type, **SIZES | ARCHITECTURES[model_type])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -156,22 +185,31 @@ def rows() -> list[list[int]]:
 
 
 def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the log-probs of each row's targets, in the order of `rows`, and the gradient of their sum."""
+    """Return the log-probs of each row's targets, in the order of `rows`, and the gradient of their
+    sum."""
     logprobs: dict[tuple[int, ...], Tensor] = {}
     for mb in pack([Sample(ids, [True] * len(ids)) for ids in rows()], 100, device):
         logprobs_T, *_ = policy(mb)
         logprobs_T.sum().backward()
         for begin, end in zip(mb.offsets, mb.offsets[1:], strict=False):
-            logprobs[tuple(mb.targets_T[begin:end].tolist())] = logprobs_T[begin:end].detach()
-    gradient = {name: parameter.grad for name, parameter in policy.hf.named_parameters()}
-    gradient = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradient.items()}
+            logprobs[tuple(mb.targets_T[begin:end].tolist())] = logprobs_T[begin:end].detach().cpu()
+    logprobs = distributed.gather_dict(logprobs)  # other ranks have trained on some rows
+    gradients = {name: parameter.grad for name, parameter in policy.hf.named_parameters()}
+    gradient: dict[str, Any] = {
+        name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()
+    }
     return [logprobs[tuple(ids[1:])] for ids in rows()], gradient
 
 
 def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the same from transformers alone, with rows padded on the right to one length, and a mask."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows()], batch_first=True).to(device)
+    """Return the same from transformers alone, with rows padded on the right to one length, and a
+    mask."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).to(device)
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(row) for row in rows()], batch_first=True
+    ).to(device)
     mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long().to(device)
     logp = model.eval()(ids, attention_mask=mask, use_cache=False).logits[:, :-1].log_softmax(-1)
     logp = logp.gather(-1, ids[:, 1:, None])[..., 0]
@@ -182,13 +220,16 @@ def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Ten
 
 
 def against_transformers(path: str, policy: Policy, device: torch.device) -> tuple[float, float]:
-    """Return the largest difference of a log-prob, in nats, and of the gradient, relative to its maximum."""
+    """Return the largest difference of a log-prob, in nats, and of the gradient, relative to its
+    maximum."""
     (ours, our_gradient), (theirs, gradient) = packed(policy, device), padded(path, device)
     forward = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
     assert torch.cat(theirs).std() > 0.3, "log-probs are too uniform for a comparison"
     assert our_gradient.keys() == gradient.keys()
     largest = max(g.abs().max() for g in gradient.values())
-    return forward, max(((our_gradient[name] - g).abs().max() / largest).item() for name, g in gradient.items())
+    return forward, max(
+        ((our_gradient[name] - g).abs().max() / largest).item() for name, g in gradient.items()
+    )
 
 
 @torch.no_grad()
@@ -196,7 +237,10 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
     """Return the largest difference of a logit between the checkpoint and its export."""
     export_hf(policy, load_tokenizer(path), folder)
     ids = torch.tensor([rows()[-2]])
-    one, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (path, folder))
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits
+        for p in (path, folder)
+    )
     return (one - other).abs().max().item()
 
 
@@ -211,19 +255,28 @@ def against_vllm(path: str, device: torch.device) -> float:
             parameter.mul_(1.05)
         engine.wake()
         engine.load_weights(whole_weights(policy, engine.dtype))
-    groups = engine.generate(rows(), 2, list(range(len(LENGTHS))), 0.7)
+    groups = complete(engine, rows(), 2, list(range(len(LENGTHS))), 0.7)
     worst = 0.0
     for mb in pack([sample for group in groups for sample in group], 200, device):
         logprobs_T, *_ = policy(mb, temperature=0.7)
-        worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
-    load_policy(path, ARGS, device)  # a later model must still load: vLLM shares transformers' classes
+        worst = max(
+            worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item()
+        )
+    load_policy(
+        path, ARGS, device
+    )  # a later model must still load: vLLM shares transformers' classes
     engine.close()
     return worst
 
 
 def in_own_process(model_type: str) -> float | str:
     """Run `against_vllm` in its own process and return its result, or vLLM's error."""
-    done = subprocess.run([sys.executable, __file__, "--vllm", model_type], capture_output=True, text=True, env=OUTSIDE)
+    done = subprocess.run(
+        [sys.executable, __file__, "--vllm", model_type],
+        capture_output=True,
+        text=True,
+        env=OUTSIDE,
+    )
     last = (done.stdout.splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         sys.exit(f"{model_type}: {done.stdout[-2000:]}{done.stderr[-6000:]}")
@@ -253,8 +306,12 @@ def row(model_type: str, found: dict[str, float | str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, help="print only these rows; write no page")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=ARCHITECTURES, help="print only these rows; write no page"
+    )
     parser.add_argument("--vllm", choices=ARCHITECTURES, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     device, _, _ = distributed.setup(0)
@@ -270,7 +327,10 @@ def main() -> None:
         for model_type in flags.only or ARCHITECTURES:
             found = measure(model_type, Path(folder) / model_type, device)
             lines.append(
-                row(model_type, found if "refused" in found else found | dict(vllm=in_own_process(model_type)))
+                row(
+                    model_type,
+                    found if "refused" in found else found | dict(vllm=in_own_process(model_type)),
+                )
             )
             print(lines[-1], flush=True)
     if not flags.only:

@@ -1,12 +1,16 @@
-"""Measure what shared prefixes save: time and memory of forward and backward, with and without, as Markdown tables.
+"""Measure what shared prefixes save: time and memory of forward and backward, with and without, as
+Markdown tables.
 
     OMP_NUM_THREADS=1 python bench/prefix.py [time] [memory] [shortest]
     python bench/prefix.py time memory --device cuda
 
-A Qwen3 of 2.5M parameters (4 layers, width 256; on CUDA 0.6B parameters in bfloat16) computes one pack of groups of
-random tokens: P tokens of a prompt, C of a completion, G completions. Ragged: completions of 0.4 C to 1.6 C tokens.
-- time: a round times a step without and a step with shared prefixes. Medians of the rounds, and of their ratios.
-- memory: the largest sum of live tensors beside weights and gradients, activations kept and recomputed.
+A Qwen3 of 2.5M parameters (4 layers, width 256; on CUDA 0.6B parameters in bfloat16) computes one
+pack of groups of random tokens: P tokens of a prompt, C of a completion, G completions. Ragged:
+completions of 0.4 C to 1.6 C tokens.
+- time: a round times a step without and a step with shared prefixes. Medians of the rounds, and of
+  their ratios.
+- memory: the largest sum of live tensors beside weights and gradients, activations kept and
+  recomputed.
 - shortest: the same ratio for short prompts, to choose the default of `--share_prefix`.
 """
 
@@ -34,12 +38,15 @@ from common.model.policy import Policy
 
 Case = tuple[int, int, int, int, bool]  # P, C, G, number of groups, ragged
 CASES: list[Case] = [
-    (512, 128, 8, 1, False), (512, 128, 8, 1, True), (1000, 300, 8, 1, False), (100, 200, 8, 1, False),
-    (100, 200, 8, 1, True), (256, 256, 16, 1, False), (300, 150, 2, 4, False), (300, 150, 2, 4, True),
+    (512, 128, 8, 1, False), (512, 128, 8, 1, True), (1000, 300, 8, 1, False),
+    (100, 200, 8, 1, False), (100, 200, 8, 1, True), (256, 256, 16, 1, False),
+    (300, 150, 2, 4, False), (300, 150, 2, 4, True),
 ]  # fmt: skip
 SHORT = [(8, 100), (2, 100), (8, 400)]  # G, C of the groups with short prompts
-SMALL = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=64, vocab_size=512)  # fmt: skip
+SMALL = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, vocab_size=512,
+)  # fmt: skip
 LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
              num_key_value_heads=8, head_dim=128, vocab_size=151_936)  # fmt: skip
 
@@ -47,10 +54,14 @@ LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num
 def make_policy(device: torch.device) -> Policy:
     transformers.AttentionInterface.register("packed", packed_attention)
     sizes, dtype = (LARGE, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
-    config = transformers.Qwen3Config(**sizes, tie_word_embeddings=True, max_position_embeddings=4096)
+    config = transformers.Qwen3Config(
+        **sizes, tie_word_embeddings=True, max_position_embeddings=4096
+    )
     torch.manual_seed(0)
     with device:
-        hf = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="packed", dtype=dtype)
+        hf = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="packed", dtype=dtype
+        )
     policy = Policy(hf, "").train()
     policy.compiled = False
     return policy
@@ -72,11 +83,14 @@ def make_groups(case: Case) -> list[list[Sample]]:
 
 def both_packs(case: Case, device: torch.device) -> list[list[PackedBatch]]:
     """Return the micro-batches without and with shared prefixes."""
-    return [pack_groups(make_groups(case), 10**9, device, shortest=shortest) for shortest in (0, 1)]
+    return [
+        pack_groups(make_groups(case), 10**9, device, share_prefix=share_prefix)
+        for share_prefix in (0, 1)
+    ]
 
 
 def tokens_of(packs: list[PackedBatch]) -> int:
-    return sum(len(mb.computed.targets_T) for mb in packs)
+    return sum(len(mb.model_tokens.targets_T) for mb in packs)
 
 
 def forward_and_backward(policy: Policy, packs: list[PackedBatch]) -> None:
@@ -95,7 +109,8 @@ def seconds(policy: Policy, packs: list[PackedBatch]) -> float:
 
 
 def compare(policy: Policy, case: Case, rounds: int) -> tuple[list[int], float, float, list[float]]:
-    """Return the tokens without and with, the median seconds of each, and the sorted ratios of the rounds."""
+    """Return the tokens without and with, the median seconds of each, and the sorted ratios of the
+    rounds."""
     both = both_packs(case, next(policy.parameters()).device)
     for packs in both:  # warm up
         seconds(policy, packs)
@@ -106,7 +121,11 @@ def compare(policy: Policy, case: Case, rounds: int) -> tuple[list[int], float, 
 
 def label(case: Case) -> str:
     P, C, G, count, ragged = case
-    return f"{P} / {C} / {G}" + (f", {count} groups" if count > 1 else "") + (", ragged" if ragged else "")
+    return (
+        f"{P} / {C} / {G}"
+        + (f", {count} groups" if count > 1 else "")
+        + (", ragged" if ragged else "")
+    )
 
 
 def print_time(device: torch.device, rounds: int) -> None:
@@ -116,15 +135,26 @@ def print_time(device: torch.device, rounds: int) -> None:
         (a, b), without, shared, ratios = compare(policy, case, rounds)
         spread = f"**{median(ratios):.2f}x** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         tokens = f"{a:,} -> {b:,} | {a / b:.2f}x"
-        print(f"| {label(case)} | {tokens} | {without:.3f} -> {shared:.3f} s | {spread} |", flush=True)
+        print(
+            f"| {label(case)} | {tokens} | {without:.3f} -> {shared:.3f} s | {spread} |", flush=True
+        )
 
 
 def print_shortest(device: torch.device, rounds: int) -> None:
     policy = make_policy(device)
-    print("| P | " + " | ".join(f"{G} x {C}" for G, C in SHORT) + " |\n|---" + "|---" * len(SHORT) + "|")
+    print(
+        "| P | "
+        + " | ".join(f"{G} x {C}" for G, C in SHORT)
+        + " |\n|---"
+        + "|---" * len(SHORT)
+        + "|"
+    )
     for P in (5, 9, 17, 33, 65, 129):
         cells = [compare(policy, (P, C, G, max(1, 16 // G), True), rounds)[3] for G, C in SHORT]
-        print(f"| {P} | " + " | ".join(f"{median(ratios):.2f}x" for ratios in cells) + " |", flush=True)
+        print(
+            f"| {P} | " + " | ".join(f"{median(ratios):.2f}x" for ratios in cells) + " |",
+            flush=True,
+        )
 
 
 class PeakOfTensors(TorchDispatchMode):
@@ -135,10 +165,13 @@ class PeakOfTensors(TorchDispatchMode):
         self.alive: dict[int, int] = {}
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, function, types, args: Sequence = (), kwargs=None):
-        out = function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, types, args: Sequence = (), kwargs=None):
+        out = func(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and (key := x.untyped_storage()._cdata) not in self.alive:
+            if (
+                isinstance(x, torch.Tensor)
+                and (key := x.untyped_storage()._cdata) not in self.alive
+            ):
                 storage = x.untyped_storage()
                 self.alive[key] = storage.nbytes()
                 self.now += storage.nbytes()
@@ -162,7 +195,9 @@ def peak(policy: Policy, packs: list[PackedBatch]) -> float:
 
 def print_memory(device: torch.device) -> None:
     kept, recomputed = make_policy(device), make_policy(device)
-    recomputed.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    recomputed.hf.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs=dict(use_reentrant=False)
+    )
     print("| P / C / G | activations kept | | recomputed | |\n|---|---|---|---|---|")
     for case in CASES:
         cells, both = [], both_packs(case, device)
@@ -173,8 +208,12 @@ def print_memory(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["time", "memory", "shortest"], default=["time", "memory"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", choices=["time", "memory", "shortest"], default=["time", "memory"]
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each case")
     flags = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Print the table of docs/recipes.md: predicted memory and sizes of steps of recipes for Qwen3, by arithmetic alone.
+"""Print the table of docs/recipes.md: predicted memory and sizes of steps of recipes for Qwen3, by
+arithmetic alone.
 
 python bench/recipes.py
 """
@@ -33,21 +34,28 @@ SIZES = {"Qwen/Qwen3-1.7B": "1.7B", "Qwen/Qwen3-8B": "8B", "model:runs/qwen3_rm/
 
 
 def rows(models: Path) -> Iterator[str]:
-    """Yield a row of the table for each recipe. Configs of the models are written to the folder `models`."""
+    """Yield a row of the table for each recipe. Configs of the models are written to the folder
+    `models`."""
     folders = {name: models / f"{size}_{name[:5]}" for name, size in SIZES.items()}
     for name, folder in folders.items():
         CONFIGS[SIZES[name]].save_pretrained(folder)
         (folder / "tokenizer_config.json").write_text("{}")
     for recipe, (gigabytes, case) in RECIPES.items():
         file = ROOT / f"configs/{recipe}.yaml"
-        command, ranks, script = re.search(r"(torchrun --nproc_per_node (\d+) (\w+)\.py .*)", file.read_text()).groups()
+        command, ranks, script = re.search(
+            r"(torchrun --nproc_per_node (\d+) (\w+)\.py .*)", file.read_text()
+        ).groups()
         args_class = importlib.import_module(script).Args
         args = args_class(**read_yaml(args_class, str(file)), dry_run=f"{ranks}x{gigabytes}GB")
         teacher, beta = getattr(args, "teacher", None), script != "dpo" and getattr(args, "beta", 0)
         path, frozen = str(folders[args.model]), [str(folders[args.model])] if beta else []
         frozen += [str(folders[teacher])] if teacher else []
-        args.reward = tuple(f"model:{folders[r]}" if r in folders else r for r in getattr(args, "reward", ()))
-        shapes = plan.shapes(args, *((None, frozen, path) if script == "rm" else (path, frozen, None)))
+        args.reward = tuple(
+            f"model:{folders[r]}" if r in folders else r for r in getattr(args, "reward", ())
+        )
+        shapes = plan.shapes(
+            args, *((None, frozen, path) if script == "rm" else (path, frozen, None))
+        )
         problem, line = plan.predicted(args, shapes)
         assert problem is None, problem
         memory = re.search(r"[0-9.]+ GiB of [0-9.]+", line)[0]
@@ -61,7 +69,11 @@ def step(args) -> str:
         return f"{args.batch_size} pairs = {count:,} sequences | {count * args.max_length:,} | 1"
     prompts, samples = args.prompts_per_step, args.samples_per_prompt
     count = prompts * samples
-    cells = f"{prompts} x {samples} = {count:,} sequences", f"{count * args.max_new_tokens:,}", args.updates_per_rollout
+    cells = (
+        f"{prompts} x {samples} = {count:,} sequences",
+        f"{count * args.max_new_tokens:,}",
+        args.updates_per_rollout,
+    )
     return " | ".join(map(str, cells))
 
 

@@ -1,12 +1,14 @@
-"""Measure the math reward in worker processes: answers per second, and the cost of answers that make sympy hang.
+"""Measure the math reward in worker processes: answers per second, and the cost of answers that
+make sympy hang.
 
     python bench/rewards.py    # about 3 minutes
 
-1. Throughput: `math` on random answers, in this process without deadlines, and in pools of 1, 2 and 4 running
-   processes. Answers are fractions, decimals, roots, polynomials and intervals, half of them right. A gold answer
-   occurs 8 times in a row, as in a group of samples.
-2. 10,000 answers of which 0.2% hang. Each of these costs a process its deadline and a new start. Also measured: the
-   longest time between a deadline and the end of its process, and the number of processes that remain.
+1. Throughput: `math` on random answers, in this process without deadlines, and in pools of 1, 2 and
+   4 running processes. Answers are fractions, decimals, roots, polynomials and intervals, half of
+   them right. A gold answer occurs 8 times in a row, as in a group of samples.
+2. 10,000 answers of which 0.2% hang. Each of these costs a process its deadline and a new start.
+   Also measured: the longest time between a deadline and the end of its process, and the number of
+   processes that remain.
 """
 
 import argparse
@@ -22,23 +24,32 @@ from common.rewards.math_reward import math
 from common.rewards.processes import Pool, Process
 
 TARGET = "common.rewards.math_reward:math"
-HANGING = [r"9^{9^{9^{9}}}", r"(10^8)!", r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}", r"\log(10^{10^9})", r"(x+y+z)^{300}"]
+HANGING = [
+    r"9^{9^{9^{9}}}",
+    r"(10^8)!",
+    r"\sum_{i=1}^{10^9} \frac{1}{i^2+1}",
+    r"\log(10^{10^9})",
+    r"(x+y+z)^{300}",
+]
 
 
 def random_calls(n: int, rng: random.Random) -> list[tuple[str, dict]]:
     calls = []
     while len(calls) < n:
         a, b, c = rng.randint(-99, 99), rng.randint(2, 99), rng.randint(2, 9)
-        gold, same = rng.choice(
-            [
-                (f"{a}", f"{a}.0"), (f"{a * 1000}", f"{a * 1000:,}"), (rf"\frac{{{a}}}{{{b}}}", f"{c * a}/{c * b}"),
-                (f"{a / 8}", rf"\frac{{{a}}}{{8}}"), (rf"{b}\sqrt{{{c}}}", rf"\sqrt{{{b * b * c}}}"),
-                (f"(x+{a})^2", f"x^2+{2 * a}x+{a * a}"), (f"[{a},{a + b})", f"[{a}, {a + b})"),
-            ]
-        )  # fmt: skip
+        gold, same = rng.choice([
+            (f"{a}", f"{a}.0"), (f"{a * 1000}", f"{a * 1000:,}"),
+            (rf"\frac{{{a}}}{{{b}}}", f"{c * a}/{c * b}"), (f"{a / 8}", rf"\frac{{{a}}}{{8}}"),
+            (rf"{b}\sqrt{{{c}}}", rf"\sqrt{{{b * b * c}}}"),
+            (f"(x+{a})^2", f"x^2+{2 * a}x+{a * a}"), (f"[{a},{a + b})", f"[{a}, {a + b})"),
+        ])  # fmt: skip
         row = dict(answer=gold, _source=f"bench:{len(calls)}")
         for _ in range(8):
-            answer = same if rng.random() < 0.5 else rng.choice([f"{a + 1}", f"x+{b}", rf"\frac{{{a}}}{{{b + 1}}}"])
+            answer = (
+                same
+                if rng.random() < 0.5
+                else rng.choice([f"{a + 1}", f"x+{b}", rf"\frac{{{a}}}{{{b + 1}}}"])
+            )
             calls.append((f"Adding them up:\n so the answer is \\boxed{{{answer}}}.", row))
     return calls[:n]
 
@@ -49,8 +60,12 @@ def children(pid: int | str = "self") -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=10_000, help="answers of part 2; part 1 uses a fifth")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--answers", type=int, default=10_000, help="answers of part 2; part 1 uses a fifth"
+    )
     parser.add_argument("--hanging", type=float, default=0.002, help="fraction of them that hang")
     parser.add_argument("--deadline", type=float, default=2.0, help="seconds")
     args = parser.parse_args()
@@ -63,7 +78,8 @@ def main() -> None:
     expected = [math(*call) for call in calls]
     alone = len(calls) / (time.perf_counter() - start)
     print(
-        f"\n{len(calls)} answers, {sum(expected):.0f} right       answers/s\nin this process, no deadline {alone:11.0f}"
+        f"\n{len(calls)} answers, {sum(expected):.0f} right       answers/s\n"
+        f"in this process, no deadline {alone:11.0f}"
     )
     for size in (1, 2, 4):
         pool = Pool(TARGET, size, args.deadline, shared=True)
@@ -97,11 +113,15 @@ def main() -> None:
     pool.close()
     lost = {i for i, result in enumerate(results) if result.timed_out}
     errors = sum(bool(result.error) for result in results) - len(lost)
-    print(f"\n{len(calls)} answers, {len(hanging)} of them hang, pool of 4, deadline {args.deadline:g} s\n"
-          f"{seconds:8.1f} s in all; the deadlines alone are {len(hanging) * args.deadline / 4:.1f} s\n"
-          f"{len(lost):8} timed out, of which {len(lost & hanging)} hang; {errors} other errors\n"
-          f"{max(late, default=0.0):8.3f} s after its deadline the slowest to be killed was gone\n"
-          f"{before:8} processes before, {during} at the end, {children()} after")  # fmt: skip
+    print(
+        f"\n{len(calls)} answers, {len(hanging)} of them hang, pool of 4, "
+        f"deadline {args.deadline:g} s\n"
+        f"{seconds:8.1f} s in all; the deadlines alone are "
+        f"{len(hanging) * args.deadline / 4:.1f} s\n"
+        f"{len(lost):8} timed out, of which {len(lost & hanging)} hang; {errors} other errors\n"
+        f"{max(late, default=0.0):8.3f} s after its deadline the slowest to be killed was gone\n"
+        f"{before:8} processes before, {during} at the end, {children()} after"
+    )
 
 
 if __name__ == "__main__":

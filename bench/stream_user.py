@@ -16,8 +16,9 @@ def slow(completion: str, row: dict) -> float:
 
 
 class SlowSums:
-    """Environment that poses the sums of a row one after the other. An answer takes 0 to 200 ms, always the same for a
-    row. Columns: `questions`, `answers`. Reward: the fraction of right answers."""
+    """Environment that poses the sums of a row one after the other. An answer takes 0 to 200 ms,
+    always the same for a row. Columns: `questions`, `answers`. Reward: the fraction of right
+    answers."""
 
     def reset(self, example: dict) -> list[dict]:
         self.questions, self.answers, self.turn = example["questions"], example["answers"], 0

@@ -1,10 +1,10 @@
-"""Measure the page of tools/view.py: its size, the seconds to write it, and the seconds until Chromium shows it.
+"""Measure the page of tools/view.py: its size, the seconds to write it, and the seconds until
+Chromium shows it.
 
     python bench/view.py
 
-grpo.py with the untrained built-in model writes 60 traces of 16 groups of 8 completions, on two ranks. They stay in
-runs/view; a finished run is not repeated. Needs playwright and chromium.
-"""
+grpo.py with the untrained built-in model writes 60 traces of 16 groups of 8 completions, on two
+ranks. They stay in runs/view; a finished run is not repeated. Needs playwright and chromium."""
 
 import subprocess
 import sys
@@ -14,8 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "runs/view"
 FLAGS = (
-    "--model tiny --reward bench/view.py:ones --dataset arithmetic --prompt_format plain --max_new_tokens 100"
-    " --prompts_per_step 16 --samples_per_prompt 8 --max_steps 60 --trace_every 1 --trace_groups 16 --eval_every 0"
+    "--model tiny --reward bench/view.py:ones --dataset arithmetic --prompt_format plain "
+    "--max_new_tokens 100"
+    " --prompts_per_step 16 --samples_per_prompt 8 --max_steps 60 --trace_every 1 --trace_groups "
+    "16 --eval_every 0"
     " --beta 0.01"
 )
 

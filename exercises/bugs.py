@@ -1,4 +1,5 @@
-"""Table of the broken scripts: a copy of a script with one bug, for the reader to find (exercises/README.md).
+"""Table of the broken scripts: a copy of a script with one bug, for the reader to find
+(exercises/README.md).
 
 This file names the bugs. Read it afterwards.
 """
@@ -15,14 +16,42 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    Bug("bug_1", "bok.py", "(order_PG.argsort(dim=-1) < keep)", "(order_PG < keep)",
-        {"tests/test_bok.py::test_best_completions_are_kept_by_reward_then_order": "look at what it trains on"}),
-    Bug("bug_2", "dpo.py",
-        "[x_2N[side::2] for x_2N in (logps_2N, mb.select(ref_logps_P2), lengths_2N) for side in (0, 1)]",
-        "[half_N for x_2N in (logps_2N, mb.select(ref_logps_P2), lengths_2N) for half_N in x_2N.chunk(2)]",
-        {"test_chosen_and_rejected_are_neighbours_in_a_pack": "look at what the loss compares"}),
-    Bug("bug_3", "grpo.py", "level(old_logprobs_T, *where)", "level(logprobs_T.detach(), *where)",
-        {"tests/test_grpo_objective.py::test_losses_of_whole_completions_equal_naive_code": "look at the ratio"}),
-    Bug("bug_4", "rloo.py", "return loss_N / completions", "return loss_N / len(loss_N)",
-        {"tests/test_rloo.py::test_loss_and_gradient_equal_naive_code": "look at the denominator"}),
-]  # fmt: skip
+    Bug(
+        "bug_1",
+        "bok.py",
+        "order_PG.argsort(dim=-1) < keep",
+        "order_PG < keep",
+        {
+            "tests/test_bok.py::test_best_completions_are_kept_by_reward_then_order": (
+                "look at what it trains on"
+            ),
+        },
+    ),
+    Bug(
+        "bug_2",
+        "dpo.py",
+        "x_2N[0::2], x_2N[1::2]",
+        "x_2N.chunk(2)",
+        {
+            "test_chosen_and_rejected_are_neighbours_in_a_pack": "look at what the loss compares",
+        },
+    ),
+    Bug(
+        "bug_3",
+        "grpo.py",
+        "reduce(old_logprobs_T",
+        "reduce(logprobs_T.detach()",
+        {
+            "tests/test_grpo_objective.py::test_losses_of_whole_completions_equal_naive_code": (
+                "look at the ratio"
+            ),
+        },
+    ),
+    Bug(
+        "bug_4",
+        "rloo.py",
+        "loss_N / completions",
+        "loss_N / len(loss_N)",
+        {"tests/test_rloo.py::test_loss_and_gradient_equal_naive_code": "look at the denominator"},
+    ),
+]

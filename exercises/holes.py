@@ -1,374 +1,739 @@
-"""Table of the exercises: a function of this project, the piece that is cut out of it, the tests that mark the
-learner's piece, and three wrong solutions that they must catch.
+"""Table of the exercises: a function of this project, the statements that are cut out of it, the
+tests that mark the learner's piece, and three wrong solutions that they must catch.
 
-No code of a solution stands here: `mark.py` cuts the function out of the project's source. A cut is the exact text of
-whole statements, or `first ... last` for all text between the two, and must begin exactly once in the function.
-"""
+No code of a solution stands here: `mark.py` cuts the function out of the project's source. A cut is
+`first ... last`, two pieces of code: from the first statement of the function that has `first` to
+the last statement that has `last`. One piece alone is both. Spaces, line breaks and trailing commas
+of a piece do not matter."""
 
 from typing import NamedTuple
 
 CASES = "tests/objectives/test_cases.py"
-DATA, GRPO, GROUPS = "tests/data/test_packing.py", "tests/test_grpo_objective.py", "tests/objectives/test_advantages.py"
-LOGPROBS, EVALUATE = "tests/model/test_logprobs.py", "tests/evaluate/test_estimators.py"
+DATA = "tests/data/test_packing.py"
 DIVERGENCE = "tests/objectives/test_divergence.py"
-VALUE, GRADIENT = "a value differs from the formula", "a value or a gradient differs from the formula"  # hints
+EVALUATE = "tests/evaluate/test_estimators.py"
+GROUPS = "tests/objectives/test_advantages.py"
+GRPO = "tests/test_grpo_objective.py"
+LOGPROBS = "tests/model/test_logprobs.py"
+IMPORTANCE = "tests/objectives/test_importance.py"
+KL = "tests/objectives/test_kl.py"
+PPO = "tests/test_ppo.py"
+PREFERENCE = "tests/objectives/test_preference.py"
+REDUCTION = "tests/objectives/test_reduction.py"
+SHAPING = "tests/objectives/test_shaping.py"
+COUNTS = "tests/rollout/test_measure.py"
+# Hints.
+VALUE = "a value differs from the formula"
+GRADIENT = "a value or a gradient differs from the formula"
 
 
 class Exercise(NamedTuple):
+    """Exercise. The first test that fails gives the hint; a test without a file is in `CASES`. The
+    n-th wrong solution fails the n-th test first: it has other code in place of a piece of the
+    cuts."""
+
     name: str
     function: str  # module:name, or module:class.name
     cuts: tuple[str, ...]
     section: str  # of docs/primer.md
     task: str
-    tests: dict[str, str]  # [file::]test -> hint; the first failing test gives the hint. Without a file: in CASES
-    wrong: tuple[tuple[str, str], ...]  # changes (before, after) of the cuts; the n-th fails the n-th test first
+    tests: dict[str, str]  # [file::]test -> hint
+    wrong: tuple[dict[str, str], ...]  # piece -> other code
 
 
 EXERCISES = [
     Exercise(
-        "sft_row", "common.data.encode:Encoder._prompt_completion",
-        ("ids = self._with_eos ... [True] * len(ids)",), "Masks, EOS, truncation",
-        """Encode a row of plain text, without a chat template. prompt_ids and ids are the ids of the prompt and of the
-        completion. self._with_eos(ids) returns ids that end with EOS. Set ids, and mask: whether each token of
-        prompt_ids + ids is trained. Which tokens should the model learn to write, and how will it stop?""",
-        {"test_row_ends_with_eos": "the completion has no end: a model that never sees EOS never stops",
-         "test_eos_is_trained": "EOS is there, but it is masked: the model must learn to write it",
-         "test_prompt_of_a_row_is_not_trained": "the prompt is trained",
-         "tests/data/test_encode.py::test_only_the_completion_is_trained_after_a_prompt": "text or mask of a row"},
-        (("self._with_eos(ids)", "list(ids)"), ("[True] * len(ids)", "[True] * (len(ids) - 1) + [False]"),
-         ("[False] * len(prompt_ids)", "[True] * len(prompt_ids)")),
-    ),
-    Exercise(
-        "pack", "common.data.packing:_pack_one",
-        ("return torch.tensor([x for ... dtype=dtype).to(device)",
-         "input_ids_T = torch.tensor ... repeat_interleave(torch.tensor(lengths)).to(device)"),
+        "sft_row",
+        "common.data.encode:Encoder._prompt_completion",
+        ("self._with_eos ... mask =",),
         "Masks, EOS, truncation",
-        """Put N samples of lengths L_1..L_N (in targets) into one stream of T = sum L_n tokens, without padding. The
-        token before targets_T[t] is input_ids_T[t]; a sample of L + 1 ids gives L targets. targets(values_of, dtype)
-        aligns any stream of the samples with the targets. position_ids_T: 0..L_n - 1 in each sequence;
-        sequence_ids_T: n on each token of sequence n. All [T], on `device`; ids are int64.""",
-        {f"{DATA}::test_targets_are_the_next_tokens": "a target must be the token after its input, in each sample",
-         f"{DATA}::test_positions_restart_in_every_sequence": "positions must start at 0 again in every sequence",
-         f"{DATA}::test_sequence_ids_and_offsets_mark_the_samples": "sequence_ids_T: the first sequence is number 0",
-         f"{DATA}::test_every_target_appears_once_with_its_streams": "some stream is not aligned with the targets"},
-        (("values_of(sample)[1:]", "values_of(sample)[:-1]"),
-         ("torch.cat([torch.arange(length) for length in lengths])", "torch.arange(sum(lengths))"),
-         ("torch.arange(len(samples))", "torch.arange(1, len(samples) + 1)")),
+        """Encode a row of plain text, without a chat template. prompt_ids and ids are the ids of
+        the prompt and of the completion. self._with_eos(ids) returns ids that end with EOS. Set
+        ids, and mask: whether each token of prompt_ids + ids is trained. Which tokens should the
+        model learn to write, and how will it stop?""",
+        {
+            "test_row_ends_with_eos": (
+                "the completion has no end: a model that never sees EOS never stops"
+            ),
+            "test_eos_is_trained": (
+                "EOS is there, but it is masked: the model must learn to write it"
+            ),
+            "test_prompt_of_a_row_is_not_trained": "the prompt is trained",
+            "tests/data/test_encode.py::test_only_the_completion_is_trained_after_a_prompt": (
+                "text or mask of a row"
+            ),
+        },
+        (
+            {"self._with_eos(ids)": "list(ids)"},
+            {"[True] * len(ids)": "[True] * (len(ids) - 1) + [False]"},
+            {"[False] * len(prompt_ids)": "[True] * len(prompt_ids)"},
+        ),
     ),
     Exercise(
-        "logprob", "common.model.logprobs:statistics",
-        ("largest_C = ... sum_C = exp_CV.sum(-1)",), "Policy gradients",
-        """log p(target) = z_target - log sum_v exp(z_v), where z are the logits [C, V] of C tokens. For large
-        logits, exp overflows. So subtract the largest logit of each token first: log p stays the same. Set
-        largest_C [C], exp_CV [C, V], sum_C [C] and target_C [C], the logit of the target after the subtraction.
-        Subtract in place: the rest of the function expects the differences in logits_CV.""",
-        {"test_logprob_is_that_of_the_target": "the log-prob must be that of the target, not of the likeliest token",
-         "test_probabilities_of_all_targets_add_up_to_1": "the probabilities of all tokens must add up to 1",
-         "test_large_logits_have_finite_logprobs": "exp overflows for large logits: subtract the largest one",
-         f"{LOGPROBS}::test_extreme_logits_do_not_overflow": "some log-prob of extreme logits is wrong",
-         f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-logprobs]": GRADIENT},
-        (("logits_CV.gather(-1, targets_C[:, None])[:, 0]", "logits_CV.amax(-1)"),
-         ("exp_CV.sum(-1)", "exp_CV.mean(-1)"),
-         ("largest_C = logits_CV.amax(-1)", "largest_C = torch.zeros_like(logits_CV[:, 0])")),
+        "pack",
+        "common.data.packing:_micro_batch",
+        ("rows_T = ... targets_TC =",),
+        "Masks, EOS, truncation",
+        """Put N samples into one stream of T tokens, without padding. table_IC has a row for each
+        id of each sample: the id, whether it is trained, and its streams. A sample s has
+        s.num_targets + 1 rows, the first of which is s.first_row: the model reads all its ids
+        except the last, and predicts all except the first. Set rows_T, the rows of the ids that
+        the model reads; position_ids_T, 0..L - 1 in each sequence of L targets; and targets_TC, the
+        columns of table_IC for the targets. All on `device`.""",
+        {
+            f"{DATA}::test_targets_are_the_next_tokens": (
+                "a target must be the token after its input, in each sample"
+            ),
+            f"{DATA}::test_positions_restart_in_every_sequence": (
+                "positions must start at 0 again in every sequence"
+            ),
+            f"{DATA}::test_every_target_appears_once_with_its_streams": (
+                "some stream is not aligned with the targets"
+            ),
+        },
+        (
+            {"table_IC[rows_T + 1]": "table_IC[rows_T]"},
+            {
+                "torch.cat([torch.arange(length) for length in lengths])": (
+                    "torch.arange(sum(lengths))"
+                ),
+            },
+            {
+                "table_IC[rows_T + 1]": (
+                    "torch.cat([table_IC[rows_T + 1, :1], table_IC[rows_T, 1:]], 1)"
+                ),
+            },
+        ),
     ),
     Exercise(
-        "entropy", "common.model.logprobs:statistics",
-        ("entropy_C = sum_C.log() - logits_CV.mul_(exp_CV).sum(-1) / sum_C",), "Policy gradients",
-        """H = -sum_v p_v log p_v in nats, [C]. Here logits_CV holds d_v = z_v - max z, exp_CV exp(d_v) and
-        sum_C sum_v exp(d_v), so that p_v = exp(d_v) / sum. Set entropy_C. You may overwrite logits_CV.""",
-        {"test_entropy_does_not_depend_on_the_target": "the entropy is that of the distribution; you used the target",
-         "test_entropy_is_never_negative": "an entropy is negative: which sign has log p?",
-         "test_entropy_is_at_most_log_V": "an entropy is above log V: are these probabilities normalised?",
-         f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-entropy]": VALUE},
-        (("logits_CV.mul_(exp_CV).sum(-1) / sum_C", "target_C"), ("- logits_CV.mul_", "+ logits_CV.mul_"),
-         (".sum(-1) / sum_C", ".sum(-1)")),
+        "logprob",
+        "common.model.logprobs:statistics",
+        ("largest_C = ... sum_C = exp_CV",),
+        "Policy gradients",
+        """log p(target) = z_target - log sum_v exp(z_v), where z are the logits [C, V] of C tokens.
+        For large logits, exp overflows. So subtract the largest logit of each token first: log p
+        stays the same. Set largest_C [C], exp_CV [C, V], sum_C [C] and target_C [C], the logit of
+        the target after the subtraction. Subtract in place: the rest of the function expects the
+        differences in logits_CV.""",
+        {
+            "test_logprob_is_that_of_the_target": (
+                "the log-prob must be that of the target, not of the likeliest token"
+            ),
+            "test_probabilities_of_all_targets_add_up_to_1": (
+                "the probabilities of all tokens must add up to 1"
+            ),
+            "test_large_logits_have_finite_logprobs": (
+                "exp overflows for large logits: subtract the largest one"
+            ),
+            f"{LOGPROBS}::test_extreme_logits_do_not_overflow": (
+                "some log-prob of extreme logits is wrong"
+            ),
+            f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-logprobs]": (
+                GRADIENT
+            ),
+        },
+        (
+            {"logits_CV.gather(-1, targets_C[:, None])[:, 0]": "logits_CV.amax(-1)"},
+            {"exp_CV.sum(-1)": "exp_CV.mean(-1)"},
+            {"largest_C = logits_CV.amax(-1)": "largest_C = torch.zeros_like(logits_CV[:, 0])"},
+        ),
     ),
     Exercise(
-        "dft", "sft:loss",
-        ('return -logprobs_T if ... * -logprobs_T',), "Reductions and length",
-        """Loss of each token, [T]. nll: -log p. dft (arXiv:2508.05629): -sg(p) log p, where sg stops the gradient, so
-        that the gradient of an unlikely token, which is 1/p for -log p, cannot explode.""",
-        {"test_sft_losses_fall_as_the_target_becomes_likelier": "a step against the gradient must raise log p",
-         "test_dft_weighs_likely_tokens_more": "the weight of dft is p: the gradient of a likely token is larger",
-         "test_dft_weight_has_no_gradient": "a gradient flows through the weight p: dft stops it",
-         "tests/test_sft.py::test_loss_and_gradient_equal_naive_code": GRADIENT},
-        (("detach() * -logprobs_T", "detach() * logprobs_T"),
-         ("logprobs_T.exp().detach()", "(1 - logprobs_T.exp()).detach()"), (".detach()", "")),
+        "entropy",
+        "common.model.logprobs:statistics",
+        ("entropy_C =",),
+        "Policy gradients",
+        """H = -sum_v p_v log p_v in nats, [C]. Here logits_CV holds d_v = z_v - max z, exp_CV
+        exp(d_v) and sum_C sum_v exp(d_v), so that p_v = exp(d_v) / sum. Set entropy_C. You may
+        overwrite logits_CV.""",
+        {
+            "test_entropy_does_not_depend_on_the_target": (
+                "the entropy is that of the distribution; you used the target"
+            ),
+            "test_entropy_is_never_negative": "an entropy is negative: which sign has log p?",
+            "test_entropy_is_at_most_log_V": (
+                "an entropy is above log V: are these probabilities normalised?"
+            ),
+            f"{LOGPROBS}::test_token_logprobs_and_gradient_equal_naive_code[1-1.0-entropy]": VALUE,
+        },
+        (
+            {"logits_CV.mul_(exp_CV).sum(-1) / sum_C": "target_C"},
+            {"- logits_CV.mul_": "+ logits_CV.mul_"},
+            {".sum(-1) / sum_C": ".sum(-1)"},
+        ),
     ),
     Exercise(
-        "global_tokens", "common.rollout.statistics:count_trained",
-        ("tokens = distributed ... sequences.clamp(min=1)",), "Reductions and length",
-        """The loss is a sum over the micro-batches of all ranks, divided by numbers that are counted before the first
-        backward pass. Count the trained tokens of the minibatch, and its samples with any trained token, on all ranks:
-        distributed.all_sum(x) returns the sum of x over the ranks. Return int64 tensors. Both are at least 1, because
-        a denominator of 0 gives NaN.""",
-        {"test_denominators_count_trained_tokens_only": "prompts count: mb.loss_mask_T marks the trained tokens",
-         "test_denominators_are_at_least_1": "a minibatch without trained tokens divides by 0",
-         "test_denominators_count_all_ranks": "each rank has its own denominator: their mean is a mean of means",
-         "tests/rollout/test_statistics.py::test_trained_tokens_and_sequences_of_a_minibatch_are_at_least_one_each":
-             "a count is wrong; samples without any trained token do not count"},
-        (("mb.loss_mask_T.sum()", "mb.loss_mask_T.numel()"), ("tokens.clamp(min=1)", "tokens"),
-         ("distributed.all_sum(sum(mb", "torch.as_tensor(sum(mb")),
+        "dft",
+        "sft:loss",
+        ("return",),
+        "Reductions and length",
+        """Loss of each token, [T]. nll: -log p. dft (arXiv:2508.05629): -sg(p) log p, where sg
+        stops the gradient, so that the gradient of an unlikely token, which is 1/p for -log p,
+        cannot explode.""",
+        {
+            "test_sft_losses_fall_as_the_target_becomes_likelier": (
+                "a step against the gradient must raise log p"
+            ),
+            "test_dft_weighs_likely_tokens_more": (
+                "the weight of dft is p: the gradient of a likely token is larger"
+            ),
+            "test_dft_weight_has_no_gradient": (
+                "a gradient flows through the weight p: dft stops it"
+            ),
+            "tests/test_sft.py::test_loss_and_gradient_equal_naive_code": GRADIENT,
+        },
+        (
+            {"detach() * -logprobs_T": "detach() * logprobs_T"},
+            {"logprobs_T.exp().detach()": "(1 - logprobs_T.exp()).detach()"},
+            {".detach()": ""},
+        ),
     ),
     Exercise(
-        "reductions", "grpo:loss",
-        ("match args.reduction: ... / sequences / args.max_new_tokens",), "Reductions and length",
-        """Set w_T [T], the weight of each token in the loss; 0 where mask_T is False. `tokens` and `sequences` count
-        the trained tokens and the completions of the global minibatch, of which this is one pack of many.
-        args.reduction: token: mean over tokens. sequence: mean over completions of their token means.
-        sequence_sum: mean over completions of their token sums. constant: the same, divided by args.max_new_tokens.
-        sequence_sum(x_T, mask_T, sequence_ids_T) repeats the sum over each sequence on its tokens.""",
-        {"test_token_mean_is_one_mean_over_all_micro_batches": "token: a mean of the means of micro-batches",
-         "test_sequence_mean_counts_no_prompt": "sequence: the length of a completion has no tokens of the prompt",
-         "test_constant_reduction_is_a_mean_over_completions": "constant: the mean over completions is missing",
-         "test_masked_completion_has_weight_0": "sequence: a completion without trained tokens divides by 0",
-         f"{GRPO}::test_reduction_weights_equal_naive_code": "a weight differs from the definition"},
-        (("mask_T / tokens", "mask_T / mask_T.sum().clamp(min=1)"),
-         ("(mask_T, *where)", "(mask_T | True, mask_T | True, sequence_ids_T)"),
-         ("mask_T / sequences / args", "mask_T / args")),
+        "global_tokens",
+        "common.data.packing:count_trained",
+        ("tokens = ... return",),
+        "Reductions and length",
+        """The loss is a sum over the micro-batches of all ranks, divided by numbers that are
+        counted before the first backward pass. Count the trained tokens of the minibatch, and its
+        samples with any trained token, on all ranks: distributed.all_sum(x) returns the sum of x
+        over the ranks. Return int64 tensors. Both are at least 1, because a denominator of 0 gives
+        NaN.""",
+        {
+            "test_denominators_count_trained_tokens_only": (
+                "prompts count: mb.loss_mask_T marks the trained tokens"
+            ),
+            "test_denominators_are_at_least_1": "a minibatch without trained tokens divides by 0",
+            "test_denominators_count_all_ranks": (
+                "each rank has its own denominator: their mean is a mean of means"
+            ),
+            f"{COUNTS}::test_trained_tokens_and_sequences_of_a_minibatch_are_at_least_one_each": (
+                "a count is wrong; samples without any trained token do not count"
+            ),
+        },
+        (
+            {"mb.loss_mask_T.sum()": "mb.loss_mask_T.numel()"},
+            {"tokens.clamp(min=1)": "tokens"},
+            {"distributed.all_sum(sum(mb": "torch.as_tensor(sum(mb"},
+        ),
     ),
     Exercise(
-        "sequence_mean", "common.objectives.reduction:sequence_mean",
-        ("lengths_T = ... .clamp(min=1)",), "Ratios and clipping",
-        """GSPO's ratio of a completion is s = exp(mean_t log rho_t) over its trained tokens. Average x_T over the
-        trained tokens of each sequence, and repeat the mean on each of its tokens, [T]. A sequence without trained
-        tokens gets 0. sequence_sum(x_T, mask_T, sequence_ids_T) does the same for sums.""",
-        {f"{DATA}::test_mean_of_a_sequence_without_trained_tokens_is_zero": "0 / 0 without trained tokens",
-         "test_sequence_mean_ignores_other_sequences": "a mean over the whole pack: other sequences change it",
-         "test_sequence_mean_divides_by_the_trained_tokens": "the length counts masked tokens",
-         "tests/objectives/test_reduction.py::test_sequence_sums_and_means_count_only_trained_tokens": VALUE},
-        ((".clamp(min=1)", ""), ("lengths_T.clamp", "mask_T.sum().clamp"),
-         ("sequence_sum(mask_T, mask_T,", "sequence_sum(mask_T | True, mask_T | True,")),
+        "reductions",
+        "grpo:loss",
+        ("match args.reduction",),
+        "Reductions and length",
+        """Set w_T [T], the weight of each token in the loss; 0 where mask_T is False. `tokens` and
+        `sequences` count the trained tokens and the completions of the global minibatch, of which
+        this is one pack of many. args.reduction: token: mean over tokens. sequence: mean over
+        completions of their token means. sequence_sum: mean over completions of their token sums.
+        constant: the same, divided by args.max_new_tokens. sequence_sum(x_T, mask_T,
+        sequence_ids_T) repeats the sum over each sequence on its tokens.""",
+        {
+            "test_token_mean_is_one_mean_over_all_micro_batches": (
+                "token: a mean of the means of micro-batches"
+            ),
+            "test_sequence_mean_counts_no_prompt": (
+                "sequence: the length of a completion has no tokens of the prompt"
+            ),
+            "test_constant_reduction_is_a_mean_over_completions": (
+                "constant: the mean over completions is missing"
+            ),
+            "test_masked_completion_has_weight_0": (
+                "sequence: a completion without trained tokens divides by 0"
+            ),
+            f"{GRPO}::test_reduction_weights_equal_naive_code": (
+                "a weight differs from the definition"
+            ),
+        },
+        (
+            {"mask_T / tokens": "mask_T / mask_T.sum().clamp(min=1)"},
+            {"mask_T, mask_T, sequence_ids_T": "mask_T | True, mask_T | True, sequence_ids_T"},
+            {"mask_T / sequences / args": "mask_T / args"},
+        ),
     ),
     Exercise(
-        "bradley_terry", "rm:loss",
-        ("centring_N = ... + centring_N",), "Preference learning",
-        """Bradley-Terry: P(chosen beats rejected) = sigmoid(r_c - r_r). Return the loss of each pair, [N]:
-        -log sigmoid(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2.
-        It must stay finite for differences of 10,000.""",
-        {"test_reward_loss_falls_as_the_chosen_reward_rises": "the loss falls as the *rejected* reward rises",
-         "test_margin_asks_for_a_larger_difference": "a margin makes a pair harder: the loss must rise with it",
-         "test_reward_loss_of_a_confident_mistake_is_finite": "log(sigmoid(x)) is log(0) for x = -10,000",
-         "tests/test_rm.py::test_bradley_terry_loss_equals_a_calculation_by_hand": GRADIENT},
-        (("chosen_N - rejected_N", "rejected_N - chosen_N"), ("- margin_N", "+ margin_N"),
-         ("-logsigmoid(chosen_N - rejected_N - margin_N)", "-(chosen_N - rejected_N - margin_N).sigmoid().log()")),
+        "sequence_mean",
+        "common.objectives.reduction:sequence_mean",
+        ("lengths_T = ... return",),
+        "Ratios and clipping",
+        """GSPO's ratio of a completion is s = exp(mean_t log rho_t) over its trained tokens.
+        Average x_T over the trained tokens of each sequence, and repeat the mean on each of its
+        tokens, [T]. A sequence without trained tokens gets 0. sequence_sum(x_T, mask_T,
+        sequence_ids_T) does the same for sums.""",
+        {
+            f"{DATA}::test_mean_of_a_sequence_without_trained_tokens_is_zero": (
+                "0 / 0 without trained tokens"
+            ),
+            "test_sequence_mean_ignores_other_sequences": (
+                "a mean over the whole pack: other sequences change it"
+            ),
+            "test_sequence_mean_divides_by_the_trained_tokens": "the length counts masked tokens",
+            f"{REDUCTION}::test_sequence_sums_and_means_count_only_trained_tokens": VALUE,
+        },
+        (
+            {".clamp(min=1)": ""},
+            {"lengths_T.clamp": "mask_T.sum().clamp"},
+            {"sequence_sum(mask_T, mask_T,": "sequence_sum(mask_T | True, mask_T | True,"},
+        ),
     ),
     Exercise(
-        "dpo", "dpo:loss",
-        ("z, e = args.beta ... e * logsigmoid(-z)",), "Preference learning",
-        """DPO: z = beta (log pi(y_c)/ref(y_c) - log pi(y_r)/ref(y_r)) and L = -log sigmoid(z), [N]. pairs.lc and
-        pairs.lr are the two log-ratios, each a sum over the tokens of a completion. cDPO, with label smoothing e: a
-        label is wrong with probability e, so L = -(1 - e) log sigmoid(z) - e log sigmoid(-z). Set parts[name].""",
-        {"test_dpo_is_ln_2_at_the_reference": "if policy = reference, the loss must be ln 2 = 0.693",
-         "test_dpo_does_not_depend_on_lengths": "DPO uses sums over tokens: lengths of completions must change nothing",
-         "test_smoothing_of_a_half_ignores_the_labels": "e = 1/2: swapping chosen and rejected must change nothing",
-         "tests/test_dpo.py::test_stated_loss_equals_the_sigmoid_objective_of_the_table": VALUE},
-        (("pairs.lc - pairs.lr", "pairs.chosen_logps - pairs.rejected_logps"),
-         ("pairs.lc - pairs.lr", "pairs.lc / pairs.chosen_lengths - pairs.lr / pairs.rejected_lengths"),
-         ("- e * logsigmoid(-z)", "+ e * logsigmoid(-z)")),
+        "bradley_terry",
+        "rm:loss",
+        ("centring_N = ... return",),
+        "Preference learning",
+        """Bradley-Terry: P(chosen beats rejected) = sigmoid(r_c - r_r). Return the loss of each
+        pair, [N]: -log sigmoid(r_c - r_r - margin) + center_coefficient (r_c + r_r)^2. It must stay
+        finite for differences of 10,000.""",
+        {
+            "test_reward_loss_falls_as_the_chosen_reward_rises": (
+                "the loss falls as the *rejected* reward rises"
+            ),
+            "test_margin_asks_for_a_larger_difference": (
+                "a margin makes a pair harder: the loss must rise with it"
+            ),
+            "test_reward_loss_of_a_confident_mistake_is_finite": (
+                "log(sigmoid(x)) is log(0) for x = -10,000"
+            ),
+            "tests/test_rm.py::test_bradley_terry_loss_equals_a_calculation_by_hand": GRADIENT,
+        },
+        (
+            {"chosen_N - rejected_N": "rejected_N - chosen_N"},
+            {"- margin_N": "+ margin_N"},
+            {
+                "-logsigmoid(chosen_N - rejected_N - margin_N)": (
+                    "-(chosen_N - rejected_N - margin_N).sigmoid().log()"
+                ),
+            },
+        ),
     ),
     Exercise(
-        "ipo", "common.objectives.preference:preference_loss",
-        ("nc, nr = (p.chosen_lengths ... (2 * beta)).square()",), "Preference learning",
-        """IPO (arXiv:2310.12036) regresses the difference of log-ratios to a target: (h - 1 / (2 beta))^2, [N], with
-        h = lc - lr. With `length_normalize`, lc and lr are first divided by the lengths of chosen and rejected.""",
-        {"test_ipo_is_zero_at_its_target": "the minimum must be at h = 1 / (2 beta)",
-         "test_ipo_compares_log_ratios_per_token": "length_normalize: log-ratios are per token, not sums",
-         "test_ipo_quadruples_at_twice_the_distance": "the loss is the square of the distance",
-         "tests/objectives/test_preference.py::test_value_and_gradient_equal_naive_code[ipo]": GRADIENT},
-        (("1 / (2 * beta)", "1 / beta"), ("p.lc / nc - p.lr / nr", "p.lc - p.lr"), (".square()", ".abs()")),
+        "dpo",
+        "dpo:loss",
+        ("pairs.lc ... logsigmoid(-z)",),
+        "Preference learning",
+        """DPO: z = beta (log pi(y_c)/ref(y_c) - log pi(y_r)/ref(y_r)) and L = -log sigmoid(z), [N].
+        pairs.lc and pairs.lr are the two log-ratios, each a sum over the tokens of a completion.
+        cDPO, with label smoothing e: a label is wrong with probability e, so L = -(1 - e) log
+        sigmoid(z) - e log sigmoid(-z). Set terms[name].""",
+        {
+            "test_dpo_is_ln_2_at_the_reference": (
+                "if policy = reference, the loss must be ln 2 = 0.693"
+            ),
+            "test_dpo_does_not_depend_on_lengths": (
+                "DPO uses sums over tokens: lengths of completions must change nothing"
+            ),
+            "test_smoothing_of_a_half_ignores_the_labels": (
+                "e = 1/2: swapping chosen and rejected must change nothing"
+            ),
+            "tests/test_dpo.py::test_stated_loss_equals_the_sigmoid_objective_of_the_table": VALUE,
+        },
+        (
+            {"pairs.lc - pairs.lr": "pairs.chosen_logps - pairs.rejected_logps"},
+            {
+                "pairs.lc - pairs.lr": (
+                    "pairs.lc / pairs.chosen_lengths - pairs.lr / pairs.rejected_lengths"
+                ),
+            },
+            {"- e * logsigmoid(-z)": "+ e * logsigmoid(-z)"},
+        ),
     ),
     Exercise(
-        "kto_loss", "kto:loss",
-        ("margin_N = ... .sigmoid()",), "Preference learning",
-        """KTO compares the log-ratio l of one completion with the baseline z0. Desirable completions have the loss
-        w_d (1 - sigmoid(beta (l - z0))), others w_u (1 - sigmoid(beta (z0 - l))), [N]. args has beta, desirable_weight
-        and undesirable_weight. 1 - sigmoid(x) = sigmoid(-x).""",
-        {"test_kto_is_half_the_weight_at_the_baseline": "at l = z0 the loss must be w / 2",
-         "test_kto_raises_desirable_completions_and_lowers_others": "the loss must fall as a desirable l rises",
-         "test_kto_weights_belong_to_their_labels": "the weights of desirable and undesirable are swapped",
-         "tests/test_kto.py::test_value_and_gradient_equal_a_calculation_by_hand": GRADIENT},
-        (("(log_ratio_N - baseline)", "log_ratio_N"), ("1.0, -1.0", "-1.0, 1.0"),
-         ("args.desirable_weight, args.undesirable_weight", "args.undesirable_weight, args.desirable_weight")),
+        "ipo",
+        "common.objectives.preference:preference_loss",
+        ("p.chosen_lengths ... p.lc / nc",),
+        "Preference learning",
+        """IPO (arXiv:2310.12036) regresses the difference of log-ratios to a target: (h - 1 / (2
+        beta))^2, [N], with h = lc - lr. With `length_normalize`, lc and lr are first divided by the
+        lengths of chosen and rejected.""",
+        {
+            "test_ipo_is_zero_at_its_target": "the minimum must be at h = 1 / (2 beta)",
+            "test_ipo_compares_log_ratios_per_token": (
+                "length_normalize: log-ratios are per token, not sums"
+            ),
+            "test_ipo_quadruples_at_twice_the_distance": "the loss is the square of the distance",
+            f"{PREFERENCE}::test_value_and_gradient_equal_naive_code[ipo]": GRADIENT,
+        },
+        (
+            {"1 / (2 * beta)": "1 / beta"},
+            {"p.lc / nc - p.lr / nr": "p.lc - p.lr"},
+            {".square()": ".abs()"},
+        ),
     ),
     Exercise(
-        "kto_baseline", "kto:kl_baseline",
-        ("sums = ... micro_batches[0].loss_mask_T.device)",), "Preference learning",
-        """z0 = max(0, mean log pi(y')/ref(y')) over the mismatches y' of the global batch. policy(mb)[0] has log-probs
-        [T], mb.sequence_sums(x_T) their sums per sequence, mb.select(ref_logps_P) the reference's numbers for the
-        sequences of mb. ref_logps_P has one number for each mismatch of this rank. distributed.all_sum adds up over
-        ranks. Return a tensor on the device of micro_batches[0].loss_mask_T.""",
-        {"test_kto_baseline_is_relative_to_the_reference": "z0 is a mean of log-ratios: subtract the reference",
-         "test_kto_baseline_is_not_below_0": "a KL is not negative: z0 must not be below 0",
-         "test_kto_baseline_is_that_of_all_ranks": "each rank has a baseline of its own",
-         "test_kto_baseline_bounds_the_mean_not_each_number": "the bound holds for the mean, not for each completion"},
-        ((" - mb.select(ref_logps_P)", ""), ("mean.clamp(min=0)", "mean"),
-         ("distributed.all_sum(sum(sums)) / distributed.all_sum(len(ref_logps_P))", "sum(sums) / len(ref_logps_P)")),
+        "kto_loss",
+        "kto:loss",
+        ("margin_N = ... return",),
+        "Preference learning",
+        """KTO compares the log-ratio l of one completion with the baseline z0. Desirable
+        completions have the loss w_d (1 - sigmoid(beta (l - z0))), others w_u (1 - sigmoid(beta (z0
+        - l))), [N]. args has beta, desirable_weight and undesirable_weight. 1 - sigmoid(x) =
+        sigmoid(-x).""",
+        {
+            "test_kto_is_half_the_weight_at_the_baseline": "at l = z0 the loss must be w / 2",
+            "test_kto_raises_desirable_completions_and_lowers_others": (
+                "the loss must fall as a desirable l rises"
+            ),
+            "test_kto_weights_belong_to_their_labels": (
+                "the weights of desirable and undesirable are swapped"
+            ),
+            "tests/test_kto.py::test_value_and_gradient_equal_a_calculation_by_hand": GRADIENT,
+        },
+        (
+            {"(log_ratio_N - baseline)": "log_ratio_N"},
+            {"1.0, -1.0": "-1.0, 1.0"},
+            {
+                "args.desirable_weight, args.undesirable_weight": (
+                    "args.undesirable_weight, args.desirable_weight"
+                ),
+            },
+        ),
     ),
     Exercise(
-        "group_advantage", "grpo:advantages",
-        ("std_B1 = (centred_BG ... (std_B1 + 1e-6)",), "Advantages by groups",
-        """GRPO: A = (r - mean) / (std + 1e-6), [B, G], with mean and sample standard deviation (division by n - 1)
-        of the group. centred_BG is r - mean, and 0 for a missing reward; size_B1 [B, 1] is the number of rewards of
-        each group. A group of equal rewards, or of one reward, gets exactly 0.""",
-        {f"{GROUPS}::test_advantages_depend_only_on_the_own_group": "another group changes A",
-         "test_group_std_divides_by_n_minus_1": "two rewards, 1 and 0: A must be +0.707 and -0.707 (sample std)",
-         "test_equal_rewards_have_no_group_advantage": "equal rewards: 0 / 0",
-         f"{GROUPS}::test_missing_rewards_are_excluded_from_group_statistics":
-             "a missing reward (NaN), or a lone one, must get 0 and count in no statistic",
-         f"{GROUPS}::test_group_advantages_equal_the_naive_formula": VALUE},
-        ((".sum(-1, keepdim=True) / (size_B1 - 1).clamp(min=1)", ".sum() / (size_B1.sum() - 1).clamp(min=1)"),
-         ("(size_B1 - 1)", "size_B1"), ("(std_B1 + 1e-6)", "std_B1")),
+        "kto_baseline",
+        "kto:kl_baseline",
+        ("sums = ... return",),
+        "Preference learning",
+        """z0 = max(0, mean log pi(y')/ref(y')) over the mismatches y' of the global batch.
+        policy(mb)[0] has log-probs [T], mb.sequence_sums(x_T) their sums per sequence,
+        mb.select(ref_logps_B) the reference's numbers for the sequences of mb. ref_logps_B has one
+        number for each mismatch of the global batch. distributed.all_sum adds up over ranks. Return
+        a tensor on the device of micro_batches[0].loss_mask_T.""",
+        {
+            "test_kto_baseline_is_relative_to_the_reference": (
+                "z0 is a mean of log-ratios: subtract the reference"
+            ),
+            "test_kto_baseline_is_not_below_0": "a KL is not negative: z0 must not be below 0",
+            "test_kto_baseline_is_that_of_all_ranks": "each rank has a baseline of its own",
+            "test_kto_baseline_bounds_the_mean_not_each_number": (
+                "the bound holds for the mean, not for each completion"
+            ),
+        },
+        (
+            {"- mb.select(ref_logps_B)": ""},
+            {"mean.clamp(min=0)": "mean"},
+            {"distributed.all_sum(sum(sums))": "sum(sums)"},
+        ),
     ),
     Exercise(
-        "leave_one_out", "rloo:advantages",
-        ("size_P1 = ... (R - mean of all n)",), "Advantages by groups",
-        """RLOO: A_i = r_i - mean of the *other* rewards of its group, [P, G]. NaN is a missing reward: it counts in no
-        mean and gets 0. centre_groups(rewards_PG) returns r - mean over all rewards of the group, 0 for a missing one.
-        How do the two differ? A group with a single reward gets 0.""",
-        {"test_leave_one_out_of_two_is_their_difference": "rewards 1 and 0: A must be 1 and -1",
-         "test_leave_one_out_ignores_missing_rewards": "a missing reward (NaN) counts as a member of the group",
-         "test_lone_reward_has_no_advantage": "a single reward has no others: 0 / 0",
-         "tests/test_rloo.py::test_baseline_is_the_mean_of_the_others": VALUE},
-        ((" * size_P1 / (size_P1 - 1).clamp(min=1)", ""),
-         ("(~rewards_PG.isnan()).sum(-1, keepdim=True)", "torch.full((len(rewards_PG), 1), rewards_PG.shape[1])"),
-         (".clamp(min=1)", "")),
+        "group_advantage",
+        "common.objectives.advantages:group_std",
+        ("size_P1 = ... return",),
+        "Advantages by groups",
+        """GRPO: A = (r - mean) / (std + 1e-6), with mean and sample standard deviation (division by
+        n - 1) of the group. Return the standard deviation of the n rewards of each group, [P, 1].
+        NaN is a missing reward: it counts in no statistic. centre_groups(rewards_PG) returns
+        r - mean, and 0 for a missing reward. Equal rewards, or a single one, have exactly 0.""",
+        {
+            f"{GROUPS}::test_advantages_depend_only_on_the_own_group": "another group changes A",
+            "test_group_std_divides_by_n_minus_1": (
+                "two rewards, 1 and 0: A must be +0.707 and -0.707 (sample std)"
+            ),
+            f"{GROUPS}::test_missing_rewards_are_excluded_from_group_statistics": (
+                "a missing reward (NaN), or a lone one, must get 0 and count in no statistic"
+            ),
+            "test_equal_rewards_have_no_group_advantage": "equal rewards: the deviation is not 0",
+            f"{GROUPS}::test_group_advantages_equal_the_naive_formula": VALUE,
+        },
+        (
+            {".square().sum(-1, keepdim=True)": ".square().sum()"},
+            {"(size_P1 - 1)": "size_P1"},
+            {".clamp(min=1)": ""},
+        ),
     ),
     Exercise(
-        "whiten", "common.objectives.advantages:whiten",
-        ("total = counts.sum() ... / (std + EPSILON)",), "Advantages by groups",
-        """REINFORCE++ whitens over tokens: reward x_i stands on each of the counts_i tokens of completion i. Return
-        (x - mean) / (std + EPSILON), with mean and sample standard deviation (n - 1) over all *tokens*, and 0 where the
-        count is 0. x and counts have the same shape, x is float64, and `counted` is counts > 0.""",
-        {"test_whitening_centres_tokens_not_completions": "the mean is over completions: each token counts once",
-         "test_whitened_tokens_have_a_sample_standard_deviation_of_1": "the sample standard deviation divides by n - 1",
-         "test_completion_without_tokens_is_whitened_to_0": "a completion without tokens must get 0",
-         f"{GROUPS}::test_whiten_weights_each_value_by_its_count": VALUE},
-        (("(x * counts).sum() / total", "x[counted].mean()"), ("(total - 1)", "total"),
-         ("torch.where(counted, x - (x * counts).sum() / total, 0.0)", "x - (x * counts).sum() / total")),
+        "leave_one_out",
+        "rloo:advantages",
+        ("size_P1 = ... return",),
+        "Advantages by groups",
+        """RLOO: A_i = r_i - mean of the *other* rewards of its group, [P, G]. NaN is a missing
+        reward: it counts in no mean and gets 0. centre_groups(rewards_PG) returns r - mean over all
+        rewards of the group, 0 for a missing one. How do the two differ? A group with a single
+        reward gets 0.""",
+        {
+            "test_leave_one_out_of_two_is_their_difference": "rewards 1 and 0: A must be 1 and -1",
+            "test_leave_one_out_ignores_missing_rewards": (
+                "a missing reward (NaN) counts as a member of the group"
+            ),
+            "test_lone_reward_has_no_advantage": "a single reward has no others: 0 / 0",
+            "tests/test_rloo.py::test_baseline_is_the_mean_of_the_others": VALUE,
+        },
+        (
+            {" * size_P1 / (size_P1 - 1).clamp(min=1)": ""},
+            {
+                "(~rewards_PG.isnan()).sum(-1, keepdim=True)": (
+                    "torch.full((len(rewards_PG), 1), rewards_PG.shape[1])"
+                ),
+            },
+            {".clamp(min=1)": ""},
+        ),
     ),
     Exercise(
-        "clip", "grpo:policy_loss",
-        ("objective_T = torch.min ... return -objective_T",), "Ratios and clipping",
-        """PPO's surrogate, to be maximised: min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). Return the loss, [T].
-        With args.dual_clip = c > 0 the loss of a token with A < 0 is at most c |A|. rho_T is pi / pi_old, with a
-        gradient.""",
-        {"test_clip_loss_has_the_gradient_of_rho_A_within_the_bounds": "within the bounds the gradient must be -rho A",
-         "test_clip_stops_a_ratio_that_moved_the_right_way":
-             "beyond the bound that A pulls towards, the loss must be constant",
-         "test_clip_pulls_back_a_ratio_that_moved_the_wrong_way":
-             "a ratio that left the bounds against A must be pulled back",
-         f"{GRPO}::test_dual_clip_bounds_only_the_loss_of_negative_advantages":
-             "dual clip: a loss with A < 0 is at most c |A|, others stay",
-         f"{GRPO}::test_clip_bounds_are_asymmetric_and_one_sided": "the bounds are 1 - clip_low and 1 + clip_high",
-         f"{GRPO}::test_clip_loss_equals_naive_code": GRADIENT},
-        (("torch.min(rho_T * A_T, rho_T.clamp", "torch.min(rho_T.detach() * A_T, rho_T.detach().clamp"),
-         ("torch.min", "torch.max"),
-         ("torch.min(rho_T * A_T, ", "(")),
+        "whiten",
+        "common.objectives.advantages:whiten",
+        ("total = ... return centred",),
+        "Advantages by groups",
+        """REINFORCE++ whitens over tokens: reward x_i stands on each of the counts_i tokens of
+        completion i. Return (x - mean) / (std + EPSILON), with mean and sample standard deviation
+        (n - 1) over all *tokens*, and 0 where the count is 0. x and counts have the same shape, x
+        is float64, and `counted` is counts > 0.""",
+        {
+            "test_whitening_centres_tokens_not_completions": (
+                "the mean is over completions: each token counts once"
+            ),
+            "test_whitened_tokens_have_a_sample_standard_deviation_of_1": (
+                "the sample standard deviation divides by n - 1"
+            ),
+            "test_completion_without_tokens_is_whitened_to_0": (
+                "a completion without tokens must get 0"
+            ),
+            f"{GROUPS}::test_whiten_weights_each_value_by_its_count": VALUE,
+        },
+        (
+            {"(x * counts).sum() / total": "x[counted].mean()"},
+            {"(total - 1)": "total"},
+            {
+                "torch.where(counted, x - (x * counts).sum() / total, 0.0)": (
+                    "x - (x * counts).sum() / total"
+                ),
+            },
+        ),
     ),
     Exercise(
-        "kl", "common.objectives.policy:kl_estimate",
-        ("d_T = logprobs_T - ref_logprobs_T ... torch.expm1(-d_T) + d_T",), "KL and its estimators",
+        "clip",
+        "grpo:policy_loss",
+        ("clipped_T = ... return -objective_T",),
+        "Ratios and clipping",
+        """PPO's surrogate, to be maximised: min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A).
+        Return the loss, [T]. With args.dual_clip = c > 0 the loss of a token with A < 0 is at most
+        c |A|. rho_T is pi / pi_old, with a gradient.""",
+        {
+            "test_clip_loss_has_the_gradient_of_rho_A_within_the_bounds": (
+                "within the bounds the gradient must be -rho A"
+            ),
+            "test_clip_stops_a_ratio_that_moved_the_right_way": (
+                "beyond the bound that A pulls towards, the loss must be constant"
+            ),
+            "test_clip_pulls_back_a_ratio_that_moved_the_wrong_way": (
+                "a ratio that left the bounds against A must be pulled back"
+            ),
+            f"{GRPO}::test_dual_clip_bounds_only_the_loss_of_negative_advantages": (
+                "dual clip: a loss with A < 0 is at most c |A|, others stay"
+            ),
+            f"{GRPO}::test_clip_bounds_are_asymmetric_and_one_sided": (
+                "the bounds are 1 - clip_low and 1 + clip_high"
+            ),
+            f"{GRPO}::test_clip_loss_equals_naive_code": GRADIENT,
+        },
+        (
+            {"torch.min(rho_T * A_T": "torch.min(rho_T.detach() * A_T"},
+            {"torch.min": "torch.max"},
+            {"torch.min(rho_T * A_T, clipped_T * A_T)": "clipped_T * A_T"},
+        ),
+    ),
+    Exercise(
+        "kl",
+        "common.objectives.kl:kl_estimate",
+        ("d_T = logprobs_T ... match estimator",),
+        "KL and its estimators",
         """Estimates of KL(policy || reference) on each token, [T], from samples of the policy, with
-        d = log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Set kl_T for `estimator`. For k3 bound
-        -d by EXPONENT_LIMIT, so that exp stays finite; torch.expm1(x) is exp(x) - 1, also accurate near 0.""",
-        {"test_kl_estimates_are_0_for_equal_policies": "d = 0 must give 0 for every estimator",
-         "test_k1_is_positive_where_the_policy_is_likelier": "k1 has the wrong sign: this is KL(reference || policy)",
-         "test_k2_and_k3_agree_near_0": "near d = 0, k2 and k3 must agree",
-         "tests/objectives/test_policy.py::test_kl_estimates_equal_naive_code": GRADIENT,
-         "tests/objectives/test_policy.py::test_kl_k3_of_a_token_with_vanishing_probability_is_finite_in_float32":
-             "k3 overflows for d = -500"},
-        (("torch.expm1(-d_T)", "torch.exp(-d_T)"), ("logprobs_T - ref_logprobs_T", "ref_logprobs_T - logprobs_T"),
-         ("d_T.square() / 2", "d_T.square()")),
+        d = log(policy / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Set kl_T for
+        `estimator`. For k3 bound -d by EXPONENT_LIMIT, so that exp stays finite; torch.expm1(x) is
+        exp(x) - 1, also accurate near 0.""",
+        {
+            "test_kl_estimates_are_0_for_equal_policies": "d = 0 must give 0 for every estimator",
+            "test_k1_is_positive_where_the_policy_is_likelier": (
+                "k1 has the wrong sign: this is KL(reference || policy)"
+            ),
+            "test_k2_and_k3_agree_near_0": "near d = 0, k2 and k3 must agree",
+            f"{KL}::test_kl_estimates_equal_naive_code": GRADIENT,
+            f"{KL}::test_kl_k3_of_a_token_with_vanishing_probability_is_finite_in_float32": (
+                "k3 overflows for d = -500"
+            ),
+        },
+        (
+            {"torch.expm1(-d_T)": "torch.exp(-d_T)"},
+            {"logprobs_T - ref_logprobs_T": "ref_logprobs_T - logprobs_T"},
+            {"d_T.square() / 2": "d_T.square()"},
+        ),
     ),
     Exercise(
-        "kl_coefficient", "common.objectives.shaping:KLCoefficient.update",
-        ("error = ... self.horizon)",), "KL and its estimators",
-        """Adapt beta = self.value so that the KL stays near self.target (arXiv:1909.08593):
-        error = kl / target - 1, clipped to [-0.2, 0.2], and beta <- beta exp(error completions / horizon).""",
-        {"test_beta_rises_with_a_kl_above_its_target": "a KL above its target needs a larger beta",
-         "test_beta_changes_by_a_fifth_at_most": "a single outlier of the KL must not ruin beta: clip the error",
-         "test_beta_does_not_depend_on_the_size_of_a_step": "two steps of 50 completions must do what one of 100 does",
-         "tests/objectives/test_shaping.py::test_beta_follows_the_kl_error_by_at_most_a_fifth": VALUE},
-        (("kl / self.target - 1", "1 - kl / self.target"),
-         ("min(max(kl / self.target - 1, -0.2), 0.2)", "kl / self.target - 1"), ("error * completions", "error * 100")),
+        "kl_coefficient",
+        "common.objectives.shaping:KLCoefficient.update",
+        ("error = ... self.value *=",),
+        "KL and its estimators",
+        """Adapt beta = self.value so that the KL stays near self.target (arXiv:1909.08593): error =
+        kl / target - 1, clipped to [-0.2, 0.2], and beta <- beta exp(error completions /
+        horizon).""",
+        {
+            "test_beta_rises_with_a_kl_above_its_target": (
+                "a KL above its target needs a larger beta"
+            ),
+            "test_beta_changes_by_a_fifth_at_most": (
+                "a single outlier of the KL must not ruin beta: clip the error"
+            ),
+            "test_beta_does_not_depend_on_the_size_of_a_step": (
+                "two steps of 50 completions must do what one of 100 does"
+            ),
+            f"{SHAPING}::test_beta_follows_the_kl_error_by_at_most_a_fifth": VALUE,
+        },
+        (
+            {"kl / self.target - 1": "1 - kl / self.target"},
+            {"min(max(kl / self.target - 1, -0.2), 0.2)": "kl / self.target - 1"},
+            {"error * completions": "error * 100"},
+        ),
     ),
     Exercise(
-        "gae", "common.objectives.advantages:gae",
-        ("for t in range ... decay_N * advantages_NL[:, t + 1]",), "Value functions and GAE",
-        """delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, with V = A = 0 after the
-        last token. rewards_NL, values_NL and advantages_NL are [N, L + 1]: the trained tokens of each sequence from
-        the left, then zeros; the last column is 0 in every sequence. decay_N is gamma lambda. Fill advantages_NL.""",
-        {"test_gae_with_lambda_0_is_the_error_of_one_step": "lambda = 0: A_t must be r_t + gamma V_{t+1} - V_t",
-         "test_gae_of_the_last_token_is_its_reward_minus_its_value": "last token: A must be r - V; off by one?",
-         "test_gae_decays_later_errors_by_gamma_lambda": "an error k tokens later counts (gamma lambda)^k",
-         f"{GROUPS}::test_gae_equals_a_calculation_by_hand": VALUE,
-         f"{GROUPS}::test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens": VALUE},
-        ((" + gamma * values_NL[:, t + 1]", ""), ("shape[1] - 2", "shape[1] - 3"),
-         ("decay_N * advantages", "gamma * advantages")),
+        "gae",
+        "common.objectives.advantages:gae",
+        ("for t in range",),
+        "Value functions and GAE",
+        """delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lambda A_{t+1}, with V = A
+        = 0 after the last token. rewards_NL, values_NL and advantages_NL are [N, L + 1]: the
+        trained tokens of each sequence from the left, then zeros; the last column is 0 in every
+        sequence. decay_N is gamma lambda. Fill advantages_NL.""",
+        {
+            "test_gae_with_lambda_0_is_the_error_of_one_step": (
+                "lambda = 0: A_t must be r_t + gamma V_{t+1} - V_t"
+            ),
+            "test_gae_of_the_last_token_is_its_reward_minus_its_value": (
+                "last token: A must be r - V; off by one?"
+            ),
+            "test_gae_decays_later_errors_by_gamma_lambda": (
+                "an error k tokens later counts (gamma lambda)^k"
+            ),
+            f"{GROUPS}::test_gae_equals_a_calculation_by_hand": VALUE,
+            f"{GROUPS}::test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens": VALUE,
+        },
+        (
+            {" + gamma * values_NL[:, t + 1]": ""},
+            {"shape[1] - 2": "shape[1] - 3"},
+            {"decay_N * advantages_NL": "gamma * advantages_NL"},
+        ),
     ),
     Exercise(
-        "value_loss", "ppo:value_loss",
-        ("loss_T = (values_T ... return loss_T / 2",), "Value functions and GAE",
-        """Half the squared error of the values to the returns, [T]. With value_clip = c > 0: the maximum of this and of
-        the same for the value bounded to [old - c, old + c], so that a value does not move far in one rollout.""",
-        {"test_value_loss_is_half_the_squared_error": "without a clip: (V - R)^2 / 2",
-         "test_value_clip_never_lowers_the_loss": "the clip makes the loss smaller: take the larger of the two",
-         "tests/test_ppo.py::test_value_loss_has_no_gradient_beyond_the_clip_except_towards_it":
-             "the bounds are around the *old* value: beyond them there is no gradient",
-         "tests/test_ppo.py::test_value_loss_equals_naive_code": GRADIENT},
-        (("return loss_T / 2", "return loss_T"), ("torch.max", "torch.min"),
-         ("old_values_T - value_clip, old_values_T + value_clip", "returns_T - value_clip, returns_T + value_clip")),
+        "value_loss",
+        "ppo:value_loss",
+        ("loss_T = ... return",),
+        "Value functions and GAE",
+        """Half the squared error of the values to the returns, [T]. With value_clip = c > 0: the
+        maximum of this and of the same for the value bounded to [old - c, old + c], so that a value
+        does not move far in one rollout.""",
+        {
+            "test_value_loss_is_half_the_squared_error": "without a clip: (V - R)^2 / 2",
+            "test_value_clip_never_lowers_the_loss": (
+                "the clip makes the loss smaller: take the larger of the two"
+            ),
+            f"{PPO}::test_value_loss_has_no_gradient_beyond_the_clip_except_towards_it": (
+                "the bounds are around the *old* value: beyond them there is no gradient"
+            ),
+            f"{PPO}::test_value_loss_equals_naive_code": GRADIENT,
+        },
+        (
+            {"return loss_T / 2": "return loss_T"},
+            {"torch.max": "torch.min"},
+            {
+                "old_values_T - value_clip, old_values_T + value_clip": (
+                    "returns_T - value_clip, returns_T + value_clip"
+                ),
+            },
+        ),
     ),
     Exercise(
-        "importance", "common.objectives.importance:importance_weights",
-        ("ratio_T = torch.exp ... ratio_T, 0.0)",), "Off-policy data",
-        """The engine sampled, the trainer learns. at_level_T is log(pi_old / pi_engine), [T]. Set ratio_T, the ratio
-        of the two without gradient, and weights_T: mode truncate bounds the ratio to [low, high]; mode mask (IcePop)
-        sets a ratio outside of [low, high] to 0.""",
-        {"test_importance_weight_is_above_1_where_the_trainer_is_likelier": "the ratio is inverted",
-         "test_importance_weight_has_no_gradient": "a gradient flows through the weight",
-         "test_mode_mask_drops_a_token_out_of_bounds": "mask: a ratio out of bounds must become 0, not the bound",
-         "tests/objectives/test_importance.py::test_importance_weights_include_their_bounds": "the bounds are included",
-         "tests/objectives/test_importance.py::test_weights_follow_level_mode_and_bounds": VALUE},
-        (("exp(at_level_T)", "exp(-at_level_T)"), (".detach()", ""), ("ratio_T, 0.0)", "ratio_T, weights_T)")),
+        "importance",
+        "common.objectives.importance:importance_weights",
+        ("ratio_T = torch.exp ... if correction.mode ==",),
+        "Off-policy data",
+        """The engine sampled, the trainer learns. at_level_T is log(pi_old / pi_engine), [T]. Set
+        ratio_T, the ratio of the two without gradient, and weights_T: mode truncate bounds the
+        ratio to [low, high]; mode mask (IcePop) sets a ratio outside of [low, high] to 0.""",
+        {
+            "test_importance_weight_is_above_1_where_the_trainer_is_likelier": (
+                "the ratio is inverted"
+            ),
+            "test_importance_weight_has_no_gradient": "a gradient flows through the weight",
+            "test_mode_mask_drops_a_token_out_of_bounds": (
+                "mask: a ratio out of bounds must become 0, not the bound"
+            ),
+            f"{IMPORTANCE}::test_importance_weights_include_their_bounds": (
+                "the bounds are included"
+            ),
+            f"{IMPORTANCE}::test_weights_follow_level_mode_and_bounds": VALUE,
+        },
+        (
+            {"exp(at_level_T)": "exp(-at_level_T)"},
+            {".detach()": ""},
+            {"ratio_T, 0.0)": "ratio_T, weights_T)"},
+        ),
     ),
     Exercise(
-        "reverse_kl", "common.objectives.divergence:reverse_kl",
-        ("p_CV, log_ratio_CV = ... value_C[:, None])",), "Distillation",
-        """Return KL(p || q) = sum_v p_v log(p_v / q_v) of the student's p and the teacher's q, [C], and its gradient
-        with respect to the student's *logits*, [C, V]: p_v (log(p_v / q_v) - KL).""",
-        {"test_divergences_are_never_negative": "a divergence is negative",
-         "test_gradients_of_divergences_add_up_to_0": "a constant added to all logits changes nothing: sum_v must be 0",
-         "test_reverse_kl_is_a_mean_over_the_student": "the mean is over p: a token with p = 0 costs nothing",
-         f"{DIVERGENCE}::test_values_and_gradients_equal_naive_code[reverse_kl]": GRADIENT},
-        (("logp_CV - logq_CV", "logq_CV - logp_CV"), ("(log_ratio_CV - value_C[:, None])", "log_ratio_CV"),
-         ("logp_CV.exp(), logp_CV - logq_CV", "logq_CV.exp(), logq_CV - logp_CV")),
+        "reverse_kl",
+        "common.objectives.divergence:reverse_kl",
+        ("logp_CV.exp() ... return",),
+        "Distillation",
+        """Return KL(p || q) = sum_v p_v log(p_v / q_v) of the student's p and the teacher's q, [C],
+        and its gradient with respect to the student's *logits*, [C, V]: p_v (log(p_v / q_v) -
+        KL).""",
+        {
+            "test_divergences_are_never_negative": "a divergence is negative",
+            "test_gradients_of_divergences_add_up_to_0": (
+                "a constant added to all logits changes nothing: sum_v must be 0"
+            ),
+            "test_reverse_kl_is_a_mean_over_the_student": (
+                "the mean is over p: a token with p = 0 costs nothing"
+            ),
+            f"{DIVERGENCE}::test_values_and_gradients_equal_naive_code[reverse_kl]": GRADIENT,
+        },
+        (
+            {"logp_CV - logq_CV": "logq_CV - logp_CV"},
+            {"(log_ratio_CV - value_C[:, None])": "log_ratio_CV"},
+            {"logp_CV.exp()": "logq_CV.exp()", "logp_CV - logq_CV": "logq_CV - logp_CV"},
+        ),
     ),
     Exercise(
-        "forward_kl", "common.objectives.divergence:forward_kl",
-        ("q_CV = ... logp_CV.exp() - q_CV",), "Distillation",
-        """Return KL(q || p) = sum_v q_v log(q_v / p_v) of the teacher's q and the student's p, [C], and its gradient
-        with respect to the student's logits, [C, V]: p_v - q_v.""",
-        {"test_divergences_are_never_negative": "a divergence is negative",
-         "test_forward_kl_is_a_mean_over_the_teacher": "the mean is over q: this is KL(p || q)",
-         "test_steps_against_the_gradient_approach_the_teacher": "the gradient has the wrong sign",
-         f"{DIVERGENCE}::test_values_and_gradients_equal_naive_code[forward_kl]": GRADIENT},
-        (("logq_CV - logp_CV", "logp_CV - logq_CV"),
-         ("torch.linalg.vecdot(q_CV, logq_CV - logp_CV)", "torch.linalg.vecdot(logp_CV.exp(), logp_CV - logq_CV)"),
-         ("logp_CV.exp() - q_CV", "q_CV - logp_CV.exp()")),
+        "forward_kl",
+        "common.objectives.divergence:forward_kl",
+        ("q_CV = ... return",),
+        "Distillation",
+        """Return KL(q || p) = sum_v q_v log(q_v / p_v) of the teacher's q and the student's p, [C],
+        and its gradient with respect to the student's logits, [C, V]: p_v - q_v.""",
+        {
+            "test_divergences_are_never_negative": "a divergence is negative",
+            "test_forward_kl_is_a_mean_over_the_teacher": "the mean is over q: this is KL(p || q)",
+            "test_steps_against_the_gradient_approach_the_teacher": (
+                "the gradient has the wrong sign"
+            ),
+            f"{DIVERGENCE}::test_values_and_gradients_equal_naive_code[forward_kl]": GRADIENT,
+        },
+        (
+            {"logq_CV - logp_CV": "logp_CV - logq_CV"},
+            {
+                "torch.linalg.vecdot(q_CV, logq_CV - logp_CV)": (
+                    "torch.linalg.vecdot(logp_CV.exp(), logp_CV - logq_CV)"
+                ),
+            },
+            {"logp_CV.exp() - q_CV": "q_CV - logp_CV.exp()"},
+        ),
     ),
     Exercise(
-        "pass_at_k", "common.evaluate.estimators:pass_at_k",
-        ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)",), "Advantages by groups",
-        """Of n samples c are right. Return the probability that k of them, drawn without replacement, include a right
-        one. math.comb(a, b) is the number of ways to choose b of a.""",
-        {f"{EVALUATE}::test_pass_at_1_is_the_fraction_of_right_samples": "pass@1 must be c / n",
-         f"{EVALUATE}::test_pass_at_k_does_not_fall_with_k": "more draws cannot lower pass@k",
-         f"{EVALUATE}::test_pass_at_n_is_1_with_a_right_sample":
-             "k = n draws all: with c > 0 it must be 1. 1 - (1 - c/n)^k is for draws with replacement",
-         f"{EVALUATE}::test_pass_at_k_is_the_mean_over_all_subsets": VALUE},
-        (("return 1.0 - ", "return "), ("1.0 - math.comb(n - c, k)", "math.comb(c, k)"),
-         ("math.comb(n - c, k) / math.comb(n, k)", "(1 - c / n) ** k")),
+        "pass_at_k",
+        "common.evaluate.estimators:pass_at_k",
+        ("return",),
+        "Advantages by groups",
+        """Of n samples c are right. Return the probability that k of them, drawn without
+        replacement, include a right one. math.comb(a, b) is the number of ways to choose b of
+        a.""",
+        {
+            f"{EVALUATE}::test_pass_at_1_is_the_fraction_of_right_samples": "pass@1 must be c / n",
+            f"{EVALUATE}::test_pass_at_k_does_not_fall_with_k": "more draws cannot lower pass@k",
+            f"{EVALUATE}::test_pass_at_n_is_1_with_a_right_sample": (
+                "k = n draws all: with c > 0 it must be 1. 1 - (1 - c/n)^k is "
+                "for draws with replacement"
+            ),
+            f"{EVALUATE}::test_pass_at_k_is_the_mean_over_all_subsets": VALUE,
+        },
+        (
+            {"return 1.0 - ": "return "},
+            {"1.0 - math.comb(n - c, k)": "math.comb(c, k)"},
+            {"math.comb(n - c, k) / math.comb(n, k)": "(1 - c / n) ** k"},
+        ),
     ),
-]  # fmt: skip
+]

@@ -1,13 +1,13 @@
-"""Write the exercises of holes.py and the broken scripts of bugs.py to exercises/work/, and mark what is there with the
-project's own tests (exercises/README.md).
+"""Write the exercises of holes.py and the broken scripts of bugs.py to exercises/work/, and mark
+what is there with the project's own tests (exercises/README.md).
 
     make exercises                      # one line for each
     make exercises ONLY=gae             # one exercise, with the assertion that fails
-    python exercises/mark.py --check    # mark the project's own functions, and every wrong solution of the tables
+    python exercises/mark.py --check    # the project's own functions, and every wrong solution
 
-A solution gets into the project by its code object: the project's function runs the learner's code, for every module
-that imported it. This happens in a fork of a process that has collected the tests, so that no solution affects another.
-"""
+A solution gets into the project by its code object: the project's function runs the learner's code,
+for every module that imported it. This happens in a fork of a process that has collected the tests,
+so that no solution affects another."""
 
 import argparse
 import ast
@@ -22,28 +22,33 @@ import select
 import signal
 import sys
 import textwrap
+import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises.bugs import BUGS, Bug  # noqa: E402
 from exercises.holes import CASES, EXERCISES, Exercise  # noqa: E402
+from tools.fragments import find, pattern, replace  # noqa: E402
 
 HOLE = "raise NotImplementedError"
 NOT_BEGUN = re.compile(rf"^\s*{HOLE}\s*$", re.MULTILINE)
 COLOURS = dict(right="green", wrong="red", error="red")
 NOTHING = dict(status="not begun", text="", test="")
-SYS_PATH = "import sys\n\nsys.path.insert(0, __file__.rsplit('/', 3)[0])  # the root of the project\n\n"
+SYS_PATH = (
+    "import sys\n\nsys.path.insert(0, __file__.rsplit('/', 3)[0])  # the root of the project\n\n"
+)
 
 
 class Job(NamedTuple):
-    """A solution to mark: its source, the project's module, and the function that it replaces; without one, all
-    functions that both define. Without tests, it is not begun."""
+    """A solution to mark: its source, the project's module, and the function that it replaces;
+    without one, all functions that both define. Without tests, it is not begun."""
 
     name: str
     text: str
@@ -60,23 +65,53 @@ def parsed(exercise: Exercise) -> tuple[ast.Module, ast.FunctionDef, str]:
     """Return the project's module as a tree, its function in it, and the function's source."""
     module, _, path = exercise.function.partition(":")
     text = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    tree = node = ast.parse(text)
-    for name in path.split("."):
-        node = next(child for child in node.body if getattr(child, "name", None) == name)
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return tree, node, textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
+    tree = ast.parse(text)
+    body: list[ast.stmt] = tree.body
+    *classes, name = path.split(".")
+    for owner in classes:
+        (node,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+        body = node.body
+    (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+    first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+    lines = text.splitlines()[first - 1 : function.end_lineno]
+    return tree, function, textwrap.dedent("\n".join(lines))
+
+
+def statement_at(source: str, position: int) -> ast.stmt:
+    """Return the innermost statement with a character of a function."""
+    line = source.count("\n", 0, position) + 1
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    # The innermost is the last to begin.
+    return max(
+        (node for node in statements if node.lineno <= line <= (node.end_lineno or line)),
+        key=lambda node: node.lineno,
+    )
+
+
+def cut_ends(exercise: Exercise, cut: str, source: str) -> tuple[int, int]:
+    """Return where a cut begins and ends in the source of an exercise's function. Raises
+    `ValueError` if a piece of it is not there."""
+    function = ast.parse(source).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    docstring = ast.get_docstring(function, clean=False) or ":"
+    body = source.index(docstring) + len(docstring)
+    first, _, last = cut.partition(" ... ")
+    for piece in (first, last or first):
+        if not pattern(piece).search(source, body):
+            raise ValueError(f"{exercise.name}: {exercise.function} has no {piece!r}")
+    begin, *_ = pattern(first).finditer(source, body)
+    *_, end = pattern(last or first).finditer(source, body)
+    top, bottom = statement_at(source, begin.start()), statement_at(source, end.start())
+    lines = source.splitlines(True)
+    start = len("".join(lines[: top.lineno - 1])) + top.col_offset
+    return start, len("".join(lines[: bottom.end_lineno]).rstrip("\n"))
 
 
 def solution(exercise: Exercise, change: Callable[[str], str] = lambda cut: cut) -> str:
-    """Return the source of an exercise's function with each of its cuts changed. Raises `ValueError` unless a cut
-    begins exactly once."""
+    """Return the source of an exercise's function with each of its cuts changed."""
     source = parsed(exercise)[2]
     for cut in exercise.cuts:
-        first, _, last = cut.partition(" ... ")
-        if (count := source.count(first)) != 1:
-            raise ValueError(f"{exercise.name}: {exercise.function} has {count} times {first!r}, expected 1")
-        begin = source.index(first)
-        end = source.index(last, begin + len(first)) + len(last)
+        begin, end = cut_ends(exercise, cut, source)
         source = source[:begin] + change(source[begin:end]) + source[end:]
     return source
 
@@ -84,15 +119,24 @@ def solution(exercise: Exercise, change: Callable[[str], str] = lambda cut: cut)
 def imports(exercise: Exercise) -> str:
     """Return import statements for the names that an exercise's function uses."""
     tree, function, _ = parsed(exercise)
-    used, lines = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} - {function.name}, []
+    used, lines = (
+        {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} - {function.name},
+        [],
+    )
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
+            node.names = [
+                alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used
+            ]
             lines += [ast.unparse(node)] if node.names else []
-    own = {getattr(target, "id", None) for node in tree.body for target in getattr(node, "targets", [])}
+    own = {
+        getattr(target, "id", None) for node in tree.body for target in getattr(node, "targets", [])
+    }
     own |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     module = exercise.function.partition(":")[0]
-    return "\n".join(lines + [f"from {module} import {', '.join(sorted(used & own))}"] * bool(used & own))
+    return "\n".join(
+        lines + [f"from {module} import {', '.join(sorted(used & own))}"] * bool(used & own)
+    )
 
 
 def worksheet(number: int, exercise: Exercise | Bug) -> str:
@@ -108,23 +152,30 @@ def worksheet(number: int, exercise: Exercise | Bug) -> str:
     return f'"""{title}\n\n{task}\n\n{how}\n"""\n\n{imports(exercise)}\n\n\n{holes}\n'
 
 
-def answer(exercise: Exercise, before: str = "", after: str = "") -> str:
-    """Return an exercise's file with the project's solution, or with a mistake in it. Raises `ValueError` unless
-    `before` is in the cuts exactly once."""
-    cuts = []
-    solution(exercise, lambda cut: cuts.append(cut) or cut)
-    if before and (count := "\n".join(cuts).count(before)) != 1:
-        raise ValueError(f"{exercise.name}: the cuts have {count} times {before!r}, expected 1")
-    changed = solution(exercise, lambda cut: cut.replace(before, after) if before else cut)
-    return f"{imports(exercise)}\n\n\n{changed}\n"
+def answer(exercise: Exercise, mistakes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return an exercise's file with the project's solution, or with mistakes in it. Raises
+    `ValueError` unless the code of each mistake is in the cuts exactly once."""
+    source = parsed(exercise)[2]
+    ends = [cut_ends(exercise, cut, source) for cut in exercise.cuts]
+    cuts = "\n".join(source[begin:end] for begin, end in ends)
+    for before in mistakes:
+        find(before, cuts, f"{exercise.name}: the text of the cuts")
+
+    def with_mistakes(cut: str) -> str:
+        for before, after in mistakes.items():
+            if pattern(before).search(cut):
+                cut = replace(before, after, cut, exercise.name)
+        return cut
+
+    return f"{imports(exercise)}\n\n\n{solution(exercise, with_mistakes)}\n"
 
 
 def planted(bug: Bug) -> str:
-    """Return the script of a bug with the bug in it. Raises `ValueError` unless its code is there exactly once."""
+    """Return the script of a bug with the bug in it. Raises `ValueError` unless its code is there
+    exactly once."""
     text = (ROOT / bug.script).read_text(encoding="utf-8")
-    if text.count(bug.before) != 1:
-        raise ValueError(f"{bug.name}: {bug.script} has {text.count(bug.before)} times {bug.before!r}, expected 1")
-    return re.sub(r"^(?=import |from )", SYS_PATH, text.replace(bug.before, bug.after), count=1, flags=re.MULTILINE)
+    text = replace(bug.before, bug.after, text, f"{bug.name}: {bug.script}")
+    return re.sub(r"^(?=import |from )", SYS_PATH, text, count=1, flags=re.MULTILINE)
 
 
 # ---- marks ----
@@ -136,7 +187,11 @@ def install(job: Job) -> None:
     learner = sys.modules["exercise"] = types.ModuleType("exercise")
     learner.__file__ = job.file
     exec(compile(job.text, job.file, "exec"), vars(learner))
-    targets = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == job.module}
+    targets: dict[str, Any] = {
+        name: f
+        for name, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == job.module
+    }
     if job.function:
         name = job.function.rpartition(".")[2]
         if not hasattr(learner, name):
@@ -145,7 +200,11 @@ def install(job: Job) -> None:
     for name, value in vars(learner).items():
         if inspect.isfunction(value) and value.__module__ == "exercise" and name in targets:
             old, new = inspect.unwrap(targets[name]), inspect.unwrap(value)
-            old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+            old.__code__, old.__defaults__, old.__kwdefaults__ = (
+                new.__code__,
+                new.__defaults__,
+                new.__kwdefaults__,
+            )
         vars(module).setdefault(name, value)  # helpers and imports of the learner
 
 
@@ -154,14 +213,21 @@ class Marker:
 
     def __init__(self, jobs: list[Job], limit: int, show: Callable[[Job, dict], None], quiet: bool):
         self.jobs, self.limit, self.show, self.quiet = jobs, limit, show, quiet
-        self.failure = None
+        self.failure: Any = None  # of pytest
 
     def pytest_collection(self) -> None:
-        """Set hypothesis before the tests are imported: the same examples in every run, minimal ones for one job."""
+        """Set hypothesis before the tests are imported: the same examples in every run, minimal
+        ones for one job."""
         from hypothesis import Phase, settings
 
         phases = [Phase.explicit, Phase.generate] + [Phase.shrink] * (not self.quiet)
-        profile = dict(deadline=None, database=None, derandomize=True, report_multiple_bugs=False, phases=phases)
+        profile = dict(
+            deadline=None,
+            database=None,
+            derandomize=True,
+            report_multiple_bugs=False,
+            phases=phases,
+        )
         settings.register_profile("exercises", max_examples=40, **profile)
         settings.load_profile("exercises")
 
@@ -185,7 +251,7 @@ class Marker:
             try:
                 os.write(writer, json.dumps(self.mark(job, items)).encode())
                 sys.stdout.flush()
-            finally:  # also after a KeyboardInterrupt: this process must not go on with the other jobs
+            finally:  # also after a KeyboardInterrupt: the other jobs belong to the parent
                 os._exit(0)
         os.close(writer)
         if not select.select([reader], [], [], 20 * self.limit)[0]:  # it may sleep
@@ -196,18 +262,30 @@ class Marker:
         if text:
             return json.loads(text)
         late = f"no result after {self.limit} s: a loop without end?"
-        return dict(status="error", text=late if os.WIFSIGNALED(status) else "the solution ended Python", test="")
+        return dict(
+            status="error",
+            text=late if os.WIFSIGNALED(status) else "the solution ended Python",
+            test="",
+        )
 
     def mark(self, job: Job, items: list) -> dict:
         try:
             install(job)
         except BaseException as error:
-            frames = inspect.getinnerframes(error.__traceback__)
-            line = getattr(error, "lineno", max((f.lineno for f in frames if f.filename == job.file), default=None))
+            frames = traceback.extract_tb(error.__traceback__)
+            line = getattr(
+                error,
+                "lineno",
+                max((f.lineno for f in frames if f.filename == job.file), default=None),
+            )
             where = f"line {line}: " if line else ""
             return dict(status="error", text=f"{where}{type(error).__name__}: {error}", test="")
         for test, hint in job.tests.items():
-            for item in (item for item in items if re.fullmatch(rf"{re.escape(full(test))}(\[.*\])?", item.nodeid)):
+            for item in (
+                item
+                for item in items
+                if re.fullmatch(rf"{re.escape(full(test))}(\[.*\])?", item.nodeid)
+            ):
                 self.failure = None
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
                 if self.failure is not None:
@@ -217,8 +295,15 @@ class Marker:
     def describe(self, job: Job, test: str, hint: str) -> dict:
         """Return the mark for a failed test: an error if it was raised in a line of the learner."""
         error = self.failure.value
-        frames = [entry for entry in self.failure.traceback if entry.frame.code.raw.co_filename == job.file]
-        message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        frames = [
+            entry
+            for entry in self.failure.traceback
+            if entry.frame.code.raw.co_filename == job.file
+        ]
+        message = (
+            f"{type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        )
         details = "\n".join([full(test), "", str(error), *getattr(error, "__notes__", [])])
         if frames:
             text = f"line {frames[-1].lineno + 1}: {message}"
@@ -242,7 +327,15 @@ def run(jobs: list[Job], limit: int, show: Callable[[Job, dict], None], quiet: b
 
     warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
     os.chdir(ROOT)
-    options = ["-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider", "-s"]
+    options = [
+        "-o",
+        "addopts=--import-mode=importlib",
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+        "-s",
+    ]
     code = pytest.main([*tests, *options], plugins=[Marker(jobs, limit, show, quiet)])
     if code != pytest.ExitCode.OK:
         sys.exit(f"the tests cannot be collected; run: pytest --collect-only {' '.join(tests)}")
@@ -258,22 +351,32 @@ def job_of(exercise: Exercise | Bug, text: str, file: str) -> Job:
 
 
 def check(limit: int) -> bool:
-    """Mark the project's own functions and scripts, every wrong solution and every bug. Print the marks, and return
-    whether they are as the tables say: the n-th wrong solution fails the n-th test first."""
+    """Mark the project's own functions and scripts, every wrong solution and every bug. Print the
+    marks, and return whether they are as the tables say: the n-th wrong solution fails the n-th
+    test first."""
     jobs, failing = [], []  # failing: the test that must fail, "" for none
     for exercise in EXERCISES:
-        texts = [answer(exercise), *(answer(exercise, *change) for change in exercise.wrong)]
+        texts = [answer(exercise), *(answer(exercise, mistakes) for mistakes in exercise.wrong)]
         jobs += [job_of(exercise, text, exercise.name) for text in texts]
         failing += ["", *list(exercise.tests)[: len(exercise.wrong)]]
     for bug in BUGS:
-        jobs += [job_of(bug, (ROOT / bug.script).read_text(), bug.name), job_of(bug, planted(bug), bug.name)]
+        jobs += [
+            job_of(bug, (ROOT / bug.script).read_text(), bug.name),
+            job_of(bug, planted(bug), bug.name),
+        ]
         failing += ["", next(iter(bug.tests))]
     results = []
 
     def show(job: Job, mark: dict) -> None:
         expected = failing[len(results)]
         results.append(mark["test"] == expected and mark["status"] != "error")
-        print("  " if results[-1] else "NO", f"{job.name:<16}", mark["status"], mark["text"], flush=True)
+        print(
+            "  " if results[-1] else "NO",
+            f"{job.name:<16}",
+            mark["status"],
+            mark["text"],
+            flush=True,
+        )
 
     run(jobs, limit, show)
     right = [fits for fits, test in zip(results, failing, strict=True) if not test]
@@ -283,11 +386,25 @@ def check(limit: int) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", help="names of exercises, shown with the assertion that fails; default: all")
-    parser.add_argument("--work", type=Path, default=ROOT / "exercises/work", help="folder of the exercises")
-    parser.add_argument("--limit", type=int, default=20, help="CPU seconds after which a solution is stopped")
-    parser.add_argument("--check", action="store_true", help="mark the solutions of the tables, right and wrong ones")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "only",
+        nargs="*",
+        help="names of exercises, shown with the assertion that fails; default: all",
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "exercises/work", help="folder of the exercises"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=20, help="CPU seconds after which a solution is stopped"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="mark the solutions of the tables, right and wrong ones",
+    )
     flags = parser.parse_args()
     if flags.check:
         sys.exit(not check(flags.limit))
@@ -305,7 +422,8 @@ def main() -> None:
             path.write_text(new, encoding="utf-8")
         labels[exercise.name], text = label, path.read_text(encoding="utf-8")
         begun = text != new and (is_bug or not NOT_BEGUN.search(text))
-        jobs.append(job_of(exercise, text, str(path))._replace(**{} if begun else dict(tests={})))
+        job = job_of(exercise, text, str(path))
+        jobs.append(job if begun else job._replace(tests={}))
 
     from rich.console import Console
     from rich.markup import escape
@@ -320,9 +438,16 @@ def main() -> None:
         if flags.only and mark.get("details"):
             console.print(f"\n{escape(mark['details'])}\n")
 
-    run([job for job in jobs if job.name in (flags.only or names)], flags.limit, show, quiet=not flags.only)
+    run(
+        [job for job in jobs if job.name in (flags.only or names)],
+        flags.limit,
+        show,
+        quiet=not flags.only,
+    )
     if not flags.only:
-        counts = ", ".join(f"{marks.count(status)} {status}" for status in ("right", "wrong", "error", "not begun"))
+        counts = ", ".join(
+            f"{marks.count(status)} {status}" for status in ("right", "wrong", "error", "not begun")
+        )
         print(f"{counts}; the files are in {os.path.relpath(flags.work, ROOT)}")
 
 

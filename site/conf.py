@@ -20,9 +20,12 @@ html_copy_source = html_use_index = html_show_copyright = False
 myst_heading_anchors = 6  # GitHub's anchors
 highlight_language = "text"
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
-# The browser itself refuses requests to other hosts. Furo and Sphinx have inline scripts and styles.
-POLICY = ("default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
-          "img-src 'self' data:")  # fmt: skip
+# The browser itself refuses requests to other hosts. Furo and Sphinx have inline scripts and
+# styles.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:"
+)
 
 
 def prepare(app, config) -> None:
@@ -37,7 +40,10 @@ def prepare(app, config) -> None:
 
 def finish(app, pagename: str, templatename: str, context: dict, doctree) -> None:
     """Add the policy for requests, the curves and the links between equations and code."""
-    head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" '
+        'href="data:,">'
+    )
     context["metatags"] = head + context.get("metatags", "")
     if pagename == "objectives":
         for file in ("uPlot.iife.min.js", "curves.js"):

@@ -1,13 +1,14 @@
 """Values and gradients of the objectives on grids, computed by the functions of the scripts.
 
-A chart has lines, and a line has a value and gradients for every combination of the settings that it reads.
-"""
+A chart has lines, and a line has a value and gradients for every combination of the settings that
+it reads."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ import ppo
 import rm
 import sft
 from common.objectives.divergence import forward_kl, jsd, reverse_kl
-from common.objectives.policy import kl_estimate
+from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
 
-Settings = dict[str, Sequence]
+Settings = Mapping[str, Sequence]
 OLD = math.log(1 / 3)  # log-prob of the token at the time of the rollout
 LENGTH = 20.0  # tokens of a completion, and minus its log-prob under the reference
 
@@ -34,9 +35,11 @@ def grid(low: float, high: float, points: int = 81) -> Tensor:
     return torch.linspace(low, high, points, dtype=torch.float64)
 
 
-def line(label: str, f: Callable[..., Tensor], inputs: dict[str, Tensor], settings: Settings) -> dict:
-    """Return value and gradients of `f(*inputs, **settings)` for all combinations of settings, the last one fastest.
-    `inputs`: name -> grid; there is a gradient for each."""
+def line(
+    label: str, f: Callable[..., Tensor], inputs: dict[str, Tensor], settings: Settings
+) -> dict:
+    """Return value and gradients of `f(*inputs, **settings)` for all combinations of settings, the
+    last one fastest. `inputs`: name -> grid; there is a gradient for each."""
     value, gradients = [], {name: [] for name in inputs}
     for combination in product(*settings.values()):
         leaves = [x.clone().requires_grad_() for x in inputs.values()]
@@ -50,29 +53,45 @@ def line(label: str, f: Callable[..., Tensor], inputs: dict[str, Tensor], settin
 def chart(group: str, name: str, x: str, xs: Tensor, lines: list[dict], **start: object) -> dict:
     """Return a chart. `start`: first positions of its sliders, the middle by default."""
     settings = {flag: steps for one in lines for flag, steps in one["settings"].items()}
-    first = {flag: steps.index(start.get(flag, steps[len(steps) // 2])) for flag, steps in settings.items()}
-    return dict(group=group, name=name, x=x, xs=numbers(xs), lines=lines, settings=settings, start=first)
+    first = {
+        flag: steps.index(start.get(flag, steps[len(steps) // 2]))
+        for flag, steps in settings.items()
+    }
+    return dict(
+        group=group, name=name, x=x, xs=numbers(xs), lines=lines, settings=settings, start=first
+    )
 
 
 # ---- policy losses ----
 
 VESPO = [0.0, 1.0, 2.0, 3.0, 4.0]
-CLIP = (dict(clip_high=[0.05, 0.1, 0.2, 0.28, 0.4, 0.6, 1.0]),
-        dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5], dual_clip=[0.0, 1.2, 1.5, 2.0, 2.5]))  # fmt: skip
+CLIP = (
+    dict(clip_high=[0.05, 0.1, 0.2, 0.28, 0.4, 0.6, 1.0]),
+    dict(clip_low=[0.05, 0.1, 0.2, 0.3, 0.5], dual_clip=[0.0, 1.2, 1.5, 2.0, 2.5]),
+)
 SIGNED: dict[str, tuple[Settings, Settings]] = {  # flags that are read for A = 1 and for A = -1
-    "clip": CLIP, "gspo": CLIP, "sequence_clip": CLIP, "reinforce": ({}, {}), "topr": ({}, {}),
+    "clip": CLIP,
+    "gspo": CLIP,
+    "sequence_clip": CLIP,
+    "reinforce": ({}, {}),
+    "topr": ({}, {}),
     "cispo": (dict(cispo_high=[0.1, 0.28, 0.5, 1.0, 1.5, 4.0]),) * 2,
-    "sapo": (dict(sapo_tau_positive=[0.5, 1.0, 2.0, 4.0, 8.0]), dict(sapo_tau_negative=[0.5, 1.05, 2.0, 4.0, 8.0])),
-    "vespo": (dict(vespo_k_positive=VESPO, vespo_lambda_positive=VESPO),
-              dict(vespo_k_negative=VESPO, vespo_lambda_negative=VESPO)),
-}  # fmt: skip
+    "sapo": (
+        dict(sapo_tau_positive=[0.5, 1.0, 2.0, 4.0, 8.0]),
+        dict(sapo_tau_negative=[0.5, 1.05, 2.0, 4.0, 8.0]),
+    ),
+    "vespo": (
+        dict(vespo_k_positive=VESPO, vespo_lambda_positive=VESPO),
+        dict(vespo_k_negative=VESPO, vespo_lambda_negative=VESPO),
+    ),
+}
 
 
 def policy_chart(name: str) -> dict:
     rho_X, defaults = grid(0.03, 3, 100), vars(grpo.Args())
 
     def f(A: float, logprobs_X: Tensor, **flags) -> Tensor:
-        args = SimpleNamespace(**defaults | dict(loss=name) | flags)
+        args: Any = SimpleNamespace(**defaults | dict(loss=name) | flags)
         return grpo.policy_loss(logprobs_X - OLD, torch.full_like(logprobs_X, A), logprobs_X, args)
 
     logprobs = {"log-prob": rho_X.log() + OLD}
@@ -84,11 +103,17 @@ def policy_chart(name: str) -> dict:
 # ---- preference losses ----
 
 CHOICES: Settings = dict(
-    beta=[0.05, 0.1, 0.3, 1.0], label_smoothing=[0.0, 0.1, 0.3], f_divergence=["reverse_kl", "forward_kl", "js"],
-    length_normalize=[True, False], simpo_gamma=[0.0, 0.5, 1.0, 2.0], discopop_tau=[0.02, 0.05, 0.2, 1.0],
+    beta=[0.05, 0.1, 0.3, 1.0],
+    label_smoothing=[0.0, 0.1, 0.3],
+    f_divergence=["reverse_kl", "forward_kl", "js"],
+    length_normalize=[True, False],
+    simpo_gamma=[0.0, 0.5, 1.0, 2.0],
+    discopop_tau=[0.02, 0.05, 0.2, 1.0],
+)
+DEFAULTS: dict[str, Any] = dict(
+    beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=1.0, length_normalize=True,
+    simpo_gamma=0.5, discopop_tau=0.05,
 )  # fmt: skip
-DEFAULTS = dict(beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=1.0, length_normalize=True,
-                simpo_gamma=0.5, discopop_tau=0.05)  # fmt: skip
 
 
 def preference_chart(name: str) -> dict:
@@ -102,7 +127,9 @@ def preference_chart(name: str) -> dict:
         pairs = Pairs(chosen_X, rejected_X, -n, -n, n, n, torch.ones_like(n))
         if name not in OVER_BATCH:
             return preference_loss(name, pairs, **DEFAULTS | flags)
-        each = zip(*(x.split(1) for x in pairs.tensors()), strict=True)  # a batch of one pair at each margin
+        each = zip(
+            *(x.split(1) for x in pairs.tensors()), strict=True
+        )  # a batch of one pair at each margin
         return torch.cat([preference_loss(name, Pairs(*one), **DEFAULTS | flags) for one in each])
 
     inputs = {"chosen": margin_X / 2 - LENGTH, "rejected": -margin_X / 2 - LENGTH}
@@ -113,7 +140,7 @@ def preference_chart(name: str) -> dict:
 
 
 def kl_chart() -> dict:
-    def f(estimator: str, d_X: Tensor, kl_clamp: float) -> Tensor:
+    def f(estimator: KLEstimator, d_X: Tensor, kl_clamp: float) -> Tensor:
         return kl_estimate(d_X, torch.zeros_like(d_X), estimator, kl_clamp)
 
     d_X, clamps = grid(-3, 3, 121), dict(kl_clamp=[0.0, 0.5, 1.0, 2.0])
@@ -127,9 +154,15 @@ def divergence_chart() -> dict:
         logq_X2 = torch.tensor([q, 1 - q], dtype=torch.float64).log().expand_as(logp_X2)
         return divergence(logp_X2, logq_X2, **flags)[0]
 
-    p_X, q, beta = grid(0.01, 0.99, 99), dict(q=[0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98]), dict(jsd_beta=[0.1, 0.5, 0.9])
+    p_X, q, beta = (
+        grid(0.01, 0.99, 99),
+        dict(q=[0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98]),
+        dict(jsd_beta=[0.1, 0.5, 0.9]),
+    )
     each = [(reverse_kl, q), (forward_kl, q), (jsd, q | beta)]
-    lines = [line(d.__name__, partial(f, d), {"logit": p_X.logit()}, settings) for d, settings in each]
+    lines = [
+        line(d.__name__, partial(f, d), {"logit": p_X.logit()}, settings) for d, settings in each
+    ]
     return chart("divergence", "divergence", "pi", p_X, lines, q=0.75)
 
 
@@ -140,7 +173,7 @@ def other_charts() -> list[dict]:
         return rm.loss(r_c, torch.zeros_like(r_c), margin, center_coefficient)
 
     def of_completion(desirable: bool, l_N: Tensor, beta: float, z0: float) -> Tensor:
-        args = SimpleNamespace(**vars(kto.Args()) | dict(beta=beta))
+        args: Any = SimpleNamespace(**vars(kto.Args()) | dict(beta=beta))
         return kto.loss(l_N, torch.full_like(l_N, desirable).bool(), z0, args)
 
     def of_value(v_T: Tensor, R: float, value_clip: float) -> Tensor:
@@ -150,14 +183,32 @@ def other_charts() -> list[dict]:
     scales: Settings = dict(beta=[0.05, 0.1, 0.3, 1.0], z0=[0.0, 2.0, 5.0, 10.0])
     values: Settings = dict(R=[-1.0, 0.0, 0.5, 1.0], value_clip=[0.0, 0.2, 0.5, 1.0])
     sides = {"desirable": True, "undesirable": False}
-    nll = [line(name, partial(sft.loss, name), {"log-prob": p_X.log()}, {}) for name in ("nll", "dft")]
+    nll = [
+        line(name, partial(sft.loss, name), {"log-prob": p_X.log()}, {}) for name in ("nll", "dft")
+    ]
     pair = line("loss", of_pair, {"r_c": r_X}, margins)
-    completion = [line(name, partial(of_completion, side), {"l": l_X}, scales) for name, side in sides.items()]
+    completion = [
+        line(name, partial(of_completion, side), {"l": l_X}, scales) for name, side in sides.items()
+    ]
     return [
         chart("other", "sft.py: loss", "pi", p_X, nll),
-        chart("other", "rm.py: loss with r_r = 0", "r_c", r_X, [pair], margin=0.0, center_coefficient=0.0),
+        chart(
+            "other",
+            "rm.py: loss with r_r = 0",
+            "r_c",
+            r_X,
+            [pair],
+            margin=0.0,
+            center_coefficient=0.0,
+        ),
         chart("other", "kto.py: loss", "l", l_X, completion, beta=0.1, z0=0.0),
-        chart("other", "ppo.py: value_loss with V = 0", "v", v_X, [line("value_loss", of_value, {"v": v_X}, values)]),
+        chart(
+            "other",
+            "ppo.py: value_loss with V = 0",
+            "v",
+            v_X,
+            [line("value_loss", of_value, {"v": v_X}, values)],
+        ),
     ]
 
 

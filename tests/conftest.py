@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from common.config.groups import OnlineArgs
 from common.config.parse import parse
-from common.data import packing
 from common.data.tasks import arithmetic_rows
 from common.metrics.logger import RunLogger
 from common.model.tiny import tiny_model
-from common.parallel import distributed
+from common.parallel import distributed, signals
 
 NEW_TOKENS = 24
-settings.register_profile("no deadline", deadline=None)  # the first example may compile a template or load a file
+settings.register_profile(
+    "no deadline", deadline=None
+)  # the first example may compile a template or load a file
 settings.load_profile("no deadline")
 
 
@@ -46,19 +47,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[torch.device]:
-    """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C stops pytest."""
-    handlers = mock.patch.multiple(distributed, install_signal_handlers=mock.DEFAULT, default_signals=mock.DEFAULT)
+    """Device of a process group of one rank, which scripts that tests start do not inherit. Ctrl-C
+    stops pytest."""
+    handlers = mock.patch.multiple(
+        signals, install_signal_handlers=mock.DEFAULT, default_signals=mock.DEFAULT
+    )
     with mock.patch.dict("os.environ"), mock.patch.object(sys, "excepthook"), handlers:
         device, _, _ = distributed.setup(0)
     yield device
     distributed.cleanup()
-
-
-@pytest.fixture(autouse=True)
-def no_shared_prefixes(monkeypatch) -> None:
-    """Undo what loading a model changes in this process."""
-    monkeypatch.setattr(packing, "_shortest_prefix", 0)
-    monkeypatch.setattr(packing, "_needs_whole_sequences", False)
 
 
 @pytest.fixture
@@ -69,7 +66,6 @@ def main(device, monkeypatch) -> Callable[..., None]:
     monkeypatch.setattr(RunLogger, "draw_curves", lambda _: None)  # see preload.py
 
     def run_main(script: str, *flags: object) -> None:
-        packing._shortest_prefix, packing._needs_whole_sequences = 0, False  # those of an earlier run
         module = importlib.import_module(script)
         module.main(parse(module.Args, [str(flag) for flag in flags]))
 
@@ -78,7 +74,8 @@ def main(device, monkeypatch) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory) -> Path:
-    """File with the first rows of the built-in task: encoding all of them takes a second on each rank."""
+    """File with the first rows of the built-in task: encoding all of them takes a second on each
+    rank."""
     path = tmp_path_factory.mktemp("sums") / "sums.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:400]))
     return path
@@ -88,15 +85,20 @@ def sums(tmp_path_factory) -> Path:
 def small(sums, tmp_path_factory) -> tuple[str | Path, ...]:
     """Flags of a short run: the tiny model with one of its four layers, and `sums`."""
     folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("small") / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=1, layer_types=["full_attention"])
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, num_hidden_layers=1, layer_types=["full_attention"]
+    )
     model.save_pretrained(folder)
     return "--model", folder, "--dataset", sums
 
 
 def talkative(folder: Path, model: str | Path | None = None) -> Path:
-    """Copy a model to `folder` such that most letters end a completion, so that untrained completions are short."""
+    """Copy a model to `folder` such that most letters end a completion, so that untrained
+    completions are short."""
     shutil.copytree(model or tiny_model(), folder)
     path = folder / "generation_config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)])))
+    path.write_text(
+        json.dumps(config | dict(eos_token_id=[*config["eos_token_id"], *range(10, 60)]))
+    )
     return folder

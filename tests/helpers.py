@@ -1,4 +1,5 @@
-"""Runs of scripts, in ranks forked from a warm process or under torchrun, and comparisons of their outputs."""
+"""Runs of scripts, in ranks forked from a warm process or under torchrun, and comparisons of their
+outputs."""
 
 import contextlib
 import faulthandler
@@ -26,6 +27,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.fault_cases.shim import shim
+from common.data.packing import PackedBatch
+from common.data.sample import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -36,7 +39,11 @@ needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is 
 
 
 def environment(**variables: object) -> dict[str, str]:
-    return os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | {k: str(v) for k, v in variables.items()}
+    return (
+        os.environ
+        | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        | {k: str(v) for k, v in variables.items()}
+    )
 
 
 def until(event: Callable[[], object]) -> object:
@@ -77,7 +84,8 @@ def open_files() -> int:
 
 
 class Clock:
-    """Replacement of the module `time` in `modules`: real time plus the seconds `ahead` that a test adds."""
+    """Replacement of the module `time` in `modules`: real time plus the seconds `ahead` that a test
+    adds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType):
         self.ahead, self.sleep = 0.0, time.sleep
@@ -93,16 +101,23 @@ class Clock:
 
 def start(ranks: int, script: str | Path, *flags: object, **variables: object) -> subprocess.Popen:
     """Start a script from its command line, under torchrun with several ranks."""
-    torchrun = [] if ranks == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    torchrun = (
+        []
+        if ranks == 1
+        else ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    )
     line = [sys.executable, *torchrun, ROOT / script, *map(str, flags)]
-    return subprocess.Popen(line, cwd=ROOT, env=environment(**variables), stdout=PIPE, stderr=PIPE, text=True)
+    return subprocess.Popen(
+        line, cwd=ROOT, env=environment(**variables), stdout=PIPE, stderr=PIPE, text=True
+    )
 
 
 def ended(
     process: subprocess.Popen, ranks: Sequence[int] = (), timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess:
-    """Wait for a launcher and its ranks: the pipes close when the last process has gone. If they hang, kill all.
-    torchrun gives each rank its own session, so `ranks` names those that may outlive the launcher."""
+    """Wait for a launcher and its ranks: the pipes close when the last process has gone. If they
+    hang, kill all. torchrun gives each rank its own session, so `ranks` names those that may
+    outlive the launcher."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException:
@@ -112,50 +127,65 @@ def ended(
 
 
 def finished(done: subprocess.CompletedProcess, code: int = 0) -> subprocess.CompletedProcess:
-    """Check the exit code and, if it is 0, that neither Python nor CUDA reports an error at exit."""
+    """Check the exit code and, if it is 0, that neither Python nor CUDA reports an error at
+    exit."""
     text = done.stdout[-4000:] + done.stderr[-8000:]
     assert done.returncode == code, text
     assert code or not any(word in done.stdout + done.stderr for word in BAD_ENDS), text
     return done
 
 
-def run(ranks: int, script: str | Path, *flags: object, code: int = 0) -> subprocess.CompletedProcess:
+def run(
+    ranks: int, script: str | Path, *flags: object, code: int = 0
+) -> subprocess.CompletedProcess:
     """Run a script to its end in forked ranks, and check how it ended."""
     with Ranks(ranks, script, *flags) as started:
         return finished(started.end(), code)
 
 
-def run_and_kill(ranks: int, script: str | Path, *flags: object, folder: Path, after_step: int, at: str) -> None:
-    """Send SIGKILL to all ranks of a run when rank 0 first calls the function `at` after it logged `after_step`."""
-    with Ranks(ranks, SIGNAL_AT, 0, at, folder, after_step, int(signal.SIGKILL), script, *flags) as started:
+def run_and_kill(
+    ranks: int, script: str | Path, *flags: object, folder: Path, after_step: int, at: str
+) -> None:
+    """Send SIGKILL to all ranks of a run when rank 0 first calls the function `at` after it logged
+    `after_step`."""
+    with Ranks(
+        ranks, SIGNAL_AT, 0, at, folder, after_step, int(signal.SIGKILL), script, *flags
+    ) as started:
         started.processes[0].join(PATIENCE)
         assert started.processes[0].exitcode == -signal.SIGKILL, started.end()
 
 
 def warm() -> BaseContext:
-    """Return a context whose processes are forked from one that has imported the libraries, see preload.py."""
+    """Return a context whose processes are forked from one that has imported the libraries, see
+    preload.py."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preload"])
     # vLLM reads these at its import, and not again in a rank.
     vllm = dict(VLLM_ENABLE_V1_MULTIPROCESSING=0, VLLM_LOGGING_LEVEL="ERROR")
-    with mock.patch.dict(os.environ, environment(PYTHONPATH=ROOT / "tests", LD_PRELOAD=shim(), **vllm)):
+    with mock.patch.dict(
+        os.environ, environment(PYTHONPATH=ROOT / "tests", LD_PRELOAD=shim(), **vllm)
+    ):
         forkserver.ensure_running()
     return context
 
 
 class Ranks:
-    """Ranks of a script without the start-up of torchrun. As a context manager, it terminates all of them on exit."""
+    """Ranks of a script without the start-up of torchrun. As a context manager, it terminates all
+    of them on exit."""
 
     def __init__(self, ranks: int, script: str | Path, *flags: object):
         self.folder, words = tempfile.TemporaryDirectory(), [str(word) for word in (script, *flags)]
-        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         self.processes = []
         for name in ("stdout", "stderr"):
             Path(self.folder.name, name).touch()
         for rank in range(ranks):
             place = dict(
-                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=self.store.port, TORCHELASTIC_USE_AGENT_STORE=True,
+                RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port,
+                TORCHELASTIC_USE_AGENT_STORE=True,
             )  # fmt: skip
             variables = environment(**(place if ranks > 1 else {}))
             process = warm().Process(target=_be_a_rank, args=(words, variables, self.folder.name))
@@ -173,8 +203,8 @@ class Ranks:
         self.folder.cleanup()
 
     def end(self) -> subprocess.CompletedProcess:
-        """Wait until all ranks have ended or one has failed; then terminate the others, as torchrun does. The exit code
-        of several ranks is 1 if one failed."""
+        """Wait until all ranks have ended or one has failed; then terminate the others, as torchrun
+        does. The exit code of several ranks is 1 if one failed."""
         while (running := [p for p in self.processes if p.exitcode is None]) and not any(
             p.exitcode for p in self.processes
         ):
@@ -182,20 +212,25 @@ class Ranks:
                 for process in running:
                     os.kill(process.pid, signal.SIGUSR1)  # writes its stacks to stderr
                     time.sleep(1)
-                raise AssertionError("the ranks hang:\n" + Path(self.folder.name, "stderr").read_text()[-8000:])
+                raise AssertionError(
+                    "the ranks hang:\n" + Path(self.folder.name, "stderr").read_text()[-8000:]
+                )
         for process in self.processes:
             process.terminate()
             process.join(30)  # then __exit__ kills the rank
         codes, files = [process.exitcode for process in self.processes], Path(self.folder.name)
         texts = [(files / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess([], codes[0] if len(codes) == 1 else int(any(codes)), *texts)
+        return subprocess.CompletedProcess(
+            [], codes[0] if len(codes) == 1 else int(any(codes)), *texts
+        )
 
 
 def call_main(
     main: Callable[[], None], words: Sequence[object], code: int, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> tuple[str, str]:  # fmt: skip
-    """Call the `main` of a tool with this command line; it must end with `code`. Return stdout and stderr."""
+    """Call the `main` of a tool with this command line; it must end with `code`. Return stdout and
+    stderr."""
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     ended = 0
     try:
@@ -220,9 +255,16 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
     except SystemExit:
         raise
-    except BaseException:  # multiprocessing would report the exception itself; a script has its own hook
+    except (
+        BaseException
+    ):  # multiprocessing would report the exception itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+
+
+def samples_of(mb: PackedBatch) -> list[Sample]:
+    """Return the samples of a micro-batch, in one process, in the order of its stream."""
+    return [mb.sent[index] for index in mb.index_N.tolist()]
 
 
 # ---- outputs of a run ----
@@ -230,12 +272,18 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
 
 def metrics(folder: Path) -> list[dict]:
     """Return the complete lines: a run may be writing the last one."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text().splitlines(True)
+        if line.endswith("\n")
+    ]
 
 
 def logged(folder: Path, step: int) -> bool:
     """Return whether a run has logged `step`."""
-    return (folder / "metrics.jsonl").is_file() and any(line["step"] >= step for line in metrics(folder))
+    return (folder / "metrics.jsonl").is_file() and any(
+        line["step"] >= step for line in metrics(folder)
+    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -248,7 +296,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def assert_close_metrics(one: Path, other: Path, names: Sequence[str], rel: float, floor: float = 0.0) -> None:
+def assert_close_metrics(
+    one: Path, other: Path, names: Sequence[str], rel: float, floor: float = 0.0
+) -> None:
     """Compare step by step, relative to the larger value, or to `floor` where both are smaller."""
     one, other = ([line for line in metrics(folder) if line["step"] > 0] for folder in (one, other))
     assert [line["step"] for line in one] == [line["step"] for line in other]
@@ -259,8 +309,11 @@ def assert_close_metrics(one: Path, other: Path, names: Sequence[str], rel: floa
             assert difference <= rel * size, (a["step"], name, a[name], b[name])
 
 
-def assert_resumes_exactly(main: Callable, script: str, *flags: object, folder: Path, finished: int) -> None:
-    """Continue a copy of a finished run without its last checkpoint and compare it with the run, bit for bit."""
+def assert_resumes_exactly(
+    main: Callable, script: str, *flags: object, folder: Path, finished: int
+) -> None:
+    """Continue a copy of a finished run without its last checkpoint and compare it with the run,
+    bit for bit."""
     again = folder.with_name(f"{folder.name}_again")
     shutil.copytree(folder, again, ignore=lambda *_: ["hf", f"step_{finished:06d}"])
     (before,) = again.glob("checkpoints/step_*")
@@ -268,5 +321,8 @@ def assert_resumes_exactly(main: Callable, script: str, *flags: object, folder: 
     main(script, *flags, "--output_dir", again)
     assert_same_weights(folder, again)
     timed = ("time/", "speed/", "memory/", "tokens_per_second")
-    same = [[{k: v for k, v in m.items() if not k.startswith(timed)} for m in metrics(run)] for run in (folder, again)]
+    same = [
+        [{k: v for k, v in m.items() if not k.startswith(timed)} for m in metrics(run)]
+        for run in (folder, again)
+    ]
     assert same[0] == same[1] and [line["step"] for line in same[1]] == list(range(1, finished + 1))

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 logprob = st.floats(-8, -1e-3)
 advantage = st.floats(-5, 5) | st.sampled_from([0.0, 1.0, -1.0])
-rows = st.lists(st.tuples(logprob, logprob, advantage), min_size=1, max_size=8)  # new, old, advantage
+rows = st.lists(
+    st.tuples(logprob, logprob, advantage), min_size=1, max_size=8
+)  # new, old, advantage
 
 
 def columns(rows):
@@ -14,8 +16,8 @@ def columns(rows):
 
 
 def check(function, naive, rows, rel=1e-9):
-    """Compare `function` of columns, with the gradient of the first, to `naive` of one row, which gives (value,
-    derivative)."""
+    """Compare `function` of columns, with the gradient of the first, to `naive` of one row, which
+    gives (value, derivative)."""
     first, *others = columns(rows)
     first.requires_grad_()
     values = function(first, *others)

@@ -13,21 +13,29 @@ from helpers import ROOT
 from common.config.parse import parse
 from common.metrics.logger import RunLogger
 
-# Imports inside functions of the scripts. If vLLM is not installed, the fork server ignores the last ones.
+# Imports inside functions of the scripts. If vLLM is not installed, the fork server ignores the
+# last ones.
 LATER = (
-    "fsspec rich.table torch.distributed.checkpoint._fsspec_filesystem transformers.models.auto.modeling_auto "
-    "transformers.models.qwen3.modeling_qwen3 common.rollout.transformers_engine common.rollout.vllm_engine"
+    "fsspec rich.table torch.distributed.checkpoint._fsspec_filesystem "
+    "transformers.models.auto.modeling_auto "
+    "transformers.models.qwen3.modeling_qwen3 common.rollout.transformers_engine "
+    "common.rollout.vllm_engine"
 )
 VLLM = (
-    "vllm.entrypoints.llm vllm.entrypoints.launchers.cli_args vllm.v1.core.sched.scheduler vllm.v1.worker.cpu_worker "
+    "vllm.entrypoints.llm vllm.entrypoints.launchers.cli_args vllm.v1.core.sched.scheduler "
+    "vllm.v1.worker.cpu_worker "
     "vllm.v1.attention.backends.cpu_attn vllm.model_executor.layers.quantization.online.base "
     "vllm.plugins.lora_resolvers.filesystem_resolver vllm.distributed.elastic_ep.elastic_execute "
     "compressed_tensors.compressors"
 )
 
 scripts = {path.stem: importlib.import_module(path.stem) for path in ROOT.glob("*.py")}
-parse(scripts["sft"].Args, ["--model", "m", "--dataset", "d"])  # tyro imports most of its modules here
-RunLogger.draw_curves = lambda _: None  # half the time of a short run; tests/metrics and tests/train draw
+parse(
+    scripts["sft"].Args, ["--model", "m", "--dataset", "d"]
+)  # tyro imports most of its modules here
+RunLogger.draw_curves = lambda _: (
+    None
+)  # half the time of a short run; tests/metrics and tests/train draw
 for name in [*LATER.split(), *([] if torch.cuda.is_available() else VLLM.split())]:
     importlib.import_module(name)
 if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of an engine's start
@@ -35,8 +43,12 @@ if vllm := sys.modules.get("vllm.v1.worker.cpu_worker"):  # most of the time of 
         vllm.current_platform.register_triton_kernel_overrides()
     type(vllm.current_platform).register_triton_kernel_overrides = lambda _: None
     sys.modules["vllm.logger"].configure_logging(sys.modules["vllm.config.logging"].LoggingConfig())
-    vllm.CPUWorker.determine_available_memory = lambda _: 1 << 27  # bytes of zeros, instead of a GiB
-if registry := sys.modules.get("vllm.model_executor.models.registry"):  # else a new interpreter inspects a class
+    vllm.CPUWorker.determine_available_memory = lambda _: (
+        1 << 27
+    )  # bytes of zeros, instead of a GiB
+if registry := sys.modules.get(
+    "vllm.model_executor.models.registry"
+):  # else a new interpreter inspects a class
     registry._run_in_subprocess = lambda inspect: inspect()
 conversions.get_checkpoint_conversion_mapping("qwen3")  # it makes the mappings of all models
 gc.freeze()  # collections in the ranks skip them

@@ -1,10 +1,10 @@
-"""Run a script of which one rank sends itself signals at a defined moment, however fast the machine is:
+"""Run a script of which one rank sends itself signals at a defined moment, however fast the machine
+is:
 
     signal_at.py RANK FUNCTION FOLDER STEP SIGNALS SCRIPT FLAGS...
 
-The moment is the first call of FUNCTION, as `os.rename`, after FOLDER/metrics.jsonl has the line of STEP. SIGNALS are
-numbers with commas between them.
-"""
+The moment is the first call of FUNCTION, as `os.rename`, after FOLDER/metrics.jsonl has the line of
+STEP. SIGNALS are numbers with commas between them."""
 
 import os
 import runpy

@@ -1,4 +1,5 @@
-"""Bad input gives one line that starts with `error: ` and names the flag, the file, the row or the column; exit code 2.
+"""Bad input gives one line that starts with `error: ` and names the flag, the file, the row or the
+column; exit code 2.
 
 The tests of common/ cover its errors; this file covers the scripts and the output of whole runs."""
 
@@ -20,13 +21,13 @@ import rm
 import sft
 from common.config.parse import parse
 from common.data.encode import Encoder
+from common.data.load import Samples
 from common.data.rows import SFT_COLUMNS, columns_of, load_rows, require_columns
 from common.data.sample import Completion
-from common.data.token_cache import Samples
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.tiny import tiny_model
 from common.parallel.distributed import RunError
-from common.rewards.scoring import Rewards
+from common.rewards.total import Rewards
 
 
 def the_error(stderr: str) -> str:
@@ -41,10 +42,18 @@ def the_error(stderr: str) -> str:
 
 FLAG_ERRORS = [
     ("sft", "--max_length 9000", "--max_length 9000: a sequence must fit in --pack_tokens 8192"),
-    ("sft", "--batch_size 7", "--batch_size 7 must be a multiple of the number of training ranks (2)"),
+    (
+        "sft",
+        "--batch_size 7",
+        "--batch_size 7 must be a multiple of the number of training ranks (2)",
+    ),
     ("sft", "--samples_per_prompt 2", "unknown flag --samples_per_prompt"),
     ("grpo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
-    ("grpo", "--prompts_per_step 7", "--prompts_per_step 7 must be a multiple of the number of training ranks (2)"),
+    (
+        "grpo",
+        "--prompts_per_step 7",
+        "--prompts_per_step 7 must be a multiple of the number of training ranks (2)",
+    ),
     ("grpo", "--clip_low 1", "--clip_low 1 must be less than 1"),
     ("grpo", "--clip_high 1e308", "--clip_high 1e308 must be finite in float32"),
     ("sft", "--columns prompt", "--columns prompt: expected name=value"),
@@ -59,7 +68,11 @@ FLAG_ERRORS = [
         "--chat_template x has no effect with --prompt_format plain",
     ),
     ("grpo", "--clip_high -1", "--clip_high -1 must be greater than or equal to 0"),
-    ("grpo", "--loss gspo", "--reduction token: --loss gspo treats completions as a whole; use sequence"),
+    (
+        "grpo",
+        "--loss gspo",
+        "--reduction token: --loss gspo treats completions as a whole; use sequence",
+    ),
     (
         "grpo",
         "--loss gspo --reduction sequence",
@@ -67,14 +80,26 @@ FLAG_ERRORS = [
     ),
     ("grpo", "--loss cispo --clip_low 0.1", "--clip_low 0.1 has no effect with --loss cispo"),
     ("grpo", "--sapo_tau_negative 2", "--sapo_tau_negative 2.0 has no effect with --loss clip"),
-    ("grpo", "--loss sapo --sapo_tau_positive inf", "--sapo_tau_positive inf must be finite in float32"),
+    (
+        "grpo",
+        "--loss sapo --sapo_tau_positive inf",
+        "--sapo_tau_positive inf must be finite in float32",
+    ),
     ("grpo", "--dual_clip 0.5", "--dual_clip 0.5 must be above 1, or 0 to turn it off"),
     ("grpo", "--kl_clamp 1", "--kl_clamp 1.0 has no effect with --beta 0"),
     ("grpo", "--entropy_coef -1", "--entropy_coef -1 must be greater than or equal to 0"),
-    ("grpo", "--preset gspo --clip_high 0.28", "--clip_high 0.28 contradicts --preset gspo, which sets 0.0004"),
+    (
+        "grpo",
+        "--preset gspo --clip_high 0.28",
+        "--clip_high 0.28 contradicts --preset gspo, which sets 0.0004",
+    ),
     ("grpo", "--preset dapoo", "--preset dapoo must be 'grpo', 'dr_grpo', 'gspo'"),
     ("grpo", "--preset dapo", "--preset dapo is another script; run python dapo.py"),
-    ("grpo", "--preset reinforce++", "is another script; run python reinforce.py --preset reinforce++"),
+    (
+        "grpo",
+        "--preset reinforce++",
+        "is another script; run python reinforce.py --preset reinforce++",
+    ),
     ("dapo", "--top_entropy 0", "--top_entropy 0 must be greater than 0"),
     ("dapo", "--max_draws -1", "--max_draws -1 must be greater than or equal to 0"),
     ("dapo", "--overlong_buffer 2", "--overlong_buffer 2 must be less than or equal to 1"),
@@ -89,15 +114,35 @@ FLAG_ERRORS = [
         "--samples_per_prompt 1 --advantage leave_one_out",
         "set --samples_per_prompt above 1",
     ),
-    ("reinforce", "--preset reinforce --loss clip", "--loss clip contradicts --preset reinforce, which sets reinforce"),
-    ("reinforce", "--loss reinforce --clip_low 0.1", "--clip_low 0.1 has no effect with --loss reinforce"),
+    (
+        "reinforce",
+        "--preset reinforce --loss clip",
+        "--loss clip contradicts --preset reinforce, which sets reinforce",
+    ),
+    (
+        "reinforce",
+        "--loss reinforce --clip_low 0.1",
+        "--clip_low 0.1 has no effect with --loss reinforce",
+    ),
     ("reinforce", "--beta 0 --kl_in loss", "--kl_in loss has no effect with --beta 0"),
     ("reinforce", "--kl_target 0.1 --beta 0", "--kl_target 0.1 adapts --beta; set --beta above 0"),
-    ("ppo", "--prompts_per_step 6 --minibatches 4", "--prompts_per_step 6 must be a multiple of --minibatches (4)"),
+    (
+        "ppo",
+        "--prompts_per_step 6 --minibatches 4",
+        "--prompts_per_step 6 must be a multiple of --minibatches (4)",
+    ),
     ("ppo", "--gae_lambda 1.5", "--gae_lambda 1.5 must be less than or equal to 1"),
     ("ppo", "--gamma -1", "--gamma -1 must be greater than or equal to 0"),
-    ("ppo", "--value_warmup_steps 5 --max_steps 5", "--value_warmup_steps 5 must be below --max_steps"),
-    ("ppo", "--minibatches 1 --kl_stop 0.1", "--kl_stop 0.1 has no effect with one update per rollout"),
+    (
+        "ppo",
+        "--value_warmup_steps 5 --max_steps 5",
+        "--value_warmup_steps 5 must be below --max_steps",
+    ),
+    (
+        "ppo",
+        "--minibatches 1 --kl_stop 0.1",
+        "--kl_stop 0.1 has no effect with one update per rollout",
+    ),
     ("ppo", "--value_lr 0", "--value_lr 0 must be greater than 0"),
     ("ppo", "--value_clip -1", "--value_clip -1 must be greater than or equal to 0"),
     ("ppo", "--beta 0 --kl_clamp 1", "--kl_clamp 1.0 has no effect with --beta 0"),
@@ -111,23 +156,51 @@ FLAG_ERRORS = [
     ("rloo", "--clip_low 1", "--clip_low 1 must be less than 1"),
     ("dpo", "--loss kto", "--loss kto is another script; run python kto.py"),
     ("dpo", "--desirable_weight 2", "unknown flag --desirable_weight"),
-    ("dpo", "--loss simpo --reference_model x", "--reference_model x has no effect with --loss simpo"),
-    ("dpo", "--loss orpo --reference_logprobs online", "--reference_logprobs online has no effect with"),
+    (
+        "dpo",
+        "--loss simpo --reference_model x",
+        "--reference_model x has no effect with --loss simpo",
+    ),
+    (
+        "dpo",
+        "--loss orpo --reference_logprobs online",
+        "--reference_logprobs online has no effect with",
+    ),
     ("dpo", "--ld_alpha 1.5", "--ld_alpha 1.5 must be less than or equal to 1"),
     ("dpo", "--loss simpo --ld_alpha 0.5", "--ld_alpha 0.5 needs losses of summed log-ratios"),
     ("dpo", "--max_length 4098", "--max_length 4098: two sequences must fit in --pack_tokens 8192"),
-    ("dpo", "--batch_size 7", "--batch_size 7 must be a multiple of the number of training ranks (2)"),
+    (
+        "dpo",
+        "--batch_size 7",
+        "--batch_size 7 must be a multiple of the number of training ranks (2)",
+    ),
     ("kto", "--loss kto", "unknown flag --loss"),
     ("kto", "--sft_weight 1", "unknown flag --sft_weight"),
     ("kto", "--beta 0", "--beta 0 must be greater than 0"),
     ("kto", "--desirable_weight 0", "--desirable_weight 0 must be greater than 0"),
     ("kto", "--undesirable_weight inf", "--undesirable_weight inf must be finite in float32"),
     ("kto", "--max_length 9000", "--max_length 9000: a sequence must fit in --pack_tokens 8192"),
-    ("kto", "--batch_size 7", "--batch_size 7 must be a multiple of the number of training ranks (2)"),
-    ("online_dpo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
+    (
+        "kto",
+        "--batch_size 7",
+        "--batch_size 7 must be a multiple of the number of training ranks (2)",
+    ),
+    (
+        "online_dpo",
+        "--samples_per_prompt 1",
+        "--samples_per_prompt 1 must be greater than or equal to 2",
+    ),
     ("online_dpo", "--loss kto", "--loss kto is another script; run python kto.py"),
-    ("online_dpo", "--loss sigmoid aot", "--loss aot compares all pairs of a batch; use it with dpo.py"),
-    ("online_dpo", "--loss simpo --f_divergence js", "--f_divergence js has no effect with --loss simpo"),
+    (
+        "online_dpo",
+        "--loss sigmoid aot",
+        "--loss aot compares all pairs of a batch; use it with dpo.py",
+    ),
+    (
+        "online_dpo",
+        "--loss simpo --f_divergence js",
+        "--f_divergence js has no effect with --loss simpo",
+    ),
     ("distill", "--jsd_beta 0.1", "--jsd_beta 0.1 has no effect with --divergence reverse_kl"),
     ("distill", "--divergence jsd --jsd_beta 1", "--jsd_beta 1 must be less than 1"),
     (
@@ -135,13 +208,29 @@ FLAG_ERRORS = [
         "--estimator sampled --divergence jsd",
         "--divergence jsd has no effect with --estimator sampled",
     ),
-    ("distill", "--estimator sampled --on_policy_fraction 0.5", "--estimator sampled is for the student's own samples"),
+    (
+        "distill",
+        "--estimator sampled --on_policy_fraction 0.5",
+        "--estimator sampled is for the student's own samples",
+    ),
     ("distill", "--clip_high 0.3", "--clip_high 0.3 has no effect with --estimator full"),
     ("distill", "--correction none", "--correction none has no effect with --estimator full"),
     ("distill", "--top_k -1", "--top_k -1 must be greater than or equal to 0"),
-    ("distill", "--estimator sampled --top_k 5", "--top_k 5 has no effect with --estimator sampled"),
-    ("distill", "--teacher_logprobs stored --top_k 5", "--teacher_logprobs stored needs --on_policy_fraction 0 and"),
-    ("distill", "--teacher_logprobs stored --on_policy_fraction 0", "needs --on_policy_fraction 0 and --top_k above 0"),
+    (
+        "distill",
+        "--estimator sampled --top_k 5",
+        "--top_k 5 has no effect with --estimator sampled",
+    ),
+    (
+        "distill",
+        "--teacher_logprobs stored --top_k 5",
+        "--teacher_logprobs stored needs --on_policy_fraction 0 and",
+    ),
+    (
+        "distill",
+        "--teacher_logprobs stored --on_policy_fraction 0",
+        "needs --on_policy_fraction 0 and --top_k above 0",
+    ),
     (
         "distill",
         "--reward --on_policy_fraction 0 --rollout_ranks 1",
@@ -151,7 +240,8 @@ FLAG_ERRORS = [
     ("distill", "--teacher_coef 2", "--teacher_coef 2.0 has no effect with --estimator full"),
     (
         "distill",
-        "--estimator sampled --on_policy_fraction 1 --reward_coef 1 --reward --samples_per_prompt 4",
+        "--estimator sampled --on_policy_fraction 1 --reward_coef 1 --reward "
+        "--samples_per_prompt 4",
         "--reward_coef 1.0 needs --reward and --samples_per_prompt above 1",
     ),
     (
@@ -164,8 +254,16 @@ FLAG_ERRORS = [
         "--estimator sampled --on_policy_fraction 1 --teacher_coef 0",
         "--teacher_coef 0 leaves nothing to learn from; set --reward_coef above 0",
     ),
-    ("distill", "--missing_eos_penalty 1", "--missing_eos_penalty 1.0 has no effect with --reward_coef 0"),
-    ("distill", "--on_policy_fraction 1.5", "--on_policy_fraction 1.5 must be less than or equal to 1"),
+    (
+        "distill",
+        "--missing_eos_penalty 1",
+        "--missing_eos_penalty 1.0 has no effect with --reward_coef 0",
+    ),
+    (
+        "distill",
+        "--on_policy_fraction 1.5",
+        "--on_policy_fraction 1.5 must be less than or equal to 1",
+    ),
     (
         "distill",
         "--on_policy_fraction 0.001 --prompts_per_step 64",
@@ -174,9 +272,17 @@ FLAG_ERRORS = [
     ("rm", "--center_coefficient -1", "--center_coefficient -1 must be greater than or equal to 0"),
     ("rm", "--max_length 4097", "--max_length 4097: two sequences must fit in --pack_tokens 8192"),
     ("rm", "--relabel out.csv", "--relabel out.csv must end in .jsonl"),
-    ("rm", "--batch_size 7", "--batch_size 7 must be a multiple of the number of training ranks (2)"),
+    (
+        "rm",
+        "--batch_size 7",
+        "--batch_size 7 must be a multiple of the number of training ranks (2)",
+    ),
     ("bok", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
-    ("bok", "--samples_per_prompt 4 --keep 4", "--keep 4 must be at most 3, below --samples_per_prompt"),
+    (
+        "bok",
+        "--samples_per_prompt 4 --keep 4",
+        "--keep 4 must be at most 3, below --samples_per_prompt",
+    ),
     ("bok", "--keep 2 --keep_above 0.5", "--keep 2 has no effect with --keep_above"),
     ("bok", "--keep_above nan", "--keep_above nan must be finite in float32"),
     ("bok", "--offline --beta 0.1", "--beta 0.1 has no effect with --offline"),
@@ -188,14 +294,24 @@ FLAG_ERRORS = [
     ),
     ("eval", "--ks 1 5", "--ks 5"),
     ("eval", "--ks 0", "--ks 0"),
-    ("eval", "--greedy false --samples_per_prompt 0", "--samples_per_prompt 0 leaves no completion"),
-    ("eval", "--samples_per_prompt -1", "--samples_per_prompt -1 must be greater than or equal to 0"),
+    (
+        "eval",
+        "--greedy false --samples_per_prompt 0",
+        "--samples_per_prompt 0 leaves no completion",
+    ),
+    (
+        "eval",
+        "--samples_per_prompt -1",
+        "--samples_per_prompt -1 must be greater than or equal to 0",
+    ),
     ("eval", "--max_prompts 0", "--max_prompts 0 must be greater than 0"),
     ("eval", "--lr 1", "unknown flag --lr"),
 ]
 
 
-@pytest.mark.parametrize(("script", "flags", "words"), FLAG_ERRORS, ids=[f"{s} {f}" for s, f, _ in FLAG_ERRORS])
+@pytest.mark.parametrize(
+    ("script", "flags", "words"), FLAG_ERRORS, ids=[f"{s} {f}" for s, f, _ in FLAG_ERRORS]
+)
 def test_conflicting_flags_are_refused(script, flags, words, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as done:
@@ -206,10 +322,13 @@ def test_conflicting_flags_are_refused(script, flags, words, capsys, monkeypatch
 
 
 def test_distill_prompts_must_divide_over_the_ranks():
-    args = distill.Args(on_policy_fraction=0.42)
-    args.check_own_prompts(3)
-    with pytest.raises(ValueError, match="--on_policy_fraction 0.42 of --prompts_per_step 64 is 27; it must be a mult"):
-        args.check_own_prompts(2)
+    args = distill.Args(on_policy_fraction=0.42, teacher="x")
+    args.check_launch(3)
+    with pytest.raises(
+        ValueError,
+        match="--on_policy_fraction 0.42 of --prompts_per_step 64 is 27; it must be a mult",
+    ):
+        args.check_launch(2)
 
 
 def test_error_is_plain_text_in_a_terminal(capsys, monkeypatch):
@@ -252,7 +371,10 @@ USER, ANSWER = dict(role="user", content="1+1="), dict(role="assistant", content
         (dict(prompt=None, completion="2"), "column prompt is missing"),
         (dict(prompt="1+1=", completion=2), "column completion is int, expected a string"),
         (dict(messages="hi"), "column messages must be a list of messages"),
-        (dict(messages=[USER, "2"]), "column messages must list objects with string role and content"),
+        (
+            dict(messages=[USER, "2"]),
+            "column messages must list objects with string role and content",
+        ),
         (dict(messages=[USER, dict(role="assistant")]), "column messages must list objects"),
         (dict(messages=[USER, dict(role=1, content="2")]), "column messages must list objects"),
         (dict(messages=[USER, ANSWER], tools="[" * 99_999), "a value is nested too deeply"),
@@ -269,7 +391,12 @@ def test_bad_row_is_refused_by_name(bad, words, tokenizer, tmp_path):
     assert str(error.value).startswith("deep.jsonl:299: ") and words in str(error.value)
 
 
-PAIR, Q, A, B = dict(prompt="1+1=", chosen="2", rejected="3"), "1+1=", [ANSWER], [dict(ANSWER, content="3")]
+PAIR, Q, A, B = (
+    dict(prompt="1+1=", chosen="2", rejected="3"),
+    "1+1=",
+    [ANSWER],
+    [dict(ANSWER, content="3")],
+)
 
 
 @pytest.mark.parametrize(
@@ -277,18 +404,30 @@ PAIR, Q, A, B = dict(prompt="1+1=", chosen="2", rejected="3"), "1+1=", [ANSWER],
     [
         (dict(prompt=Q, chosen="2"), "column rejected is missing"),
         (dict(prompt=Q, rejected="2"), "column chosen is missing"),
-        (dict(prompt=Q, chosen="2", rejected=A), "column rejected lists messages, column prompt is text"),
+        (
+            dict(prompt=Q, chosen="2", rejected=A),
+            "column rejected lists messages, column prompt is text",
+        ),
         (dict(prompt=Q, chosen="2", rejected=3), "column rejected is int, expected a string"),
         (dict(prompt=Q, chosen="", rejected="3"), "column chosen is empty"),
         (dict(prompt=Q, chosen="2", rejected=" \n"), "column rejected is empty"),
         (dict(prompt="", chosen="2", rejected="3"), "column prompt is empty"),
-        (dict(chosen="1+1=2", rejected="2+1=3"), "chosen and rejected do not begin with the same prompt"),
+        (
+            dict(chosen="1+1=2", rejected="2+1=3"),
+            "chosen and rejected do not begin with the same prompt",
+        ),
         (dict(chosen="2", rejected="3"), "chosen and rejected do not begin with the same prompt"),
         (dict(chosen=A, rejected=B), "chosen and rejected do not begin with the same prompt"),
-        (dict(chosen=[USER, *A], rejected=[dict(USER, content="3"), *B]), "do not begin with the same prompt"),
+        (
+            dict(chosen=[USER, *A], rejected=[dict(USER, content="3"), *B]),
+            "do not begin with the same prompt",
+        ),
         (dict(chosen=[USER, *A], rejected="1+1=3"), "one of chosen and rejected lists messages"),
         (dict(chosen=[USER, *A], rejected=[USER]), "column rejected is empty"),
-        (dict(chosen=[USER, *A], rejected=[USER, dict(ANSWER, content="")]), "column rejected is empty"),
+        (
+            dict(chosen=[USER, *A], rejected=[USER, dict(ANSWER, content="")]),
+            "column rejected is empty",
+        ),
         (dict(chosen=[USER, "2"], rejected=[USER, *B]), "column chosen must list objects"),
     ],
 )
@@ -297,7 +436,11 @@ def test_bad_pair_is_refused_by_name(bad, words, script, tokenizer):
     args = script.Args(max_length=2048)
     rows = [row | dict(_source=f"pairs.jsonl:{i}") for i, row in enumerate([PAIR, bad], 1)]
     columns = ("prompt", "chosen", "rejected") if "prompt" in bad else ("chosen", "rejected")
-    rows[0] = rows[0] if "prompt" in bad else dict(chosen="1+1= 2", rejected="1+1= 3", _source="pairs.jsonl:1")
+    rows[0] = (
+        rows[0]
+        if "prompt" in bad
+        else dict(chosen="1+1= 2", rejected="1+1= 3", _source="pairs.jsonl:1")
+    )
     with pytest.raises(ValueError) as error:
         script.encode_rows(rows, columns, Encoder(tokenizer, args), args)
     assert str(error.value).startswith("pairs.jsonl:2: ") and words in str(error.value)
@@ -315,14 +458,19 @@ def test_identical_pairs_are_counted_and_dropped(script, tokenizer):
     found, counts = encode()
     assert len(found) == 2 and counts == {"with chosen = rejected (--identical_pairs)": 1}
     assert len(encode(identical_pairs="keep")[0]) == 3
-    with pytest.raises(ValueError, match=r"x:2: chosen and rejected are the same \(--identical_pairs\)"):
+    with pytest.raises(
+        ValueError, match=r"x:2: chosen and rejected are the same \(--identical_pairs\)"
+    ):
         encode(identical_pairs="error")
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([("2", True), ("3", True)], "kto.py needs rows with label true and rows with label false; all are True"),
+        (
+            [("2", True), ("3", True)],
+            "kto.py needs rows with label true and rows with label false; all are True",
+        ),
         ([("2", True), ("3", "no")], "x:1: column label is 'no', expected true or false"),
         ([("2", True), ("3", None)], "x:1: column label is None, expected true or false"),
         ([("2", True), ("", False)], "x:1: column completion is empty"),
@@ -336,7 +484,9 @@ def test_bad_kto_rows_are_refused(rows, words, tokenizer):
         for i, (completion, label) in enumerate(rows)
     ]
     with pytest.raises(ValueError, match=words):
-        found, _ = kto.encode_rows(rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args)
+        found, _ = kto.encode_rows(
+            rows, ("prompt", "completion", "label"), Encoder(tokenizer, args), args
+        )
         kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
         kto.describe_labels(found, args)
     del rows[-1]["label"]
@@ -347,16 +497,24 @@ def test_bad_kto_rows_are_refused(rows, words, tokenizer):
 def test_kto_refuses_rows_with_a_single_prompt(tokenizer):
     args = kto.Args(max_length=2048)
     with pytest.raises(ValueError, match="kto.py needs rows with different prompts"):
-        found, _ = kto.encode_rows([dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args)
+        found, _ = kto.encode_rows(
+            [dict(PAIR, _source="x:1")], tuple(PAIR), Encoder(tokenizer, args), args
+        )
         kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
 
 
 @pytest.mark.parametrize("margin", ["x", "nan", None, float("nan"), True])
 @pytest.mark.parametrize("first", [0, 1])
 def test_bad_margins_are_refused(margin, first, tokenizer):
-    rows = [dict(PAIR, margin=1), dict(PAIR, margin=margin)] if first else [dict(PAIR), dict(PAIR, margin=1)]
+    rows = (
+        [dict(PAIR, margin=1), dict(PAIR, margin=margin)]
+        if first
+        else [dict(PAIR), dict(PAIR, margin=1)]
+    )
     rows = [row | dict(_source=f"x:{i}") for i, row in enumerate(rows)]
-    with pytest.raises(ValueError, match=f"x:{first}: column margin is .*, expected a finite number"):
+    with pytest.raises(
+        ValueError, match=f"x:{first}: column margin is .*, expected a finite number"
+    ):
         columns = columns_of(rows, tuple(PAIR), ("margin",))
         rm.encode_rows(rows, columns, Encoder(tokenizer, args := rm.Args(max_length=2048)), args)
 
@@ -367,7 +525,9 @@ def test_unwritable_relabel_path_is_refused(relabel, tokenizer, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
-    args = rm.Args(max_length=2048, relabel=relabel, dataset="pairs.jsonl", output_dir=str(tmp_path))
+    args = rm.Args(
+        max_length=2048, relabel=relabel, dataset="pairs.jsonl", output_dir=str(tmp_path)
+    )
     with pytest.raises(ValueError, match=f"--relabel {relabel}"):
         rm.score_dataset(args, "/absent", Encoder(tokenizer, args), device, 0, 1)
 
@@ -375,7 +535,9 @@ def test_unwritable_relabel_path_is_refused(relabel, tokenizer, tmp_path, monkey
 def test_overlong_rows_are_refused(tokenizer):
     args = sft.Args(max_length=5, overlong="error")
     with pytest.raises(ValueError, match="a:1: 6 tokens exceed --max_length 5"):
-        sft.encode_rows([GOOD | dict(_source="a:1")], ("prompt", "completion"), Encoder(tokenizer, args), args)
+        sft.encode_rows(
+            [GOOD | dict(_source="a:1")], ("prompt", "completion"), Encoder(tokenizer, args), args
+        )
 
 
 # ---- rewards ----
@@ -397,10 +559,16 @@ def infinite(completion, row): return float("inf")
 
 
 def test_missing_reward_column_is_refused():
-    with pytest.raises(ValueError, match="--reward exact_match reads column answer; the dataset has prompt$"):
+    with pytest.raises(
+        ValueError, match="--reward exact_match reads column answer; the dataset has prompt$"
+    ):
         Rewards(Args(), [dict(prompt="a", _source="a:1")], None, None)
-    with pytest.raises(ValueError, match="a:2: column answer is missing, --reward exact_match reads it"):
-        Rewards(Args(), [dict(answer="1", _source="a:1"), dict(answer=None, _source="a:2")], None, None)
+    with pytest.raises(
+        ValueError, match="a:2: column answer is missing, --reward exact_match reads it"
+    ):
+        Rewards(
+            Args(), [dict(answer="1", _source="a:1"), dict(answer=None, _source="a:2")], None, None
+        )
 
 
 @pytest.mark.parametrize(
@@ -409,7 +577,8 @@ def test_missing_reward_column_is_refused():
         (
             "half",
             0.4,
-            "2 of 4 rewards could not be computed (--max_reward_errors 0.4); the first: half on a:1: KeyError",
+            "2 of 4 rewards could not be computed (--max_reward_errors 0.4); the first: "
+            "half on a:1: KeyError",
         ),
         ("leaves", 0.9, "4 of 4 rewards could not be computed"),
         ("wrong", 0.9, "the first: wrong on a:0: TypeError"),
@@ -425,11 +594,18 @@ def test_reward_errors_above_the_limit_raise(function, limit, words, tmp_path):
     rows = [dict(number=i, _source=f"a:{i}") for i in range(4)]
     groups = [[Completion(ids=[0], loss_mask=[True], row=row)] for row in rows]
     timeout = 0.3 if function == "forever" else PATIENCE
-    args = Args(reward=(f"{tmp_path}/rewards.py:{function}",), max_reward_errors=limit, reward_timeout=timeout)
+    args = Args(
+        reward=(f"{tmp_path}/rewards.py:{function}",),
+        max_reward_errors=limit,
+        reward_timeout=timeout,
+    )
     rewards, meter = Rewards(args, rows, None, None), Meter()
     if words is None:
         total_PG, _, _ = rewards(groups, meter)
-        assert total_PG.isnan().flatten().tolist() == [False, True, False, True] and total_PG.nansum() == 2
+        assert (
+            total_PG.isnan().flatten().tolist() == [False, True, False, True]
+            and total_PG.nansum() == 2
+        )
         return
     with pytest.raises(RunError) as error:
         rewards(groups, meter)
@@ -472,7 +648,14 @@ def test_bad_input_gives_exit_code_2(tmp_path):
 def test_two_ranks_refuse_truncated_weights(tmp_path):
     shutil.copytree(tiny_model(), tmp_path / "model")
     os.truncate(tmp_path / "model" / "model.safetensors", 100_000)
-    flags = ("--model", tmp_path / "model", "--dataset", few_rows(tmp_path), "--output_dir", tmp_path / "run")
+    flags = (
+        "--model",
+        tmp_path / "model",
+        "--dataset",
+        few_rows(tmp_path),
+        "--output_dir",
+        tmp_path / "run",
+    )
     error = one_error(2, "sft.py", *FLAGS, *flags)
     assert error.startswith(f"--model {tmp_path / 'model'}: cannot read the checkpoint")
 
@@ -480,7 +663,10 @@ def test_two_ranks_refuse_truncated_weights(tmp_path):
 def few_rows(folder) -> Path:
     """Write twelve questions in a form that every script of supervised learning accepts."""
     path = folder / "rows.jsonl"
-    rows = [dict(prompt=f"{n}+1=", completion=f"{n + 1}", chosen=f"{n + 1}", rejected="0") for n in range(10, 22)]
+    rows = [
+        dict(prompt=f"{n}+1=", completion=f"{n + 1}", chosen=f"{n + 1}", rejected="0")
+        for n in range(10, 22)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -495,29 +681,68 @@ def test_diverging_run_stops_before_the_optimizer_step(main, tmp_path):
 @pytest.mark.slow
 def test_failing_rewards_stop_two_ranks(tmp_path):
     (tmp_path / "rewards.py").write_text("def fails(completion, row): raise KeyError('score')")
-    flags = ["--reward", f"{tmp_path}/rewards.py:fails", "--prompts_per_step", 2, "--samples_per_prompt", 2,
-             "--max_new_tokens", 4, "--eval_every", 0, "--engine", "transformers",
-             "--dataset", few_rows(tmp_path), "--output_dir", tmp_path / "run"]  # fmt: skip
+    flags = [
+        "--reward", f"{tmp_path}/rewards.py:fails", "--prompts_per_step", 2,
+        "--samples_per_prompt", 2, "--max_new_tokens", 4, "--eval_every", 0,
+        "--engine", "transformers", "--dataset", few_rows(tmp_path),
+        "--output_dir", tmp_path / "run",
+    ]  # fmt: skip
     error = one_error(2, "grpo.py", *flags)
-    assert "4 of 4 rewards could not be computed (--max_reward_errors 0.1); the first: fails on rows.jsonl" in error
+    assert (
+        "4 of 4 rewards could not be computed (--max_reward_errors 0.1); the first: "
+        "fails on rows.jsonl" in error
+    )
 
 
 DATA_ERRORS = [
-    ("sft", "--overlong error --max_length 5", "rows.jsonl:1: 8 tokens exceed --max_length 5; set --overlong drop or"),
-    ("sft", "--max_length 3", "rows.jsonl: no rows are left: 12 dropped as too long; see --max_length"),
-    ("dpo", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),
-    ("kto", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),
+    (
+        "sft",
+        "--overlong error --max_length 5",
+        "rows.jsonl:1: 8 tokens exceed --max_length 5; set --overlong drop or",
+    ),
+    (
+        "sft",
+        "--max_length 3",
+        "rows.jsonl: no rows are left: 12 dropped as too long; see --max_length",
+    ),
+    (
+        "dpo",
+        "--max_length 4",
+        "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)",
+    ),
+    (
+        "kto",
+        "--max_length 4",
+        "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)",
+    ),
     ("rm", "--max_length 4", "rows.jsonl: no rows are left: 12 dropped as too long (--max_length)"),
     ("dpo", "--reference_model /absent", "--reference_model /absent: no such folder"),
     ("kto", "--reference_model /absent", "--reference_model /absent: no such folder"),
-    ("rm", "--eval_only --dataset_split other", "rows.jsonl has no split 'other': see --dataset_split"),
+    (
+        "rm",
+        "--eval_only --dataset_split other",
+        "rows.jsonl has no split 'other': see --dataset_split",
+    ),
     ("rm", "--eval_only", "without a reward head"),
 ]
 
 
-@pytest.mark.parametrize(("script", "flags", "words"), DATA_ERRORS, ids=[f"{s} {f}" for s, f, _ in DATA_ERRORS])
-def test_started_script_refuses_bad_input_without_a_checkpoint(script, flags, words, main, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "flags", "words"), DATA_ERRORS, ids=[f"{s} {f}" for s, f, _ in DATA_ERRORS]
+)
+def test_started_script_refuses_bad_input_without_a_checkpoint(
+    script, flags, words, main, tmp_path
+):
     with pytest.raises(ValueError) as error:
-        main(script, *flags.split(), "--dataset", few_rows(tmp_path), "--output_dir", tmp_path, "--eval_every", 0)
+        main(
+            script,
+            *flags.split(),
+            "--dataset",
+            few_rows(tmp_path),
+            "--output_dir",
+            tmp_path,
+            "--eval_every",
+            0,
+        )
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.glob("checkpoints/*"))

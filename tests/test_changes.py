@@ -1,4 +1,5 @@
-"""The patches of docs/changes apply to the scripts, are short, and change the metrics of a short run as described."""
+"""The patches of docs/changes apply to the scripts, are short, and change the metrics of a short
+run as described."""
 
 import math
 import subprocess
@@ -7,7 +8,7 @@ from itertools import chain
 import pytest
 from helpers import ROOT, metrics, run
 
-from common.train.trace import read
+from common.train.trace_file import read
 
 PATCHES = sorted(ROOT.glob("docs/changes/*.patch"))
 SHORT = (
@@ -36,9 +37,15 @@ def test_every_patch_is_listed_and_has_at_most_15_changed_lines():
     page = (ROOT / "docs/changes/README.md").read_text()
     assert len(PATCHES) == 8
     for patch in PATCHES:
-        changed = [line for line in patch.read_text().splitlines()[2:] if line[0] in "+-" and line[1:].strip()]
+        changed = [
+            line
+            for line in patch.read_text().splitlines()[2:]
+            if line[0] in "+-" and line[1:].strip()
+        ]
         assert len(changed) <= 15 and f"({patch.name})" in page
-        done = subprocess.run(["patch", "--dry-run", ROOT / "grpo.py", patch], capture_output=True, text=True)
+        done = subprocess.run(
+            ["patch", "--dry-run", ROOT / "grpo.py", patch], capture_output=True, text=True
+        )
         assert done.returncode == 0 and "offset" not in done.stdout and "fuzz" not in done.stdout
 
 
@@ -56,13 +63,17 @@ def test_patched_script_runs(patch, small, main, monkeypatch, tmp_path):
         monkeypatch.syspath_prepend(tmp_path)
         main(name, *flags)
     lines = [line for line in metrics(folder) if line["step"] > 0]
-    assert [line["step"] for line in lines] == [1, 2, 3] and all(math.isfinite(line["loss"]) for line in lines)
+    assert [line["step"] for line in lines] == [1, 2, 3] and all(
+        math.isfinite(line["loss"]) for line in lines
+    )
     if patch.stem == "model-as-reward":
         assert all(line["reward"] < -1 for line in lines)
     if patch.stem == "token-advantage":
         _, *traced = read(folder / "trace" / "step_000001.jsonl.gz")
         for completion in chain.from_iterable(group["completions"] for group in traced):
             decay = [0.9**count for count in reversed(range(len(completion["mask"])))]
-            assert completion["fixed"]["advantages"] == pytest.approx([completion["advantage"] * x for x in decay])
+            assert completion["fixed"]["advantages"] == pytest.approx(
+                [completion["advantage"] * x for x in decay]
+            )
     if patch.stem == "metric-per-group":
         assert all("groups/reward_range" in line for line in lines)

@@ -1,5 +1,5 @@
-"""Every architecture of docs/models.md has the properties of its row: measurements of bench/models.py, within
-limits."""
+"""Every architecture of docs/models.md has the properties of its row: measurements of
+bench/models.py, within limits."""
 
 import json
 
@@ -19,19 +19,27 @@ QUICK = ("qwen3", "gemma2", "mixtral")  # the slow tests cover the others
 
 
 @pytest.mark.parametrize(
-    "model_type", [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in ARCHITECTURES]
+    "model_type",
+    [t if t in QUICK else pytest.param(t, marks=pytest.mark.slow) for t in ARCHITECTURES],
 )
 def test_architecture_matches_its_row(model_type, tmp_path, device):
-    """Packed log-probs and gradient equal those of transformers on padded rows, and the export equals the checkpoint;
-    or an error says why not, and the page quotes it."""
+    """Packed log-probs and gradient equal those of transformers on padded rows, and the export
+    equals the checkpoint; or an error says why not, and the page quotes it."""
     found = measure(model_type, tmp_path, device)
-    (line,) = [line for line in TABLE.read_text().splitlines() if line.startswith(f"| `{model_type}` |")]
+    (line,) = [
+        line for line in TABLE.read_text().splitlines() if line.startswith(f"| `{model_type}` |")
+    ]
     if "refused" in found:
         assert line == row(model_type, found)
     else:
         assert found["forward"] < 1e-5 and found["gradient"] < 1e-5 and found["export"] == 0
         packed, gradient, vllm, export = line.split(" | ")[2:]
-        assert float(packed) < 1e-5 and float(gradient) < 1e-5 and float(vllm) < 1e-4 and export == "equal |"
+        assert (
+            float(packed) < 1e-5
+            and float(gradient) < 1e-5
+            and float(vllm) < 1e-4
+            and export == "equal |"
+        )
 
 
 def test_page_equals_the_output_of_the_bench():
@@ -45,7 +53,9 @@ def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
     """The chunked log-probs omit one of the model's operations on logits."""
 
     def without(logits, *rest):
-        return token_logprobs(logits._replace(**{left_out: Logits._field_defaults[left_out]}), *rest)
+        return token_logprobs(
+            logits._replace(**{left_out: Logits._field_defaults[left_out]}), *rest
+        )
 
     monkeypatch.setattr(common.model.policy, "token_logprobs", without)
     model_type = dict(scale="cohere", softcap="gemma2", bias_V="phi")[left_out]
@@ -66,9 +76,14 @@ def test_irreplaceable_attention_is_refused(tmp_path, device):
 
 def test_attention_to_later_tokens_is_refused(tmp_path, device):
     path = checkpoint("gemma3_text", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | dict(use_bidirectional_attention=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | dict(
+        use_bidirectional_attention=True
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="gemma3_text has no packed forward: Gemma3Attention attends to later tokens"):
+    with pytest.raises(
+        ValueError,
+        match="gemma3_text has no packed forward: Gemma3Attention attends to later tokens",
+    ):
         load_policy(path, ARGS, device)
 
 
@@ -77,7 +92,9 @@ def test_rotary_embeddings_that_mix_sequences_are_refused(kind, tmp_path, device
     """Gemma 3 has separate rotary embeddings for each type of layer."""
     path = checkpoint("gemma3_text", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    lengths = dict(original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[2.0] * 16)
+    lengths = dict(
+        original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[2.0] * 16
+    )
     config["rope_parameters"]["full_attention"] |= dict(rope_type=kind, factor=2.0) | lengths
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=f"{kind} rotary embeddings mix packed sequences"):
@@ -103,7 +120,8 @@ def test_sharded_gradient_equals_that_of_transformers(tmp_path):
         "device, rank, world_size = distributed.setup(0)\n"
         "policy = load_policy(sys.argv[1], ARGS, device)\n"
         "forward, gradient = against_transformers(sys.argv[1], policy, device)\n"
-        "assert world_size == 2 and forward < 1e-5 and gradient < 1e-5, (world_size, forward, gradient)\n"
+        "assert world_size == 2 and forward < 1e-5 and gradient < 1e-5, (world_size, forward, "
+        "gradient)\n"
         "distributed.cleanup()\n"
     )
     run(2, tmp_path / "rank.py", tmp_path / "model")

@@ -1,4 +1,5 @@
-"""dapo.py: the objective by naive formulas, dynamic sampling, a gradient independent of ranks, exact resume."""
+"""dapo.py: the objective by naive formulas, dynamic sampling, a gradient independent of ranks,
+exact resume."""
 
 import math
 import statistics
@@ -25,7 +26,12 @@ def double(x):
 # ---- rewards and advantages ----
 
 
-@given(st.integers(0, 40), st.integers(2, 30), st.sampled_from([0.2, 0.5, 1.0]), st.sampled_from([1.0, 2.0]))
+@given(
+    st.integers(0, 40),
+    st.integers(2, 30),
+    st.sampled_from([0.2, 0.5, 1.0]),
+    st.sampled_from([1.0, 2.0]),
+)
 def test_length_penalty_is_a_ramp_over_the_buffer(length, longest, buffer, penalty):
     args = dapo.Args(max_new_tokens=longest, overlong_buffer=buffer, overlong_penalty=penalty)
     start = longest - buffer * longest
@@ -45,7 +51,9 @@ def test_length_penalty_is_a_ramp_over_the_buffer(length, longest, buffer, penal
 )
 def test_penalties_equal_a_calculation_by_hand(buffer, penalty, expected):
     flags = dict(overlong_buffer=buffer) | (dict(overlong_penalty=penalty) if buffer else {})
-    got = dapo.overlong_penalties(torch.tensor([[10, 12], [8, 9], [1, 7]]), dapo.Args(max_new_tokens=10, **flags))
+    got = dapo.overlong_penalties(
+        torch.tensor([[10, 12], [8, 9], [1, 7]]), dapo.Args(max_new_tokens=10, **flags)
+    )
     torch.testing.assert_close(got, double(expected))
 
 
@@ -60,7 +68,9 @@ def test_advantages_equal_naive_ones(rewards):
             assert got == [0.0] * 4
             continue
         mean, std = statistics.fmean(present), statistics.stdev(present)
-        assert got == pytest.approx([0.0 if math.isnan(r) else (r - mean) / (std + 1e-6) for r in group], abs=1e-9)
+        assert got == pytest.approx(
+            [0.0 if math.isnan(r) else (r - mean) / (std + 1e-6) for r in group], abs=1e-9
+        )
 
 
 # ---- the loss ----
@@ -73,7 +83,8 @@ TOKENS = torch.tensor(17)  # number of trained tokens of the global minibatch
 
 
 def streams() -> list[torch.Tensor]:
-    """Return log-probs of the policy, with gradient, the old policy and the engine, and entropies."""
+    """Return log-probs of the policy, with gradient, the old policy and the engine, and
+    entropies."""
     generator = torch.Generator().manual_seed(4)
     new, *drifts, entropy = torch.randn(4, len(MASK), generator=generator, dtype=torch.float64)
     new = -2 + 0.5 * new
@@ -87,16 +98,24 @@ def test_loss_and_gradient_equal_naive_code(threshold):
     args = dapo.Args(top_entropy=0.5 if threshold > 0 else 1.0)
     expected, slopes, clipped, kept = 0.0, [0.0] * len(MASK), [], 0
     for t in MASK.nonzero()[:, 0].tolist():
-        a, ratio, weight = ADVANTAGES[t].item(), (new[t] - old[t]).exp().item(), min(math.exp(old[t] - engine[t]), 2.0)
+        a, ratio, weight = (
+            ADVANTAGES[t].item(),
+            (new[t] - old[t]).exp().item(),
+            min(math.exp(old[t] - engine[t]), 2.0),
+        )
         clipped.append((a > 0 and ratio > 1.28) or (a < 0 and ratio < 0.8))
         if entropy[t] >= threshold:
             kept += 1
             expected -= weight * min(ratio * a, min(max(ratio, 0.8), 1.28) * a) / 17
             slopes[t] = 0.0 if clipped[-1] else -weight * ratio * a / 17
-    share_T, logged = dapo.loss(new, old, engine, entropy, ADVANTAGES, MASK, IDS, TOKENS, threshold, args)
+    share_T, logged = dapo.loss(
+        new, old, engine, entropy, ADVANTAGES, MASK, IDS, TOKENS, threshold, args
+    )
     assert share_T.sum().item() == pytest.approx(expected, rel=1e-6)
     assert torch.autograd.grad(share_T.sum(), new)[0].tolist() == pytest.approx(slopes, rel=1e-6)
-    assert logged["clip_ratio/region_mean"][MASK].tolist() == clipped and 0 < sum(clipped) < len(clipped)
+    assert logged["clip_ratio/region_mean"][MASK].tolist() == clipped and 0 < sum(clipped) < len(
+        clipped
+    )
     assert 0 < kept < len(clipped) or threshold == -math.inf
 
 
@@ -105,7 +124,12 @@ def threshold(entropies: torch.Tensor, fraction: float) -> float:
     mask, high = torch.tensor([False]).expand(3), torch.full((3,), 1e9)
     half = len(entropies) // 2
     minibatches = [
-        [SimpleNamespace(old_entropy_T=torch.cat([x, high.to(x)]), loss_mask_T=torch.cat([x.isfinite(), mask]))]
+        [
+            SimpleNamespace(
+                old_entropy_T=torch.cat([x, high.to(x)]),
+                loss_mask_T=torch.cat([x.isfinite(), mask]),
+            )
+        ]
         for x in (entropies[:half], entropies[half:])
     ]
     return dapo.entropy_threshold(minibatches, fraction)
@@ -121,7 +145,8 @@ def test_entropy_threshold_keeps_its_fraction_rounded_up(tokens):
 
 
 @pytest.mark.parametrize(
-    ("fraction", "kept"), [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)]
+    ("fraction", "kept"),
+    [(0.2, 2), (0.25, 3), (0.5, 5), (0.7, 7), (0.95, 10), (1e-9, 1), (1.0, 10)],
 )
 def test_entropy_threshold_of_ten_tokens_is_exact(fraction, kept):
     entropies = torch.tensor([0.3, 0.1, 0.2, 0.6, 1.0, 0.5, 0.4, 0.9, 0.7, 0.8])
@@ -143,11 +168,18 @@ def test_draw_is_the_smallest_that_fills_the_step_within_max_draws():
         return dapo.next_draw(kept, drawn, args)
 
     assert draw(0, 0) == draw(0, 64) == draw(20, 64) == 64
-    assert draw(32, 64 + 64) == 64 and draw(32, 150) == 42 and draw(32, 192) == 0, "--max_draws leaves no more"
+    assert draw(32, 64 + 64) == 64 and draw(32, 150) == 42 and draw(32, 192) == 0, (
+        "--max_draws leaves no more"
+    )
     for kept in (40, 48, 56, 60, 63):
         size, chance = draw(kept, 64), kept / 64
-        fills = [sum(math.comb(n, k) * chance**k * (1 - chance) ** (n - k) for k in range(64 - kept, n + 1))
-                 for n in (size, size - 3)]  # fmt: skip
+        fills = [
+            sum(
+                math.comb(n, k) * chance**k * (1 - chance) ** (n - k)
+                for k in range(64 - kept, n + 1)
+            )
+            for n in (size, size - 3)
+        ]
         assert fills[0] > 0.95 or size == 64
         assert size == 64 or fills[1] < 0.98, "three fewer would not do"
     whole = dapo.Args(prompts_per_step=64, max_draws=0)
@@ -160,17 +192,19 @@ def test_draw_is_the_smallest_that_fills_the_step_within_max_draws():
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory):
     path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text(REWARD + "\n\ndef longer(completion, row):\n    return float(len(completion) > 4)\n")
+    path.write_text(
+        REWARD + "\n\ndef longer(completion, row):\n    return float(len(completion) > 4)\n"
+    )
     return path
 
 
 @pytest.fixture(scope="module")
 def flags(reward, small, tmp_path_factory):
     return (
-        "--model", talkative(tmp_path_factory.mktemp("model") / "talkative", small[1]),
-        *small[2:], "--reward", f"{reward}:longer",
-        "--max_steps", 4, "--prompts_per_step", 12, "--samples_per_prompt", 3, "--minibatches", 3,
-        "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1, "--engine", "transformers",
+        "--model", talkative(tmp_path_factory.mktemp("model") / "talkative", small[1]), *small[2:],
+        "--reward", f"{reward}:longer", "--max_steps", 4, "--prompts_per_step", 12,
+        "--samples_per_prompt", 3, "--minibatches", 3, "--max_new_tokens", 12, "--lr", 1e-4,
+        "--eval_every", 0, "--log_every", 1, "--engine", "transformers",
         "--max_logprob_difference", 1e-4,
     )  # fmt: skip
 
@@ -179,8 +213,9 @@ def flags(reward, small, tmp_path_factory):
 def everything(flags):
     """Dynamic sampling, every penalty, and both masks."""
     return (
-        *flags, "--max_draws", 3, "--overlong_buffer", 0.5, "--overlong_penalty", 0.7, "--missing_eos_penalty", 0.1,
-        "--mask_truncated", "--top_entropy", 0.5, "--correction", "sequence",
+        *flags, "--max_draws", 3, "--overlong_buffer", 0.5, "--overlong_penalty", 0.7,
+        "--missing_eos_penalty", 0.1, "--mask_truncated", "--top_entropy", 0.5,
+        "--correction", "sequence",
     )  # fmt: skip
 
 
@@ -196,17 +231,22 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, everythi
     flags = (*everything, "--pack_tokens", 60, "--output_dir", tmp_path)
     run(1, "dapo.py", *flags, "--max_steps", 2)
     assert "resuming from" in run(1, "dapo.py", *flags).stdout
-    assert [s["completion"] for s in samples(two_ranks)] == [s["completion"] for s in samples(tmp_path)]
+    assert [s["completion"] for s in samples(two_ranks)] == [
+        s["completion"] for s in samples(tmp_path)
+    ]
     assert_close_metrics(two_ranks, tmp_path, ("loss",), rel=1e-4, floor=0.1)
     names = (*SAME, "dynamic_sampling/unequal_fraction", "dynamic_sampling/draws")
     assert_close_metrics(two_ranks, tmp_path, names, rel=1e-4)
     assert all(0 < line["dynamic_sampling/unequal_fraction"] < 1 for line in metrics(two_ranks))
-    assert all(0 < line["completions/clipped_ratio"] < 1 for line in metrics(two_ranks)), "the mask is no whole batch"
+    assert all(0 < line["completions/clipped_ratio"] < 1 for line in metrics(two_ranks)), (
+        "the mask is no whole batch"
+    )
 
 
 @pytest.mark.slow
 def test_shared_prefixes_change_no_gradient(flags, main, tmp_path):
-    """Without --top_entropy: rounding decides which of two nearly equal entropies is the larger one."""
+    """Without --top_entropy: rounding decides which of two nearly equal entropies is the larger
+    one."""
     steps = (*flags, "--max_draws", 3, "--max_steps", 2)
     run(2, "dapo.py", *steps, "--share_prefix", 1, "--output_dir", tmp_path / "shared")
     main("dapo", *steps, "--share_prefix", 0, "--output_dir", tmp_path / "whole")
@@ -217,27 +257,53 @@ def test_shared_prefixes_change_no_gradient(flags, main, tmp_path):
 @pytest.mark.slow
 def test_samples_include_all_draws_and_only_kept_groups_have_advantages(two_ranks):
     drawn = []
-    for line, (_, of_step) in zip(metrics(two_ranks), groupby(samples(two_ranks), lambda s: s["step"]), strict=True):
+    for line, (_, of_step) in zip(
+        metrics(two_ranks), groupby(samples(two_ranks), lambda s: s["step"]), strict=True
+    ):
         groups = list(zip(*[iter(of_step)] * 3, strict=True))
         assert len(groups) == 12 * line["dynamic_sampling/draws"]
         assert all(len({sample["prompt"] for sample in group}) == 1 for group in groups)
         drawn.append(len(groups))
-        unequal = [i for i, group in enumerate(groups) if len({sample["reward"] for sample in group}) > 1]
-        assert line["dynamic_sampling/unequal_fraction"] == pytest.approx(len(unequal) / len(groups))
+        unequal = [
+            i for i, group in enumerate(groups) if len({sample["reward"] for sample in group}) > 1
+        ]
+        assert line["dynamic_sampling/unequal_fraction"] == pytest.approx(
+            len(unequal) / len(groups)
+        )
         assert len(unequal) >= 12 or line["dynamic_sampling/draws"] == 3
-        trained = [i for i, group in enumerate(groups) if any(sample["advantage"] for sample in group)]
+        trained = [
+            i for i, group in enumerate(groups) if any(sample["advantage"] for sample in group)
+        ]
         assert trained == unequal[:12], "the first twelve of them"
-    assert any(12 < count < 24 for count in drawn) and any(count % 2 for count in drawn), "not in whole steps"
+    assert any(12 < count < 24 for count in drawn) and any(count % 2 for count in drawn), (
+        "not in whole steps"
+    )
 
 
 @pytest.mark.slow
 def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
     flags = (*flags, "--reward", f"{reward}:digits", "--prompts_per_step", 6, "--max_steps", 3)
     run(1, "grpo.py", *flags, "--output_dir", tmp_path / "grpo")
-    run(1, "dapo.py", *flags, "--max_draws", 0, "--overlong_buffer", 0, "--output_dir", tmp_path / "dapo")
+    run(
+        1,
+        "dapo.py",
+        *flags,
+        "--max_draws",
+        0,
+        "--overlong_buffer",
+        0,
+        "--output_dir",
+        tmp_path / "dapo",
+    )
     assert samples(tmp_path / "grpo") == samples(tmp_path / "dapo")
-    names = {name for line in metrics(tmp_path / "grpo") for name in line} - {"tokens_per_second", "step", "beta"}
-    names = tuple(sorted(name for name in names if not name.startswith(("time/", "speed/", "memory/"))))
+    names = {name for line in metrics(tmp_path / "grpo") for name in line} - {
+        "tokens_per_second",
+        "step",
+        "beta",
+    }
+    names = tuple(
+        sorted(name for name in names if not name.startswith(("time/", "speed/", "memory/")))
+    )
     assert {"loss", "grad_norm", "entropy", "clip_ratio/region_mean"} <= set(names)
     assert_close_metrics(tmp_path / "grpo", tmp_path / "dapo", names, rel=1e-6)
 
@@ -246,7 +312,16 @@ def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
 def test_equal_rewards_in_all_draws_are_an_error(flags, tmp_path):
     reward = tmp_path / "same.py"
     reward.write_text("def same(completion, row):\n    return 1.0\n")
-    extra = ("--reward", f"{reward}:same", "--max_draws", 2, "--max_new_tokens", 2, "--prompts_per_step", 6)
+    extra = (
+        "--reward",
+        f"{reward}:same",
+        "--max_draws",
+        2,
+        "--max_new_tokens",
+        2,
+        "--prompts_per_step",
+        6,
+    )
     done = run(2, "dapo.py", *flags, *extra, "--output_dir", tmp_path / "run", code=1)
     assert done.stderr.count("error: step 1: no group has unequal rewards after --max_draws 2") == 1
 
@@ -254,8 +329,28 @@ def test_equal_rewards_in_all_draws_are_an_error(flags, tmp_path):
 @pytest.mark.slow
 def test_policy_learns_to_write_digits(flags, reward, tmp_path):
     """Training starts from the untrained model."""
-    extra = ("--reward", f"{reward}:digits", "--max_steps", 16, "--prompts_per_step", 16, "--samples_per_prompt", 8)
-    extra += ("--minibatches", 1, "--lr", 5e-3, "--max_new_tokens", 4, "--overlong_buffer", 0, "--output_dir", tmp_path)
+    extra = (
+        "--reward",
+        f"{reward}:digits",
+        "--max_steps",
+        16,
+        "--prompts_per_step",
+        16,
+        "--samples_per_prompt",
+        8,
+    )
+    extra += (
+        "--minibatches",
+        1,
+        "--lr",
+        5e-3,
+        "--max_new_tokens",
+        4,
+        "--overlong_buffer",
+        0,
+        "--output_dir",
+        tmp_path,
+    )
     run(1, "dapo.py", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]
     assert rewards[0] < 0.2 and rewards[-1] > 0.5, rewards  # the maximum is 0.8

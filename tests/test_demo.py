@@ -1,4 +1,5 @@
-"""The demo's result, on a part of its recipe: SFT learns a part, GRPO learns more, and the engine agrees."""
+"""The demo's result, on a part of its recipe: SFT learns a part, GRPO learns more, and the engine
+agrees."""
 
 import shutil
 
@@ -22,7 +23,16 @@ LESS = {  # than in the recipes
         "--eval_new_tokens",
         256,
     ),
-    "grpo.py": ("--max_steps", 16, "--eval_every", 16, "--eval_size", 200, "--prompts_per_step", 16),
+    "grpo.py": (
+        "--max_steps",
+        16,
+        "--eval_every",
+        16,
+        "--eval_size",
+        200,
+        "--prompts_per_step",
+        16,
+    ),
 }
 
 
@@ -43,7 +53,16 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(model, tmp_path, monkeyp
     def train(script: str, *flags: str) -> None:
         launched.append((script, *flags))
         start = tmp_path / "sft" / "hf" if script == "grpo.py" else model
-        run(1, script, *flags, *LESS[script], "--model", start, "--output_dir", tmp_path / script.removesuffix(".py"))
+        run(
+            1,
+            script,
+            *flags,
+            *LESS[script],
+            "--model",
+            start,
+            "--output_dir",
+            tmp_path / script.removesuffix(".py"),
+        )
 
     monkeypatch.setattr(demo, "OUT", tmp_path)
     monkeypatch.setattr(demo, "train", train)
@@ -54,18 +73,25 @@ def test_demo_learns_arithmetic_by_sft_and_then_by_grpo(model, tmp_path, monkeyp
     ]
     lines = metrics(tmp_path / "grpo")
     scores = [line["eval/solved"] for line in lines if "eval/solved" in line]
-    assert 0.2 <= scores[0] <= 0.5 and scores[-1] >= scores[0] + 0.15, scores  # the whole recipe: 0.94
+    assert 0.2 <= scores[0] <= 0.5 and scores[-1] >= scores[0] + 0.15, (
+        scores
+    )  # the whole recipe: 0.94
     assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in lines) <= 1e-4
-    assert "five held-out questions" in capsys.readouterr().out and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (
+        "five held-out questions" in capsys.readouterr().out
+        and (tmp_path / "curves.png").stat().st_size > 10_000
+    )
 
 
 @pytest.mark.slow
 def test_demo_launches_ranks_and_stops_if_they_fail(tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nprint('rank', os.environ['RANK'], *sys.argv[1:], flush=True)\n"
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "print('rank', os.environ['RANK'], *sys.argv[1:], flush=True)\n"
         "Path(__file__).with_name(os.environ['RANK']).touch()\n"
-        "while not all(Path(__file__).with_name(rank).exists() for rank in '01'): time.sleep(0.01)\nsys.exit(2)\n"
+        "while not all(Path(__file__).with_name(rank).exists() for rank in '01'): "
+        "time.sleep(0.01)\nsys.exit(2)\n"
     )
     with pytest.raises(SystemExit, match="script.py failed; its message is above"):
         demo.train(str(script), "--config", "configs/absent.yaml")
@@ -78,6 +104,8 @@ def test_demo_recipes_share_their_paths():
     """The output of one recipe is the input of the next, in the folders of demo.py."""
     import yaml
 
-    sft, grpo = (yaml.safe_load((ROOT / f"configs/demo_{name}.yaml").read_text()) for name in ("sft", "grpo"))
+    sft, grpo = (
+        yaml.safe_load((ROOT / f"configs/demo_{name}.yaml").read_text()) for name in ("sft", "grpo")
+    )
     assert sft["output_dir"] == f"{demo.OUT}/sft" and grpo["output_dir"] == f"{demo.OUT}/grpo"
     assert grpo["model"] == f"{demo.OUT}/sft/hf"

@@ -1,5 +1,5 @@
-"""distill.py: a gradient independent of ranks, exact resume, a stored teacher, a student that approaches the teacher,
-and refused input."""
+"""distill.py: a gradient independent of ranks, exact resume, a stored teacher, a student that
+approaches the teacher, and refused input."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from test_grpo import REWARD, samples
 
 import distill
 from common.config.groups import TrainArgs
+from common.data.answers import read_samples
 from common.data.encode import Encoder
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
@@ -22,20 +23,23 @@ from common.model import teacher as teachers
 from common.model.comparison import Comparison, most_likely
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
+from common.model.student import Teacher
 from common.model.teacher import require_known
 from common.model.tiny import tiny_model
 from common.objectives.divergence import DIVERGENCES
 from common.parallel.distributed import RunError
-from common.rewards.scoring import Rewards
+from common.rewards.total import Rewards
 from common.rollout.prompts import Prompts
 
-SAME = ("loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
-        "teacher_entropy", "completions/mean_length", "num_tokens", "epoch", "reward")  # fmt: skip
+SAME = (
+    "loss", "grad_norm", "reverse_kl", "data/reverse_kl", "agreement", "data/agreement", "entropy",
+    "teacher_entropy", "completions/mean_length", "num_tokens", "epoch", "reward",
+)  # fmt: skip
 
 
 def write_teacher(folder, vocabulary: int = 364):
-    """Write a teacher that differs from `tiny`: narrower, with fewer layers, vocabulary rows without a token, and
-    logits that are not flat."""
+    """Write a teacher that differs from `tiny`: narrower, with fewer layers, vocabulary rows
+    without a token, and logits that are not flat."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shutil.copytree(tiny_model(), folder)
@@ -61,11 +65,12 @@ def flags(teacher, small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        "--teacher", teacher, *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--save_every", 2,
-        "--prompts_per_step", 8, "--samples_per_prompt", 2, "--minibatches", 2, "--epochs_per_rollout", 2,
-        "--on_policy_fraction", 0.5, "--divergence", "jsd", "--jsd_beta", 0.3, "--temperature", 0.8,
-        "--max_new_tokens", 12, "--lr", 1e-4, "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1,
-        "--max_logprob_difference", 1e-4, "--engine", "transformers", "--share_prefix", 1,
+        "--teacher", teacher, *small, "--reward", f"{reward}:digits", "--max_steps", 3,
+        "--save_every", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--minibatches", 2,
+        "--epochs_per_rollout", 2, "--on_policy_fraction", 0.5, "--divergence", "jsd",
+        "--jsd_beta", 0.3, "--temperature", 0.8, "--max_new_tokens", 12, "--lr", 1e-4,
+        "--warmup_steps", 0, "--eval_every", 0, "--log_every", 1, "--max_logprob_difference", 1e-4,
+        "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -85,22 +90,30 @@ MASK, SEQUENCES = torch.tensor([True, True, True, False]), torch.tensor([0, 0, 1
 def test_full_loss_is_the_mean_divergence_of_the_global_minibatch():
     student = both([0.5, 2.0, 1.0, 9.0], [-1.0] * 4, [-2.0] * 4)
     args, old_T = distill.Args(), torch.zeros(4)
-    share_T, logged = distill.loss(student, old_T, None, None, MASK, SEQUENCES, torch.tensor(10), args)
+    share_T, logged = distill.loss(
+        student, old_T, None, None, MASK, SEQUENCES, torch.tensor(10), args
+    )
     assert share_T.sum().item() == pytest.approx(3.5 / 10) and logged == {}
     _, logged = distill.loss(student, old_T, old_T, None, MASK, SEQUENCES, torch.tensor(10), args)
     assert logged["sampling/kept_fraction"].all()
 
 
 def test_sampled_loss_equals_a_calculation_by_hand():
-    """The ratio of the second token is above its bound; the engine's probability of the third was half the
-    trainer's."""
+    """The ratio of the second token is above its bound; the engine's probability of the third was
+    half the trainer's."""
     student = both([0.0] * 4, [-1.0, -1.0, -2.0, -1.0], [-0.5, -1.5, -4.0, -1.0])
     student.logprobs_T.requires_grad_()
-    old_T, rollout_T = torch.tensor([[-1.0, -2.0, -2.0, -1.0], [-1.0, -2.0, -2.0 + math.log(0.5), -1.0]]).double()
-    args = distill.Args(estimator="sampled", teacher_coef=0.5, reward=("exact_match",), reward_coef=2.0,
-                        samples_per_prompt=2, correction_high=1.5)  # fmt: skip
+    old_T, rollout_T = torch.tensor(
+        [[-1.0, -2.0, -2.0, -1.0], [-1.0, -2.0, -2.0 + math.log(0.5), -1.0]]
+    ).double()
+    args = distill.Args(
+        estimator="sampled", teacher_coef=0.5, reward=("exact_match",), reward_coef=2.0,
+        samples_per_prompt=2, correction_high=1.5,
+    )  # fmt: skip
     extra_T = torch.tensor([0.25, 0.25, -0.5, 0.0])  # reward_coef A
-    share_T, logged = distill.loss(student, old_T, rollout_T, extra_T, MASK, SEQUENCES, torch.tensor(10), args)
+    share_T, logged = distill.loss(
+        student, old_T, rollout_T, extra_T, MASK, SEQUENCES, torch.tensor(10), args
+    )
     share_T.sum().backward()
     A = [0.5 * 0.5 + 0.25, 0.5 * 0.5 + 0.25, 0.5 * -2.0 - 0.5]
     assert share_T.sum().item() == pytest.approx((-A[0] - 1.2 * A[1] - 1.5 * A[2]) / 10)
@@ -111,7 +124,9 @@ def test_sampled_loss_equals_a_calculation_by_hand():
 
 def test_advantages_are_rewards_normalized_per_prompt():
     nan = math.nan
-    rewards = torch.tensor([[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [0.0, nan, 1.0], [nan, nan, nan]]).double()
+    rewards = torch.tensor(
+        [[1.0, 3.0, 5.0], [2.0, 2.0, 2.0], [0.0, nan, 1.0], [nan, nan, nan]]
+    ).double()
     half = 0.5 / 0.5**0.5
     expected = [-1, 0, 1, 0, 0, 0, -half, 0, half, 0, 0, 0]
     assert distill.advantages(rewards).flatten().tolist() == pytest.approx(expected, abs=1e-5)
@@ -119,16 +134,30 @@ def test_advantages_are_rewards_normalized_per_prompt():
 
 def test_jsd_is_the_only_divergence_with_a_flag():
     logp_CV, logq_CV = torch.randn(2, 3, 5).log_softmax(-1)
-    values = [distill.divergence(distill.Args(divergence="jsd", jsd_beta=b))(logp_CV, logq_CV)[0] for b in (0.2, 0.7)]
+    values = [
+        distill.divergence(distill.Args(divergence="jsd", jsd_beta=b))(logp_CV, logq_CV)[0]
+        for b in (0.2, 0.7)
+    ]
     assert not torch.allclose(*values)
     assert distill.divergence(distill.Args()) is DIVERGENCES["reverse_kl"]
-    with pytest.raises(ValueError, match="--jsd_beta 0.2 has no effect with --divergence reverse_kl"):
+    with pytest.raises(
+        ValueError, match="--jsd_beta 0.2 has no effect with --divergence reverse_kl"
+    ):
         distill.Args(jsd_beta=0.2)
 
 
 # ---- whole runs ----
 
-SAMPLED = ("--divergence", "reverse_kl", "--jsd_beta", 0.5, "--estimator", "sampled", "--on_policy_fraction", 1)
+SAMPLED = (
+    "--divergence",
+    "reverse_kl",
+    "--jsd_beta",
+    0.5,
+    "--estimator",
+    "sampled",
+    "--on_policy_fraction",
+    1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +190,12 @@ def test_gradient_of_the_sampled_estimator_does_not_depend_on_ranks(main, flags,
 def test_denominator_per_rank_is_detected(two_ranks, flags, tmp_path):
     """Negative control of the first test: the same script with a token count per rank."""
     source, wrong = (ROOT / "distill.py").read_text(), tmp_path / "distill.py"
-    count = "tokens, _ = statistics.count_trained(own_mbs + data_mbs)"
+    count = "tokens, _ = count_trained(sampled[m] + written[m])"
     assert source.count(count) == 1
-    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in own_mbs + data_mbs) * world_size"
-    wrong.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank))
+    per_rank = "tokens = sum(mb.loss_mask_T.sum() for mb in sampled[m] + written[m]) * world_size"
+    wrong.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + source.replace(count, per_rank)
+    )
     run(2, wrong, *flags, "--output_dir", tmp_path / "out")
     with pytest.raises(AssertionError, match="grad_norm"):
         assert_close_metrics(two_ranks, tmp_path / "out", ("grad_norm",), rel=1e-5)
@@ -191,17 +222,36 @@ def test_top_k_of_the_whole_vocabulary_equals_the_full_divergence(main, flags, t
     assert whole["teacher_mass"] == pytest.approx(1) and 0.1 < top["teacher_mass"] < 0.9999
     assert top["loss"] < whole["loss"] and top["reverse_kl"] < whole["reverse_kl"]
     assert top["teacher_entropy"] == pytest.approx(whole["teacher_entropy"], rel=1e-5)
-    with pytest.raises(ValueError, match="^--top_k 357: --model and --teacher share only 356 tokens"):
+    with pytest.raises(
+        ValueError, match="^--top_k 357: --model and --teacher share only 356 tokens"
+    ):
         main("distill", *flags, "--top_k", 357, "--output_dir", tmp_path / "357")
 
 
 @pytest.mark.slow
 def test_reward_without_distillation_equals_grpo(main, flags, teacher, tmp_path):
     """The numbers are equal. With both weights above 0 the run equals neither."""
-    flags = [*flags[2:], "--prompts_per_step", 4, "--samples_per_prompt", 4, "--missing_eos_penalty", 0.5]
+    flags = [
+        *flags[2:],
+        "--prompts_per_step",
+        4,
+        "--samples_per_prompt",
+        4,
+        "--missing_eos_penalty",
+        0.5,
+    ]
     flags += ["--max_steps", 1]
     del flags[flags.index("--on_policy_fraction") : flags.index("--temperature")]
-    ours = ("--teacher", teacher, "--estimator", "sampled", "--on_policy_fraction", 1, "--reward_coef", 1)
+    ours = (
+        "--teacher",
+        teacher,
+        "--estimator",
+        "sampled",
+        "--on_policy_fraction",
+        1,
+        "--reward_coef",
+        1,
+    )
     main("grpo", *flags, "--clip_high", 0.2, "--output_dir", tmp_path / "grpo")
     flags = [*flags, *ours]
     main("distill", *flags, "--teacher_coef", 0, "--output_dir", tmp_path / "alone")
@@ -209,22 +259,40 @@ def test_reward_without_distillation_equals_grpo(main, flags, teacher, tmp_path)
     assert_close_metrics(tmp_path / "grpo", tmp_path / "alone", names, rel=1e-5, floor=0.1)
     assert samples(tmp_path / "grpo", 1) == samples(tmp_path / "alone", 1)
     both = {}
-    for epochs in (1, 2):  # each with the same advantages, because the learning rate is too small to change the policy
+    for epochs in (
+        1,
+        2,
+    ):  # each with the same advantages, because the learning rate is too small to change the policy
         folder = tmp_path / f"both{epochs}"
-        main("distill", *flags, "--epochs_per_rollout", epochs, "--lr", 1e-12, "--output_dir", folder)
+        main(
+            "distill", *flags, "--epochs_per_rollout", epochs, "--lr", 1e-12, "--output_dir", folder
+        )
         (both[epochs],) = metrics(folder)
     (alone,) = metrics(tmp_path / "alone")
-    assert both[1]["reward"] == alone["reward"] and both[1]["loss"] != pytest.approx(alone["loss"], rel=1e-2)
+    assert both[1]["reward"] == alone["reward"] and both[1]["loss"] != pytest.approx(
+        alone["loss"], rel=1e-2
+    )
     assert both[2]["loss"] == pytest.approx(both[1]["loss"], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
-    """The training loss on the same rows is that before the step, for every kind of training data."""
-    rows = [json.dumps(dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1))) for i in range(12)]
+    """The training loss on the same rows is that before the step, for every kind of training
+    data."""
+    rows = [
+        json.dumps(dict(prompt=f"{i}+1=", completion=str(i + 1), answer=str(i + 1)))
+        for i in range(12)
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(rows[:8]))
     (tmp_path / "b.jsonl").write_text("\n".join(rows[8:]))
-    data = ("--dataset", tmp_path / "a.jsonl", "--eval_dataset", tmp_path / "a.jsonl", "--eval_every", 2)
+    data = (
+        "--dataset",
+        tmp_path / "a.jsonl",
+        "--eval_dataset",
+        tmp_path / "a.jsonl",
+        "--eval_every",
+        2,
+    )
     alone = (
         "--on_policy_fraction",
         0,
@@ -251,15 +319,27 @@ def test_held_out_loss_equals_the_training_loss(main, flags, tmp_path):
 @pytest.mark.slow
 def test_held_out_rows_without_completions_have_no_eval_loss(main, flags, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
-    data = ("--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--eval_every", 1, "--max_steps", 1)
+    data = (
+        "--dataset",
+        tmp_path / "a.jsonl",
+        "--eval_size",
+        1,
+        "--eval_every",
+        1,
+        "--max_steps",
+        1,
+    )
     main("distill", *flags, *data, *SAMPLED, "--output_dir", tmp_path / "run")
     assert "no eval_loss: the held-out rows have no completions" in capsys.readouterr().out
-    assert all("eval_loss" not in line and "eval/solved" in line for line in metrics(tmp_path / "run"))
+    assert all(
+        "eval_loss" not in line and "eval/solved" in line for line in metrics(tmp_path / "run")
+    )
 
 
 @pytest.mark.slow
 def test_flops_include_the_forwards_of_the_teacher(main, flags, small, tmp_path):
-    """A teacher of the student's size adds a forward to a forward and backward: a third more than a stored teacher."""
+    """A teacher of the student's size adds a forward to a forward and backward: a third more than a
+    stored teacher."""
     flops = []
     for stored in ("live", "stored"):
         own = (*OFFLINE, "--teacher", small[1], "--teacher_logprobs", stored, "--max_steps", 1)
@@ -273,9 +353,11 @@ OFFLINE = ("--on_policy_fraction", 0, "--reward", "--top_k", 7, "--pack_tokens",
 
 
 @pytest.mark.slow
-def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(main, flags, teacher, tmp_path, monkeypatch):
-    """The store is written by two ranks, by two of which one is killed, in two parts, or by an earlier run, in which
-    case the model is not loaded."""
+def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(
+    main, flags, teacher, tmp_path, monkeypatch
+):
+    """The store is written by two ranks, by two of which one is killed, in two parts, or by an
+    earlier run, in which case the model is not loaded."""
     flags, stored = (*flags, *OFFLINE), ("--teacher_logprobs", "stored")
     main("distill", *flags, "--output_dir", tmp_path / "live")
     monkeypatch.setattr(teachers, "CHUNK", 50)
@@ -289,7 +371,9 @@ def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(main, fla
         "num_tokens",
     ]
     assert_close_metrics(tmp_path / "live", tmp_path / "stored", names, rel=1e-6, floor=0.1)
-    assert not any(name.startswith(("sampling/", "completions/")) for name in metrics(tmp_path / "stored")[0])
+    assert not any(
+        name.startswith(("sampling/", "completions/")) for name in metrics(tmp_path / "stored")[0]
+    )
 
     went_on = tmp_path / "went_on"
     shutil.copytree(tmp_path / "stored/teacher_logprobs", went_on / "teacher_logprobs")
@@ -297,12 +381,17 @@ def test_stored_teacher_equals_the_live_teacher_on_any_number_of_ranks(main, fla
         file.unlink()
     written = []
     monkeypatch.setattr(
-        teachers, "save_file", lambda tensors, file: (written.append(file.name), save_file(tensors, file))
+        teachers,
+        "save_file",
+        lambda tensors, file: (written.append(file.name), save_file(tensors, file)),
     )
     main("distill", *flags, *stored, "--output_dir", went_on)
     assert written == [f"{i:06d}.tmp" for i in (2, 3, 4)]
     assert_same_weights(went_on, tmp_path / "stored")
-    assert all(file.read_bytes() == (went_on / "teacher_logprobs" / file.name).read_bytes() for file in files)
+    assert all(
+        file.read_bytes() == (went_on / "teacher_logprobs" / file.name).read_bytes()
+        for file in files
+    )
 
     shutil.rmtree(went_on / "checkpoints")
     (went_on / "metrics.jsonl").unlink()
@@ -331,7 +420,10 @@ runpy.run_path({str(ROOT / "distill.py")!r}, run_name="__main__")
     before = {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*.safetensors")}
     assert 4 <= len(before) < 8 and not (two / "metrics.jsonl").exists()
     run(2, without, *flags, *stored, "--output_dir", two)
-    assert before.items() <= {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*")}.items()
+    assert (
+        before.items()
+        <= {file: file.stat().st_mtime_ns for file in two.glob("teacher_logprobs/*")}.items()
+    )
     assert_close_metrics(tmp_path / "live", two, names, rel=1e-5, floor=0.1)
     written = {f"{file.stem}{end}" for file in files for end in (".safetensors", ".json")}
     assert {file.name for file in two.glob("teacher_logprobs/*")} == {"digest"} | written
@@ -369,7 +461,17 @@ def test_student_approaches_the_teacher(main, flags, changed, where, tmp_path):
 
 @pytest.mark.slow
 def test_student_as_its_teacher_has_zero_divergence_without_a_reward(main, flags, small, tmp_path):
-    own = ("--teacher", small[1], "--reward", "--max_steps", 1, "--eval_every", 1, "--eval_size", 50)
+    own = (
+        "--teacher",
+        small[1],
+        "--reward",
+        "--max_steps",
+        1,
+        "--eval_every",
+        1,
+        "--eval_size",
+        50,
+    )
     own += (
         "--minibatches",
         1,
@@ -378,9 +480,16 @@ def test_student_as_its_teacher_has_zero_divergence_without_a_reward(main, flags
     )  # one step only: the gradient is not exactly 0, and a step would change the policy
     main("distill", *flags, *own, "--output_dir", tmp_path)
     (before, line) = metrics(tmp_path)
-    assert before["step"] == 0 and before["eval_loss"] == pytest.approx(0, abs=1e-6) and before["eval/agreement"] == 1
+    assert (
+        before["step"] == 0
+        and before["eval_loss"] == pytest.approx(0, abs=1e-6)
+        and before["eval/agreement"] == 1
+    )
     assert line["eval_loss"] >= 0
-    assert line["reverse_kl"] == pytest.approx(0, abs=1e-6) and line["agreement"] == line["data/agreement"] == 1
+    assert (
+        line["reverse_kl"] == pytest.approx(0, abs=1e-6)
+        and line["agreement"] == line["data/agreement"] == 1
+    )
     assert not {"reward", "eval/solved"} & line.keys() and line["completions/mean_length"] > 0
 
 
@@ -396,9 +505,12 @@ def test_given_completions_are_truncated_to_max_new_tokens():
     args = distill.Args(max_new_tokens=3)
     rows = [dict(prompt="1+1=", completion=text, _source="a:1") for text in ("2", "12345")]
     prompts = Prompts([tokenizer("1+1=")["input_ids"]] * 2, rows)
-    short, long = distill.read_samples(prompts, Encoder(tokenizer, args), args, needed=True)
+    short, long = read_samples(prompts.rows, Encoder(tokenizer, args), args, needed=True)
     assert short.completion_ids == tokenizer("2")["input_ids"] + [tokenizer.eos_token_id]
-    assert tokenizer.decode(long.completion_ids) == "123" and long.loss_mask == [False] * 4 + [True] * 3
+    assert (
+        tokenizer.decode(long.completion_ids) == "123"
+        and long.loss_mask == [False] * 4 + [True] * 3
+    )
     assert short.ids[: short.prompt_length] == prompts.ids[0]
 
 
@@ -411,13 +523,18 @@ def test_teacher_with_another_tokenizer_is_refused(main, flags, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["é"] = tokenizer["model"]["vocab"].pop("0")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    words = "--teacher .*: another tokenizer than --model's, 2 entries differ; name a model of the same family"
+    words = (
+        "--teacher .*: another tokenizer than --model's, 2 entries differ; "
+        "name a model of the same family"
+    )
     with pytest.raises(ValueError, match=words):
         main("distill", *flags, "--teacher", folder, "--output_dir", tmp_path / "run")
 
 
 def test_missing_teacher_is_refused(main, tmp_path):
-    with pytest.raises(ValueError, match="^--teacher: there is none; name a folder or a Hugging Face id"):
+    with pytest.raises(
+        ValueError, match="^--teacher: there is none; name a folder or a Hugging Face id"
+    ):
         main("distill", "--output_dir", tmp_path)
     with pytest.raises(ValueError, match="^--teacher ./absent: no such folder"):
         main("distill", "--teacher", "./absent", "--output_dir", tmp_path)
@@ -426,7 +543,21 @@ def test_missing_teacher_is_refused(main, tmp_path):
 def test_data_without_completions_is_refused(main, flags, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 9)
     with pytest.raises(ValueError, match="--dataset .*a.jsonl.*(prompt|completion)"):
-        main("distill", *flags, "--dataset", tmp_path / "a.jsonl", "--eval_size", 1, "--output_dir", tmp_path / "run")
+        main(
+            "distill",
+            *flags,
+            "--dataset",
+            tmp_path / "a.jsonl",
+            "--eval_size",
+            1,
+            "--output_dir",
+            tmp_path / "run",
+        )
+
+
+def load_teacher(path: str, device) -> Teacher:
+    args = TrainArgs(dtype="float32")
+    return load_policy(path, args, device, trainable=False, kind=Teacher)
 
 
 def stored(device, folder, teacher, samples, loaded=None):
@@ -434,15 +565,21 @@ def stored(device, folder, teacher, samples, loaded=None):
 
     def load():
         loaded.append(1)
-        return load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+        return load_teacher(str(teacher), device)
 
     args = distill.Args(teacher_logprobs="stored", on_policy_fraction=0.0, top_k=2, dtype="float32")
     return teachers.StoredTeacher(folder, str(teacher), load, samples, 356, args, device)
 
 
-def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(device, teacher, tmp_path, monkeypatch):
+def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(
+    device, teacher, tmp_path, monkeypatch
+):
     monkeypatch.setattr(teachers, "CHUNK", 2)
-    rows, loaded, folder = [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)], [], tmp_path / "a"
+    rows, loaded, folder = (
+        [Sample([3, i, 4, 5], [False, False, True, True]) for i in range(10, 15)],
+        [],
+        tmp_path / "a",
+    )
     stored(device, folder, teacher, rows, loaded)
     stored(device, folder, teacher, rows, loaded)
     assert len(loaded) == 1 and len([*folder.glob("*.safetensors")]) == 3
@@ -450,7 +587,9 @@ def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(device, teac
     content = first.read_bytes()
     for damaged in (content[:-8], last.read_bytes(), content[:-1] + bytes([content[-1] ^ 1])):
         first.write_bytes(damaged)
-        with pytest.raises(ValueError, match="000000.safetensors is damaged; delete it: it was changed after"):
+        with pytest.raises(
+            ValueError, match="000000.safetensors is damaged; delete it: it was changed after"
+        ):
             stored(device, folder, teacher, rows, loaded)
     first.unlink()
     stored(device, folder, teacher, rows, loaded)
@@ -463,21 +602,29 @@ def test_mismatched_store_is_rewritten_and_damaged_store_is_refused(device, teac
 def test_store_returns_the_values_of_the_requested_tokens(device, teacher, tmp_path, monkeypatch):
     """The samples are in another order, from several files, with untrained tokens between."""
     monkeypatch.setattr(teachers, "CHUNK", 2)
-    rows = [Sample([3, *range(i, i + 7)], [i % 2 == 0, False, True, False, i % 3 > 0, True, False, True])
-            for i in range(10, 17)]  # fmt: skip
+    rows = [
+        Sample(
+            [3, *range(i, i + 7)], [i % 2 == 0, False, True, False, i % 3 > 0, True, False, True]
+        )
+        for i in range(10, 17)
+    ]
     store = stored(device, tmp_path / "a", teacher, rows, [])
-    policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+    policy = load_teacher(str(teacher), device)
     (mb,) = pack([rows[i] for i in (5, 0, 6, 3)], 100, device)
     ours, live = store.teach(mb), most_likely(policy.teach(mb), mb.targets_T, 1.0, 356, 2)
     assert torch.equal(ours.tokens_TK[mb.loss_mask_T], live.tokens_TK[mb.loss_mask_T])
     for name in ("logprobs_TS", "target_logprobs_T", "entropy_T"):
-        torch.testing.assert_close(getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T])
+        torch.testing.assert_close(
+            getattr(ours, name)[mb.loss_mask_T], getattr(live, name)[mb.loss_mask_T]
+        )
     assert ours.logprobs_TS.isfinite().all()
 
 
 def test_token_outside_the_teacher_vocabulary_is_refused(device, teacher):
-    policy = load_policy(str(teacher), TrainArgs(dtype="float32"), device, trainable=False)
+    policy = load_teacher(str(teacher), device)
     known, unknown = (Sample([3, token], [False, True], prompt_length=1) for token in (363, 364))
     require_known([known], policy)
-    with pytest.raises(RunError, match="--teacher .*hf has 364 tokens, the student sampled token 364; start from"):
+    with pytest.raises(
+        RunError, match="--teacher .*hf has 364 tokens, the student sampled token 364; start from"
+    ):
         require_known([known, unknown], policy)

@@ -1,5 +1,5 @@
-"""dpo.py: every objective has a gradient independent of ranks, log-probs are those of plain transformers, exact
-resume."""
+"""dpo.py: every objective has a gradient independent of ranks, log-probs are those of plain
+transformers, exact resume."""
 
 import json
 import math
@@ -22,12 +22,30 @@ from common.model.tiny import tiny_model
 from common.objectives.preference import OVER_BATCH, READS, Pairs, preference_loss
 
 # all objectives at once: each is logged separately, and the gradient is that of the sum
-EVERY_OBJECTIVE = ("--loss", *READS, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5, "--wpo",
-                   "--beta", 0.5)  # fmt: skip
-STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7,
-         "--share_prefix", 1)  # fmt: skip
-COMMON = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy", "num_tokens")
-PAIRED = (*COMMON, "loss/sft", *(f"loss/{name}" for name in READS), "wpo/weight", "rewards/accuracies")
+EVERY_OBJECTIVE = (
+    "--loss", *READS, "--label_smoothing", 0.1, "--f_divergence", "js", "--sft_weight", 0.5,
+    "--wpo", "--beta", 0.5,
+)  # fmt: skip
+STEPS = (
+    "--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3,
+    "--eval_size", 7, "--share_prefix", 1,
+)  # fmt: skip
+COMMON = (
+    "loss",
+    "grad_norm",
+    "rewards/chosen",
+    "rewards/margins",
+    "logps/rejected",
+    "entropy",
+    "num_tokens",
+)
+PAIRED = (
+    *COMMON,
+    "loss/sft",
+    *(f"loss/{name}" for name in READS),
+    "wpo/weight",
+    "rewards/accuracies",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +56,14 @@ def data(tmp_path_factory):
     def words(n):
         return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=n))
 
-    rows = [dict(prompt=words(3), chosen=words(rng.randint(1, 30)), rejected=words(rng.randint(1, 30) if i % 3 else 1))
-            for i in range(40)]  # fmt: skip
+    rows = [
+        dict(
+            prompt=words(3),
+            chosen=words(rng.randint(1, 30)),
+            rejected=words(rng.randint(1, 30) if i % 3 else 1),
+        )
+        for i in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -52,12 +76,29 @@ def two_ranks(data, small, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_objective_does_not_depend_on_ranks_or_packing(two_ranks, data, small, tmp_path, main):
-    flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
+def test_every_objective_does_not_depend_on_ranks_or_packing(
+    two_ranks, data, small, tmp_path, main
+):
+    flags = (
+        *small,
+        "--dataset",
+        data,
+        "--pack_tokens",
+        1000,
+        "--max_length",
+        400,
+        "--output_dir",
+        tmp_path,
+    )
     main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags, "--share_prefix", 0)
-    # At the first step the optimizer has amplified nothing: log-ratios are rounding errors, log-probs are not.
+    # At the first step the optimizer has amplified nothing: log-ratios are rounding errors,
+    # log-probs are not.
     assert_close_metrics(two_ranks, tmp_path, PAIRED, rel=1e-5, floor=0.1)
-    evaluated = [(a, b) for a, b in zip(metrics(two_ranks), metrics(tmp_path), strict=True) if "eval_loss" in a]
+    evaluated = [
+        (a, b)
+        for a, b in zip(metrics(two_ranks), metrics(tmp_path), strict=True)
+        if "eval_loss" in a
+    ]
     assert len(evaluated) == 2
     for a, b in evaluated:
         for name in ("loss", "loss/aot", "rewards/margins", "logps/chosen"):
@@ -70,10 +111,22 @@ def test_first_sigmoid_loss_is_ln_2(two_ranks):
 
 
 @pytest.mark.slow
-def test_sorting_within_a_micro_batch_is_detected(two_ranks, data, small, tmp_path, main, monkeypatch):
+def test_sorting_within_a_micro_batch_is_detected(
+    two_ranks, data, small, tmp_path, main, monkeypatch
+):
     """Negative control: the optimal-transport losses over a single pack."""
     monkeypatch.setattr(dpo, "OVER_BATCH", set())
-    flags = (*small, "--dataset", data, "--pack_tokens", 1000, "--max_length", 400, "--output_dir", tmp_path)
+    flags = (
+        *small,
+        "--dataset",
+        data,
+        "--pack_tokens",
+        1000,
+        "--max_length",
+        400,
+        "--output_dir",
+        tmp_path,
+    )
     main("dpo", *STEPS, *EVERY_OBJECTIVE, *flags)
     # At the first step all log-ratios are 0, for every sorting key.
     for name in ("loss/aot", "loss/aot_unpaired"):
@@ -108,7 +161,9 @@ def objective_of(model, reference, pairs, args, device, stored=None):
     logps = reference_logps(reference, micro_batches, stored)
     others, places = dpo.gather_pairs(model, micro_batches, logps, args)
     packs = zip(micro_batches, places, strict=True)
-    return sum(dpo.forward(model, mb, logps, others, own, args, meter) for mb, own in packs), meter.reduce()
+    return sum(
+        dpo.forward(model, mb, logps, others, own, args, meter) for mb, own in packs
+    ), meter.reduce()
 
 
 def disturbed(model):
@@ -120,7 +175,8 @@ def disturbed(model):
 
 
 def naive_logps(hf, sample, weights=None):
-    """Compute log-probs by plain transformers, one sequence at a time, and the mean of log p - log sum_v p(v)^2."""
+    """Compute log-probs by plain transformers, one sequence at a time, and the mean of log p - log
+    sum_v p(v)^2."""
     ids = torch.tensor([sample.ids])
     logp_TV = hf(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
     picked = logp_TV.gather(-1, ids[0, 1:, None])[:, 0]
@@ -134,7 +190,9 @@ def test_logprobs_equal_those_of_plain_transformers(data, device):
     """Sums over completions, WPO's weights and LD-DPO's discount are computed from packs."""
     from transformers import AutoModelForCausalLM
 
-    args, groups, model = setup(data, device, wpo=True, ld_alpha=0.3, pack_tokens=1200, max_length=500)
+    args, groups, model = setup(
+        data, device, wpo=True, ld_alpha=0.3, pack_tokens=1200, max_length=500
+    )
     hf = AutoModelForCausalLM.from_pretrained(tiny_model())
     _, got = objective_of(model, None, groups, args, device)
     expected = dict(chosen=[], rejected=[], weight=[])
@@ -143,13 +201,18 @@ def test_logprobs_equal_those_of_plain_transformers(data, device):
         adjusted = 0.0
         for side, sample in zip(("chosen", "rejected"), pair, strict=True):
             beyond = sample.prompt_length + shared
-            logp, mean = naive_logps(hf, sample, [1.0 if i < beyond else 0.3 for i in range(len(sample.ids))])
+            logp, mean = naive_logps(
+                hf, sample, [1.0 if i < beyond else 0.3 for i in range(len(sample.ids))]
+            )
             expected[side].append(logp)
             adjusted += mean
         expected["weight"].append(min(1.0, math.exp(adjusted)))
     assert any(len(c.completion_ids) != len(r.completion_ids) for c, r in groups)
-    for name, values in (("logps/chosen", expected["chosen"]), ("logps/rejected", expected["rejected"]),
-                         ("wpo/weight", expected["weight"])):  # fmt: skip
+    for name, values in (
+        ("logps/chosen", expected["chosen"]),
+        ("logps/rejected", expected["rejected"]),
+        ("wpo/weight", expected["weight"]),
+    ):
         assert got[name] == pytest.approx(sum(values) / len(values), rel=1e-5)
 
 
@@ -157,26 +220,48 @@ def test_stored_and_online_references_agree(data, device, tmp_path):
     args, pairs, model = setup(data, device, loss=("ipo", "aot"))
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
     online, with_reference = objective_of(model, reference, pairs, args, device)
-    (logps,) = store_reference_logps([pairs], tiny_model(), lambda: reference, tmp_path, args, device)
+    (logps,) = store_reference_logps(
+        [pairs], tiny_model(), lambda: reference, tmp_path, args, device
+    )
     stored, with_numbers = objective_of(model, None, pairs, args, device, logps)
     assert stored.item() == pytest.approx(online.item(), rel=1e-6)
-    assert with_numbers == pytest.approx(with_reference, rel=1e-5) and with_numbers["rewards/margins"] != 0
+    assert (
+        with_numbers == pytest.approx(with_reference, rel=1e-5)
+        and with_numbers["rewards/margins"] != 0
+    )
 
 
 @pytest.mark.slow
 def test_online_reference_gives_the_run_of_a_stored_one(data, tmp_path, main):
-    flags = ("--max_steps", 2, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--dataset", data, "--beta", 0.5)
+    flags = (
+        "--max_steps",
+        2,
+        "--batch_size",
+        8,
+        "--lr",
+        1e-3,
+        "--eval_every",
+        0,
+        "--dataset",
+        data,
+        "--beta",
+        0.5,
+    )
     main("dpo", *flags, "--output_dir", tmp_path / "stored")
     main("dpo", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
     assert not (tmp_path / "online" / "reference_logps.json").exists()
-    assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "rewards/chosen"), rel=1e-5, floor=0.1)
+    assert_close_metrics(
+        tmp_path / "stored", tmp_path / "online", ("loss", "rewards/chosen"), rel=1e-5, floor=0.1
+    )
 
 
 def test_rank_without_pairs_has_zero_loss_and_gradient(data, device):
     args, _, model = setup(data, device, loss=("sigmoid", "aot"))
     loss, _ = objective_of(model, None, [], args, device)
     loss.backward()
-    assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
+    assert loss.item() == 0 and all(
+        p.grad is None or not p.grad.full_tensor().any() for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("losses", [("sigmoid",), ("aot", "ipo")])
@@ -184,11 +269,18 @@ def test_gradient_does_not_depend_on_packing(losses, data, device):
     """Objectives that sort are included: their gradient is that of all pairs sorted together."""
     gradients = []
     for pack_tokens in (4000, 700):
-        args, pairs, model = setup(data, device, loss=losses, pack_tokens=pack_tokens, max_length=300)
+        args, pairs, model = setup(
+            data, device, loss=losses, pack_tokens=pack_tokens, max_length=300
+        )
         reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
         objective_of(model, reference, pairs, args, device)[0].backward()
         micro_batches = pack_groups(pairs, args.pack_tokens, device)
-        gradients.append((len(micro_batches), torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])))
+        gradients.append(
+            (
+                len(micro_batches),
+                torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]),
+            )
+        )
     (one, whole), (several, parts) = gradients
     assert one == 1 < several
     torch.testing.assert_close(parts, whole, rtol=1e-3, atol=1e-4 * whole.abs().max().item())
@@ -203,12 +295,24 @@ def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
     """The loss is ln 2 if the policy equals the reference."""
     args = dpo.Args(beta=0.3, label_smoothing=smoothing)
     pairs = pairs_of(
-        [-3.0, -5, -1], [-4.0, -2, -1], [-3.5, -4, -1], [-3.0, -3, -1], [3.0, 4, 1], [5.0, 2, 1], [1.0] * 3
+        [-3.0, -5, -1],
+        [-4.0, -2, -1],
+        [-3.5, -4, -1],
+        [-3.0, -3, -1],
+        [3.0, 4, 1],
+        [5.0, 2, 1],
+        [1.0] * 3,
     )
     flags = dict(length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, discopop_tau=0.05)
-    table_N = preference_loss("sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl", **flags)
+    table_N = preference_loss(
+        "sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl", **flags
+    )
     loss_N, parts = dpo.loss(pairs, args)
-    assert torch.equal(loss_N, table_N) and list(parts) == ["sigmoid"] and loss_N[2].item() == math.log(2)
+    assert (
+        torch.equal(loss_N, table_N)
+        and list(parts) == ["sigmoid"]
+        and loss_N[2].item() == math.log(2)
+    )
 
 
 def test_objectives_are_summed_with_loss_and_pair_weights():
@@ -218,7 +322,9 @@ def test_objectives_are_summed_with_loss_and_pair_weights():
     expected_N = torch.tensor([1.0, 0.25]) * (0.5 * parts["sigmoid"] + 2 * parts["ipo"])
     torch.testing.assert_close(loss_N, expected_N, rtol=1e-12, atol=0)
     for name in parts:
-        assert torch.equal(parts[name], dpo.loss(pairs_of(*rows, [1.0, 1.0]), dpo.Args(loss=(name,)))[0])
+        assert torch.equal(
+            parts[name], dpo.loss(pairs_of(*rows, [1.0, 1.0]), dpo.Args(loss=(name,)))[0]
+        )
 
 
 def test_objectives_over_the_batch_are_the_aot_ones():
@@ -227,13 +333,18 @@ def test_objectives_over_the_batch_are_the_aot_ones():
 
 @pytest.mark.slow
 def test_model_learns_arithmetic_preferences(small, tmp_path, main):
-    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more than 0.95
-    (docs/dpo.md)."""
+    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more
+    than 0.95 (docs/dpo.md)."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:3840]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    flags = (*small, "--max_steps", 60, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 60,
-             "--beta", 1, "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
-             f"known={tmp_path}/train.jsonl")  # fmt: skip
+    flags = (
+        *small, "--max_steps", 60, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10,
+        "--eval_every", 60, "--beta", 1, "--sft_weight", 1, "--dataset", tmp_path / "train.jsonl",
+        "--eval_dataset", "arithmetic", f"known={tmp_path}/train.jsonl",
+    )  # fmt: skip
     main("dpo", *flags, "--output_dir", tmp_path / "out")
     last = metrics(tmp_path / "out")[-1]
-    assert last["eval_rewards/accuracies/arithmetic"] > 0.7 and last["eval_rewards/accuracies/known"] > 0.7
+    assert (
+        last["eval_rewards/accuracies/arithmetic"] > 0.7
+        and last["eval_rewards/accuracies/known"] > 0.7
+    )

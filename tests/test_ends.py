@@ -1,4 +1,5 @@
-"""Completions of a base model end although its chat template ends turns with another token than its EOS."""
+"""Completions of a base model end although its chat template ends turns with another token than its
+EOS."""
 
 import json
 import shutil
@@ -19,12 +20,15 @@ EOT = "<|end_of_turn|>"
 
 @pytest.fixture
 def base(tmp_path):
-    """Return `tiny` in the form of base models: neither of its configs lists the template's end-of-turn token."""
+    """Return `tiny` in the form of base models: neither of its configs lists the template's
+    end-of-turn token."""
     folder = tmp_path / "base"
     shutil.copytree(tiny_model(), folder)
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(config | dict(eos_token_id=min(config["eos_token_id"]))))
+        (folder / name).write_text(
+            json.dumps(config | dict(eos_token_id=min(config["eos_token_id"])))
+        )
     return folder
 
 
@@ -33,16 +37,31 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
     """Scripts: sft.py, then grpo.py, eval.py and `model.generate`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    chats = [[dict(role="user", content=f"{i}+1="), dict(role="assistant", content=str(i + 1))] for i in range(64)]
+    chats = [
+        [dict(role="user", content=f"{i}+1="), dict(role="assistant", content=str(i + 1))]
+        for i in range(64)
+    ]
     for name, rows in (
         ("chats", [dict(messages=chat) for chat in chats]),
         ("prompts", [dict(prompt=chat[:1], answer=chat[1]["content"]) for chat in chats[:8]]),
     ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main("sft", "--model", base, "--dataset", tmp_path / "chats.jsonl", "--output_dir", tmp_path / "sft",
-         "--max_steps", 40, "--batch_size", 8, "--lr", 2e-3, "--eval_every", 0)  # fmt: skip
-    sampling = ("--dataset", tmp_path / "prompts.jsonl", "--engine", "transformers", "--max_new_tokens", 16)
-    trained = tmp_path / "trained"  # the configs of the base model, and weights trained to end a turn
+    main(
+        "sft", "--model", base, "--dataset", tmp_path / "chats.jsonl",
+        "--output_dir", tmp_path / "sft", "--max_steps", 40, "--batch_size", 8, "--lr", 2e-3,
+        "--eval_every", 0,
+    )  # fmt: skip
+    sampling = (
+        "--dataset",
+        tmp_path / "prompts.jsonl",
+        "--engine",
+        "transformers",
+        "--max_new_tokens",
+        16,
+    )
+    trained = (
+        tmp_path / "trained"
+    )  # the configs of the base model, and weights trained to end a turn
     shutil.copytree(base, trained)
     shutil.copy(tmp_path / "sft" / "hf" / "model.safetensors", trained)
     main("grpo", "--model", trained, *sampling, "--output_dir", tmp_path / "grpo", "--max_steps", 1,
@@ -53,9 +72,14 @@ def test_completions_end_after_training_on_chats(main, base, tmp_path):
     assert results["overall"]["truncated"]["mean"] <= 0.1
 
     for folder in (tmp_path / "sft" / "hf", tmp_path / "grpo" / "hf"):
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(folder),
+        )
         assert tokenizer.eos_token == EOT
-        ids = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        ids = tokenizer.apply_chat_template(
+            chats[0][:1], add_generation_prompt=True, return_tensors="pt"
+        )["input_ids"]
         with torch.no_grad():
             out = model.generate(ids, max_new_tokens=16)
         assert tokenizer.decode(out[0, -1]) == EOT
@@ -90,8 +114,8 @@ def load_eos(folder) -> str:
 
 
 def test_text_has_all_tokens_but_ends_and_padding(device):
-    """Many ChatML tokenizers have an end token that is not special; a reward would find it after the answer. Others
-    have special tokens for tags, which a reward reads."""
+    """Many ChatML tokenizers have an end token that is not special; a reward would find it after
+    the answer. Others have special tokens for tags, which a reward reads."""
     from tokenizers import AddedToken
 
     tokenizer = build_tokenizer()

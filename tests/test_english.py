@@ -1,4 +1,5 @@
-"""Plain English: docstrings do not open with words that hide the subject, and no text has a banned phrase."""
+"""Plain English: docstrings do not open with words that hide the subject, and no text has a banned
+phrase."""
 
 import ast
 import re
@@ -7,7 +8,9 @@ from pathlib import Path
 from helpers import ROOT
 
 OPENERS = re.compile(r"(What|Of|As|Its|Until|Those|Nobody)\b")
-BANNED = re.compile(r"\b(nobody|everyone|in work(?!\.)|is told|told of|lets go|what came of)\b", re.IGNORECASE)
+BANNED = re.compile(
+    r"\b(nobody|everyone|in work(?!\.)|is told|told of|lets go|what came of)\b", re.IGNORECASE
+)
 PLACES = (
     "*.py",
     "*.md",
@@ -22,15 +25,24 @@ PLACES = (
 
 
 def docstrings(source: str) -> list[str]:
-    """Return the string statements of a file: docstrings of modules, classes, functions and fields."""
+    """Return the string statements of a file: docstrings of modules, classes, functions and
+    fields."""
     nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def offences(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
-    opened = [line for line in docstrings(text) if OPENERS.match(line)] if path.suffix == ".py" else []
-    return [line.splitlines()[0] for line in opened] + BANNED.findall(" ".join(text.replace("#", " ").split()))
+    opened = (
+        [line for line in docstrings(text) if OPENERS.match(line)] if path.suffix == ".py" else []
+    )
+    return [line.splitlines()[0] for line in opened] + BANNED.findall(
+        " ".join(text.replace("#", " ").split())
+    )
 
 
 def test_texts_have_no_offences():

@@ -1,5 +1,5 @@
-"""eval.py: equal results on one rank and two, killed and resumed; files, other models and judges; a run's
-checkpoints."""
+"""eval.py: equal results on one rank and two, killed and resumed; files, other models and judges; a
+run's checkpoints."""
 
 import importlib
 import itertools
@@ -19,10 +19,10 @@ from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
+from common.model.score import score
 from common.model.tiny import tiny_model
-from common.parallel import distributed
-from common.rewards.reward_model import score
-from common.rewards.scoring import Rewards
+from common.parallel import signals
+from common.rewards.total import Rewards
 from common.rollout import completions_file
 from common.rollout.completions_file import read_completions
 from common.rollout.prompts import Prompts
@@ -37,7 +37,8 @@ evaluation = importlib.import_module("eval")  # `import eval` would hide the bui
 
 @pytest.fixture(scope="module")
 def models(small, device, tmp_path_factory):
-    """A language model that answers with digits (the untrained one, less random), and a reward model."""
+    """A language model that answers with digits (the untrained one, less random), and a reward
+    model."""
     folder = tmp_path_factory.mktemp("models")
     path, args = str(small[1]), TrainArgs(dtype="float32")
     tokenizer, policy = load_tokenizer(path), load_policy(path, args, device)
@@ -61,8 +62,9 @@ def flags(models):
         "    return float(sum(i * ord(c) for i, c in enumerate(completion, 1)) % 3 == 0)\n"
     )
     return (
-        "--model", models / "policy", "--dataset", models / "rows.jsonl", "--reward", f"{models / 'reward.py'}:some",
-        "--samples_per_prompt", 4, "--max_new_tokens", 10, "--prompts_per_batch", 4, "--engine", "transformers",
+        "--model", models / "policy", "--dataset", models / "rows.jsonl",
+        "--reward", f"{models / 'reward.py'}:some", "--samples_per_prompt", 4,
+        "--max_new_tokens", 10, "--prompts_per_batch", 4, "--engine", "transformers",
         "--reward_workers", 1,
     )  # fmt: skip
 
@@ -91,8 +93,12 @@ def test_results_equal_those_of_the_written_completions(one_rank):
     assert all(s in (0.0, 1.0) for group in scores for s in group)
     assert found["overall"]["solved"]["mean"] == pytest.approx(sum(s[0] for s in scores) / 11)
     for k in (1, 2, 3, 4):
-        subsets = [any(subset) for group in scores for subset in itertools.combinations(group[1:], k)]
-        assert found["overall"]["pass_at_k"][str(k)]["mean"] == pytest.approx(sum(subsets) / len(subsets))
+        subsets = [
+            any(subset) for group in scores for subset in itertools.combinations(group[1:], k)
+        ]
+        assert found["overall"]["pass_at_k"][str(k)]["mean"] == pytest.approx(
+            sum(subsets) / len(subsets)
+        )
     means = [found["overall"]["pass_at_k"][str(k)]["mean"] for k in (1, 2, 3, 4)]
     assert means == sorted(means) and 0.1 < means[0] < 0.5 < means[3]
     assert found["overall"]["majority_at_k"]["1"]["mean"] == pytest.approx(means[0], abs=0.08)
@@ -111,10 +117,14 @@ def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_pat
     """The state after a kill includes half a line."""
     whole = (one_rank / "completions.jsonl").read_text()
     (tmp_path / "completions.jsonl").write_text(whole[: whole.index("\n") + 50])
-    (tmp_path / "args.yaml").write_text((one_rank / "args.yaml").read_text().replace(str(one_rank), str(tmp_path)))
+    (tmp_path / "args.yaml").write_text(
+        (one_rank / "args.yaml").read_text().replace(str(one_rank), str(tmp_path))
+    )
     done = run(2, "eval.py", *flags, "--output_dir", tmp_path, "--resume", "must")
     assert "5 of 11 prompts sampled" in done.stdout and "11 of 11" in done.stdout
-    assert (tmp_path / "completions.jsonl").read_text() == whole and results(tmp_path) == results(one_rank)
+    assert (tmp_path / "completions.jsonl").read_text() == whole and results(tmp_path) == results(
+        one_rank
+    )
     main("eval", *flags, "--output_dir", tmp_path, "--ks", 3)
     said = capsys.readouterr().out
     assert "sampled" not in said and "pass@3" in said and results(tmp_path) == results(one_rank)
@@ -123,20 +133,27 @@ def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_pat
 @pytest.mark.slow
 def test_vllm_gives_equal_greedy_completions_and_judges(one_rank, flags, models, device, tmp_path):
     """The second model is loaded into the engine of the first, and its completions are its own."""
-    extra = ("--engine", "vllm", "--against", models / "policy", "--reward_model", models / "rm", "--perplexity_model",
-             models / "policy", "--output_dir", tmp_path)  # fmt: skip
+    extra = (
+        "--engine", "vllm", "--against", models / "policy", "--reward_model", models / "rm",
+        "--perplexity_model", models / "policy", "--output_dir", tmp_path,
+    )  # fmt: skip
     run(1, "eval.py", *flags, *extra)
     for one, other in zip(completions(one_rank), completions(tmp_path), strict=True):
         assert one["completions"][0] == other["completions"][0]
-    ours, theirs = completions(tmp_path), completions(tmp_path, next(tmp_path.glob("against_*.jsonl")).name)
+    ours, theirs = (
+        completions(tmp_path),
+        completions(tmp_path, next(tmp_path.glob("against_*.jsonl")).name),
+    )
     assert ours == theirs
     found = results(tmp_path)
     assert found["win_rate"] == dict(mean=0.5, low=0.5, high=0.5)
     tokenizer, args = load_tokenizer(models / "policy"), TrainArgs(dtype="float32")
     reward_model = load_scalar_model(str(models / "rm"), args, device, trainable=False)
     prompts = [tokenizer(f"{i}+1=")["input_ids"] for i in range(11)]
-    sequences = [p + c["ids"] for p, line in zip(prompts, ours, strict=True) for c in line["completions"]]
-    mean = sum(score(reward_model, [[ids] for ids in sequences], 1000, device)) / 55
+    sequences = [
+        p + c["ids"] for p, line in zip(prompts, ours, strict=True) for c in line["completions"]
+    ]
+    mean = sum(score(reward_model, [[ids] for ids in sequences], 1000, 0, device)) / 55
     assert found["reward_model"] == found["reward_model_against"]
     assert found["reward_model"]["mean"] == pytest.approx(mean, rel=1e-4)
     policy = load_policy(str(models / "policy"), args, device, trainable=False)
@@ -145,27 +162,40 @@ def test_vllm_gives_equal_greedy_completions_and_judges(one_rank, flags, models,
         for p, line in zip(prompts, ours, strict=True)
         for c in line["completions"]
     ]
-    likely = evaluation.log_likelihoods(policy, [samples], 1000, device)
+    likely = evaluation.log_likelihoods(policy, [samples], 1000, 0, device)
     nats, tokens = -sum(x for x, _ in likely), sum(n for _, n in likely)
     assert found["perplexity"]["mean"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_file_of_completions_gives_the_results_of_its_run(one_rank, flags, main, tmp_path):
-    """The file of a run, measured again, gives the results of the run; a file of texts gives all but the statistics of
-    sampling."""
+    """The file of a run, measured again, gives the results of the run; a file of texts gives all
+    but the statistics of sampling."""
     lines = completions(one_rank)
     texts = [dict(completion=line["completions"][0]["text"]) for line in lines]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in texts))
     (tmp_path / "greedy.jsonl").write_text(
-        "".join(json.dumps(line | dict(completions=line["completions"][:1])) + "\n" for line in lines)
+        "".join(
+            json.dumps(line | dict(completions=line["completions"][:1])) + "\n" for line in lines
+        )
     )
-    main("eval", *flags, "--completions", one_rank / "completions.jsonl", "--output_dir", tmp_path / "own")
+    main(
+        "eval",
+        *flags,
+        "--completions",
+        one_rank / "completions.jsonl",
+        "--output_dir",
+        tmp_path / "own",
+    )
     assert results(tmp_path / "own") == results(one_rank)
-    run(2, "eval.py", *flags, "--completions", tmp_path / "texts.jsonl", "--against", tmp_path / "greedy.jsonl",
-        "--output_dir", tmp_path / "texts")  # fmt: skip
+    run(
+        2, "eval.py", *flags, "--completions", tmp_path / "texts.jsonl",
+        "--against", tmp_path / "greedy.jsonl", "--output_dir", tmp_path / "texts",
+    )  # fmt: skip
     found = results(tmp_path / "texts")
-    assert found["overall"]["pass_at_k"]["1"]["mean"] == results(one_rank)["overall"]["solved"]["mean"]
+    assert (
+        found["overall"]["pass_at_k"]["1"]["mean"] == results(one_rank)["overall"]["solved"]["mean"]
+    )
     assert found["overall"]["solved"] == {} and found["win_rate"]["mean"] == 0.5
 
 
@@ -174,8 +204,16 @@ def test_killed_run_resumes_with_equal_results(one_rank, flags, models, main, tm
     """The kill is within the fourth of eleven batches, where the reward blocks the run."""
     (models / "hold").write_text("4")
     file = tmp_path / "completions.jsonl"
-    with helpers.Ranks(1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path) as started:
-        helpers.until(lambda: file.is_file() and file.read_text().count("\n") == 3 or not helpers.alive(*started.pids))
+    with helpers.Ranks(
+        1, "eval.py", *flags, "--prompts_per_batch", 1, "--output_dir", tmp_path
+    ) as started:
+        helpers.until(
+            lambda: (
+                file.is_file()
+                and file.read_text().count("\n") == 3
+                or not helpers.alive(*started.pids)
+            )
+        )
     (models / "hold").unlink()
     assert file.read_text().count("\n") == 3
     main("eval", *flags, "--output_dir", tmp_path)
@@ -187,10 +225,14 @@ def test_killed_run_resumes_with_equal_results(one_rank, flags, models, main, tm
 def test_thoughts_do_not_vote(thoughts, majority, device):
     texts = [r"<think>\boxed{7}"] * 3 + [r"<think>\boxed{7}</think>\boxed{18}"]
     row = dict(answer="18", _source="rows:1")
-    group = [Completion([1, 2], [False, True], 1, row, text=text, finish_reason="stop") for text in texts]
+    group = [
+        Completion([1, 2], [False, True], 1, row, text=text, finish_reason="stop") for text in texts
+    ]
     args = evaluation.Args(reward="boxed", thoughts=thoughts)
     rewards = Rewards(args, [row], load_tokenizer(tiny_model()), device)
-    lines = completions_file.make_lines([group], Prompts([[1]], [row]), rewards, greedy=False, to_train_on=False)
+    lines = completions_file.make_lines(
+        [group], Prompts([[1]], [row]), rewards, greedy=False, to_train_on=False
+    )
     assert evaluation.measure(args, lines)["majority_at_k"][4]["mean"] == majority
 
 
@@ -206,7 +248,9 @@ def checkpoints(models, device):
     saves = Checkpointer(args, policy, adamw(policy, args), load_tokenizer(tiny_model()))
     for step in (10, 20, 30):
         with torch.no_grad():
-            dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(1 + step / 100)
+            dict(policy.named_parameters())["hf.model.embed_tokens.weight"].to_local().mul_(
+                1 + step / 100
+            )
         saves.save(step)
     (models / "run/checkpoints/step_000040.tmp").mkdir()  # an unfinished save
     return models / "run/checkpoints"
@@ -224,42 +268,65 @@ def test_all_checkpoints_have_the_results_of_separate_evaluations(
     )
     curve, alone = tmp_path / "curve", tmp_path / "alone"
     # stopped during the second checkpoint
-    monkeypatch.setattr(distributed, "_stop_signal", None)
+    monkeypatch.setattr(signals, "received", None)
     sample = evaluation.completions_file.make_lines
     calls = []
 
     def stop_at_the_fifth(*given):
         calls.append(given)
         if len(calls) == 5:
-            distributed.request_stop()
+            signals.request_stop()
         return sample(*given)
 
     monkeypatch.setattr(evaluation.completions_file, "make_lines", stop_at_the_fifth)
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
-    distributed._stop_signal = None
-    assert "told to stop" in capsys.readouterr().out and [line["step"] for line in metrics(curve)] == [10]
+    signals.received = None
+    assert "told to stop" in capsys.readouterr().out and [
+        line["step"] for line in metrics(curve)
+    ] == [10]
     assert len(completions(curve / "step_000020")) == 8 and not (curve / "step_000030").exists()
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
     assert len(calls) == 9 and len(started) == 2  # three batches for each checkpoint
-    assert [line["step"] for line in metrics(curve)] == [10, 20, 30] and (curve / "curves.png").is_file()
+    assert [line["step"] for line in metrics(curve)] == [10, 20, 30] and (
+        curve / "curves.png"
+    ).is_file()
     main("eval", *flags, "--model", checkpoints / "step_000020", "--output_dir", alone)
-    assert completions(alone) == completions(curve / "step_000020") and results(alone) == results(curve / "step_000020")
+    assert completions(alone) == completions(curve / "step_000020") and results(alone) == results(
+        curve / "step_000020"
+    )
     assert completions(alone) != completions(curve / "step_000010")
     found, line = results(alone)["overall"], metrics(curve)[1]
-    assert (line["solved"], line["pass_at_4"]) == (found["solved"]["mean"], found["pass_at_k"]["4"]["mean"])
+    assert (line["solved"], line["pass_at_4"]) == (
+        found["solved"]["mean"],
+        found["pass_at_k"]["4"]["mean"],
+    )
 
-    shutil.rmtree(checkpoints / "step_000010")  # deleted by its run, which continues; the known results remain
+    shutil.rmtree(
+        checkpoints / "step_000010"
+    )  # deleted by its run, which continues; the known results remain
     main("eval", *flags, "--model", checkpoints, "--output_dir", curve)
     assert len(calls) == 12 and [line["step"] for line in metrics(curve)] == [10, 20, 30]
 
 
 def test_folder_without_checkpoints_is_refused(main, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match=f"^--model {tmp_path}/checkpoints: no checkpoints in this folder$"):
+    with pytest.raises(
+        ValueError, match=f"^--model {tmp_path}/checkpoints: no checkpoints in this folder$"
+    ):
         main("eval", "--model", tmp_path / "checkpoints", "--output_dir", tmp_path / "out")
     (tmp_path / "checkpoints/step_000001").mkdir()
-    with pytest.raises(ValueError, match="--completions c.jsonl are of one model, --model .*/checkpoints has 1"):
-        main("eval", "--model", tmp_path / "checkpoints", "--completions", "c.jsonl", "--output_dir", tmp_path / "out")
+    with pytest.raises(
+        ValueError, match="--completions c.jsonl are of one model, --model .*/checkpoints has 1"
+    ):
+        main(
+            "eval",
+            "--model",
+            tmp_path / "checkpoints",
+            "--completions",
+            "c.jsonl",
+            "--output_dir",
+            tmp_path / "out",
+        )
 
 
 # ---- bad input ----
@@ -269,33 +336,50 @@ GOOD = '{"completion": "2"}\n'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (GOOD * 10, "10 lines for 11 rows of data"), (GOOD * 10 + "{\n", "line 11: Invalid JSON"),
-        (GOOD * 10 + '{"completions": ["1", "2"]}\n', "line 11: another number of completions"),
-        (GOOD * 10 + '{"text": "1"}\n', "line 11: expected `completion` or a list"),
-        (GOOD * 10 + '{"completions": "1"}\n', "line 11: completions: Input should be a valid array"),
-        (GOOD * 10 + '{"completion": 7}\n', "line 11: completion: Input should be an object"),
-        (GOOD * 10 + '{"completion": {"text": "a", "ids": [1], "sampled": []}}\n', "line 11: .* the same length"),
-        (GOOD * 10 + '{"completion": {"text": "a", "sampled": [1]}}\n', "line 11: .* the same length"),
-        (GOOD * 10 + '{"completion": {"text": "a", "ids": [99999]}}\n', "line 11: completion: `ids` must be below"),
-        (GOOD * 10 + '{"completion": {"text": "a", "turns": "x"}}\n', "line 11: completion.turns: "),
-        (GOOD * 10 + '{"completion": {"text": "a", "turn_rewards": [1]}}\n', "line 11: completion.turn_rewards.0: "),
-        (GOOD * 10 + '{"completion": "\\ud800"}\n', "line 11: Invalid JSON"),
-        (GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n', "line 11: `source` is rows.jsonl:7, but"),
-        (GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n', "line 11: `prompt_ids` are not the prompt"),
-        (GOOD * 10 + '["1"]\n', "line 11: Input should be an object"),
-        (None, "No such file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    (GOOD * 10, "10 lines for 11 rows of data"),
+    (GOOD * 10 + "{\n", "line 11: Invalid JSON"),
+    (GOOD * 10 + '{"completions": ["1", "2"]}\n', "line 11: another number of completions"),
+    (GOOD * 10 + '{"text": "1"}\n', "line 11: expected `completion` or a list"),
+    (GOOD * 10 + '{"completions": "1"}\n', "line 11: completions: Input should be a valid array"),
+    (GOOD * 10 + '{"completion": 7}\n', "line 11: completion: Input should be an object"),
+    (
+        GOOD * 10 + '{"completion": {"text": "a", "ids": [1], "sampled": []}}\n',
+        "line 11: .* the same length",
+    ),
+    (GOOD * 10 + '{"completion": {"text": "a", "sampled": [1]}}\n', "line 11: .* the same length"),
+    (
+        GOOD * 10 + '{"completion": {"text": "a", "ids": [99999]}}\n',
+        "line 11: completion: `ids` must be below",
+    ),
+    (GOOD * 10 + '{"completion": {"text": "a", "turns": "x"}}\n', "line 11: completion.turns: "),
+    (
+        GOOD * 10 + '{"completion": {"text": "a", "turn_rewards": [1]}}\n',
+        "line 11: completion.turn_rewards.0: ",
+    ),
+    (GOOD * 10 + '{"completion": "\\ud800"}\n', "line 11: Invalid JSON"),
+    (
+        GOOD * 10 + '{"source": "rows.jsonl:7", "completion": "1"}\n',
+        "line 11: `source` is rows.jsonl:7, but",
+    ),
+    (
+        GOOD * 10 + '{"prompt_ids": [8], "completion": "1"}\n',
+        "line 11: `prompt_ids` are not the prompt",
+    ),
+    (GOOD * 10 + '["1"]\n', "line 11: Input should be an object"),
+    (None, "No such file"),
+])  # fmt: skip
 def test_bad_files_of_completions_are_refused(text, words, device, tmp_path):
     if text is not None:
         (tmp_path / "c.jsonl").write_text(text)
     prompts = Prompts([[7]] * 11, [dict(_source=f"rows.jsonl:{i}") for i in range(1, 12)])
     with pytest.raises(ValueError, match=words) as error:
-        read_completions("--completions", tmp_path / "c.jsonl", prompts, load_tokenizer(tiny_model()))
-    assert str(error.value).startswith(f"--completions {tmp_path / 'c.jsonl'}") and "\n" not in str(error.value)
+        read_completions(
+            "--completions", tmp_path / "c.jsonl", prompts, load_tokenizer(tiny_model())
+        )
+    assert str(error.value).startswith(f"--completions {tmp_path / 'c.jsonl'}") and "\n" not in str(
+        error.value
+    )
 
 
 def test_changed_line_is_refused_in_the_file_of_the_run_itself(device, tmp_path):
@@ -306,14 +390,18 @@ def test_changed_line_is_refused_in_the_file_of_the_run_itself(device, tmp_path)
     assert read(own=True)[0]["completions"][0]["reward"] == 1.0
     file.write_text(file.read_text().replace("1.0", "2.0"))
     assert read()[0]["completions"][0]["reward"] == 2.0  # users may change a file that they name
-    with pytest.raises(ValueError, match="line 1: it was changed after it was written; delete the file to sample"):
+    with pytest.raises(
+        ValueError, match="line 1: it was changed after it was written; delete the file to sample"
+    ):
         read(own=True)
 
 
 @pytest.mark.slow
 def test_two_ranks_report_an_error_once(flags, models, tmp_path):
     (tmp_path / "c.jsonl").write_text(GOOD)
-    message = one_error(2, "eval.py", *flags, "--completions", tmp_path / "c.jsonl", "--output_dir", tmp_path)
+    message = one_error(
+        2, "eval.py", *flags, "--completions", tmp_path / "c.jsonl", "--output_dir", tmp_path
+    )
     assert "1 lines for 11 rows" in message
 
 
@@ -328,7 +416,9 @@ def test_two_ranks_report_an_error_once(flags, models, tmp_path):
         (("--perplexity_model", "{}/absent"), "--perplexity_model"),
     ],
 )  # fmt: skip
-def test_additional_inputs_are_checked_before_sampling(extra, words, one_rank, models, flags, tmp_path):
+def test_additional_inputs_are_checked_before_sampling(
+    extra, words, one_rank, models, flags, tmp_path
+):
     """The flag may be corrected afterwards: the folder stays that of the run."""
     shutil.copytree(tiny_model(), tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
@@ -344,9 +434,11 @@ def test_additional_inputs_are_checked_before_sampling(extra, words, one_rank, m
 def test_stored_episodes_give_the_same_results(small, main, tmp_path):
     """The environment's rewards come from the file. Compared to itself, every pair is a tie."""
     model = talkative(tmp_path / "model", small[1])
-    flags = ("--model", model, "--dataset", "calculator", "--environment", "calculator", "--max_prompts", 5,
-             "--reward", "environment", "format", "--max_turns", 3, "--max_new_tokens", 60,
-             "--engine", "transformers")  # fmt: skip
+    flags = (
+        "--model", model, "--dataset", "calculator", "--environment", "calculator",
+        "--max_prompts", 5, "--reward", "environment", "format", "--max_turns", 3,
+        "--max_new_tokens", 60, "--engine", "transformers",
+    )  # fmt: skip
     main("eval", *flags, "--output_dir", tmp_path / "one")
     file = tmp_path / "one/completions.jsonl"
     lines = completions(tmp_path / "one")
@@ -356,7 +448,9 @@ def test_stored_episodes_give_the_same_results(small, main, tmp_path):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     main("eval", *flags, "--completions", file, "--against", file, "--output_dir", tmp_path / "two")
     found = results(tmp_path / "two")
-    assert found["win_rate"]["mean"] == 0.5 and found["overall"]["rewards"]["environment"]["mean"] == pytest.approx(0.9)
+    assert found["win_rate"]["mean"] == 0.5 and found["overall"]["rewards"]["environment"][
+        "mean"
+    ] == pytest.approx(0.9)
     (tmp_path / "texts.jsonl").write_text(GOOD * 5)
     extra = ("--completions", tmp_path / "texts.jsonl", "--output_dir", tmp_path / "three")
     assert "line 1: completion: turn_rewards is missing" in one_error(1, "eval.py", *flags, *extra)
@@ -371,4 +465,8 @@ def test_resume_never_refuses_to_delete_its_input(tmp_path):
     (tmp_path / "completions.jsonl").write_text(GOOD)
     for flag in ("completions", "against"):
         with pytest.raises(ValueError, match=f"--{flag} .*: --resume never would delete it"):
-            evaluation.Args(resume="never", output_dir=str(tmp_path), **{flag: str(tmp_path / "completions.jsonl")})
+            evaluation.Args(
+                resume="never",
+                output_dir=str(tmp_path),
+                **{flag: str(tmp_path / "completions.jsonl")},
+            )

@@ -1,4 +1,5 @@
-"""The exercises mark right solutions as right and wrong ones as wrong, with the case that they violate."""
+"""The exercises mark right solutions as right and wrong ones as wrong, with the case that they
+violate."""
 
 import re
 import subprocess
@@ -10,13 +11,16 @@ from helpers import ROOT, environment
 
 from exercises.bugs import BUGS
 from exercises.holes import EXERCISES
-from exercises.mark import SYS_PATH, answer, planted, worksheet
+from exercises.mark import SYS_PATH, answer, cut_ends, parsed, planted, worksheet
+from tools.fragments import replace
 
 
 def mark(*flags: object) -> list[str]:
     """Run `exercises/mark.py` and return the lines that it prints."""
     command = [sys.executable, ROOT / "exercises/mark.py", *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(COLUMNS="200"), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(COLUMNS="200"), check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -37,14 +41,19 @@ def test_sections_of_the_exercises_are_those_of_the_primer():
 
 @pytest.mark.slow
 def test_all_right_solutions_pass_and_each_wrong_one_fails_its_own_test():
-    assert len(EXERCISES) == 25 and all(len(exercise.wrong) == 3 for exercise in EXERCISES) and len(BUGS) == 4
+    assert (
+        len(EXERCISES) == 25
+        and all(len(exercise.wrong) == 3 for exercise in EXERCISES)
+        and len(BUGS) == 4
+    )
     assert mark("--check")[-1] == "29 of 29 right, 79 of 79 caught"
 
 
 @pytest.mark.slow
 def test_each_solution_is_marked_and_affects_no_other(tmp_path):
-    """Solutions: right with a helper and an import of its own; wrong; errors at import and in a test; a loop without
-    end; the end of the process; a function that is not there; a mended script."""
+    """Solutions: right with a helper and an import of its own; wrong; errors at import and in a
+    test; a loop without end; the end of the process; a function that is not there; a mended
+    script."""
     gae, kl, clip = (answer(by_name(name)) for name in ("gae", "kl", "clip"))
     helper = "import operator\n\n\ndef product(a, b):\n    return operator.mul(a, b)\n"
     term = "advantages_NL[:, t + 1]"
@@ -54,13 +63,17 @@ def test_each_solution_is_marked_and_affects_no_other(tmp_path):
     write(tmp_path, "clip", clip.replace("rho_T = ", "rho_T = unknown + "))
     write(tmp_path, "pass_at_k", "def pass_at_k(n, c, k):\n    while True:\n        pass\n")
     write(tmp_path, "dpo", "import os\n\n\ndef loss(pairs, args):\n    os._exit(0)\n")
-    write(tmp_path, "importance", "def importance_weights(*_, **__):\n    raise KeyboardInterrupt\n")
+    write(
+        tmp_path, "importance", "def importance_weights(*_, **__):\n    raise KeyboardInterrupt\n"
+    )
     write(tmp_path, "ipo", "def another():\n    pass\n")
     (tmp_path / "bug_4.py").write_text((ROOT / "rloo.py").read_text())
     names = ("gae", "kl", "dft", "clip", "pass_at_k", "dpo", "ipo", "importance", "bug_4", "bug_1")
     lines = mark("--work", tmp_path, "--limit", 3, *names)
     found = {
-        m[1]: m[2] for line in lines if (m := re.match(r"(?:\d\d )?(\w+) +((?:right|wrong|error|not begun).*)", line))
+        m[1]: m[2]
+        for line in lines
+        if (m := re.match(r"(?:\d\d )?(\w+) +((?:right|wrong|error|not begun).*)", line))
     }
     assert found.pop("clip").partition("line ")[0] == "error: "
     assert found == {
@@ -75,7 +88,9 @@ def test_each_solution_is_marked_and_affects_no_other(tmp_path):
         "bug_1": "not begun",
     }
     after = lines[next(i for i, line in enumerate(lines) if "wrong: near" in line) :]
-    assert after[2] == "tests/objectives/test_cases.py::test_k2_and_k3_agree_near_0" and after[4].startswith("assert ")
+    assert after[2] == "tests/objectives/test_cases.py::test_k2_and_k3_agree_near_0" and after[
+        4
+    ].startswith("assert ")
 
 
 def test_files_are_written_once_and_unknown_names_are_refused(tmp_path):
@@ -86,7 +101,9 @@ def test_files_are_written_once_and_unknown_names_are_refused(tmp_path):
     path.write_text(path.read_text() + "# mine\n")
     assert mark("--work", tmp_path)[-1].startswith("0 right, 0 wrong, 0 error, 29 not begun; ")
     assert path.read_text().endswith("# mine\n") and len(list(tmp_path.glob("*.py"))) == 29
-    with pytest.raises(AssertionError, match="ONLY=gea: no such exercise; choose from sft_row, pack"):
+    with pytest.raises(
+        AssertionError, match="ONLY=gea: no such exercise; choose from sft_row, pack"
+    ):
         mark("--work", tmp_path, "gea")
 
 
@@ -95,14 +112,18 @@ def test_worksheet_has_the_function_without_its_solution(exercise):
     text = worksheet(1, exercise)
     compile(text, "worksheet", "exec")
     assert text.count("raise NotImplementedError\n") == len(exercise.cuts)
+    source = parsed(exercise)[2]
     for cut in exercise.cuts:
-        assert cut.partition(" ... ")[0] not in text.partition('"""\n\n')[2]
+        begin, end = cut_ends(exercise, cut, source)
+        assert source[begin:end] not in text
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_script_differs_from_the_script_by_the_bug(bug):
     script = (ROOT / bug.script).read_text()
-    assert planted(bug).replace(SYS_PATH, "") == script.replace(bug.before, bug.after) != script
+    text = planted(bug).replace(SYS_PATH, "")
+    compile(text, bug.script, "exec")
+    assert text == replace(bug.before, bug.after, script, bug.script) != script
 
 
 def test_page_lists_every_exercise():

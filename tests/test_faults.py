@@ -1,4 +1,5 @@
-"""Sixty faults of the campaign of bench/faults.py, drawn by a fixed seed: runs survive them or end with one line."""
+"""Sixty faults of the campaign of bench/faults.py, drawn by a fixed seed: runs survive them or end
+with one line."""
 
 import random
 import shutil
@@ -12,11 +13,17 @@ from bench.fault_cases import disk, fuzz, kill
 from bench.fault_cases.case import Case, Setting
 
 SFT, KEEPS_ONE = Setting("sft"), Setting("sft", flags=(("keep_last", 1),))
-QUICK = ("resume", "model", "checkpoint", "reference")  # scenarios whose undisturbed runs take a second
+QUICK = (
+    "resume",
+    "model",
+    "checkpoint",
+    "reference",
+)  # scenarios whose undisturbed runs take a second
 
 
 def during(rng: random.Random) -> list[Case]:
-    """Return two second launches in the middle of the first one, which is active or dies: the active one refuses."""
+    """Return two second launches in the middle of the first one, which is active or dies: the
+    active one refuses."""
     return [case for case in kill.twice(rng, 8) if 0.4 < case.values[0] < 0.8][:2]
 
 
@@ -31,7 +38,9 @@ KINDS = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and a C compiler")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and a C compiler"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_survive_faults_or_end_with_one_line(kind, tmp_path):
     count, cases = KINDS[kind]
@@ -42,7 +51,12 @@ def test_runs_survive_faults_or_end_with_one_line(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and a C compiler")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("cc"), reason="needs Linux and a C compiler"
+)
 def test_page_has_the_number_of_power_cuts():
     cuts = [*disk.powercut(KEEPS_ONE), *disk.powercut(Setting("sft", flags=(("keep_last", 2),)))]
-    assert f"| `powercut` | {len(cuts)}, all there are |" in (ROOT / "docs" / "reliability.md").read_text()
+    assert (
+        f"| `powercut` | {len(cuts)}, all there are |"
+        in (ROOT / "docs" / "reliability.md").read_text()
+    )

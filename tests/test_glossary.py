@@ -1,4 +1,5 @@
-"""One notation: every letter of an equation is in docs/glossary.md once, and no equation defines it in another way."""
+"""One notation: every letter of an equation is in docs/glossary.md once, and no equation defines it
+in another way."""
 
 import ast
 import re
@@ -7,7 +8,9 @@ import pytest
 from helpers import ROOT
 
 GREEK = "alpha|beta|gamma|delta|epsilon|eta|lambda|mu|phi|pi|rho|sigma|tau|theta"
-SYMBOL = re.compile(rf"(?<![\w'`.])(?<!\w-)(?<!--)(?!a\b)({GREEK}|KL|[A-Za-z]\d?)(?![A-Za-z0-9'])")  # "a": article
+SYMBOL = re.compile(
+    rf"(?<![\w'`.])(?<!\w-)(?<!--)(?!a\b)({GREEK}|KL|[A-Za-z]\d?)(?![A-Za-z0-9'])"
+)  # "a": article
 DEFINITION = re.compile(r"([A-Za-z]\w*(?:\(\w+\))?) = (.+)")
 BLOCK = re.compile(r"(?:^ {4,}\S.*\n?)+", re.MULTILINE)
 PLACES = ("docs/*.md", "docs/lessons/*.md", "*.py", "common/objectives/*.py")
@@ -17,7 +20,9 @@ FILES = sorted({path for place in PLACES for path in ROOT.glob(place)})
 def table(title: str) -> list[list[str]]:
     """Return the rows of the table under a heading of the glossary."""
     section = (ROOT / "docs/glossary.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return [re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")][2:]
+    return [
+        re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")
+    ][2:]
 
 
 def names(cell: str) -> list[str]:
@@ -36,7 +41,8 @@ def equations(text: str) -> list[str]:
 
 
 def offences(text: str, known: dict[str, list[str]]) -> list[str]:
-    """Return the letters of a text that are not known, and the definitions that contradict the known ones."""
+    """Return the letters of a text that are not known, and the definitions that contradict the
+    known ones."""
     found = []
     for block in equations(text):
         found += sorted({name for name in SYMBOL.findall(block) if name not in known})
@@ -60,12 +66,18 @@ def test_every_letter_has_one_row():
 def test_equations_use_the_glossary(path):
     text = path.read_text()
     if path.suffix == ".py":
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.FunctionDef)]
+        nodes = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Module | ast.FunctionDef)
+        ]
         text = "\n\n".join(ast.get_docstring(node) or "" for node in nodes)
     assert offences(text, KNOWN) == []
 
 
-@pytest.mark.parametrize("clash", ["r_i   = pi(y_i) / pi_old(y_i)", "L = -h_t", "c_t = 1/M", "L = x   w = min(2, c)"])
+@pytest.mark.parametrize(
+    "clash", ["r_i   = pi(y_i) / pi_old(y_i)", "L = -h_t", "c_t = 1/M", "L = x   w = min(2, c)"]
+)
 def test_clash_is_found(clash):
     assert len(offences(f"    {clash}\n", KNOWN)) == 1
 
@@ -74,4 +86,6 @@ def test_clash_is_found(clash):
 def test_names_are_in_the_code(title):
     for *_, code in table(title):
         sources = [(ROOT / name).read_text() for name in re.findall(r"[\w/]+\.py", code)]
-        assert [name for name in names(code) if not any(name in source for source in sources)] == [], code
+        assert [
+            name for name in names(code) if not any(name in source for source in sources)
+        ] == [], code

@@ -1,6 +1,6 @@
-"""grpo.py: the objective for its flags, and whole runs with the real engine: a gradient independent of ranks, exact
-resume, agreement of engine and trainer, real data. tests/objectives/test_policy.py and
-tests/objectives/test_advantages.py have the formulas."""
+"""grpo.py: the objective for its flags, and whole runs with the real engine: a gradient independent
+of ranks, exact resume, agreement of engine and trainer, real data. tests/objectives/test_policy.py
+and tests/objectives/test_advantages.py have the formulas."""
 
 import itertools
 import json
@@ -21,6 +21,7 @@ from helpers import (
     metrics,
     needs_gsm8k,
     run,
+    samples_of,
     start,
 )
 
@@ -32,14 +33,22 @@ from common.metrics.meter import Meter
 
 REWARD = '''
 def digits(completion, row):
-    """Varies among the completions of an untrained model, so there is something to learn from the first step."""
+    """Varies among the completions of an untrained model: each step has something to learn."""
     return sum(c.isdigit() for c in completion) / (1 + len(completion))
 
 def first(completion, row):
     """Often the same for all completions of a prompt."""
     return float(completion[:1].isdigit())
 '''
-SAME = ("grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "num_tokens", "epoch")
+SAME = (
+    "grad_norm",
+    "reward",
+    "reward_std",
+    "entropy",
+    "completions/mean_length",
+    "num_tokens",
+    "epoch",
+)
 
 
 def samples(folder, step=None):
@@ -55,24 +64,31 @@ ADVANTAGES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1])
 
 
 def batch(drift: float) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
-    """Return a pack with current and old log-probs; whole completions exceed the clip bounds on both sides. The fourth
-    completion has tool output in its middle; the last has no trained token."""
+    """Return a pack with current and old log-probs; whole completions exceed the clip bounds on
+    both sides. The fourth completion has tool output in its middle; the last has no trained
+    token."""
     made = [Sample([1] * (3 + n), [False] * 3 + [True] * n, prompt_length=3) for n in LENGTHS]
     made[3].loss_mask[6:9] = [False] * 3
     made[5].loss_mask = [False] * len(made[5].ids)
     (mb,) = pack(made, 8192, torch.device("cpu"))
     generator = torch.Generator().manual_seed(2)
     logprobs_T = -3 * torch.rand(len(mb.targets_T), generator=generator, dtype=torch.float64)
-    old_logprobs_T = logprobs_T + drift * torch.randn(len(mb.targets_T), generator=generator, dtype=torch.float64)
+    old_logprobs_T = logprobs_T + drift * torch.randn(
+        len(mb.targets_T), generator=generator, dtype=torch.float64
+    )
     return mb, logprobs_T, old_logprobs_T
 
 
 def loss(args: grpo.Args, mb: PackedBatch, logprobs_T, old_logprobs_T) -> tuple[torch.Tensor, dict]:
-    """Return the loss of grpo.py if engine and trainer agree and the policy equals the reference."""
-    tokens, sequences = mb.loss_mask_T.sum(), torch.tensor(sum(any(s.loss_mask) for s in mb.samples))
+    """Return the loss of grpo.py if engine and trainer agree and the policy equals the
+    reference."""
+    tokens, sequences = (
+        mb.loss_mask_T.sum(),
+        torch.tensor(sum(any(s.loss_mask) for s in samples_of(mb))),
+    )
     share_T, logged = grpo.loss(
-        logprobs_T, old_logprobs_T, old_logprobs_T, None, torch.zeros_like(logprobs_T), mb.on_tokens(ADVANTAGES),
-        mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
+        logprobs_T, old_logprobs_T, old_logprobs_T, None, torch.zeros_like(logprobs_T),
+        mb.on_tokens(ADVANTAGES), mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
     )  # fmt: skip
     return share_T.sum(), logged
 
@@ -108,7 +124,9 @@ def test_clip_fraction_counts_the_tokens_removed_by_bounds_and_dual_clip():
     """The logged fraction is that of trained tokens without gradient."""
     mb, logprobs_T, old_logprobs_T = batch(drift=2.0)
     logprobs_T.requires_grad_()
-    gradient_T = torch.autograd.grad(loss(grpo.Args(dual_clip=3.0), mb, logprobs_T, old_logprobs_T)[0], logprobs_T)[0]
+    gradient_T = torch.autograd.grad(
+        loss(grpo.Args(dual_clip=3.0), mb, logprobs_T, old_logprobs_T)[0], logprobs_T
+    )[0]
     without_T = (gradient_T == 0) & mb.loss_mask_T & (mb.on_tokens(ADVANTAGES) != 0)
     meter, fractions = Meter(), {}
     for dual_clip in (3.0, 0.0):
@@ -143,13 +161,16 @@ def test_gdpo_gives_zero_to_a_completion_without_a_reward():
     rewards[0, 1] = math.nan  # although all parts of the reward exist
     got = advantages("gdpo", rewards, parts)
     parts[:, 0, 1] = 7.0  # the parts of this completion count in no statistic
-    assert got[0, 1] == 0 and got[0, 0] != 0 and torch.equal(got, advantages("gdpo", rewards, parts))
+    assert (
+        got[0, 1] == 0 and got[0, 0] != 0 and torch.equal(got, advantages("gdpo", rewards, parts))
+    )
 
 
 def test_gdpo_weighs_the_rewards_and_treats_penalties_as_another_one():
     none = torch.cat([PARTS[:2], torch.zeros_like(PARTS[2:])])
     assert not torch.allclose(
-        advantages("gdpo", parts=none, weights=(1.0, 3.0, 1.0)), advantages("gdpo", parts=none, weights=(3.0, 1.0, 1.0))
+        advantages("gdpo", parts=none, weights=(1.0, 3.0, 1.0)),
+        advantages("gdpo", parts=none, weights=(3.0, 1.0, 1.0)),
     )
     assert not torch.allclose(advantages("gdpo", parts=none), advantages("gdpo"))
 
@@ -169,7 +190,9 @@ def test_preset_of_another_script_is_refused_by_name(name, capsys):
         parse(grpo.Args, ["--preset", name])
     there = "dapo.py" if name == "dapo" else f"reinforce.py --preset {name}"
     assert exit.value.code == 2
-    assert capsys.readouterr().err == f"error: --preset {name} is another script; run python {there}\n"
+    assert (
+        capsys.readouterr().err == f"error: --preset {name} is another script; run python {there}\n"
+    )
 
 
 # ---- whole runs: vLLM, default flags ----
@@ -185,9 +208,10 @@ def reward(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flags(reward, sums):
     return (
-        "--dataset", sums, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4,
-        "--samples_per_prompt", 4, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
-        "--log_every", 1, "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
+        "--dataset", sums, "--reward", f"{reward}:digits", "--max_steps", 3,
+        "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2,
+        "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
+        "--save_every", 100, "--max_logprob_difference", 1e-4, "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -201,8 +225,11 @@ def with_vllm(flags, tmp_path_factory):
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_or_packing(with_vllm, flags, tmp_path):
     run(1, "grpo.py", *flags, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
-    assert samples(with_vllm, step=1) == samples(tmp_path, step=1)  # completions, rewards and advantages, exactly
-    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is its precision.
+    assert samples(with_vllm, step=1) == samples(
+        tmp_path, step=1
+    )  # completions, rewards and advantages, exactly
+    # The loss is a mean of terms of size 1 that nearly cancel, in float32: 1e-5 of 0.1 is its
+    # precision.
     assert_close_metrics(with_vllm, tmp_path, ("loss",), rel=1e-5, floor=0.1)
     assert_close_metrics(with_vllm, tmp_path, SAME, rel=1e-5)
 
@@ -217,20 +244,38 @@ def test_engine_and_trainer_agree_on_every_step(with_vllm):
 def test_tensor_parallel_engine_gives_the_same_completions(with_vllm, flags, tmp_path):
     (tmp_path / "rank.py").write_text(
         "import os, pathlib, runpy\nrunpy.run_path('grpo.py', run_name='__main__')\n"
-        "# With AVX-512 vLLM has shared memory, and unlinks it when a process exits that is no fork.\n"
-        "name = os.environ['VLLM_DIST_IDENT'].lstrip('/')  # of env://: two slashes, which shm_open ignores\n"
+        "# With AVX-512 vLLM has shared memory, "
+        "and unlinks it when a process exits that is no fork.\n"
+        "name = os.environ['VLLM_DIST_IDENT'].lstrip('/')  # of env://: two slashes, "
+        "which shm_open ignores\n"
         "for file in pathlib.Path('/dev/shm').glob(f'{name}-*cpushm*'):\n"
         "    file.unlink(missing_ok=True)\n"
     )
-    run(2, tmp_path / "rank.py", *flags, "--tensor_parallel_size", 2, "--max_steps", 1, "--output_dir", tmp_path)
-    assert [s["completion"] for s in samples(with_vllm, 1)] == [s["completion"] for s in samples(tmp_path, 1)]
+    run(
+        2,
+        tmp_path / "rank.py",
+        *flags,
+        "--tensor_parallel_size",
+        2,
+        "--max_steps",
+        1,
+        "--output_dir",
+        tmp_path,
+    )
+    assert [s["completion"] for s in samples(with_vllm, 1)] == [
+        s["completion"] for s in samples(tmp_path, 1)
+    ]
 
 
 @pytest.mark.slow
 def test_start_and_end_of_vllm_print_no_warnings(flags, small, tmp_path):
     """The run has its own process, with all imports."""
-    done = finished(ended(start(1, "grpo.py", *flags, *small, "--max_steps", 1, "--output_dir", tmp_path)))
-    assert not any(word in done.stderr for word in ("UserWarning", "FutureWarning", "Triton")), done.stderr
+    done = finished(
+        ended(start(1, "grpo.py", *flags, *small, "--max_steps", 1, "--output_dir", tmp_path))
+    )
+    assert not any(word in done.stderr for word in ("UserWarning", "FutureWarning", "Triton")), (
+        done.stderr
+    )
 
 
 # ---- whole runs: transformers engine, every part of the objective ----
@@ -238,13 +283,15 @@ def test_start_and_end_of_vllm_print_no_warnings(flags, small, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole_flags(flags, small, reward):
-    """Return flags with ratios of whole completions, rewards normalized separately over the batch, KL, entropy and
-    penalties."""
+    """Return flags with ratios of whole completions, rewards normalized separately over the batch,
+    KL, entropy and penalties."""
     return (
-        *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first", "--reward_weights", 1, 0.5, "--loss", "topr",
-        "--reduction", "sequence", "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2",
-        "--entropy_coef", 0.01, "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
-        "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2, "--engine", "transformers",
+        *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first",
+        "--reward_weights", 1, 0.5, "--loss", "topr", "--reduction", "sequence",
+        "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2", "--entropy_coef", 0.01,
+        "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
+        "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2,
+        "--engine", "transformers",
     )  # fmt: skip
 
 
@@ -257,9 +304,13 @@ def two_ranks(whole_flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_gradient_with_every_part_of_the_objective_does_not_depend_on_ranks(two_ranks, whole_flags, main, tmp_path):
+def test_gradient_with_every_part_of_the_objective_does_not_depend_on_ranks(
+    two_ranks, whole_flags, main, tmp_path
+):
     main("grpo", *whole_flags, "--pack_tokens", 60, "--output_dir", tmp_path)
-    assert [s["completion"] for s in samples(two_ranks)] == [s["completion"] for s in samples(tmp_path)]
+    assert [s["completion"] for s in samples(two_ranks)] == [
+        s["completion"] for s in samples(tmp_path)
+    ]
     assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-4, floor=0.1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-4)
     first, *_, last = metrics(tmp_path)
@@ -272,7 +323,14 @@ def killed(whole_flags, tmp_path_factory):
     """Return the folder of a run on two ranks that was killed after its third step."""
     folder = tmp_path_factory.mktemp("killed")
     helpers.run_and_kill(
-        2, "grpo.py", *whole_flags, "--output_dir", folder, folder=folder, after_step=3, at="os.rename"
+        2,
+        "grpo.py",
+        *whole_flags,
+        "--output_dir",
+        folder,
+        folder=folder,
+        after_step=3,
+        at="os.rename",
     )
     assert not (folder / "hf").exists(), "killed too late"
     return folder
@@ -288,7 +346,9 @@ def test_killed_run_resumes_bitwise(two_ranks, killed, whole_flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_resumes_on_another_number_of_ranks(two_ranks, killed, whole_flags, main, tmp_path, capsys):
+def test_run_resumes_on_another_number_of_ranks(
+    two_ranks, killed, whole_flags, main, tmp_path, capsys
+):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     main("grpo", *whole_flags, "--output_dir", tmp_path)
     assert "resuming from" in capsys.readouterr().out
@@ -307,8 +367,13 @@ def test_disagreement_stops_the_run_before_the_first_update(flags, small, tmp_pa
 @needs_gsm8k
 @pytest.mark.slow
 def test_gsm8k_recipe_runs_one_step(main, tmp_path):
-    """A step of the recipe on the real file, with an untrained model; docs/grpo.md has the full run."""
-    main("grpo", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
-         "--output_dir", tmp_path, "--max_steps", 1, "--max_new_tokens", 32, "--eval_size", 4, "--prompts_per_step", 4,
-         "--samples_per_prompt", 4, "--engine", "transformers")  # fmt: skip
-    assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(tmp_path)[-1].keys()
+    """A step of the recipe on the real file, with an untrained model; docs/grpo.md has the full
+    run."""
+    main(
+        "grpo", "--config", ROOT / "configs/gsm8k_grpo.yaml", "--dataset", GSM8K, "--model", "tiny",
+        "--output_dir", tmp_path, "--max_steps", 1, "--max_new_tokens", 32, "--eval_size", 4,
+        "--prompts_per_step", 4, "--samples_per_prompt", 4, "--engine", "transformers",
+    )  # fmt: skip
+    assert {"rewards/gsm8k/mean", "rewards/format/mean", "completions/clipped_ratio"} <= metrics(
+        tmp_path
+    )[-1].keys()

@@ -1,7 +1,7 @@
-"""The objective of grpo.py equals naive scalar code in float64, values and gradients, written from the papers."""
+"""The objective of grpo.py equals naive scalar code in float64, values and gradients, written from
+the papers."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,16 +12,23 @@ from naive import check, columns, rows
 import grpo
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.objectives.policy import is_clipped
+from common.objectives.importance import is_clipped
 
 bounds = st.sampled_from([(0.2, 0.28, 0.0), (0.1, 0.4, 0.0), (0.2, 0.2, 3.0), (0.5, 5.0, 1.5)])
 LONGEST = 16  # --max_new_tokens
-POLICY, REFERENCE = torch.tensor([0.5, -0.3, 1.2, 0.0]).double(), torch.tensor([0.1, 0.4, 0.2, -0.5]).double()
+POLICY, REFERENCE = (
+    torch.tensor([0.5, -0.3, 1.2, 0.0]).double(),
+    torch.tensor([0.1, 0.4, 0.2, -0.5]).double(),
+)
 
 
-def flags(**changed) -> SimpleNamespace:
-    """Return flags of grpo.py without correction, also in combinations that the command line refuses."""
-    return SimpleNamespace(**vars(grpo.Args(correction="none", max_new_tokens=LONGEST)) | changed)
+def flags(**changed) -> grpo.Args:
+    """Return flags of grpo.py without correction, also in combinations that the command line
+    refuses."""
+    args = grpo.Args(correction="none", max_new_tokens=LONGEST)
+    for name, value in changed.items():
+        setattr(args, name, value)
+    return args
 
 
 def unbiased_kl(logprobs, ref_logprobs, old_logprobs, **changed):
@@ -33,7 +40,17 @@ def unbiased_kl(logprobs, ref_logprobs, old_logprobs, **changed):
     )
     one = torch.tensor(1)
     _, logged = grpo.loss(
-        logprobs, old_logprobs, old_logprobs, ref_logprobs, zeros, zeros, zeros == 0, ids, one, one, args
+        logprobs,
+        old_logprobs,
+        old_logprobs,
+        ref_logprobs,
+        zeros,
+        zeros,
+        zeros == 0,
+        ids,
+        one,
+        one,
+        args,
     )
     return logged["kl"]
 
@@ -44,8 +61,8 @@ def test_engine_correction_multiplies_the_policy_loss_but_not_the_kl():
     rollout_logprobs = logprobs - torch.tensor(weights, dtype=torch.float64).log()
     args = flags(correction="token", correction_high=4.0, beta=0.3, kl_estimator="k1")
     share_T, _ = grpo.loss(
-        logprobs, logprobs, rollout_logprobs, logprobs - 1, torch.zeros(3), advantages, ids >= 0, ids, torch.tensor(3),
-        torch.tensor(3), args,
+        logprobs, logprobs, rollout_logprobs, logprobs - 1, torch.zeros(3), advantages, ids >= 0,
+        ids, torch.tensor(3), torch.tensor(3), args,
     )  # fmt: skip
     policy = sum(-min(w, 4.0) * a for w, a in zip(weights, advantages.tolist(), strict=True))
     assert share_T.sum().item() == pytest.approx((policy + 3 * 0.3 * 1.0) / 3)
@@ -74,14 +91,21 @@ def test_clip_bounds_are_asymmetric_and_one_sided():
     ratio = torch.tensor([1.29, 1.27, 0.79, 0.81, 1.29, 0.79], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
     log_ratio = ratio.log().requires_grad_()
-    grpo.policy_loss(log_ratio, advantages, log_ratio, flags(clip_low=0.2, clip_high=0.28)).sum().backward()
+    grpo.policy_loss(
+        log_ratio, advantages, log_ratio, flags(clip_low=0.2, clip_high=0.28)
+    ).sum().backward()
     assert (log_ratio.grad == 0).tolist() == [True, False, True, False, False, False]
     assert is_clipped(log_ratio, advantages, 0.2, 0.28).equal(log_ratio.grad == 0)
 
 
 def test_dual_clip_bounds_only_the_loss_of_negative_advantages():
-    log_ratio, advantages = torch.full((2,), 10.0).double().log().requires_grad_(), torch.tensor([-1.0, 1.0])
-    loss = grpo.policy_loss(log_ratio, advantages, log_ratio, flags(clip_low=0.2, clip_high=0.28, dual_clip=3.0))
+    log_ratio, advantages = (
+        torch.full((2,), 10.0).double().log().requires_grad_(),
+        torch.tensor([-1.0, 1.0]),
+    )
+    loss = grpo.policy_loss(
+        log_ratio, advantages, log_ratio, flags(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    )
     assert loss.tolist() == pytest.approx([3.0, -1.28])
     loss.sum().backward()
     assert log_ratio.grad.tolist() == [0, 0]
@@ -90,9 +114,16 @@ def test_dual_clip_bounds_only_the_loss_of_negative_advantages():
 @given(rows, bounds)
 def test_clipped_tokens_are_those_without_gradient(rows, bounds):
     low, high, dual = bounds
-    new, old, advantages = columns([row for row in rows if abs(row[2]) > 1e-9] or [(-1.0, -1.0, 1.0)])
-    log_ratio, args = (new - old).requires_grad_(), flags(clip_low=low, clip_high=high, dual_clip=dual)
-    (slopes,) = torch.autograd.grad(grpo.policy_loss(log_ratio, advantages, new, args).sum(), log_ratio)
+    new, old, advantages = columns(
+        [row for row in rows if abs(row[2]) > 1e-9] or [(-1.0, -1.0, 1.0)]
+    )
+    log_ratio, args = (
+        (new - old).requires_grad_(),
+        flags(clip_low=low, clip_high=high, dual_clip=dual),
+    )
+    (slopes,) = torch.autograd.grad(
+        grpo.policy_loss(log_ratio, advantages, new, args).sum(), log_ratio
+    )
     assert is_clipped(log_ratio, advantages, *bounds).equal(slopes == 0)
 
 
@@ -106,7 +137,11 @@ def test_clipped_tokens_include_dual_clip_and_exclude_zero_advantage():
 @given(rows)
 def test_reinforce_loss_equals_naive_code(rows):
     args = flags(loss="reinforce")
-    check(lambda new, old, a: grpo.policy_loss(new - old, a, new, args), lambda new, old, a: (-a * new, -a), rows)
+    check(
+        lambda new, old, a: grpo.policy_loss(new - old, a, new, args),
+        lambda new, old, a: (-a * new, -a),
+        rows,
+    )
 
 
 @given(rows, st.sampled_from([0.5, 4.0]))
@@ -127,7 +162,9 @@ def test_sapo_loss_equals_naive_code(rows, taus):
         return -4 / tau * gate * a, -4 * gate * (1 - gate) * r * a
 
     args = flags(loss="sapo", sapo_tau_positive=taus[0], sapo_tau_negative=taus[1])
-    check(lambda new, old, a: grpo.policy_loss(new - old, a, new, args), naive, rows, rel=2e-6)  # tau is a float32
+    check(
+        lambda new, old, a: grpo.policy_loss(new - old, a, new, args), naive, rows, rel=2e-6
+    )  # tau is a float32
 
 
 def test_sapo_closes_its_gate_on_both_sides():
@@ -160,7 +197,11 @@ def test_topr_weight_has_no_gradient():
 @given(rows, st.sampled_from([{}, dict(vespo_k_positive=0.7, vespo_lambda_negative=0.0)]))
 def test_vespo_loss_equals_naive_code(rows, changed):
     def naive(new, log_ratio, a):
-        k, decay = (changed.get("vespo_k_positive", 2), 3) if a >= 0 else (3, changed.get("vespo_lambda_negative", 2))
+        k, decay = (
+            (changed.get("vespo_k_positive", 2), 3)
+            if a >= 0
+            else (3, changed.get("vespo_lambda_negative", 2))
+        )
         weight = math.exp(log_ratio) ** k * math.exp(decay * (1 - math.exp(log_ratio)))
         return -weight * a * new, -weight * a
 
@@ -171,7 +212,12 @@ def test_vespo_loss_equals_naive_code(rows, changed):
 
 @pytest.mark.parametrize(("advantage", "peak"), [(1.0, 2 / 3), (-1.0, 3 / 2)])
 def test_vespo_weight_is_1_on_policy_largest_at_k_over_lambda_and_has_no_gradient(advantage, peak):
-    logprobs = torch.tensor([1e-3, peak - 0.01, peak, peak + 0.01, 1.0, 100.0]).double().log().requires_grad_()
+    logprobs = (
+        torch.tensor([1e-3, peak - 0.01, peak, peak + 0.01, 1.0, 100.0])
+        .double()
+        .log()
+        .requires_grad_()
+    )
     log_ratio, args = logprobs, flags(loss="vespo")  # the old log-probs are all 0
     grpo.policy_loss(log_ratio, torch.full((6,), advantage), logprobs, args).sum().backward()
     weights = (-advantage * logprobs.grad).tolist()
@@ -180,7 +226,9 @@ def test_vespo_weight_is_1_on_policy_largest_at_k_over_lambda_and_has_no_gradien
 
 def test_vespo_without_decay_does_not_overflow():
     args = flags(loss="vespo", vespo_lambda_positive=0.0, vespo_lambda_negative=0.0)
-    assert grpo.policy_loss(torch.tensor([1e4, 50.0]), torch.zeros(2), torch.ones(2), args).tolist() == [0, 0]
+    assert grpo.policy_loss(
+        torch.tensor([1e4, 50.0]), torch.zeros(2), torch.ones(2), args
+    ).tolist() == [0, 0]
 
 
 # ---- the loss of packed completions ----
@@ -188,11 +236,15 @@ def test_vespo_without_decay_does_not_overflow():
 LOSSES = {
     "clip": dict(loss="clip"),
     "dual_clip": dict(loss="clip", dual_clip=3.0),
-    **{name: dict(loss=name) for name in ("reinforce", "cispo", "sapo", "topr", "vespo", "gspo", "sequence_clip")},
+    **{
+        name: dict(loss=name)
+        for name in ("reinforce", "cispo", "sapo", "topr", "vespo", "gspo", "sequence_clip")
+    },
 }
 REDUCTIONS = ("token", "sequence", "sequence_sum", "constant")
 ADVANTAGES = (1.5, -0.7, 0.0, -2.0, 0.4, -1.1)
-# Prompts have 2 tokens; the fourth completion has an environment's reply in its middle; the last is not trained.
+# Prompts have 2 tokens; the fourth completion has an environment's reply in its middle; the last is
+# not trained.
 MASKS = [torch.tensor([False] * 2 + [True] * length) for length in (5, 30, 1, 12, 20, 7)]
 MASKS[3][5:8] = MASKS[5][:] = False
 TRAINED = [mask for mask in MASKS if mask.any()]
@@ -200,32 +252,44 @@ ONE_PACK, MANY_PACKS = [[0, 1, 2, 3, 4, 5]], [[4], [], [5, 3, 0], [2], [1]]
 
 
 def make_logprobs(drift, seed=3):
-    """Return, per sequence, log-probs under the policy, with gradient, and under the old policy. With this seed whole
-    completions exceed the clip bounds on both sides, and the probability of one with a negative advantage has
-    increased."""
+    """Return, per sequence, log-probs under the policy, with gradient, and under the old policy.
+    With this seed whole completions exceed the clip bounds on both sides, and the probability of
+    one with a negative advantage has increased."""
     generator, new, old = torch.Generator().manual_seed(seed), [], []
     for mask in MASKS:
-        new.append((-3 * torch.rand(len(mask), generator=generator, dtype=torch.float64)).requires_grad_())
-        old.append(new[-1].detach() + drift * torch.randn(len(mask), generator=generator, dtype=torch.float64))
+        new.append(
+            (-3 * torch.rand(len(mask), generator=generator, dtype=torch.float64)).requires_grad_()
+        )
+        old.append(
+            new[-1].detach()
+            + drift * torch.randn(len(mask), generator=generator, dtype=torch.float64)
+        )
     return new, old
 
 
 def total_loss(loss, reduction="sequence", drift=0.5, packs=ONE_PACK):
-    """Return the loss of the global minibatch and its gradient with respect to every sequence's log-probs. `loss` is a
-    name of the table, or flags."""
+    """Return the loss of the global minibatch and its gradient with respect to every sequence's
+    log-probs. `loss` is a name of the table, or flags."""
     args = flags(**(LOSSES[loss] if isinstance(loss, str) else loss), reduction=reduction)
     new, old = make_logprobs(drift)
     tokens, sequences, total = sum(mask.sum() for mask in MASKS), torch.tensor(len(TRAINED)), 0.0
     for members in packs:
         lengths = torch.tensor([len(MASKS[n]) for n in members] or [1])
-        filler, advantages = torch.zeros(0 if members else 1), torch.tensor([ADVANTAGES[n] for n in members] or [0.0])
-        logprobs_T, old_T, mask_T = (torch.cat([*(x[n] for n in members), filler.to(x[0])]) for x in (new, old, MASKS))
+        filler, advantages = (
+            torch.zeros(0 if members else 1),
+            torch.tensor([ADVANTAGES[n] for n in members] or [0.0]),
+        )
+        logprobs_T, old_T, mask_T = (
+            torch.cat([*(x[n] for n in members), filler.to(x[0])]) for x in (new, old, MASKS)
+        )
         ids_T = torch.arange(len(lengths)).repeat_interleave(lengths)
         total += grpo.loss(
-            logprobs_T, old_T, old_T, None, torch.zeros_like(old_T), advantages.repeat_interleave(lengths), mask_T,
-            ids_T, tokens, sequences, args,
+            logprobs_T, old_T, old_T, None, torch.zeros_like(old_T),
+            advantages.repeat_interleave(lengths), mask_T, ids_T, tokens, sequences, args,
         )[0].sum()  # fmt: skip
-    return total.item(), [g.tolist() for g in torch.autograd.grad(total, new, materialize_grads=True)]
+    return total.item(), [
+        g.tolist() for g in torch.autograd.grad(total, new, materialize_grads=True)
+    ]
 
 
 def flat(gradients):
@@ -236,12 +300,19 @@ def flat(gradients):
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1e4, 100.0, -100.0, -1e4])
 def test_extreme_ratios_do_not_overflow(loss, advantage, log_ratio):
-    """In float32 e^89 is infinite, and its product with an advantage or weight of 0 would be NaN."""
+    """In float32 e^89 is infinite, and its product with an advantage or weight of 0 would be
+    NaN."""
     logprobs = torch.tensor([-2.0 + min(log_ratio, 0.0)], requires_grad=True)
     old = logprobs.detach() - log_ratio
-    value = grpo.policy_loss(logprobs - old, torch.tensor([advantage]), logprobs, flags(**LOSSES[loss]))
+    value = grpo.policy_loss(
+        logprobs - old, torch.tensor([advantage]), logprobs, flags(**LOSSES[loss])
+    )
     (slope,) = torch.autograd.grad(value.sum(), logprobs)
-    assert value.isfinite().all() and slope.isfinite().all() and (advantage or (value, slope) == (0, 0))
+    assert (
+        value.isfinite().all()
+        and slope.isfinite().all()
+        and (advantage or (value, slope) == (0, 0))
+    )
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -251,7 +322,9 @@ def test_loss_and_gradient_do_not_depend_on_the_packing(loss, reduction):
     assert many[0] == pytest.approx(one[0], rel=1e-6)
     assert flat(many[1]) == pytest.approx(flat(one[1]), rel=1e-6)
     masks = [trained for mask in MASKS for trained in mask.tolist()]
-    assert all(gradient == 0 for gradient, trained in zip(flat(one[1]), masks, strict=True) if not trained)
+    assert all(
+        gradient == 0 for gradient, trained in zip(flat(one[1]), masks, strict=True) if not trained
+    )
     assert any(gradient != 0 for gradient in flat(one[1]))
 
 
@@ -266,31 +339,40 @@ def test_losses_of_whole_completions_equal_naive_code(loss):
         outside.append(bool(trained) and ((ratio > 1.003 and a > 0) or (ratio < 0.998 and a < 0)))
         if trained:  # five completions have trained tokens
             expected -= min(ratio * a, min(max(ratio, 0.998), 1.003) * a) / 5
-        slopes += [-ratio * a * power / 5 if mask[t] and not outside[-1] else 0.0 for t in range(len(mask))]
+        slopes += [
+            -ratio * a * power / 5 if mask[t] and not outside[-1] else 0.0 for t in range(len(mask))
+        ]
     total, gradients = total_loss(dict(loss=loss, clip_low=0.002, clip_high=0.003), drift=0.05)
     assert 0 < sum(outside) < 5
-    assert total == pytest.approx(expected, rel=1e-6) and flat(gradients) == pytest.approx(slopes, rel=1e-6)
+    assert total == pytest.approx(expected, rel=1e-6) and flat(gradients) == pytest.approx(
+        slopes, rel=1e-6
+    )
 
 
 def test_topr_weight_is_that_of_the_whole_completion():
     expected = []
     for mask, new, old, a in zip(MASKS, *make_logprobs(0.5), ADVANTAGES, strict=True):
         trained = [t for t in range(len(mask)) if mask[t]]
-        weight = 1.0 if a >= 0 else min(1.0, math.exp(sum((new[t] - old[t]).item() for t in trained)))
+        weight = (
+            1.0 if a >= 0 else min(1.0, math.exp(sum((new[t] - old[t]).item() for t in trained)))
+        )
         expected += [-weight * a / 5 if mask[t] else 0.0 for t in range(len(mask))]
     assert flat(total_loss("topr", "sequence_sum")[1]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["clip", "dual_clip", "cispo", "sapo", "topr", "vespo", "gspo"])
 def test_every_loss_has_the_gradient_of_reinforce_on_policy(loss):
-    """This includes gspo: the gradient of a mean log-prob on every token, averaged, is that of the mean over tokens."""
+    """This includes gspo: the gradient of a mean log-prob on every token, averaged, is that of the
+    mean over tokens."""
     _, expected = total_loss("reinforce", drift=0.0)
     assert flat(total_loss(loss, drift=0.0)[1]) == pytest.approx(flat(expected), rel=1e-6)
 
 
 def test_sequence_clip_has_the_gradient_of_reinforce_with_sums_on_policy():
     _, expected = total_loss("reinforce", "sequence_sum", drift=0.0)
-    assert flat(total_loss("sequence_clip", drift=0.0)[1]) == pytest.approx(flat(expected), rel=1e-6)
+    assert flat(total_loss("sequence_clip", drift=0.0)[1]) == pytest.approx(
+        flat(expected), rel=1e-6
+    )
 
 
 def test_sapo_tends_to_the_unclipped_ratio_at_low_temperature():
@@ -307,19 +389,27 @@ def test_topr_of_positive_completions_equals_reinforce_off_policy():
 
 
 def test_clip_loss_with_one_ratio_per_completion_equals_sequence_clip():
-    new, old = ([x[mask].sum() for x, mask in zip(xs, MASKS, strict=True)][:5] for xs in make_logprobs(0.05))
-    expected = grpo.policy_loss(torch.stack(new) - torch.stack(old), torch.tensor(ADVANTAGES[:5]), None, flags()).mean()
+    new, old = (
+        [x[mask].sum() for x, mask in zip(xs, MASKS, strict=True)][:5] for xs in make_logprobs(0.05)
+    )
+    expected = grpo.policy_loss(
+        torch.stack(new) - torch.stack(old), torch.tensor(ADVANTAGES[:5]), None, flags()
+    ).mean()
     assert total_loss("sequence_clip", drift=0.05)[0] == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", ["clip", "sapo"])
 def test_parameters_of_one_sign_affect_only_advantages_of_that_sign(loss):
     """A parameter for positive advantages does not change the gradient of negative ones."""
-    positive, negative = dict(clip=("clip_high", "clip_low"), sapo=("sapo_tau_positive", "sapo_tau_negative"))[loss]
+    positive, negative = dict(
+        clip=("clip_high", "clip_low"), sapo=("sapo_tau_positive", "sapo_tau_negative")
+    )[loss]
     _, base = total_loss(loss, drift=2.0)
     for name, sign in ((positive, 1), (negative, -1)):
         _, changed = total_loss(dict(loss=loss) | {name: 0.6}, drift=2.0)
-        moved = {math.copysign(1, a) for a, x, y in zip(ADVANTAGES, base, changed, strict=True) if x != y}
+        moved = {
+            math.copysign(1, a) for a, x, y in zip(ADVANTAGES, base, changed, strict=True) if x != y
+        }
         assert moved == {sign}
 
 
@@ -330,21 +420,35 @@ def test_parameters_of_one_sign_affect_only_advantages_of_that_sign(loss):
 def test_unbiased_kl_multiplies_the_clamped_estimate_by_the_ratio(rows, estimator, clamp):
     def naive(new, ref, old):
         d, r = new - ref, math.exp(new - old)
-        value, slope = dict(k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d)))[estimator]
-        value, slope = (math.copysign(clamp, value), 0.0) if clamp and abs(value) > clamp else (value, slope)
+        value, slope = dict(
+            k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d))
+        )[estimator]
+        value, slope = (
+            (math.copysign(clamp, value), 0.0) if clamp and abs(value) > clamp else (value, slope)
+        )
         return r * value, r * value + r * slope
 
     far = [(a, b, c - 4) for a, b, c in rows]
-    check(lambda new, ref, old: unbiased_kl(new, ref, old, kl_estimator=estimator, kl_clamp=clamp), naive, far)
+    check(
+        lambda new, ref, old: unbiased_kl(new, ref, old, kl_estimator=estimator, kl_clamp=clamp),
+        naive,
+        far,
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_unbiased_kl_of_off_policy_samples_is_the_kl_by_enumeration(estimator):
-    logits, logq, old = POLICY.clone().requires_grad_(), REFERENCE.log_softmax(0), POLICY.flip(0).log_softmax(0)
+    logits, logq, old = (
+        POLICY.clone().requires_grad_(),
+        REFERENCE.log_softmax(0),
+        POLICY.flip(0).log_softmax(0),
+    )
     logp = logits.log_softmax(0)
     exact = (logp.exp() * (logp - logq)).sum()
     expectation = (old.exp() * unbiased_kl(logp, logq, old, kl_estimator=estimator)).sum()
-    (slopes,), (exact_slopes,) = (torch.autograd.grad(x, logits, retain_graph=True) for x in (expectation, exact))
+    (slopes,), (exact_slopes,) = (
+        torch.autograd.grad(x, logits, retain_graph=True) for x in (expectation, exact)
+    )
     torch.testing.assert_close(expectation, exact, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(slopes, exact_slopes, rtol=1e-12, atol=1e-12)
 
@@ -362,13 +466,14 @@ masks = st.lists(st.booleans(), min_size=2, max_size=9)
 
 
 def weights_of(mb, reduction, tokens, sequences):
-    """Return the weight of each token in the loss: the derivative of a loss of -A logp with A = -1."""
+    """Return the weight of each token in the loss: the derivative of a loss of -A logp with A =
+    -1."""
     logprobs_T = torch.zeros(len(mb.targets_T)).double().requires_grad_()
     tokens, sequences = tokens.clamp(min=1), sequences.clamp(min=1)
     args, zeros_T = flags(loss="reinforce", reduction=reduction), torch.zeros(len(mb.targets_T))
     share_T, _ = grpo.loss(
-        logprobs_T, logprobs_T.detach(), logprobs_T.detach(), None, zeros_T, zeros_T - 1, mb.loss_mask_T,
-        mb.sequence_ids_T, tokens, sequences, args,
+        logprobs_T, logprobs_T.detach(), logprobs_T.detach(), None, zeros_T, zeros_T - 1,
+        mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences, args,
     )  # fmt: skip
     return torch.autograd.grad(share_T.sum(), logprobs_T)[0]
 
@@ -381,8 +486,14 @@ def naive_weights(masks, reduction):
     out = {}
     for n, mask in enumerate(masks):
         for i in range(1, len(mask)):
-            of_sequence = dict(sequence=1 / max(1, len(trained[n])), sequence_sum=1.0, constant=1 / LONGEST)
-            weight = 1 / max(1, tokens) if reduction == "token" else of_sequence[reduction] / max(1, sequences)
+            of_sequence = dict(
+                sequence=1 / max(1, len(trained[n])), sequence_sum=1.0, constant=1 / LONGEST
+            )
+            weight = (
+                1 / max(1, tokens)
+                if reduction == "token"
+                else of_sequence[reduction] / max(1, sequences)
+            )
             out[100 * n + i] = weight if i in trained[n] else 0.0
     return out
 
@@ -391,7 +502,9 @@ def naive_weights(masks, reduction):
        st.sampled_from([8, 20, 1000]))  # fmt: skip
 def test_reduction_weights_equal_naive_code(masks, reduction, pack_tokens):
     masks = [[False, *mask[1:]] for mask in masks]
-    samples = [Sample([100 * n + i for i in range(len(mask))], mask) for n, mask in enumerate(masks)]
+    samples = [
+        Sample([100 * n + i for i in range(len(mask))], mask) for n, mask in enumerate(masks)
+    ]
     micro_batches = [
         *pack(samples, pack_tokens, torch.device("cpu")),
         *pack([], 10, torch.device("cpu")),
@@ -400,8 +513,10 @@ def test_reduction_weights_equal_naive_code(masks, reduction, pack_tokens):
     got = {}
     for mb in micro_batches:
         weights_T = weights_of(mb, reduction, tokens, sequences)
-        assert mb.samples or weights_T.tolist() == [0.0]
-        got |= zip(mb.targets_T.tolist() if mb.samples else [], weights_T.tolist(), strict=False)
+        assert mb.num_samples or weights_T.tolist() == [0.0]
+        got |= zip(
+            mb.targets_T.tolist() if mb.num_samples else [], weights_T.tolist(), strict=False
+        )
     assert got == pytest.approx(naive_weights(masks, reduction), rel=1e-6)
     if reduction in ("token", "sequence") and any(map(any, masks)):
         assert sum(got.values()) == pytest.approx(

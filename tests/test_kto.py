@@ -1,5 +1,5 @@
-"""kto.py: a gradient independent of ranks, baseline and loss by hand, exact resume; pairs and labelled rows are
-equivalent."""
+"""kto.py: a gradient independent of ranks, baseline and loss by hand, exact resume; pairs and
+labelled rows are equivalent."""
 
 import json
 import math
@@ -12,19 +12,23 @@ from test_dpo import disturbed, naive_logps
 
 import kto
 from common.data.encode import Encoder
+from common.data.load import Samples
 from common.data.packing import pack
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.tasks import arithmetic_rows
-from common.data.token_cache import Samples
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 
-STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3, "--eval_size", 7,
-         "--wpo", "--desirable_weight", 1.5)  # fmt: skip
-SAME = ("loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/rejected",
-        "entropy", "wpo/weight", "num_tokens")  # fmt: skip
+STEPS = (
+    "--max_steps", 6, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 3, "--save_every", 3,
+    "--eval_size", 7, "--wpo", "--desirable_weight", 1.5,
+)  # fmt: skip
+SAME = (
+    "loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected", "rewards/accuracies",
+    "logps/rejected", "entropy", "wpo/weight", "num_tokens",
+)  # fmt: skip
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -35,8 +39,14 @@ def words(rng: random.Random, count: int) -> str:
 def data(tmp_path_factory):
     """Pairs of very different lengths."""
     rng, path = random.Random(0), tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rows = [dict(prompt=words(rng, 3), chosen=words(rng, rng.randint(1, 30)), rejected=words(rng, rng.randint(1, 30)))
-            for _ in range(40)]  # fmt: skip
+    rows = [
+        dict(
+            prompt=words(rng, 3),
+            chosen=words(rng, rng.randint(1, 30)),
+            rejected=words(rng, rng.randint(1, 30)),
+        )
+        for _ in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -63,11 +73,26 @@ def test_run_resumes_exactly(data, small, tmp_path, main):
 
 @pytest.mark.slow
 def test_online_reference_gives_the_run_of_a_stored_one(data, tmp_path, main):
-    flags = ("--max_steps", 2, "--batch_size", 8, "--lr", 1e-3, "--eval_every", 0, "--dataset", data, "--beta", 0.5)
+    flags = (
+        "--max_steps",
+        2,
+        "--batch_size",
+        8,
+        "--lr",
+        1e-3,
+        "--eval_every",
+        0,
+        "--dataset",
+        data,
+        "--beta",
+        0.5,
+    )
     main("kto", *flags, "--output_dir", tmp_path / "stored")
     main("kto", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
     assert not (tmp_path / "online" / "reference_logps.json").exists()
-    assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "kl"), rel=1e-5, floor=0.1)
+    assert_close_metrics(
+        tmp_path / "stored", tmp_path / "online", ("loss", "kl"), rel=1e-5, floor=0.1
+    )
 
 
 # ---- in this process ----
@@ -77,14 +102,20 @@ def encode(rows: list[dict], columns: tuple[str, ...] = PAIR_COLUMNS[0], **flags
     args = kto.Args(**(dict(eval_every=0, max_length=2048) | flags))
     rows = [row | dict(_source=f"rows:{i}") for i, row in enumerate(rows)]
     found, _ = kto.encode_rows(rows, columns, Encoder(load_tokenizer(tiny_model()), args), args)
-    return args, list(kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args))
+    return args, list(
+        kto.with_mismatches(Samples([group[0].row for group in found], found.__getitem__), args)
+    )
 
 
 def objective_of(model, reference, groups, args, device):
     """Return the loss of kto.py, a sum over these completions, and its metrics."""
     meter = Meter()
-    micro_batches, *compared = kto.prepare(model, reference, groups, torch.zeros(len(groups), 2), args, device)
-    return sum(kto.forward(model, mb, *compared, args, meter) for mb in micro_batches), meter.reduce()
+    micro_batches, *compared = kto.prepare(
+        model, reference, groups, torch.zeros(len(groups), 2), args, device
+    )
+    return sum(
+        kto.forward(model, mb, *compared, args, meter) for mb in micro_batches
+    ), meter.reduce()
 
 
 def test_baseline_and_loss_equal_a_calculation_by_hand(data, device):
@@ -98,16 +129,22 @@ def test_baseline_and_loss_equal_a_calculation_by_hand(data, device):
     ref_hf = disturbed(AutoModelForCausalLM.from_pretrained(tiny_model()))
     assert all(m.ids[: s.prompt_length] == s.ids[: s.prompt_length] for s, m in groups)
     assert len(groups) == 12 and [s.row["label"] for s, _ in groups] == [True] * 6 + [False] * 6
-    ratio = {id(s): naive_logps(hf, s)[0] - naive_logps(ref_hf, s)[0] for group in groups for s in group}
+    ratio = {
+        id(s): naive_logps(hf, s)[0] - naive_logps(ref_hf, s)[0] for group in groups for s in group
+    }
     z0 = max(0.0, sum(ratio[id(mismatch)] for _, mismatch in groups) / 12)
     expected = right = 0.0
     for sample, _ in groups:
         sign = 1 if sample.row["label"] else -1
-        expected += (2.0 if sign > 0 else 1.0) * (1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0))))
+        expected += (2.0 if sign > 0 else 1.0) * (
+            1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0)))
+        )
         right += (ratio[id(sample)] > z0) == sample.row["label"]
     loss, got = objective_of(model, reference, groups, args, device)
     assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # for float32 sums of about 10 nats
-    assert loss.item() == pytest.approx(expected, rel=1e-5) and got["loss"] == pytest.approx(expected / 12, rel=1e-5)
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and got["loss"] == pytest.approx(
+        expected / 12, rel=1e-5
+    )
     assert got["rewards/accuracies"] == pytest.approx(right / 12)
     chosen = sum(ratio[id(s)] for s, _ in groups[:6]) / 6
     assert got["rewards/chosen"] == pytest.approx(0.5 * chosen, rel=1e-4, abs=1e-5)
@@ -115,13 +152,17 @@ def test_baseline_and_loss_equal_a_calculation_by_hand(data, device):
 
 def test_rank_without_completions_has_zero_loss_and_gradient(device):
     """The baseline comes from the completions of other ranks."""
-    args, groups = encode([dict(prompt="1", chosen="2", rejected="3"), dict(prompt="2", chosen="3", rejected="4")])
+    args, groups = encode(
+        [dict(prompt="1", chosen="2", rejected="3"), dict(prompt="2", chosen="3", rejected="4")]
+    )
     model = load_policy(tiny_model(), args, device)
     (mb,) = pack([], args.pack_tokens, device)
     nothing = torch.zeros(0)
     loss = kto.forward(model, mb, nothing, nothing, torch.tensor(0.5), args, Meter())
     loss.backward()
-    assert loss.item() == 0 and all(p.grad is None or not p.grad.full_tensor().any() for p in model.parameters())
+    assert loss.item() == 0 and all(
+        p.grad is None or not p.grad.full_tensor().any() for p in model.parameters()
+    )
 
 
 def test_pair_becomes_a_desirable_and_an_undesirable_row():
@@ -142,7 +183,12 @@ def test_mismatch_is_the_completion_of_the_next_row_with_another_prompt():
     _, groups = encode(rows, KTO_COLUMNS[0])
     tokenizer = load_tokenizer(tiny_model())
     told = [tokenizer.decode(mismatch.ids, skip_special_tokens=True) for _, mismatch in groups]
-    assert told == ["1+1=<2>", "1+1=<2>", "2+1=<3>", "3+1=<0>"]  # the mismatch of the last row is that of the first
+    assert told == [
+        "1+1=<2>",
+        "1+1=<2>",
+        "2+1=<3>",
+        "3+1=<0>",
+    ]  # the mismatch of the last row is that of the first
     for sample, mismatch in groups:
         assert mismatch.loss_mask == [i >= sample.prompt_length for i in range(len(mismatch.ids))]
     _, short = encode(rows, KTO_COLUMNS[0], max_length=6, overlong="truncate")
@@ -156,7 +202,9 @@ def test_value_and_gradient_equal_a_calculation_by_hand():
         for log_ratio in (-1e4, -20.0, -1.0, 0.0, 2.0, 30.0, 1e4):
             for desirable in (True, False):
                 x = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
-                loss_N = kto.loss(x, torch.tensor([desirable]), torch.tensor(baseline, dtype=torch.float64), args)
+                loss_N = kto.loss(
+                    x, torch.tensor([desirable]), torch.tensor(baseline, dtype=torch.float64), args
+                )
                 loss_N.sum().backward()
                 sign, weight = (1, 2.0) if desirable else (-1, 0.5)
                 z = max(-700.0, min(700.0, sign * 0.3 * (log_ratio - baseline)))
@@ -171,9 +219,11 @@ def test_model_learns_arithmetic_preferences(small, tmp_path, main):
     """Training starts from the untrained model."""
     rows = [json.dumps(row) + "\n" for row in arithmetic_rows("train")[:2240]]
     (tmp_path / "train.jsonl").write_text("".join(rows))
-    flags = (*small, "--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10, "--eval_every", 40,
-             "--beta", 1, "--eval_size", 64, "--dataset", tmp_path / "train.jsonl", "--eval_dataset", "arithmetic",
-             f"known={tmp_path}/train.jsonl")  # fmt: skip
+    flags = (
+        *small, "--max_steps", 40, "--batch_size", 64, "--lr", 5e-4, "--warmup_steps", 10,
+        "--eval_every", 40, "--beta", 1, "--eval_size", 64, "--dataset", tmp_path / "train.jsonl",
+        "--eval_dataset", "arithmetic", f"known={tmp_path}/train.jsonl",
+    )  # fmt: skip
     main("kto", *flags, "--output_dir", tmp_path / "out")
     last = metrics(tmp_path / "out")[-1]
     assert last["eval_rewards/chosen"] - last["eval_rewards/rejected"] > 0.2, last  # 0 at the start

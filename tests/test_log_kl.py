@@ -17,5 +17,8 @@ def test_kl_is_logged_without_a_penalty_and_changes_no_weight(main, script, smal
     main(script, *without_kl, "--log_kl", "--output_dir", tmp_path / "with")
     assert_same_weights(tmp_path / "with", tmp_path / "without")
     name = NAMES.get(script, "kl")
-    seen, unseen = ([row.get(name) for row in metrics(tmp_path / run) if row["step"]] for run in ("with", "without"))
+    seen, unseen = (
+        [row.get(name) for row in metrics(tmp_path / run) if row["step"]]
+        for run in ("with", "without")
+    )
     assert unseen == [None, None] and seen[0] is not None and seen[1] > 0.01

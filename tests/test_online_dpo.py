@@ -1,10 +1,11 @@
-"""online_dpo.py: pairs, the loss by naive formulas, a gradient independent of ranks, exact resume."""
+"""online_dpo.py: pairs, the loss by naive formulas, a gradient independent of ranks, exact
+resume."""
 
 import math
 
 import pytest
 import torch
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, metrics, run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_grpo import REWARD, samples
@@ -17,16 +18,24 @@ from online_dpo import Args, loss, make_pairs, measure_pairs, preferences
 
 NAN = math.nan
 PAIRWISE = [name for name in READS if name not in OVER_BATCH]
-SAME = ("grad_norm", "reward", "entropy", "pairs/win_margin", "pairs/skipped_fraction", "rewards/accuracies",
-        "logps/chosen", "logps/rejected", "num_tokens", "epoch")  # fmt: skip
-SMALL = ("loss", "kl", "rewards/margins", "rewards/chosen")  # differences of float32 numbers of size 1
+SAME = (
+    "grad_norm", "reward", "entropy", "pairs/win_margin", "pairs/skipped_fraction",
+    "rewards/accuracies", "logps/chosen", "logps/rejected", "num_tokens", "epoch",
+)  # fmt: skip
+SMALL = (
+    "loss",
+    "kl",
+    "rewards/margins",
+    "rewards/chosen",
+)  # differences of float32 numbers of size 1
 
 
 # ---- pairs ----
 
 
 def chosen(*rewards: float) -> list[int]:
-    """Return the places of the chosen and the rejected completion in a group, or an empty list without a pair."""
+    """Return the places of the chosen and the rejected completion in a group, or an empty list
+    without a pair."""
     (signs,) = preferences(torch.tensor([rewards], dtype=torch.float64)).tolist()
     assert set(signs) <= {1, 0, -1} and signs.count(1) == signs.count(-1) <= 1
     return [signs.index(1), signs.index(-1)] if any(signs) else []
@@ -53,16 +62,24 @@ def test_pair_has_the_maximum_and_minimum_reward(rewards):
 
 def test_ties_and_skipped_groups_are_counted():
     meter = Meter()
-    measure_pairs(meter, torch.tensor([[0, 1, 1], [2, 2, 2], [0, 1, 5], [NAN, 3, 3], [0, 0, NAN]]).double())
+    measure_pairs(
+        meter, torch.tensor([[0, 1, 1], [2, 2, 2], [0, 1, 5], [NAN, 3, 3], [0, 0, NAN]]).double()
+    )
     numbers = meter.reduce()
     assert numbers["pairs/win_margin"] == pytest.approx((1 + 5) / 2)
     assert numbers["pairs/skipped_fraction"] == pytest.approx(3 / 5)
-    assert numbers["pairs/tied_fraction"] == pytest.approx(1 / 5), "among the pairs that are trained on"
+    assert numbers["pairs/tied_fraction"] == pytest.approx(1 / 5), (
+        "among the pairs that are trained on"
+    )
 
 
 # ---- the loss ----
 
-LENGTHS = [(3, 5), (1, 4), (6, 2)]  # lengths of chosen and rejected completions; prompts have two tokens
+LENGTHS = [
+    (3, 5),
+    (1, 4),
+    (6, 2),
+]  # lengths of chosen and rejected completions; prompts have two tokens
 
 
 def sigmoid(x: float) -> float:
@@ -72,19 +89,27 @@ def sigmoid(x: float) -> float:
 @pytest.mark.parametrize("referenced", [True, False])
 @pytest.mark.parametrize("sft_weight", [0.0, 0.5])
 def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
-    """The loss is DPO and IPO of summed log-ratios, the second with another weight, plus the log-likelihood of the
-    chosen."""
-    groups = [[Sample([1] * (2 + n), [False] * 2 + [True] * n, prompt_length=2) for n in pair] for pair in LENGTHS]
+    """The loss is DPO and IPO of summed log-ratios, the second with another weight, plus the
+    log-likelihood of the chosen."""
+    groups = [
+        [Sample([1] * (2 + n), [False] * 2 + [True] * n, prompt_length=2) for n in pair]
+        for pair in LENGTHS
+    ]
     (mb,) = pack_groups(groups, 100, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
-    logprobs_T, ref_T = -2 * torch.rand(2, len(mb.targets_T), generator=generator, dtype=torch.float64)
+    logprobs_T, ref_T = -2 * torch.rand(
+        2, len(mb.targets_T), generator=generator, dtype=torch.float64
+    )
     args = Args(loss=("sigmoid", "ipo"), loss_weights=(1.0, 0.3), beta=0.7, length_normalize=False,
                 sft_weight=sft_weight, label_smoothing=0.1)  # fmt: skip
     mb = mb.with_streams(ref_logprobs_T=ref_T) if referenced else mb
     got_N = loss(make_pairs(mb, logprobs_T.requires_grad_()), args)
 
-    trained = {n: [t for t in range(mb.offsets[n], mb.offsets[n + 1]) if mb.loss_mask_T[t]] for n in range(6)}
-    place = {id(sample): n for n, sample in enumerate(mb.samples)}
+    trained = {
+        n: [t for t in range(mb.offsets[n], mb.offsets[n + 1]) if mb.loss_mask_T[t]]
+        for n in range(6)
+    }
+    place = {id(sample): n for n, sample in enumerate(samples_of(mb))}
     expected, slopes = [0.0] * 3, [0.0] * len(mb.targets_T)
     for (chosen, rejected), (nc, _) in zip(groups, LENGTHS, strict=True):
         c, r = place[id(chosen)], place[id(rejected)]
@@ -94,12 +119,16 @@ def test_loss_and_gradient_equal_naive_code(referenced, sft_weight):
         ipo = z / 0.7 - 1 / 1.4
         expected[c // 2] = -0.9 * math.log(sigmoid(z)) - 0.1 * math.log(sigmoid(-z)) + 0.3 * ipo**2
         expected[c // 2] -= sft_weight * logp[0] / nc
-        slope = 0.7 * (sigmoid(z) - 0.9) + 0.3 * 2 * ipo  # with respect to the log-prob of the chosen
+        slope = (
+            0.7 * (sigmoid(z) - 0.9) + 0.3 * 2 * ipo
+        )  # with respect to the log-prob of the chosen
         for n, sign in ((c, 1), (r, -1)):
             for t in trained[n]:
                 slopes[t] = sign * slope - (sft_weight / nc if n == c else 0.0)
     assert got_N.tolist() == pytest.approx(expected, rel=1e-9)
-    assert torch.autograd.grad(got_N.sum(), logprobs_T)[0].tolist() == pytest.approx(slopes, rel=1e-9)
+    assert torch.autograd.grad(got_N.sum(), logprobs_T)[0].tolist() == pytest.approx(
+        slopes, rel=1e-9
+    )
 
 
 def test_pair_objectives_are_finite_and_sft_length_normalize_selects_the_mean():
@@ -107,8 +136,14 @@ def test_pair_objectives_are_finite_and_sft_length_normalize_selects_the_mean():
     (mb,) = pack_groups(groups, 100, torch.device("cpu"))
     pairs = make_pairs(mb, -torch.rand(len(mb.targets_T)))
     for name in PAIRWISE:
-        assert loss(pairs, Args(loss=(name,), label_smoothing=0.1 if name == "exo_pair" else 0.0)).isfinite().all()
-    (summed, mean) = (loss(pairs, Args(sft_weight=1.0, sft_length_normalize=x)) for x in (False, True))
+        assert (
+            loss(pairs, Args(loss=(name,), label_smoothing=0.1 if name == "exo_pair" else 0.0))
+            .isfinite()
+            .all()
+        )
+    (summed, mean) = (
+        loss(pairs, Args(sft_weight=1.0, sft_length_normalize=x)) for x in (False, True)
+    )
     torch.testing.assert_close(summed - mean, -0.75 * pairs.chosen_logps)
 
 
@@ -120,10 +155,12 @@ def flags(small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 8, "--samples_per_prompt", 3,
-        "--minibatches", 2, "--epochs_per_rollout", 2, "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01,
-        "--sft_weight", 0.1, "--missing_eos_penalty", 0.2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
-        "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers", "--share_prefix", 1,
+        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 8,
+        "--samples_per_prompt", 3, "--minibatches", 2, "--epochs_per_rollout", 2,
+        "--loss", "sigmoid", "ipo", "--loss_weights", 1, 0.01, "--sft_weight", 0.1,
+        "--missing_eos_penalty", 0.2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0,
+        "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -135,7 +172,9 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, main, tmp_path, capsys):
+def test_gradient_does_not_depend_on_ranks_packing_or_resume(
+    two_ranks, flags, main, tmp_path, capsys
+):
     flags = (*flags, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
     main("online_dpo", *flags, "--max_steps", 2)
     main("online_dpo", *flags)
@@ -149,22 +188,64 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, m
 @pytest.mark.slow
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
-    extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--missing_eos_penalty", 0, "--max_steps", 11)
-    extra += ("--prompts_per_step", 32, "--samples_per_prompt", 4, "--minibatches", 1, "--epochs_per_rollout", 1)
-    main("online_dpo", *flags, *extra, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path)
+    extra = (
+        "--loss",
+        "sigmoid",
+        "--loss_weights",
+        "--sft_weight",
+        0,
+        "--missing_eos_penalty",
+        0,
+        "--max_steps",
+        11,
+    )
+    extra += (
+        "--prompts_per_step",
+        32,
+        "--samples_per_prompt",
+        4,
+        "--minibatches",
+        1,
+        "--epochs_per_rollout",
+        1,
+    )
+    main(
+        "online_dpo", *flags, *extra, "--lr", 5e-3, "--max_new_tokens", 4, "--output_dir", tmp_path
+    )
     rewards = [line["reward"] for line in metrics(tmp_path)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.3, rewards  # the maximum is 0.8
 
 
 @pytest.mark.slow
 def test_first_loss_is_ln_2_and_equal_rewards_change_nothing(flags, main, tmp_path):
-    """Before the first update the loss is -log sigmoid(0). If all rewards are equal, no rank makes an update."""
-    extra = ("--loss", "sigmoid", "--loss_weights", "--sft_weight", 0, "--max_steps", 2, "--epochs_per_rollout", 1)
+    """Before the first update the loss is -log sigmoid(0). If all rewards are equal, no rank makes
+    an update."""
+    extra = (
+        "--loss",
+        "sigmoid",
+        "--loss_weights",
+        "--sft_weight",
+        0,
+        "--max_steps",
+        2,
+        "--epochs_per_rollout",
+        1,
+    )
     flags = (*flags, *extra, "--minibatches", 1)
     main("online_dpo", *flags, "--output_dir", tmp_path / "a")
     assert metrics(tmp_path / "a")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert metrics(tmp_path / "a")[0]["kl"] == pytest.approx(0, abs=1e-5)
     (tmp_path / "reward.py").write_text("def same(completion, row):\n    return 1.0\n")
-    reward = ("--reward", f"{tmp_path / 'reward.py'}:same", "--missing_eos_penalty", 0, "--output_dir", tmp_path / "b")
+    reward = (
+        "--reward",
+        f"{tmp_path / 'reward.py'}:same",
+        "--missing_eos_penalty",
+        0,
+        "--output_dir",
+        tmp_path / "b",
+    )
     run(2, "online_dpo.py", *flags, *reward)
-    assert all(line["pairs/skipped_fraction"] == 1 and "grad_norm" not in line for line in metrics(tmp_path / "b"))
+    assert all(
+        line["pairs/skipped_fraction"] == 1 and "grad_norm" not in line
+        for line in metrics(tmp_path / "b")
+    )

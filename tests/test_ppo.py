@@ -1,5 +1,5 @@
-"""ppo.py: token rewards, advantages, losses and moments by hand; a gradient independent of ranks, exact resume of both
-models, reward models, warm-up and early stop."""
+"""ppo.py: token rewards, advantages, losses and moments by hand; a gradient independent of ranks,
+exact resume of both models, reward models, warm-up and early stop."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import math
 import helpers
 import pytest
 import torch
-from helpers import assert_close_metrics, assert_same_weights, metrics, run
+from helpers import assert_close_metrics, assert_same_weights, metrics, run, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import check
@@ -16,6 +16,7 @@ from test_grpo import REWARD, samples
 import ppo
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Completion
+from common.metrics.moments import explained_variance, moments
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
 from common.objectives.advantages import gae
@@ -28,7 +29,10 @@ SCORES = torch.tensor([1.5, -0.7, 0.0, -2.0, 0.4, -1.1]).double()
 
 def make_samples() -> list[Completion]:
     """Return six completions: the fourth has tool output in its middle, the last is masked."""
-    made = [Completion([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3) for length in LENGTHS]
+    made = [
+        Completion([1] * (3 + length), [False] * 3 + [True] * length, prompt_length=3)
+        for length in LENGTHS
+    ]
     made[3].loss_mask[6:9] = [False] * 3
     made[5].loss_mask = [False] * len(made[5].ids)
     return made
@@ -38,25 +42,38 @@ def make_batch(seed: int = 0) -> tuple[PackedBatch, torch.Tensor]:
     """Return a pack with random values, and rewards with a score at the end of every completion."""
     (mb,), generator = pack(make_samples(), 8192, CPU), torch.Generator().manual_seed(seed)
     mb = mb.with_streams(values_T=torch.randn(len(mb.targets_T), generator=generator))
-    return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + token_rewards(mb, SCORES, 0.0)
+    return mb, 0.1 * torch.randn(len(mb.targets_T), generator=generator) + token_rewards(
+        mb, SCORES, 0.0
+    )
 
 
-def token_rewards(mb: PackedBatch, scores: torch.Tensor, turn_weight: float, beta: float = 0.0, **flags):
+def token_rewards(
+    mb: PackedBatch, scores: torch.Tensor, turn_weight: float, beta: float = 0.0, **flags
+):
     return ppo.token_rewards(mb, scores, turn_weight, beta, ppo.Args(**flags))
 
 
-def advantages(mb: PackedBatch, rewards_T: torch.Tensor, **flags) -> tuple[torch.Tensor, torch.Tensor]:
+def advantages(
+    mb: PackedBatch, rewards_T: torch.Tensor, **flags
+) -> tuple[torch.Tensor, torch.Tensor]:
     lengths_N = mb.sequence_sums(mb.loss_mask_T)
     return ppo.advantages(
         rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, lengths_N, ppo.Args(**flags)
     )  # fmt: skip
 
 
-def loss(logprobs, old, entropy, A, importance, mask, tokens, positives, **flags) -> tuple[float, list[float], dict]:
-    """Return value, gradient of the log-probs and logged metrics of the policy loss, from lists of numbers."""
-    logprobs_T, *others = (torch.tensor(x, dtype=torch.float64) for x in (logprobs, old, entropy, A, importance))
+def loss(
+    logprobs, old, entropy, A, importance, mask, tokens, positives, **flags
+) -> tuple[float, list[float], dict]:
+    """Return value, gradient of the log-probs and logged metrics of the policy loss, from lists of
+    numbers."""
+    logprobs_T, *others = (
+        torch.tensor(x, dtype=torch.float64) for x in (logprobs, old, entropy, A, importance)
+    )
     counts = torch.tensor(tokens), torch.tensor(positives)
-    share_T, logged = ppo.loss(logprobs_T.requires_grad_(), *others, torch.tensor(mask), *counts, ppo.Args(**flags))
+    share_T, logged = ppo.loss(
+        logprobs_T.requires_grad_(), *others, torch.tensor(mask), *counts, ppo.Args(**flags)
+    )
     share_T.sum().backward()
     return share_T.sum().item(), logprobs_T.grad.tolist(), logged
 
@@ -67,18 +84,25 @@ def loss(logprobs, old, entropy, A, importance, mask, tokens, positives, **flags
 def test_turn_rewards_are_placed_on_the_last_token_of_their_turn():
     """The rewards of a completion add up to its score."""
     one = Completion(
-        list(range(9)), [False, False, True, True, False, True, True, False, True], prompt_length=2, turns=3
+        list(range(9)),
+        [False, False, True, True, False, True, True, False, True],
+        prompt_length=2,
+        turns=3,
     )
     one.turn_rewards = [(3, 1.0), (6, -2.0), (8, 0.25)]
     two = Completion([1, 2, 3], [False, True, True], prompt_length=1)
-    three = Completion([1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)])
+    three = Completion(
+        [1, 2, 3, 4], [False, True, False, True], prompt_length=1, turns=2, turn_rewards=[(1, 1.0)]
+    )
+    for sample in (one, two, three):
+        sample.streams["turn_rewards"] = sample.rewards_before_last_turn()
     scores = torch.tensor([4.0, -1.0, 2.0])
     for packed in (pack([one, two, three], 100, CPU), pack([one, two, three], 8, CPU)):
         got = {}
         for mb in packed:
             rewards_T = token_rewards(mb, scores, 0.5)
             assert (rewards_T[~mb.loss_mask_T] == 0).all()
-            ends = zip(mb.samples, mb.offsets, mb.offsets[1:], strict=False)
+            ends = zip(samples_of(mb), mb.offsets, mb.offsets[1:], strict=False)
             got |= {len(sample.ids): rewards_T[a:b].tolist() for sample, a, b in ends}
         assert got == {9: [0, 0, 0.5, 0, 0, -1.0, 0, 4.5], 3: [0, -1.0], 4: [0.5, 0, 1.5]}
 
@@ -90,7 +114,9 @@ def test_kl_to_the_reference_is_subtracted_from_each_token():
     expected = [0.0, 0, 0, -0.5 * 0.2, 0.5 * 0.2, -1 * 0.2, 1.5 - 8 * 0.2]
     assert token_rewards(mb, SCORES, 0.0, beta=0.2).tolist() == pytest.approx(expected)
     expected[-1] = 1.5 - 2 * 0.2
-    assert token_rewards(mb, SCORES, 0.0, beta=0.2, kl_clamp=2.0).tolist() == pytest.approx(expected)
+    assert token_rewards(mb, SCORES, 0.0, beta=0.2, kl_clamp=2.0).tolist() == pytest.approx(
+        expected
+    )
 
 
 # ---- advantages and returns ----
@@ -103,21 +129,29 @@ def test_advantages_without_values_and_discount_are_the_score():
     torch.testing.assert_close(advantages_T, mb.on_tokens(SCORES) * mb.loss_mask_T)
     torch.testing.assert_close(returns_T, advantages_T)
     zeros, mask = [0.0] * len(advantages_T), mb.loss_mask_T.tolist()
-    _, gradient, _ = loss(zeros, zeros, zeros, advantages_T.tolist(), [1.0] * len(zeros), mask, 1, 1)
+    _, gradient, _ = loss(
+        zeros, zeros, zeros, advantages_T.tolist(), [1.0] * len(zeros), mask, 1, 1
+    )
     assert gradient == pytest.approx((-advantages_T).tolist())
 
 
 def test_policy_and_value_model_have_separate_lambdas():
     mb, rewards_T = make_batch()
-    lengths_N = [sum(s.loss_mask) for s in mb.samples]
+    lengths_N = [sum(s.loss_mask) for s in samples_of(mb)]
 
     def expected(lambdas):
-        return gae(rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, 0.9, torch.tensor(lambdas)).float()
+        return gae(
+            rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, 0.9, torch.tensor(lambdas)
+        ).float()
 
     for flags, of_policy, of_value in (
         (dict(gae_lambda=0.7), [0.7] * 6, [0.7] * 6),
         (dict(gae_lambda=0.7, value_lambda=1.0), [0.7] * 6, [1.0] * 6),
-        (dict(lambda_alpha=0.1), [1 - 1 / (0.1 * n) if n > 10 else 0.0 for n in lengths_N], [0.95] * 6),
+        (
+            dict(lambda_alpha=0.1),
+            [1 - 1 / (0.1 * n) if n > 10 else 0.0 for n in lengths_N],
+            [0.95] * 6,
+        ),
     ):
         advantages_T, returns_T = advantages(mb, rewards_T, gamma=0.9, **flags)
         torch.testing.assert_close(advantages_T, expected(of_policy))
@@ -130,16 +164,21 @@ def test_returns_with_lambda_1_are_sums_of_future_rewards():
     for begin, end in itertools.pairwise(mb.offsets):
         trained = [t for t in range(begin, end) if mb.loss_mask_T[t]]
         for n, t in enumerate(trained):
-            assert returns_T[t].item() == pytest.approx(rewards_T[trained[n:]].sum().item(), abs=1e-5)
+            assert returns_T[t].item() == pytest.approx(
+                rewards_T[trained[n:]].sum().item(), abs=1e-5
+            )
 
 
 def test_completion_without_a_score_has_no_advantage_and_changes_no_other():
     mb, _ = make_batch()
-    for scores in (SCORES, torch.cat([SCORES[:5], torch.tensor([NAN])])):  # the last completion is masked
+    for scores in (
+        SCORES,
+        torch.cat([SCORES[:5], torch.tensor([NAN])]),
+    ):  # the last completion is masked
         advantages_T, returns_T = advantages(mb, token_rewards(mb, scores, 0.0))
         assert advantages_T.isfinite().all() and returns_T.isfinite().all()
         assert (advantages_T[mb.on_tokens(SCORES) == SCORES[5].float()] == 0).all()
-        assert ppo.moments([[mb]], lambda _, x_T=advantages_T: x_T)[1] > 0
+        assert moments([[mb]], lambda _, x_T=advantages_T: x_T)[1] > 0
 
 
 def test_empty_pack_has_finite_advantages_rewards_and_moments():
@@ -148,7 +187,7 @@ def test_empty_pack_has_finite_advantages_rewards_and_moments():
     advantages_T, returns_T = advantages(filler, torch.ones(1), lambda_alpha=0.05)
     assert advantages_T.tolist() == [0.0] and returns_T.shape == (1,)
     assert token_rewards(filler, torch.zeros(0), 1.0).tolist() == [0.0]
-    assert ppo.moments([[filler]], lambda _: torch.full((1,), NAN)) == (0.0, 0.0)
+    assert moments([[filler]], lambda _: torch.full((1,), NAN)) == (0.0, 0.0)
 
 
 # ---- losses ----
@@ -157,7 +196,11 @@ def test_empty_pack_has_finite_advantages_rewards_and_moments():
 def test_policy_loss_equals_a_calculation_by_hand():
     """Cases: on policy; clipped above; clipped below; with an importance weight; masked."""
     logprobs, old = [-1.0, -1.0, -2.0, -1.1, -1.0], [-1.0, -2.0, -1.0, -1.0, -5.0]
-    A, weights, entropy = [2.0, 1.0, -1.0, -0.5, 7.0], [1.0, 1.0, 1.0, 0.5, 1.0], [0.1, 0.2, 0.3, 0.4, 0.5]
+    A, weights, entropy = (
+        [2.0, 1.0, -1.0, -0.5, 7.0],
+        [1.0, 1.0, 1.0, 0.5, 1.0],
+        [0.1, 0.2, 0.3, 0.4, 0.5],
+    )
     mask, rho = [True] * 4 + [False], math.exp(-0.1)
     flags = dict(clip_low=0.2, clip_high=0.3, entropy_coef=0.1, positive_nll=0.05)
     total, gradient, logged = loss(logprobs, old, entropy, A, weights, mask, 8, 3, **flags)
@@ -165,29 +208,45 @@ def test_policy_loss_equals_a_calculation_by_hand():
     assert total == pytest.approx(expected)
     assert gradient == pytest.approx([-2 / 8 - 0.05 / 3, -0.05 / 3, 0, 0.25 * rho / 8, 0])
     assert logged["clip_ratio/region_mean"].tolist()[:4] == [False, True, True, False]
-    k3 = [math.exp(d) - 1 - d for d in (0.0, 1.0, -1.0, -0.1)]  # d = log(new / old); samples are from the old policy
+    k3 = [
+        math.exp(d) - 1 - d for d in (0.0, 1.0, -1.0, -0.1)
+    ]  # d = log(new / old); samples are from the old policy
     assert logged["policy/approx_kl"].tolist()[:4] == pytest.approx(k3)
-    assert loss(logprobs, old, entropy, A, weights, [False] * 5, 1, 0, **flags)[:2] == (0.0, [0.0] * 5)
+    assert loss(logprobs, old, entropy, A, weights, [False] * 5, 1, 0, **flags)[:2] == (
+        0.0,
+        [0.0] * 5,
+    )
 
 
-@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=8),
-       st.sampled_from([0.0, 0.2, 1.0]))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=8
+    ),
+    st.sampled_from([0.0, 0.2, 1.0]),
+)
 def test_value_loss_equals_naive_code(rows, clip):
     def naive(value, old, target):
         nearer = min(max(value, old - clip), old + clip)
         plain, clipped = (value - target) ** 2 / 2, (nearer - target) ** 2 / 2
         return (clipped, 0.0) if clip and clipped > plain else (plain, value - target)
 
-    rows = [row for row in rows if abs(abs(row[0] - row[1]) - clip) > 1e-6] or [(0.0, 0.1, 1.0)]  # not at a kink
+    rows = [row for row in rows if abs(abs(row[0] - row[1]) - clip) > 1e-6] or [
+        (0.0, 0.1, 1.0)
+    ]  # not at a kink
     check(lambda *columns: ppo.value_loss(*columns, clip), naive, rows)
 
 
 def test_value_loss_has_no_gradient_beyond_the_clip_except_towards_it():
-    values = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)  # moved by 1 from 0; the clip is 0.2
+    values = torch.tensor(
+        [1.0, 1.0], dtype=torch.float64, requires_grad=True
+    )  # moved by 1 from 0; the clip is 0.2
     losses = ppo.value_loss(values, torch.zeros(2), torch.tensor([2.0, -2.0]), 0.2)
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([1.8**2 / 2, 3**2 / 2])
-    assert values.grad.tolist() == [0.0, 3.0]  # towards the return: clipped; past the return: pulled back
+    assert values.grad.tolist() == [
+        0.0,
+        3.0,
+    ]  # towards the return: clipped; past the return: pulled back
 
 
 # ---- statistics of all packs ----
@@ -195,28 +254,50 @@ def test_value_loss_has_no_gradient_beyond_the_clip_except_towards_it():
 
 def test_moments_count_trained_tokens_of_all_packs_with_bessel_correction():
     (first,), (second,) = (pack([sample], 100, CPU) for sample in make_samples()[:2])
-    first, second = (mb.with_streams(values_T=torch.arange(len(mb.targets_T)).double() ** 2) for mb in (first, second))
+    first, second = (
+        mb.with_streams(values_T=torch.arange(len(mb.targets_T)).double() ** 2)
+        for mb in (first, second)
+    )
     flat_x = torch.cat([mb.values_T[mb.loss_mask_T] for mb in (first, second)])
     expected = (flat_x.mean().item(), flat_x.std(correction=1).item())
-    assert ppo.moments([[first], [second]], lambda mb: mb.values_T) == pytest.approx(expected, rel=1e-12)
+    assert moments([[first], [second]], lambda mb: mb.values_T) == pytest.approx(
+        expected, rel=1e-12
+    )
     (lone,) = pack([Completion([1, 2], [False, True])], 10, CPU)
-    assert ppo.moments([[lone]], lambda _: torch.tensor([3.0])) == (3.0, 0.0)
+    assert moments([[lone]], lambda _: torch.tensor([3.0])) == (3.0, 0.0)
 
 
 def test_advantages_are_whitened_and_perfect_values_explain_all_variance():
     mb, rewards_T = make_batch()
     advantages_T, returns_T = advantages(mb, rewards_T)
     mb = mb.with_streams(advantages_T=advantages_T, returns_T=returns_T)
-    assert ppo.moments(ppo.whiten([[mb]]), lambda mb: mb.advantages_T) == pytest.approx((0, 1), abs=1e-5)
-    assert ppo.explained_variance([[mb]]) < 1
-    assert ppo.explained_variance([[mb.with_streams(values_T=returns_T - 3)]]) == pytest.approx(1)
-    assert ppo.explained_variance([[mb.with_streams(returns_T=torch.ones_like(returns_T))]]) == 0
+    assert moments(ppo.whiten([[mb]]), lambda mb: mb.advantages_T) == pytest.approx(
+        (0, 1), abs=1e-5
+    )
+    assert explained_variance([[mb]]) < 1
+    assert explained_variance([[mb.with_streams(values_T=returns_T - 3)]]) == pytest.approx(1)
+    assert explained_variance([[mb.with_streams(returns_T=torch.ones_like(returns_T))]]) == 0
 
 
 # ---- whole runs ----
 
-SAME = ("grad_norm", "value_grad_norm", "value_loss", "reward", "entropy", "beta", "num_tokens", "epoch", "updates")
-SMALL = ("loss", "objective/kl", "explained_variance", "policy/approx_kl")  # differences of float32 numbers of size 1
+SAME = (
+    "grad_norm",
+    "value_grad_norm",
+    "value_loss",
+    "reward",
+    "entropy",
+    "beta",
+    "num_tokens",
+    "epoch",
+    "updates",
+)
+SMALL = (
+    "loss",
+    "objective/kl",
+    "explained_variance",
+    "policy/approx_kl",
+)  # differences of float32 numbers of size 1
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +305,12 @@ def flags(small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        *small, "--reward", f"{reward}:digits", "--max_steps", 5, "--prompts_per_step", 8, "--samples_per_prompt", 2,
-        "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--value_lr", 3e-4, "--value_lambda", 1,
-        "--kl_target", 0.01, "--kl_horizon", 100, "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
-        "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4, "--engine", "transformers",
-        "--warmup_steps", 0, "--beta", 0.05, "--share_prefix", 1,
+        *small, "--reward", f"{reward}:digits", "--max_steps", 5, "--prompts_per_step", 8,
+        "--samples_per_prompt", 2, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
+        "--value_lr", 3e-4, "--value_lambda", 1, "--kl_target", 0.01, "--kl_horizon", 100,
+        "--missing_eos_penalty", 0.1, "--eval_every", 0, "--log_every", 1,
+        "--value_warmup_steps", 2, "--save_every", 100, "--max_logprob_difference", 1e-4,
+        "--engine", "transformers", "--warmup_steps", 0, "--beta", 0.05, "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -243,7 +325,9 @@ def two_ranks(flags, tmp_path_factory):
 def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tmp_path):
     main("ppo", *flags, "--share_prefix", 0, "--pack_tokens", 60, "--output_dir", tmp_path)
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
-        assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and rewards
+        assert one | dict(advantage=0) == other | dict(
+            advantage=0
+        )  # the same completions and rewards
         assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-4)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
     assert_close_metrics(two_ranks, tmp_path, SMALL, rel=1e-5, floor=0.1)
@@ -251,13 +335,17 @@ def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, flags, main, tm
 
 @pytest.mark.slow
 def test_killed_run_resumes_bitwise(two_ranks, flags, tmp_path):
-    """The run saves after every step, also during value warm-up: the policy's optimizer has no state yet."""
+    """The run saves after every step, also during value warm-up, before the policy learns."""
     flags = (*flags, "--save_every", 1, "--output_dir", tmp_path)
-    helpers.run_and_kill(2, "ppo.py", *flags, folder=tmp_path, after_step=2, at="torch.distributed.checkpoint.save")
+    helpers.run_and_kill(
+        2, "ppo.py", *flags, folder=tmp_path, after_step=2, at="torch.distributed.checkpoint.save"
+    )
     assert not (tmp_path / "hf").exists(), "killed too late"
     assert "resuming from" in run(2, "ppo.py", *flags).stdout
     assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, (*SAME, *SMALL), rel=0)  # value model, both optimizers, adapted beta
+    assert_close_metrics(
+        two_ranks, tmp_path, (*SAME, *SMALL), rel=0
+    )  # value model, both optimizers, adapted beta
 
 
 @pytest.mark.slow
@@ -274,7 +362,18 @@ def test_values_are_learned_and_beta_adapts(two_ranks):
 @pytest.mark.slow
 def test_logged_kl_is_the_log_ratio_for_every_penalty_estimator(flags, main, tmp_path):
     """With a negligible penalty the trained policy is the same, and the estimates differ."""
-    extra = ("--beta", 1e-9, "--kl_target", 0, "--kl_horizon", 10_000, "--value_warmup_steps", 0, "--max_steps", 2)
+    extra = (
+        "--beta",
+        1e-9,
+        "--kl_target",
+        0,
+        "--kl_horizon",
+        10_000,
+        "--value_warmup_steps",
+        0,
+        "--max_steps",
+        2,
+    )
     logged = {}
     for name in ("k1", "k2"):
         folder = tmp_path / name
@@ -284,23 +383,65 @@ def test_logged_kl_is_the_log_ratio_for_every_penalty_estimator(flags, main, tmp
 
 
 @pytest.mark.slow
-def test_run_with_reward_model_value_model_warm_up_and_early_stop(flags, small, main, device, tmp_path):
+def test_run_with_reward_model_value_model_warm_up_and_early_stop(
+    flags, small, main, device, tmp_path
+):
     model = str(small[1])
     export_hf(load_scalar_model(model, ppo.Args(), device), load_tokenizer(model), tmp_path / "rm")
-    extra = ("--reward", f"model:{tmp_path / 'rm'}", "--value_model", tmp_path / "rm", "--max_steps", 2)
-    extra += ("--value_warmup_steps", 1, "--kl_stop", 1e-9, "--max_new_tokens", 4, "--output_dir", tmp_path / "run")
+    extra = (
+        "--reward",
+        f"model:{tmp_path / 'rm'}",
+        "--value_model",
+        tmp_path / "rm",
+        "--max_steps",
+        2,
+    )
+    extra += (
+        "--value_warmup_steps",
+        1,
+        "--kl_stop",
+        1e-9,
+        "--max_new_tokens",
+        4,
+        "--output_dir",
+        tmp_path / "run",
+    )
     main("ppo", *flags, *extra)
     warm_up, first = metrics(tmp_path / "run")
     assert "grad_norm" not in warm_up and warm_up["value_grad_norm"] > 0 and warm_up["updates"] == 2
-    assert first["updates"] == 1, "the first update moves the policy off its samples, the second would be too far"
+    assert first["updates"] == 1, (
+        "the first update moves the policy off its samples, the second would be too far"
+    )
     assert warm_up["rewards/model/mean"] == warm_up["reward"]
 
 
 @pytest.mark.slow
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
-    extra = ("--max_steps", 14, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--lr", 5e-3, "--gae_lambda", 1)
-    extra += ("--value_lr", 5e-3, "--value_warmup_steps", 0, "--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000)
+    extra = (
+        "--max_steps",
+        14,
+        "--prompts_per_step",
+        16,
+        "--samples_per_prompt",
+        8,
+        "--lr",
+        5e-3,
+        "--gae_lambda",
+        1,
+    )
+    extra += (
+        "--value_lr",
+        5e-3,
+        "--value_warmup_steps",
+        0,
+        "--beta",
+        0.01,
+        "--kl_target",
+        0,
+        "--kl_horizon",
+        10_000,
+    )
     extra += ("--missing_eos_penalty", 0, "--max_new_tokens", 4, "--output_dir", tmp_path)
     main("ppo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]

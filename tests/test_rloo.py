@@ -1,5 +1,5 @@
-"""rloo.py: the objective by hand and by naive formulas, an unbiased gradient independent of ranks, exact resume with an
-adapted beta."""
+"""rloo.py: the objective by hand and by naive formulas, an unbiased gradient independent of ranks,
+exact resume with an adapted beta."""
 
 import itertools
 import math
@@ -31,7 +31,9 @@ triples = st.lists(st.lists(st.integers(-100, 100), min_size=3, max_size=3), min
 def test_baseline_is_the_mean_of_the_others(rewards):
     for group, got in zip(rewards, rloo.advantages(double(rewards)).tolist(), strict=True):
         others = [statistics.fmean(group[:i] + group[i + 1 :]) for i in range(3)]
-        assert got == pytest.approx([r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9)
+        assert got == pytest.approx(
+            [r - mean for r, mean in zip(group, others, strict=True)], abs=1e-9
+        )
 
 
 def test_missing_reward_is_in_no_baseline_and_equal_rewards_have_no_advantage():
@@ -44,7 +46,10 @@ def test_missing_reward_is_in_no_baseline_and_equal_rewards_have_no_advantage():
 
 # log-probs of a completion, now and at the rollout; its importance weight; its advantage
 rows = st.lists(
-    st.tuples(st.floats(-8, -1), st.floats(-8, -1), st.floats(0, 2), st.sampled_from([-2.0, -0.5, 0.0, 1.0, 3.0])),
+    st.tuples(
+        st.floats(-8, -1), st.floats(-8, -1), st.floats(0, 2),
+        st.sampled_from([-2.0, -0.5, 0.0, 1.0, 3.0]),
+    ),
     min_size=1, max_size=6,
 )  # fmt: skip
 
@@ -58,7 +63,9 @@ def test_loss_and_gradient_equal_naive_code(rows, completions):
         outside = (a > 0 and ratio > 1.3) or (a < 0 and ratio < 0.9)
         expected -= weight * min(ratio * a, min(max(ratio, 0.9), 1.3) * a) / completions
         slopes.append(0.0 if outside else -weight * ratio * a / completions)
-    share_N, logged = rloo.loss(new.requires_grad_(), old, weights, advantages, torch.tensor(completions), args)
+    share_N, logged = rloo.loss(
+        new.requires_grad_(), old, weights, advantages, torch.tensor(completions), args
+    )
     assert share_N.sum().item() == pytest.approx(expected, abs=1e-9)
     assert torch.autograd.grad(share_N.sum(), new)[0].tolist() == pytest.approx(slopes, abs=1e-9)
     assert logged["loss"].sum().item() == pytest.approx(expected * completions, abs=1e-9)
@@ -67,7 +74,9 @@ def test_loss_and_gradient_equal_naive_code(rows, completions):
 def test_clipping_is_one_sided_and_logged():
     ratios, advantages = double([1.4, 0.7, 1.4, 0.7, 1.0]), double([1.0, -1.0, -1.0, 1.0, 0.0])
     one = torch.ones(5)
-    _, logged = rloo.loss(ratios.log(), torch.zeros(5), one, advantages, torch.tensor(5), rloo.Args())
+    _, logged = rloo.loss(
+        ratios.log(), torch.zeros(5), one, advantages, torch.tensor(5), rloo.Args()
+    )
     assert logged["clip_ratio/region_mean"].tolist() == [True, True, False, False, False]
 
 
@@ -75,13 +84,15 @@ def test_clipping_is_one_sided_and_logged():
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
 def test_extreme_ratios_do_not_overflow(advantage, log_ratio):
     logprobs_N = torch.tensor([log_ratio], requires_grad=True)
-    share_N, _ = rloo.loss(logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args())
+    share_N, _ = rloo.loss(
+        logprobs_N, torch.zeros(1), torch.ones(1), double([advantage]), torch.tensor(1), rloo.Args()
+    )
     assert share_N.isfinite() and torch.autograd.grad(share_N, logprobs_N)[0].isfinite().all()
 
 
 def test_expected_gradient_is_that_of_the_expected_reward():
-    """The test enumerates all draws of k samples, with their probabilities, of a bandit with two actions and different
-    rewards."""
+    """The test enumerates all draws of k samples, with their probabilities, of a bandit with two
+    actions and different rewards."""
     pays = double([0.3, 1.0])
     logits = double([0.4, -0.2]).requires_grad_()
     (analytic,) = torch.autograd.grad((logits.softmax(0) * pays).sum(), logits)
@@ -90,7 +101,9 @@ def test_expected_gradient_is_that_of_the_expected_reward():
         for actions in map(list, itertools.product((0, 1), repeat=k)):
             logps_N = logits.log_softmax(0)[actions]
             advantages_N = rloo.advantages(pays[actions][None])[0]
-            share_N, _ = rloo.loss(logps_N, logps_N.detach(), torch.ones(k), advantages_N, torch.tensor(k), rloo.Args())
+            share_N, _ = rloo.loss(
+                logps_N, logps_N.detach(), torch.ones(k), advantages_N, torch.tensor(k), rloo.Args()
+            )
             expected -= torch.autograd.grad(share_N.sum(), logits)[0] * logps_N.detach().sum().exp()
         torch.testing.assert_close(expected, analytic, rtol=1e-12, atol=1e-12)
 
@@ -103,10 +116,11 @@ def flags(small, tmp_path_factory):
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
     reward.write_text(REWARD)
     return (
-        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4, "--samples_per_prompt", 4,
-        "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4, "--eval_every", 0, "--log_every", 1,
-        "--beta", 0.05, "--kl_target", 0.02, "--kl_horizon", 100, "--max_logprob_difference", 1e-4,
-        "--reward_scale", 2, "--missing_eos_penalty", 0.1, "--engine", "transformers", "--share_prefix", 1,
+        *small, "--reward", f"{reward}:digits", "--max_steps", 3, "--prompts_per_step", 4,
+        "--samples_per_prompt", 4, "--minibatches", 2, "--max_new_tokens", 12, "--lr", 1e-4,
+        "--eval_every", 0, "--log_every", 1, "--beta", 0.05, "--kl_target", 0.02,
+        "--kl_horizon", 100, "--max_logprob_difference", 1e-4, "--reward_scale", 2,
+        "--missing_eos_penalty", 0.1, "--engine", "transformers", "--share_prefix", 1,
     )  # fmt: skip
 
 
@@ -118,16 +132,23 @@ def two_ranks(flags, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, main, tmp_path, capsys):
+def test_gradient_does_not_depend_on_ranks_packing_or_resume(
+    two_ranks, flags, main, tmp_path, capsys
+):
     """A resumed run continues with the adapted beta."""
     flags = (*flags, "--share_prefix", 0, "--pack_tokens", 40, "--output_dir", tmp_path)
     main("rloo", *flags, "--max_steps", 2)
     main("rloo", *flags)
     assert "resuming from" in capsys.readouterr().out
     for one, other in zip(samples(two_ranks, 1), samples(tmp_path, 1), strict=True):
-        assert one | dict(advantage=0) == other | dict(advantage=0)  # the same completions and scores
-        assert one["advantage"] == pytest.approx(other["advantage"], abs=1e-6)  # the reference's log-probs are float32
-    # Loss and KL are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their precision.
+        assert one | dict(advantage=0) == other | dict(
+            advantage=0
+        )  # the same completions and scores
+        assert one["advantage"] == pytest.approx(
+            other["advantage"], abs=1e-6
+        )  # the reference's log-probs are float32
+    # Loss and KL are small differences of float32 numbers of size 1: 1e-5 of 0.1 is their
+    # precision.
     assert_close_metrics(two_ranks, tmp_path, ("loss", "kl"), rel=1e-5, floor=0.1)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5)
     lines = metrics(two_ranks)
@@ -138,19 +159,47 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(two_ranks, flags, m
 @pytest.mark.slow
 def test_rewards_are_scaled_scores_minus_penalty_and_kl(flags, main, tmp_path, monkeypatch):
     seen, advantages = [], rloo.advantages
-    monkeypatch.setattr(rloo, "advantages", lambda rewards_PG: seen.append(rewards_PG.mean()) or advantages(rewards_PG))
+    monkeypatch.setattr(
+        rloo,
+        "advantages",
+        lambda rewards_PG: seen.append(rewards_PG.mean()) or advantages(rewards_PG),
+    )
     main("rloo", *flags, "--beta", 3, "--output_dir", tmp_path)
     for line, mean in zip(metrics(tmp_path), seen, strict=True):
         penalty = 0.1 * line["completions/clipped_ratio"]
-        assert mean.item() == pytest.approx(2 * line["reward"] - penalty - line["beta"] * line["kl"], abs=1e-6)
+        assert mean.item() == pytest.approx(
+            2 * line["reward"] - penalty - line["beta"] * line["kl"], abs=1e-6
+        )
     assert 3 * abs(line["kl"]) > 1e-3
 
 
 @pytest.mark.slow
 def test_policy_learns_to_write_digits(flags, main, tmp_path):
     """Training starts from the untrained model."""
-    extra = ("--max_steps", 13, "--prompts_per_step", 16, "--samples_per_prompt", 8, "--minibatches", 1, "--lr", 5e-3)
-    extra += ("--beta", 0.01, "--kl_target", 0, "--kl_horizon", 10_000, "--max_new_tokens", 4, "--output_dir", tmp_path)
+    extra = (
+        "--max_steps",
+        13,
+        "--prompts_per_step",
+        16,
+        "--samples_per_prompt",
+        8,
+        "--minibatches",
+        1,
+        "--lr",
+        5e-3,
+    )
+    extra += (
+        "--beta",
+        0.01,
+        "--kl_target",
+        0,
+        "--kl_horizon",
+        10_000,
+        "--max_new_tokens",
+        4,
+        "--output_dir",
+        tmp_path,
+    )
     extra += ("--reward_scale", 1, "--missing_eos_penalty", 0)
     main("rloo", *flags, *extra)
     rewards = [line["reward"] for line in metrics(tmp_path)]

@@ -1,4 +1,5 @@
-"""rm.py: a gradient independent of ranks, exact resume, an export that transformers scores equally, and relabelling."""
+"""rm.py: a gradient independent of ranks, exact resume, an export that transformers scores equally,
+and relabelling."""
 
 import json
 import math
@@ -11,17 +12,33 @@ from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 import rm
 from common.config.groups import TrainArgs
 from common.data.packing import pack
+from common.data.sample import at_end
 from common.data.tasks import arithmetic_rows
 from common.model.hub import load_tokenizer
 from common.model.policy import load_scalar_model
+from common.model.score import score
 from common.model.tiny import tiny_model
-from common.rewards.reward_model import at_end, score
 from common.train.checkpoint import export_hf
 
-STEPS = ("--max_steps", 6, "--batch_size", 8, "--lr", 1e-4, "--eval_every", 3, "--save_every", 3, "--eval_size", 7)
+STEPS = (
+    "--max_steps",
+    6,
+    "--batch_size",
+    8,
+    "--lr",
+    1e-4,
+    "--eval_every",
+    3,
+    "--save_every",
+    3,
+    "--eval_size",
+    7,
+)
 FLAGS = (*STEPS, "--center_coefficient", 0.01, "--share_prefix", 1)
-SAME = ("loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
-        "rewards/std", "rewards/min", "rewards/max", "num_tokens")  # fmt: skip
+SAME = (
+    "loss", "grad_norm", "rewards/chosen", "rewards/rejected", "rewards/margins",
+    "rewards/accuracies", "rewards/std", "rewards/min", "rewards/max", "num_tokens",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +49,15 @@ def data(tmp_path_factory):
     def words(n):
         return " ".join(rng.choices(["apples", "7", "and", "pears", "sold", "12", "left"], k=n))
 
-    rows = [dict(prompt=words(3), chosen=words(rng.randint(1, 30)), rejected=words(rng.randint(1, 30)), margin=i % 3)
-            for i in range(40)]  # fmt: skip
+    rows = [
+        dict(
+            prompt=words(3),
+            chosen=words(rng.randint(1, 30)),
+            rejected=words(rng.randint(1, 30)),
+            margin=i % 3,
+        )
+        for i in range(40)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -47,10 +71,21 @@ def two_ranks(small, data, tmp_path_factory):
 
 @pytest.mark.slow
 def test_gradient_does_not_depend_on_ranks_or_packing(two_ranks, small, data, tmp_path, main):
-    flags = ("--pack_tokens", 1000, "--max_length", 400, "--dataset", data, "--output_dir", tmp_path)
+    flags = (
+        "--pack_tokens",
+        1000,
+        "--max_length",
+        400,
+        "--dataset",
+        data,
+        "--output_dir",
+        tmp_path,
+    )
     main("rm", *FLAGS, *small[:2], *flags, "--share_prefix", 0)
     assert_close_metrics(two_ranks, tmp_path, SAME, rel=1e-5, floor=1.0)  # rewards are of size 1
-    assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(metrics(tmp_path)[-1]["eval_loss"], rel=1e-5)
+    assert metrics(two_ranks)[-1]["eval_loss"] == pytest.approx(
+        metrics(tmp_path)[-1]["eval_loss"], rel=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -63,16 +98,19 @@ def test_run_resumes_exactly(small, data, tmp_path, main):
 
 @pytest.mark.slow
 def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
-    """Scores are computed one sequence at a time and in a padded batch; loading the export again gives equal scores."""
+    """Scores are computed one sequence at a time and in a padded batch; loading the export again
+    gives equal scores."""
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(str(two_ranks / "hf"))
     hf = AutoModelForSequenceClassification.from_pretrained(two_ranks / "hf")
-    assert hf.config.num_labels == 1 and hf.config.architectures == ["Qwen3ForSequenceClassification"]
+    assert hf.config.num_labels == 1 and hf.config.architectures == [
+        "Qwen3ForSequenceClassification"
+    ]
     texts = ["1+1=2", "a longer text, which is not of the same length", "x"]
     sequences = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     model = load_scalar_model(str(two_ranks / "hf"), TrainArgs(), device, trainable=False)
-    ours = score(model, [sequences], 100, device)
+    ours = score(model, [sequences], 100, 0, device)
     assert len(set(ours)) == 3
     padded = tokenizer.pad(dict(input_ids=sequences), return_tensors="pt")
     with torch.no_grad():
@@ -82,20 +120,29 @@ def test_transformers_gives_the_export_equal_scores(two_ranks, data, device):
 
 
 @pytest.mark.slow
-def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(two_ranks, data, tmp_path, main, capsys):
+def test_relabelling_swaps_the_pairs_that_the_model_ranks_otherwise(
+    two_ranks, data, tmp_path, main, capsys
+):
     """Two ranks relabel; on one rank, the model agrees with every relabelled pair."""
     out = tmp_path / "relabelled.jsonl"
     flags = ("--model", two_ranks / "hf", "--output_dir", tmp_path)
     first = run(2, "rm.py", *flags, "--dataset", data, "--relabel", out).stdout
-    before, after = ([json.loads(line) for line in path.read_text().splitlines()] for path in (data, out))
+    before, after = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (data, out)
+    )
     scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
-    assert len(after) == len(scores) == 40 and [s["row"] for s in scores] == [f"pairs.jsonl:{i}" for i in range(1, 41)]
+    assert len(after) == len(scores) == 40 and [s["row"] for s in scores] == [
+        f"pairs.jsonl:{i}" for i in range(1, 41)
+    ]
     for old, new, s in zip(before, after, scores, strict=True):
         swapped = old | dict(chosen=old["rejected"], rejected=old["chosen"])
         assert new == (swapped if s["chosen"] < s["rejected"] else old)
     wrong = sum(s["chosen"] < s["rejected"] for s in scores)
     assert 0 < wrong < 40
-    assert f"agrees with {1 - wrong / 40:.3f} of 40 pairs" in first and f"{wrong} pairs swapped" in first
+    assert (
+        f"agrees with {1 - wrong / 40:.3f} of 40 pairs" in first
+        and f"{wrong} pairs swapped" in first
+    )
     main("rm", *flags, "--dataset", out, "--eval_only")
     assert "agrees with 1.000 of 40 pairs" in capsys.readouterr().out
 
@@ -126,9 +173,12 @@ def test_bradley_terry_loss_equals_a_calculation_by_hand():
 def test_score_depends_on_its_whole_sequence_only(device):
     model = load_scalar_model(tiny_model(), TrainArgs(), device)
     sequences = [[5, 6, 7], [8], [5, 6, 9, 10, 11]]
-    together, apart = score(model, [sequences], 100, device), [score(model, [[s]], 100, device)[0] for s in sequences]
+    together, apart = (
+        score(model, [sequences], 100, 0, device),
+        [score(model, [[s]], 100, 0, device)[0] for s in sequences],
+    )
     assert together == pytest.approx(apart, abs=1e-5) and len(set(together)) == 3
-    assert score(model, [[[5, 6, 8]]], 100, device)[0] != pytest.approx(
+    assert score(model, [[[5, 6, 8]]], 100, 0, device)[0] != pytest.approx(
         together[0], abs=1e-4
     )  # the last token has an effect
     (mb,) = pack([at_end([5, 6, 7])], 10, device)
@@ -136,11 +186,14 @@ def test_score_depends_on_its_whole_sequence_only(device):
 
 
 def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
-    """Transformers reads the last token that is not padding, so the export defines no padding token that also ends
-    texts."""
+    """Transformers reads the last token that is not padding, so the export defines no padding token
+    that also ends texts."""
     from transformers import AutoModelForSequenceClassification
 
-    model, tokenizer = load_scalar_model(tiny_model(), TrainArgs(), device), load_tokenizer(tiny_model())
+    model, tokenizer = (
+        load_scalar_model(tiny_model(), TrainArgs(), device),
+        load_tokenizer(tiny_model()),
+    )
     ids = [5, 6, 7, tokenizer.eos_token_id]
     for pad in (tokenizer.eos_token, "<|pad|>"):
         tokenizer.pad_token = pad
@@ -149,12 +202,14 @@ def test_end_of_text_that_is_also_padding_is_scored(device, tmp_path):
         assert (hf.config.pad_token_id is None) == (pad == tokenizer.eos_token)
         with torch.no_grad():
             theirs = hf(input_ids=torch.tensor([ids])).logits.item()
-        assert score(model, [[ids]], 100, device) == pytest.approx([theirs], abs=1e-5)
+        assert score(model, [[ids]], 100, 0, device) == pytest.approx([theirs], abs=1e-5)
 
 
 def test_new_head_depends_only_on_the_seed(device):
     def head(seed):
-        return load_scalar_model(tiny_model(), TrainArgs(seed=seed), device).hf.score.weight.full_tensor()
+        return load_scalar_model(
+            tiny_model(), TrainArgs(seed=seed), device
+        ).hf.score.weight.full_tensor()
 
     assert torch.equal(head(0), head(0)) and not torch.equal(head(0), head(1))
     assert head(0).std().item() == pytest.approx(1 / math.sqrt(129), rel=0.2)
@@ -162,15 +217,20 @@ def test_new_head_depends_only_on_the_seed(device):
 
 @pytest.mark.slow
 def test_model_learns_arithmetic_preferences(small, tmp_path, main):
-    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more than 0.95
-    (docs/rm.md)."""
-    flags = (*small[:2], "--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10, "--eval_every", 80,
-             "--eval_size", 200)  # fmt: skip
+    """Training starts from the untrained model; from the demo's checkpoint the accuracy is more
+    than 0.95 (docs/rm.md)."""
+    flags = (
+        *small[:2], "--max_steps", 80, "--batch_size", 64, "--lr", 3e-3, "--warmup_steps", 10,
+        "--eval_every", 80, "--eval_size", 200,
+    )  # fmt: skip
     file = few_of_the_task(tmp_path)
     sets = ("--dataset", file, "--eval_dataset", "arithmetic", f"known={file}")
     main("rm", *flags, *sets, "--output_dir", tmp_path)
     last = metrics(tmp_path)[-1]
-    assert last["eval_rewards/accuracies/arithmetic"] > 0.7 and last["eval_rewards/accuracies/known"] > 0.7
+    assert (
+        last["eval_rewards/accuracies/arithmetic"] > 0.7
+        and last["eval_rewards/accuracies/known"] > 0.7
+    )
 
 
 def few_of_the_task(folder):

@@ -1,4 +1,5 @@
-"""The site: pairs of equations and code, curves of the objectives, built pages without a dead link, in a browser."""
+"""The site: pairs of equations and code, curves of the objectives, built pages without a dead link,
+in a browser."""
 
 import html
 import json
@@ -31,7 +32,11 @@ SCRIPTS = list(EQUATIONS["scripts"])
 def test_every_script_has_equations():
     training = {path.stem for path in ROOT.glob("*.py")} - {"demo"}
     assert set(SCRIPTS) == training
-    assert {name: len(pages["terms"](name)) for name in SCRIPTS if not 4 <= len(pages["terms"](name)) <= 10} == {}
+    assert {
+        name: len(pages["terms"](name))
+        for name in SCRIPTS
+        if not 4 <= len(pages["terms"](name)) <= 10
+    } == {}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -42,7 +47,9 @@ def test_fragment_occurs_exactly_once(script):
         source = pages["definitions"](term.path)[term.owner].text
         assert source.count(term.fragment) == 1, (term.text, term.owner, term.fragment)
         start = source.index(term.fragment)
-        ranges.setdefault((term.path, term.owner), []).append(range(start, start + len(term.fragment)))
+        ranges.setdefault((term.path, term.owner), []).append(
+            range(start, start + len(term.fragment))
+        )
     for found in ranges.values():
         found.sort(key=lambda r: r.start)
         assert all(a.stop <= b.start for a, b in zip(found, found[1:], strict=False)), found
@@ -63,10 +70,17 @@ def test_every_letter_has_a_meaning(script):
 
 
 def test_a_letter_has_one_meaning():
-    meanings, shown = EQUATIONS["meanings"], {text for name in SCRIPTS for text in EQUATIONS["scripts"][name]["code"]}
+    meanings, shown = (
+        EQUATIONS["meanings"],
+        {text for name in SCRIPTS for text in EQUATIONS["scripts"][name]["code"]},
+    )
     assert meanings.keys() & pages["glossary"]().keys() == set(), "also in docs/glossary.md"
     assert meanings.keys() - shown == set(), "on no page"
-    twice = (SITE / "equations.yaml").read_text(encoding="utf-8").replace("\n  pi(y):", "\n  pi(y): the same\n  pi(y):")
+    twice = (
+        (SITE / "equations.yaml")
+        .read_text(encoding="utf-8")
+        .replace("\n  pi(y):", "\n  pi(y): the same\n  pi(y):")
+    )
     with pytest.raises(ValueError, match="stands twice"):
         pages["yaml"].load(twice, pages["UniqueKeys"])
 
@@ -85,12 +99,17 @@ def test_light_wraps_a_fragment_across_tags():
     assert re.sub(r"<[^>]*>", "", lit) == re.sub(r"<[^>]*>", "", code)
     inside = re.search(r'<a id="x">(.*?)</a>', lit)[1]
     assert html.unescape(re.sub(r"<[^>]*>", "", inside)) == "a <= b"
-    assert inside.count("<span") == inside.count("</span>") and lit.count("<span") == lit.count("</span>")
+    assert inside.count("<span") == inside.count("</span>") and lit.count("<span") == lit.count(
+        "</span>"
+    )
 
 
 def test_curves_are_those_of_the_scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(SITE))
-    charts = {chart["name"]: chart for chart in runpy.run_path(str(SITE / "curves.py"), run_name="curves")["charts"]()}
+    charts = {
+        chart["name"]: chart
+        for chart in runpy.run_path(str(SITE / "curves.py"), run_name="curves")["charts"]()
+    }
 
     def at(name: str, n: int, x: float, **settings) -> tuple[float, ...]:
         """Return value and gradients of line `n` of a chart."""
@@ -110,7 +129,11 @@ def test_curves_are_those_of_the_scripts(monkeypatch):
     assert at("sapo", 1, 0.99, sapo_tau_negative=1.05)[1] == pytest.approx(0.99, abs=1e-3)
     assert at("kl_estimate", 2, 0.0, kl_clamp=0.0) == (0, 0)
     assert at("kl_estimate", 1, -1.5, kl_clamp=1.0) == (1, 0)
-    assert at("sigmoid", 0, 0, beta=1.0, label_smoothing=0.0, f_divergence="reverse_kl") == (0.6931, -0.5, 0.5)
+    assert at("sigmoid", 0, 0, beta=1.0, label_smoothing=0.0, f_divergence="reverse_kl") == (
+        0.6931,
+        -0.5,
+        0.5,
+    )
     assert at("hinge", 0, 1, beta=1.0, f_divergence="reverse_kl")[0] == 0
     assert at("divergence", 1, 0.75, q=0.75) == (0, 0)
     assert len(json.dumps(list(charts.values()))) < 1_500_000
@@ -122,10 +145,22 @@ def test_curves_are_those_of_the_scripts(monkeypatch):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site as `make site` does; a warning is an error."""
-    build = pytest.importorskip("sphinx.cmd.build", reason="sphinx is missing: pip install -e '.[dev]'")
+    build = pytest.importorskip(
+        "sphinx.cmd.build", reason="sphinx is missing: pip install -e '.[dev]'"
+    )
     folder = tmp_path_factory.mktemp("site")
     (folder / "pages").mkdir()
-    words = ["-q", "-W", "--keep-going", "-c", SITE, "-d", folder / "doctrees", folder / "pages", folder / "site"]
+    words = [
+        "-q",
+        "-W",
+        "--keep-going",
+        "-c",
+        SITE,
+        "-d",
+        folder / "doctrees",
+        folder / "pages",
+        folder / "site",
+    ]
     with mock.patch.object(sys, "path", [*sys.path]):  # conf.py adds the sources
         assert build.build_main(list(map(str, words))) == 0
     return folder / "site"
@@ -158,10 +193,16 @@ def test_no_dead_link_and_no_request_to_other_hosts(site):
         for link in page.links + page.resources:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
-                dead += [(path.name, link)] if link in page.resources and parts.scheme != "data" else []
+                dead += (
+                    [(path.name, link)] if link in page.resources and parts.scheme != "data" else []
+                )
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            if not target.is_file() or parts.fragment and unquote(parts.fragment) not in anchors[target]:
+            if (
+                not target.is_file()
+                or parts.fragment
+                and unquote(parts.fragment) not in anchors[target]
+            ):
                 dead.append((str(path.relative_to(site)), link))
             linked.add(target)
     assert dead == []
@@ -185,7 +226,9 @@ def test_page_shows_every_fragment(site, script):
 def browser() -> Iterator:
     if CHROMIUM is None:
         pytest.skip("chromium is missing: apt-get install chromium")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is missing: pip install playwright"
+    )
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM)
         yield chromium
@@ -200,9 +243,15 @@ def open_page(browser, site) -> Iterator[Callable]:
     def open_page(name: str, width: int = 1400, host: str = site.as_uri(), **options):
         contexts.append(browser.new_context(viewport=dict(width=width, height=900), **options))
         page = contexts[-1].new_page()
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith((host, "data:")) else problems.append(r.url))
+        page.on(
+            "request",
+            lambda r: None if r.url.startswith((host, "data:")) else problems.append(r.url),
+        )
         page.goto(f"{host}/{name}")
         return page
 
@@ -215,7 +264,10 @@ def open_page(browser, site) -> Iterator[Callable]:
 @pytest.mark.slow
 def test_term_and_fragment_light_each_other(open_page):
     page = open_page("code/grpo.py.html")
-    lit = lambda: page.eval_on_selector_all(".lit", "all => all.map(one => one.id || one.className)")  # noqa: E731
+
+    def lit() -> list[str]:
+        return page.eval_on_selector_all(".lit", "all => all.map(one => one.id || one.className)")
+
     term, code = page.locator("dt .term").nth(1), page.locator("#code-1")
     term.hover()
     assert "code-1" in lit() and lit().count("code-1") == 1
@@ -233,7 +285,12 @@ def test_term_and_fragment_light_each_other(open_page):
 def test_slider_changes_the_curve(open_page):
     page = open_page("objectives.html")
     box = page.locator(".explorer").first
-    values = lambda: box.locator("[data-values]").evaluate_all("all => all.map(one => one.dataset.values)")  # noqa: E731
+
+    def values() -> list[str]:
+        return box.locator("[data-values]").evaluate_all(
+            "all => all.map(one => one.dataset.values)"
+        )
+
     before = values()
     slider = box.get_by_role("slider", name="clip_high")
     slider.focus()
@@ -245,7 +302,9 @@ def test_slider_changes_the_curve(open_page):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["index.html", "objectives.html", "code/grpo.py.html", "docs/grpo.html"])
+@pytest.mark.parametrize(
+    "name", ["index.html", "objectives.html", "code/grpo.py.html", "docs/grpo.html"]
+)
 def test_narrow_screen_does_not_scroll_sideways(open_page, name):
     page = open_page(name, width=360)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -256,7 +315,9 @@ def test_search_finds_a_page(open_page, site):
     """... through a server: the browser refuses to read other files from a file."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     with (
-        mock.patch.object(ThreadingHTTPServer, "request_queue_size", 100),  # the page fetches all results at once
+        mock.patch.object(
+            ThreadingHTTPServer, "request_queue_size", 100
+        ),  # the page fetches all results at once
         mock.patch.object(SimpleHTTPRequestHandler, "log_message"),
         ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
     ):

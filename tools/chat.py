@@ -1,16 +1,17 @@
 """Chat with a model in the terminal; a second model may answer beside it.
 
-    python tools/chat.py --model runs/sft/hf --system_prompt 'Be brief.'
-    python tools/chat.py --model Qwen/Qwen3-0.6B --adapter runs/grpo/adapter --compare Qwen/Qwen3-0.6B
-    echo 247+5= | python tools/chat.py --model runs/grpo/hf
+    python tools/chat.py --model runs/sft/hf --system_prompt 'Be brief.' python tools/chat.py
+    --model Qwen/Qwen3-0.6B --adapter runs/grpo/adapter --compare Qwen/Qwen3-0.6B echo 247+5= |
+    python tools/chat.py --model runs/grpo/hf
 
-Each line of the input is a turn of a conversation. Without a chat template the model continues each line by itself.
-/reset starts over, /system TEXT also sets the system prompt, /quit or Ctrl-D ends, Ctrl-C stops an answer. With
---environment each line is the prompt of an episode, in which the environment answers the model. docs/after.md
-"""
+Each line of the input is a turn of a conversation. Without a chat template the model continues each
+line by itself. /reset starts over, /system TEXT also sets the system prompt, /quit or Ctrl-D ends,
+Ctrl-C stops an answer. With --environment each line is the prompt of an episode, in which the
+environment answers the model. docs/after.md"""
 
 import argparse
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -32,12 +33,13 @@ from common.config.training import LoRAArgs
 from common.data import durable
 from common.data.encode import Encoder
 from common.data.tasks import TASKS
-from common.model import lora
+from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
 from common.model.loading import load_config, one_line_errors
 from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import load_environment
+from tools.options import Options
 
 TURNS = 8  # of the model in an episode, as the default of --max_turns
 
@@ -47,19 +49,34 @@ def note(text: str) -> None:
 
 
 def merge_adapter(hf: nn.Module, folder: str, model: str) -> None:
-    """Merge the adapter in `folder`, of a run or of the PEFT library. Raises `ValueError` if it does not fit."""
+    """Merge the adapter in `folder`, of a run or of the PEFT library. Raises `ValueError` if it
+    does not fit."""
     with one_line_errors(f"--adapter {folder}"):
-        config = durable.parse_json((Path(folder).expanduser() / lora.CONFIG).read_text(encoding="utf-8"))
-    flags = dict(lora_rank="r", lora_alpha="lora_alpha", lora_targets="target_modules", lora_rslora="use_rslora")
+        config = durable.parse_json(
+            (Path(folder).expanduser() / adapter_files.CONFIG).read_text(encoding="utf-8")
+        )
+    flags = dict(
+        lora_rank="r",
+        lora_alpha="lora_alpha",
+        lora_targets="target_modules",
+        lora_rslora="use_rslora",
+    )
     try:
-        args = LoRAArgs(adapter=folder, **{flag: config[key] for flag, key in flags.items() if key in config})
-        stored = lora.add_adapters(hf, args, f"--model {model}")
+        args = LoRAArgs(
+            adapter=folder, **{flag: config[key] for flag, key in flags.items() if key in config}
+        )
+        lora.add_adapters(hf, args, f"--model {model}")
+        stored = adapter_files.read_adapter(hf, args)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"--adapter {folder} does not fit --model {model}: {one_line(error)}") from error
+        problem = one_line(error) if isinstance(error, ValueError) else str(error)
+        raise ValueError(f"--adapter {folder} does not fit --model {model}: {problem}") from error
     for name, layer in lora.layers_of(hf).items():
         a_RI, b_OR = (stored[f"{name}.lora_{which}"].to(layer.weight) for which in "AB")
         plain = nn.Linear(layer.in_features, layer.out_features, device="meta")
-        plain.weight, plain.bias = nn.Parameter(lora.merge(layer.weight, a_RI, b_OR, layer.scale)), layer.bias
+        plain.weight, plain.bias = (
+            nn.Parameter(lora.merge(layer.weight, a_RI, b_OR, layer.scale)),
+            layer.bias,
+        )
         hf.set_submodule(name, plain)
 
 
@@ -84,37 +101,79 @@ class Speaker:
 
     def __init__(self, flag: str, model: str, options: argparse.Namespace):
         """Load the model. Raises `ValueError` that names the flag."""
-        self.name, self.options, self.messages, path = model, options, [], resolve_model(model, flag)
-        if options.prompt_format == "auto" and recorded_format(path) == "plain" and not options.environment:
-            note(f"{model} was trained on plain text: it continues each line; for turns: --prompt_format chat")
+        self.name, self.options, self.messages, path = (
+            model,
+            options,
+            [],
+            resolve_model(model, flag),
+        )
+        if (
+            options.prompt_format == "auto"
+            and recorded_format(path) == "plain"
+            and not options.environment
+        ):
+            note(
+                f"{model} was trained on plain text: it continues each line; for turns: "
+                "--prompt_format chat"
+            )
             options.prompt_format = "plain"
-        kwargs = dict(system_prompt=options.system_prompt or None, template_kwargs=tuple(options.template_kwargs))
+        kwargs = dict(
+            system_prompt=options.system_prompt or None,
+            template_kwargs=tuple(options.template_kwargs),
+        )
         self.tokenizer, config = load_tokenizer(path, flag=flag), load_config(path)
-        self.encoder = Encoder(self.tokenizer, BaseArgs(prompt_format=options.prompt_format, **kwargs))
+        self.encoder = Encoder(
+            self.tokenizer, BaseArgs(prompt_format=options.prompt_format, **kwargs)
+        )
         self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
         self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
         if config.architectures and "CausalLM" not in config.architectures[0]:
             raise ValueError(f"{flag} {model}: {config.architectures[0]} is not a language model")
         if options.environment and self.encoder.chat is None:
-            raise ValueError(f"--environment {options.environment} needs a chat template; {model} has none")
-        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            raise ValueError(
+                f"--environment {options.environment} needs a chat template; {model} has none"
+            )
+        device, dtype = (
+            ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        )
         with one_line_errors(f"{flag} {model}"):
-            self.hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(device).eval()
+            self.hf = (
+                AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+                .to(device)
+                .eval()
+            )
         if options.adapter is not None and flag == "--model":
             merge_adapter(self.hf, options.adapter, model)
-        self.hf.generation_config = GenerationConfig()  # without top-k and penalties, as in training
+        self.hf.generation_config = (
+            GenerationConfig()
+        )  # without top-k and penalties, as in training
 
     @torch.no_grad()
     def answer(self, row: dict) -> tuple[str, bool]:
-        """Print the answer to the column `prompt`, text or messages. Return it and whether Ctrl-C stopped it."""
+        """Print the answer to the column `prompt`, text or messages. Return it and whether Ctrl-C
+        stopped it."""
         prompt = self.encoder.prompt(row | dict(_source="the conversation"), ("prompt",))
         if (room := self.context - len(prompt)) < 1:
-            problem = f"{len(prompt)} tokens do not fit in the context of {self.name}, {self.context}"
+            problem = (
+                f"{len(prompt)} tokens do not fit in the context of {self.name}, {self.context}"
+            )
             raise ValueError(f"{problem}; the line is dropped, /reset starts over")
         limit, temperature = min(self.options.max_new_tokens, room), self.options.temperature
-        sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
-        ids, printer = torch.tensor([prompt], device=self.hf.device), Printer(self.tokenizer, self.ends)
-        sampling |= dict(max_new_tokens=limit, eos_token_id=self.ends, pad_token_id=self.ends[0], streamer=printer)
+        sampling = (
+            dict(do_sample=True, temperature=temperature, top_k=0)
+            if temperature
+            else dict(do_sample=False)
+        )
+        ids, printer = (
+            torch.tensor([prompt], device=self.hf.device),
+            Printer(self.tokenizer, self.ends),
+        )
+        sampling |= dict(
+            max_new_tokens=limit,
+            eos_token_id=self.ends,
+            pad_token_id=self.ends[0],
+            streamer=printer,
+        )
         try:
             out = self.hf.generate(ids, attention_mask=torch.ones_like(ids), **sampling)
         except KeyboardInterrupt:
@@ -122,11 +181,14 @@ class Speaker:
             note("stopped")
             return printer.text, True
         if out.shape[1] == len(prompt) + limit and out[0, -1] not in self.ends:
-            note(f"cut off after {limit} tokens" + (": the context is full" if limit == room else ""))
+            note(
+                f"cut off after {limit} tokens" + (": the context is full" if limit == room else "")
+            )
         return printer.text, False
 
     def read(self, line: str, row: dict) -> None:
-        """Obey a command, play an episode, or answer a line: within the conversation if there is a chat template."""
+        """Obey a command, play an episode, or answer a line: within the conversation if there is a
+        chat template."""
         if (command := line.strip()) == "/reset" or command.startswith("/system "):
             self.messages = []
             self.encoder.system_prompt = command[8:] or self.encoder.system_prompt
@@ -140,7 +202,8 @@ class Speaker:
         self.messages = [*messages, dict(role="assistant", content=text)]
 
     def play(self, row: dict) -> None:
-        """Play an episode of at most `TURNS` turns, with the prompt and the other columns of `row`."""
+        """Play an episode of at most `TURNS` turns, with the prompt and the other columns of
+        `row`."""
         environment, total = load_environment(self.options.environment)(), 0.0
         messages = environment.reset(dict(row))
         for turn in range(1, TURNS + 1):
@@ -159,18 +222,45 @@ class Speaker:
 
 def read_options() -> argparse.Namespace:
     """Return the options. Exits with one line if one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add = lambda message: distributed.fail(message, code=2), parser.add_argument
-    add("--model", required=True, help="folder, checkpoint or Hugging Face id; tiny: the built-in model")
-    add("--adapter", help="adapter to merge into --model: the adapter/ of a run, or one of the PEFT library")
+    parser = Options(__doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        help="folder, checkpoint or Hugging Face id; tiny: the built-in model",
+    )
+    add(
+        "--adapter",
+        help="adapter to merge into --model: the adapter/ of a run, or one of the PEFT library",
+    )
     add("--compare", metavar="MODEL", help="second model, which answers after the first one")
     add("--system_prompt", "--system", help="system turn of the conversation")
-    add("--temperature", type=float, default=0.7, help="sampling temperature, 0: greedy; default: 0.7")
+    add(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="sampling temperature, 0: greedy; default: 0.7",
+    )
     add("--max_new_tokens", type=int, default=512, help="maximum tokens of an answer; default: 512")
     add("--environment", help="calculator, guess_number, sliding_puzzle or file.py:Class")
-    add("--row", type=json.loads, help="columns of the environment's row, as JSON; default: rows of the built-in task")
-    add("--prompt_format", choices=("auto", "chat", "plain"), default="auto", help="default: as in training")
-    add("--template_kwargs", nargs="*", default=(), metavar="NAME=VALUE", help="variables for the chat template")
+    add(
+        "--row",
+        type=json.loads,
+        help="columns of the environment's row, as JSON; default: rows of the built-in task",
+    )
+    add(
+        "--prompt_format",
+        choices=("auto", "chat", "plain"),
+        default="auto",
+        help="default: as in training",
+    )
+    add(
+        "--template_kwargs",
+        nargs="*",
+        default=(),
+        metavar="NAME=VALUE",
+        help="variables for the chat template",
+    )
     add("--seed", type=int, default=0, help="seed of the answers, the same for both models")
     options = parser.parse_args()
     if not 0 <= options.temperature < math.inf or options.max_new_tokens < 1:
@@ -199,12 +289,19 @@ def main() -> None:
     options = read_options()
     speakers = load(options)
     rows = TASKS.get(options.environment, lambda _: [{}])("test")
-    sys.stdin.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     for number in itertools.count():
-        line = input("> " if sys.stdin.isatty() else "")  # spaces at the end belong to a plain prompt
+        line = input(
+            "> " if sys.stdin.isatty() else ""
+        )  # spaces at the end belong to a plain prompt
         if (command := line.strip()) == "/quit":
             break
-        if re.fullmatch(r"/[a-z]+", command.split(" ")[0]) and command != "/reset" and command[:8] != "/system ":
+        if (
+            re.fullmatch(r"/[a-z]+", command.split(" ")[0])
+            and command != "/reset"
+            and command[:8] != "/system "
+        ):
             note("the commands are /reset, /system TEXT and /quit")
             continue
         row = (options.row or rows[number % len(rows)]) | (dict(prompt=line) if command else {})
@@ -212,7 +309,9 @@ def main() -> None:
             torch.manual_seed(distributed.fold_seed(options.seed, number))
             try:
                 speaker.read(line, row)
-            except Exception as error:  # of the template, the environment or the memory: the chat goes on
+            except (
+                Exception
+            ) as error:  # of the template, the environment or the memory: the chat goes on
                 note(f"{type(error).__name__}: {distributed.first_line(error)}")
 
 

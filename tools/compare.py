@@ -3,17 +3,15 @@
     python tools/compare.py runs/a0 runs/a1 runs/a2 runs/b0 runs/b1 runs/b2
     python tools/compare.py runs/a* runs/b* --metrics eval/solved 'reward*' --last 20 --out ab.png
 
-Runs of one script form a group if they differ only in the flags seed, output_dir, resume and wandb_name. Runs whose
-seed is repeated are separate groups. Curves and numbers of a group use the steps that all of its runs have. A metric
-that equals an earlier one in all runs is left out.
-"""
+Runs of one script form a group if they differ only in the flags seed, output_dir, resume and
+wandb_name. Runs whose seed is repeated are separate groups. Curves and numbers of a group use the
+steps that all of its runs have. A metric that equals an earlier one in all runs is left out."""
 
-import argparse
 import fnmatch
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ import yaml
 
 from common.metrics.curves import distinct
 from common.parallel.console import print_any_text, visible
+from tools.options import Options
 
 FREE = ("seed", "output_dir", "resume", "wandb_name")  # flags that may differ within a group
 CAPTION = "mean over seeds; band: 95% t interval of the mean, range for 2 seeds"
@@ -38,7 +37,8 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run, without an unfinished last line. Raises `ValueError` if a file is missing or damaged."""
+    """Read a run, without an unfinished last line. Raises `ValueError` if a file is missing or
+    damaged."""
     file, metrics = folder / "metrics.jsonl", {}
     try:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1]
@@ -54,12 +54,26 @@ def read_run(folder: Path) -> Run:
         try:
             line = json.loads(text)
             step = int(line.pop("step"))
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"{folder / 'metrics.jsonl'}, line {number}: damaged; delete the line") from error
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise ValueError(
+                f"{folder / 'metrics.jsonl'}, line {number}: damaged; delete the line"
+            ) from error
         for name, value in line.items():
             if isinstance(value, int | float):
                 metrics.setdefault(name, {})[step] = value
-    return Run(folder, flags, sorted([Path(path).name, mark] for path, mark in code.items() if path != "crc"), metrics)
+    return Run(
+        folder,
+        flags,
+        sorted([Path(path).name, mark] for path, mark in code.items() if path != "crc"),
+        metrics,
+    )
 
 
 def group_runs(runs: list[Run]) -> list[list[Run]]:
@@ -69,17 +83,26 @@ def group_runs(runs: list[Run]) -> list[list[Run]]:
         key = [{name: value for name, value in run.flags.items() if name not in FREE}, run.code]
         alike.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     repeated = {key for key, group in alike.items() if len(by_seed(group, group)) < len(group)}
-    return [part for key, group in alike.items() for part in ([[run] for run in group] if key in repeated else [group])]
+    return [
+        part
+        for key, group in alike.items()
+        for part in ([[run] for run in group] if key in repeated else [group])
+    ]
 
 
-def by_seed(group: list[Run], values: Sequence) -> dict[str, Any]:
+def by_seed(group: list[Run], values: Iterable) -> dict[str, Any]:
     return {str(run.flags.get("seed")): value for run, value in zip(group, values, strict=True)}
 
 
 def label_groups(groups: list[list[Run]]) -> list[str]:
-    """Return the flags in which the groups differ, at most 3; folders if flags do not tell the groups apart."""
+    """Return the flags in which the groups differ, at most 3; folders if flags do not tell the
+    groups apart."""
     flags = [{k: str(v) for k, v in group[0].flags.items() if k not in FREE} for group in groups]
-    names = [k for k in dict.fromkeys(k for of in flags for k in of) if len({of.get(k) for of in flags}) > 1]
+    names = [
+        k
+        for k in dict.fromkeys(k for of in flags for k in of)
+        if len({of.get(k) for of in flags}) > 1
+    ]
     by_flags = [", ".join(f"{k} {of.get(k, '-')}" for k in names) for of in flags]
     by_name = [", ".join(run.folder.resolve().name for run in group) for group in groups]
     by_path = [", ".join(map(str, (run.folder for run in group))) for group in groups]
@@ -91,12 +114,18 @@ def values_of(group: list[Run], name: str) -> tuple[list[int], np.ndarray]:
     """Return the steps at which all runs have this metric, and its values [runs, steps]."""
     steps = sorted(set.intersection(*({*run.metrics[name]} for run in group)))
     if not steps:
-        raise ValueError(f"{', '.join(str(run.folder) for run in group)}: no step has {name} in all of these runs")
-    return steps, np.array([[run.metrics[name][step] for step in steps] for run in group], dtype=float)
+        raise ValueError(
+            f"{', '.join(str(run.folder) for run in group)}: "
+            f"no step has {name} in all of these runs"
+        )
+    return steps, np.array(
+        [[run.metrics[name][step] for step in steps] for run in group], dtype=float
+    )
 
 
 def t_quantile(df: float) -> float:
-    """Return the 97.5% quantile of Student's t. For t = sqrt(df) tan(a), the density of a is ~ cos(a)^(df - 1)."""
+    """Return the 97.5% quantile of Student's t. For t = sqrt(df) tan(a), the density of a is ~
+    cos(a)^(df - 1)."""
     a = np.linspace(0, math.pi / 2, 100_001)
     mass = np.cumsum(np.cos((a[1:] + a[:-1]) / 2) ** (df - 1))
     return math.sqrt(df) * math.tan(np.interp(0.95, mass / mass[-1], a[1:]))
@@ -106,12 +135,16 @@ def band(values_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95% t interval of the mean of the runs, or the range of 1 or 2 runs."""
     if (count := len(values_RT)) < 3:
         return values_RT.min(0), values_RT.max(0)
-    mean, half = values_RT.mean(0), t_quantile(count - 1) * values_RT.std(0, ddof=1) / math.sqrt(count)
+    mean, half = (
+        values_RT.mean(0),
+        t_quantile(count - 1) * values_RT.std(0, ddof=1) / math.sqrt(count),
+    )
     return mean - half, mean + half
 
 
 def difference(base: dict[str, float], other: dict[str, float]) -> str:
-    """Return the difference of the means of values by seed, with an interval if both groups have 3 seeds."""
+    """Return the difference of the means of values by seed, with an interval if both groups have 3
+    seeds."""
     a, b = np.array([*base.values()]), np.array([*other.values()])
     mean = b.mean() - a.mean()
     if min(len(a), len(b)) < 3:
@@ -126,7 +159,8 @@ def difference(base: dict[str, float], other: dict[str, float]) -> str:
 
 
 def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) -> list[list[str]]:
-    """Return the rows of a metric: name, group, seeds, step, first -> last value, interval, difference."""
+    """Return the rows of a metric: name, group, seeds, step, first -> last value, interval,
+    difference."""
     rows, base = [], {}
     for label, group in zip(labels, groups, strict=True):
         steps, values_RT = values_of(group, name)
@@ -134,7 +168,10 @@ def rows_of(groups: list[list[Run]], labels: list[str], name: str, last: int) ->
         ends, (low, high) = by_seed(group, ends_R), band(ends_R)
         change = f"{values_RT[:, 0].mean():.4g} -> {ends_R.mean():.4g}"
         rows.append([name, label, str(len(group)), str(steps[-1]), change])
-        rows[-1] += [f"[{low:.4g}, {high:.4g}]" if len(group) > 2 else "-", difference(base, ends) if base else ""]
+        rows[-1] += [
+            f"[{low:.4g}, {high:.4g}]" if len(group) > 2 else "-",
+            difference(base, ends) if base else "",
+        ]
         base = base or ends
     return rows
 
@@ -155,41 +192,73 @@ def draw(groups: list[list[Run]], labels: list[str], names: list[str], picture: 
     for axis, name in zip(axes.flat, names, strict=False):
         for number, group in enumerate(groups):
             steps, values_RT = values_of(group, name)
-            axis.plot(steps, values_RT.mean(0), color=f"C{number}", marker="." if len(steps) < 30 else "")
+            axis.plot(
+                steps, values_RT.mean(0), color=f"C{number}", marker="." if len(steps) < 30 else ""
+            )
             axis.fill_between(steps, *band(values_RT), color=f"C{number}", alpha=0.2, linewidth=0)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
     seeds = [
-        f"{label} ({len(group)} seed{'s' * (len(group) > 1)})" for label, group in zip(labels, groups, strict=True)
+        f"{label} ({len(group)} seed{'s' * (len(group) > 1)})"
+        for label, group in zip(labels, groups, strict=True)
     ]
-    figure.legend(axes.flat[0].lines, seeds, loc="outside lower center", fontsize=8, title=CAPTION, title_fontsize=8)
+    figure.legend(
+        axes.flat[0].lines,
+        seeds,
+        loc="outside lower center",
+        fontsize=8,
+        title=CAPTION,
+        title_fontsize=8,
+    )
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
 
 def main() -> None:
     print_any_text()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add = lambda message: parser.exit(2, visible(f"error: {message}\n")), parser.add_argument
+    parser = Options(__doc__)
+    add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    add("--metrics", nargs="+", metavar="NAME", help="metrics or patterns; default: eval* reward loss")
-    add("--last", type=int, default=10, metavar="N", help="the last value of metrics other than eval* is the mean of "
-        "the last N logged ones; default: 10")  # fmt: skip
-    add("--out", type=Path, help="picture to write; default: compare.png in the folder with the first run")
+    add(
+        "--metrics",
+        nargs="+",
+        metavar="NAME",
+        help="metrics or patterns; default: eval* reward loss",
+    )
+    add(
+        "--last", type=int, default=10, metavar="N",
+        help="the last value of metrics other than eval* is the mean of the last N logged ones; "
+        "default: 10",
+    )  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        help="picture to write; default: compare.png in the folder with the first run",
+    )
     options = parser.parse_args()
     try:
         if options.last < 1:
             raise ValueError(f"--last {options.last}: must be at least 1")
-        twice = [run for i, run in enumerate(options.runs) if run.resolve() in map(Path.resolve, options.runs[:i])]
+        twice = [
+            run
+            for i, run in enumerate(options.runs)
+            if run.resolve() in map(Path.resolve, options.runs[:i])
+        ]
         if twice:
             raise ValueError(f"{twice[0]}: the folder is given twice; name each run once")
         runs = [read_run(folder) for folder in options.runs]
         shared = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-        found = {name: fnmatch.filter(shared, name) for name in options.metrics or ("eval*", "reward", "loss")}
+        found = {
+            name: fnmatch.filter(shared, name)
+            for name in options.metrics or ("eval*", "reward", "loss")
+        }
         missing = [name for name in found if not found[name]]
         if missing and (options.metrics or len(missing) == len(found)):
-            raise ValueError(f"--metrics {' '.join(missing)}: not in all runs; common: {', '.join(shared) or 'none'}")
+            raise ValueError(
+                f"--metrics {' '.join(missing)}: not in all runs; common: "
+                f"{', '.join(shared) or 'none'}"
+            )
         groups, matching = group_runs(runs), chain(*found.values())
         names = distinct({name: [run.metrics[name] for run in runs] for name in matching})
         labels = label_groups(groups)
@@ -202,7 +271,15 @@ def main() -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("metric", "group", "seeds", "step", "first -> last", "95% interval", "difference to the first group")
+    table = Table(
+        "metric",
+        "group",
+        "seeds",
+        "step",
+        "first -> last",
+        "95% interval",
+        "difference to the first group",
+    )
     for row in (row for of_metric in rows for row in of_metric):
         table.add_row(*(Text(visible(cell)) for cell in row), end_section=row[1] == labels[-1])
     console = Console()
@@ -210,7 +287,10 @@ def main() -> None:
     console.print(table)
     print(f"last: the mean of the last {options.last} logged values; of eval* the last one")
     if any(len({row[3] for row in of_metric}) > 1 for of_metric in rows):
-        print("warning: the groups end at different steps, so the differences compare different numbers of steps")
+        print(
+            "warning: the groups end at different steps, "
+            "so the differences compare different numbers of steps"
+        )
     print(visible(f"curves: {picture}"))
 
 

@@ -1,10 +1,11 @@
-"""The loss of a token or row as formulas: pairs of a name and an expression, selected by script and flags.
+"""The loss of a token or row as formulas: pairs of a name and an expression, selected by script and
+flags.
 
-tools/view.py shows an expression, evaluates it in the browser, and shows it again with numbers in place of names. An
-expression may use numeric flags, earlier names and values of the trace (docs/trace.md): streams of the token, sums
-`sum_<stream>` over the trained tokens of the completion, their number `length`, values of the row, `advantage`, and
-`tokens` and `sequences` of the update. Other characters in names of the trace become `_`.
-"""
+tools/view.py shows an expression, evaluates it in the browser, and shows it again with numbers in
+place of names. An expression may use numeric flags, earlier names and values of the trace
+(docs/trace.md): streams of the token, sums `sum_<stream>` over the trained tokens of the
+completion, their number `length`, values of the row, `advantage`, and `tokens` and `sequences` of
+the update. Other characters in names of the trace become `_`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,13 +29,19 @@ WEIGHT = {
 
 
 def formulas(script: str, flags: Mapping) -> dict[str, Formulas]:
-    """Return the formulas of a share of the loss, of which `share` is the last, by script. A copy with a name of its
-    own gets those of every script whose flags it has: the page takes those that give the recorded shares."""
+    """Return the formulas of a share of the loss, of which `share` is the last, by script. A copy
+    with a name of its own gets those of every script whose flags it has: the page takes those that
+    give the recorded shares."""
     found = {}
     for name in [script] if script in SCRIPTS else SCRIPTS:
-        with suppress(KeyError, TypeError, ValueError):  # `flags` lack one, or have one of another type
+        with suppress(
+            KeyError, TypeError, ValueError
+        ):  # `flags` lack one, or have one of another type
             found[name] = SCRIPTS[name](flags)
-    return {name: of if of[-1][0] == "share" else [*of, ("share", "loss * w")] for name, of in found.items()}
+    return {
+        name: of if of[-1][0] == "share" else [*of, ("share", "loss * w")]
+        for name, of in found.items()
+    }
 
 
 # ---- parts ----
@@ -58,7 +65,8 @@ def policy_loss(f: Mapping) -> Formulas:
             return [("policy_loss", "where(A < 0, min(rho, 1), 1) * (-A * logprobs)")]
         case "vespo":
             by_sign = [
-                (name, f"where(A < 0, vespo_{name}_negative, vespo_{name}_positive)") for name in ("k", "lambda")
+                (name, f"where(A < 0, vespo_{name}_negative, vespo_{name}_positive)")
+                for name in ("k", "lambda")
             ]
             phi = ("phi", "exp(k * log_rho + lambda * (1 - rho))")
             return [*by_sign, phi, ("policy_loss", "phi * (-A * logprobs)")]
@@ -74,7 +82,9 @@ def importance(f: Mapping) -> Formulas:
     found = [("unbounded", f"exp({log_ratio})")]
     bounded = "clip(unbounded, correction_low, correction_high)"
     if f["correction_mode"] == "mask":
-        bounded = "where(unbounded < correction_low, 0, where(unbounded > correction_high, 0, unbounded))"
+        bounded = (
+            "where(unbounded < correction_low, 0, where(unbounded > correction_high, 0, unbounded))"
+        )
     if f["correction_filter"] is None:
         return [*found, ("c", bounded)]
     low, high = f["correction_filter"]
@@ -100,7 +110,11 @@ def entropy_bonus(f: Mapping) -> str:
 
 
 def grpo(f: Mapping) -> Formulas:
-    ratio = [RATIO[0], ("log_rho", COMPLETION_RATIO.get(f["loss"], "logprobs - old_logprobs")), RATIO[2]]
+    ratio = [
+        RATIO[0],
+        ("log_rho", COMPLETION_RATIO.get(f["loss"], "logprobs - old_logprobs")),
+        RATIO[2],
+    ]
     near, loss = [], "policy_loss * c"
     if f["off_policy_threshold"] is not None:
         gap = ("gap", "(sum_rollout_logprobs - sum_logprobs) / length")
@@ -114,7 +128,14 @@ def grpo(f: Mapping) -> Formulas:
 def dapo(f: Mapping) -> Formulas:
     chosen = [("chosen", "where(recorded * recorded > 0, 1, 0)")] if f["top_entropy"] < 1 else []
     loss = "policy_loss * c * chosen" if chosen else "policy_loss * c"
-    return [*RATIO, ("policy_loss", f"-{CLIP}"), *importance(f), *chosen, ("loss", loss), ("w", "1 / tokens")]
+    return [
+        *RATIO,
+        ("policy_loss", f"-{CLIP}"),
+        *importance(f),
+        *chosen,
+        ("loss", loss),
+        ("w", "1 / tokens"),
+    ]
 
 
 def reinforce(f: Mapping) -> Formulas:
@@ -126,12 +147,21 @@ def reinforce(f: Mapping) -> Formulas:
 
 def ppo(f: Mapping) -> Formulas:
     loss = f"policy_loss * importance{entropy_bonus(f)}"
-    found = [("A", "advantages"), *RATIO[1:], ("policy_loss", f"-{CLIP}"), ("loss", loss), ("w", "1 / tokens")]
+    found = [
+        ("A", "advantages"),
+        *RATIO[1:],
+        ("policy_loss", f"-{CLIP}"),
+        ("loss", loss),
+        ("w", "1 / tokens"),
+    ]
     if f["positive_nll"]:
         found.append(("share", "loss * w - where(A > 0, positive_nll * logprobs / positives, 0)"))
     error = SQUARE.format("value - returns")
     if f["value_clip"]:
-        error = f"max({error}, {SQUARE.format('clip(value, values - value_clip, values + value_clip) - returns')})"
+        error = (
+            f"max({error}, "
+            f"{SQUARE.format('clip(value, values - value_clip, values + value_clip) - returns')})"
+        )
     return [("value_loss", f"{error} / 2"), *found]
 
 
@@ -144,7 +174,10 @@ def distill(f: Mapping) -> Formulas:
 
 
 def likelihood(f: Mapping) -> Formulas:
-    return [("loss", "exp(logprobs) * -logprobs" if f.get("loss") == "dft" else "-logprobs"), ("w", "1 / tokens")]
+    return [
+        ("loss", "exp(logprobs) * -logprobs" if f.get("loss") == "dft" else "-logprobs"),
+        ("w", "1 / tokens"),
+    ]
 
 
 # ---- scripts with a loss of each completion or pair ----
@@ -181,19 +214,25 @@ def reward_model(f: Mapping) -> Formulas:
 LOG_ODDS = [f"(mean_{side} - log(-expm1(mean_{side})))" for side in ("pc", "pr")]
 PAIRS: dict[str, str] = {
     "sigmoid": "-(1 - label_smoothing) * logsigmoid(z) - label_smoothing * logsigmoid(-z)",
-    "robust": "(-(1 - label_smoothing) * logsigmoid(z) + label_smoothing * logsigmoid(-z)) / (1 - 2 * label_smoothing)",
+    "robust": "(-(1 - label_smoothing) * logsigmoid(z) + label_smoothing * logsigmoid(-z)) / "
+    "(1 - 2 * "
+    "label_smoothing)",
     "hinge": "max(1 - z, 0)",
     "ipo": SQUARE.format("lc / nc - lr / nr - 1 / (2 * beta)"),
     "ipo, summed": SQUARE.format("lc - lr - 1 / (2 * beta)"),
     "sigmoid_norm": "-logsigmoid(beta * (lc / nc - lr / nr))",
-    "exo_pair": "sigmoid(z) * (logsigmoid(z) - log(1 - label_smoothing)) + sigmoid(-z) * (logsigmoid(-z) - "
+    "exo_pair": "sigmoid(z) * (logsigmoid(z) - log(1 - label_smoothing)) + sigmoid(-z) * "
+    "(logsigmoid(-z) - "
     "log(label_smoothing))",
     "nca_pair": "-logsigmoid(beta * lc) - logsigmoid(-beta * lc) / 2 - logsigmoid(-beta * lr) / 2",
     "bco_pair": "-logsigmoid(beta * lc) - logsigmoid(-beta * lr)",
-    "sppo_hard": SQUARE.format("lc - 1 / (2 * beta)") + " + " + SQUARE.format("lr + 1 / (2 * beta)"),
+    "sppo_hard": SQUARE.format("lc - 1 / (2 * beta)")
+    + " + "
+    + SQUARE.format("lr + 1 / (2 * beta)"),
     "apo_zero": "sigmoid(-beta * lc) + sigmoid(beta * lr)",
     "apo_down": "sigmoid(beta * lc) + sigmoid(-beta * (lc - lr))",
-    "discopop": "-sigmoid(-z / discopop_tau) * logsigmoid(z) + exp(logsigmoid(z / discopop_tau) - z)",
+    "discopop": "-sigmoid(-z / discopop_tau) * logsigmoid(z) + exp(logsigmoid(z / "
+    "discopop_tau) - z)",
     "simpo": "-logsigmoid(beta * (mean_pc - mean_pr) - simpo_gamma)",
     "orpo": f"-mean_pc - beta * logsigmoid({LOG_ODDS[0]} - {LOG_ODDS[1]})",
     "cpo": "-logsigmoid(beta * (logps_chosen - logps_rejected)) - mean_pc",
@@ -203,20 +242,38 @@ GENERATOR = dict(js="log(2) + logsigmoid({0})", forward_kl="-expm1(-{0})",
 
 
 def preference(f: Mapping, weight: str) -> Formulas:
-    """Return the formulas of a pair. Log-ratios come from the logged rewards, which the first objective defines."""
+    """Return the formulas of a pair. Log-ratios come from the logged rewards, which the first
+    objective defines."""
     first = f["loss"][0]
-    per_token = first in ("simpo", "orpo", "sigmoid_norm") or (first == "ipo" and f["length_normalize"])
+    per_token = first in ("simpo", "orpo", "sigmoid_norm") or (
+        first == "ipo" and f["length_normalize"]
+    )
     found = [("mean_pc", "logps_chosen / nc"), ("mean_pr", "logps_rejected / nr")]
     if first not in ("simpo", "orpo", "cpo"):
         ends = [(" * nc" if per_token else ""), (" * nr" if per_token else "")]
-        form = "{0}" if f["f_divergence"] == "alpha" and f["f_alpha"] == 1 else GENERATOR.get(f["f_divergence"], "{0}")
-        found = [("lc", f"rewards_chosen / beta{ends[0]}"), ("lr", f"rewards_rejected / beta{ends[1]}"), *found]
-        found.append(("z", f"beta * (({form.format('lc')}) - ({form.format('lr')}))" if form != "{0}"
-                      else "beta * (lc - lr)"))  # fmt: skip
-    names = [f"{name}, summed" if name == "ipo" and not f["length_normalize"] else name for name in f["loss"]]
+        form = (
+            "{0}"
+            if f["f_divergence"] == "alpha" and f["f_alpha"] == 1
+            else GENERATOR.get(f["f_divergence"], "{0}")
+        )
+        found = [
+            ("lc", f"rewards_chosen / beta{ends[0]}"),
+            ("lr", f"rewards_rejected / beta{ends[1]}"),
+            *found,
+        ]
+        z = "beta * (lc - lr)"
+        if form != "{0}":
+            z = f"beta * (({form.format('lc')}) - ({form.format('lr')}))"
+        found.append(("z", z))
+    names = [
+        f"{name}, summed" if name == "ipo" and not f["length_normalize"] else name
+        for name in f["loss"]
+    ]
     parts = [(f"loss_{name.split(',')[0]}", PAIRS.get(name, "all_pairs")) for name in names]
     weights = f["loss_weights"] or [1] * len(parts)
-    loss = " + ".join(name if w == 1 else f"{w} * {name}" for w, (name, _) in zip(weights, parts, strict=True))
+    loss = " + ".join(
+        name if w == 1 else f"{w} * {name}" for w, (name, _) in zip(weights, parts, strict=True)
+    )
     if f.get("wpo"):
         loss = f"wpo_weight * ({loss})"
     if f["sft_weight"]:
@@ -225,7 +282,8 @@ def preference(f: Mapping, weight: str) -> Formulas:
 
 
 SCRIPTS: dict[str, Callable[[Mapping], Formulas]] = dict(
-    grpo=grpo, dapo=dapo, reinforce=reinforce, ppo=ppo, distill=distill, sft=likelihood, bok=likelihood, rloo=rloo,
-    kto=kto, rm=reward_model, dpo=lambda f: preference(f, "1 / batch_size"),
+    grpo=grpo, dapo=dapo, reinforce=reinforce, ppo=ppo, distill=distill, sft=likelihood,
+    bok=likelihood, rloo=rloo, kto=kto, rm=reward_model,
+    dpo=lambda f: preference(f, "1 / batch_size"),
     online_dpo=lambda f: preference(f, "2 / sequences"),
 )  # fmt: skip

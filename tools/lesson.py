@@ -1,13 +1,11 @@
 """Draw your runs of a lesson over stored ones (docs/lessons/README.md).
 
     python tools/lesson.py 6            # after the commands of docs/lessons/06_*.md
-    python tools/lesson.py 6 --store    # run every arm with three seeds; write curves, picture and table
+    python tools/lesson.py 6 --store    # every arm with three seeds: curves, picture and table
 
-A lesson has four files in docs/lessons: page (.md), description (.yaml), stored curves (.json) and picture (.png). The
-band of a metric is the 95% t interval for one more run with another seed.
-"""
+A lesson has four files in docs/lessons: page (.md), description (.yaml), stored curves (.json) and
+picture (.png). The band of a metric is the 95% t interval for one more run with another seed."""
 
-import argparse
 import itertools
 import json
 import math
@@ -24,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
-from common.parallel.console import print_any_text, visible
+from common.parallel.console import print_any_text
 from tools.compare import Run, band, by_seed, difference, read_run, values_of
+from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "docs/lessons"
@@ -41,25 +40,41 @@ class Lesson(NamedTuple):
     metrics: list[str]  # to show; "a over b" draws a over b in place of a over the step
     yours: list[str]  # arms that a reader runs; default: all
     flags: str = ""  # flags of all arms
-    before: dict[str, str] = {}  # commands by the folder that each of them makes; they run once, before all runs
+    before: dict[
+        str, str
+    ] = {}  # commands by the folder that each of them makes; they run once, before all runs
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys(name for metric in self.metrics for name in metric.split(" over ")))
+        return list(
+            dict.fromkeys(name for metric in self.metrics for name in metric.split(" over "))
+        )
 
     def folder(self, arm: str, seed: int | None = None) -> str:
         """Return the output folder of a reader's run, or of a stored one."""
-        return f"runs/course/{self.path.name[:2]}/" + (arm if seed is None else f"stored/{arm}_{seed}")
+        return f"runs/course/{self.path.name[:2]}/" + (
+            arm if seed is None else f"stored/{arm}_{seed}"
+        )
 
     def command(self, arm: str, seed: int | None = None) -> str:
         """Return the command of an arm, as on the page, or with a seed."""
-        launcher = "torchrun --nproc_per_node 2" if "--rollout_ranks" in self.arms[arm] else "python"
-        words = launcher, self.script, self.flags, self.arms[arm], "--output_dir", self.folder(arm, seed)
+        launcher = (
+            "torchrun --nproc_per_node 2" if "--rollout_ranks" in self.arms[arm] else "python"
+        )
+        words = (
+            launcher,
+            self.script,
+            self.flags,
+            self.arms[arm],
+            "--output_dir",
+            self.folder(arm, seed),
+        )
         return " ".join(" ".join(words).split()) + ("" if seed is None else f" --seed {seed}")
 
 
 def read_lesson(name: str) -> Lesson:
-    """Read a lesson by its number, or by the name of its files. Raises `ValueError` if there is none."""
+    """Read a lesson by its number, or by the name of its files. Raises `ValueError` if there is
+    none."""
     found = sorted(LESSONS.glob(f"{name.zfill(2)}_*.yaml" if name.isdecimal() else f"{name}.yaml"))
     if not found:
         raise ValueError(f"lesson {name}: no such lesson; docs/lessons/README.md lists them")
@@ -71,14 +86,19 @@ def launch(command: str) -> None:
     """Run a command of a page with this Python, and with one thread for each rank."""
     words = shlex.split(command)
     words[:1] = (
-        [sys.executable] if words[0] == "python" else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        [sys.executable]
+        if words[0] == "python"
+        else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     )
-    variables = os.environ | dict(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    variables = os.environ | dict(
+        OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", HF_HUB_OFFLINE="1"
+    )
     subprocess.run(words, cwd=ROOT, env=variables, check=True, stdout=subprocess.DEVNULL)
 
 
 def store(lesson: Lesson) -> None:
-    """Run every arm with every seed, except finished runs. Write CPU seconds and curves, [step, value]."""
+    """Run every arm with every seed, except finished runs. Write CPU seconds and curves, [step,
+    value]."""
     for made, command in lesson.before.items():
         if not (ROOT / made).exists():
             launch(command)
@@ -87,29 +107,43 @@ def store(lesson: Lesson) -> None:
         kept = (folder := ROOT / lesson.folder(arm, seed)) / "seconds"
         if not kept.is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            start = sum(os.times()[2:4])  # CPU time of ended children: other jobs on the machine do not change it
+            start = sum(
+                os.times()[2:4]
+            )  # CPU time of ended children: other jobs on the machine do not change it
             launch(lesson.command(arm, seed))
             kept.write_text(f"{sum(os.times()[2:4]) - start:.0f}")
-        curves = {n: [[x, float(f"{y:.4g}")] for x, y in read_run(folder).metrics[n].items()] for n in lesson.names}
+        curves = {
+            n: [[x, float(f"{y:.4g}")] for x, y in read_run(folder).metrics[n].items()]
+            for n in lesson.names
+        }
         stored[arm][str(seed)] = dict(seconds=int(kept.read_text())) | curves
         print(f"{arm}, seed {seed}: {kept.read_text()} s", flush=True)
-    lesson.path.with_suffix(".json").write_text(json.dumps(stored).replace("}, ", "},\n") + "\n", encoding="utf-8")
+    lesson.path.with_suffix(".json").write_text(
+        json.dumps(stored).replace("}, ", "},\n") + "\n", encoding="utf-8"
+    )
 
 
 def read_stored(lesson: Lesson) -> dict[str, list[Run]]:
     """Read the stored runs of every arm."""
     stored = lesson.path.with_suffix(".json").read_text(encoding="utf-8")
-    return {arm: [Run(Path(arm), dict(seed=seed), [], {name: dict(run[name]) for name in lesson.names})
-                  for seed, run in runs.items()] for arm, runs in json.loads(stored).items()}  # fmt: skip
+    return {
+        arm: [
+            Run(Path(arm), dict(seed=seed), [], {name: dict(run[name]) for name in lesson.names})
+            for seed, run in runs.items()
+        ]
+        for arm, runs in json.loads(stored).items()
+    }
 
 
 def ends(runs: list[Run], name: str) -> np.ndarray:
-    """Return the last value of a metric in each run; except for eval* the mean of the last 10 logged ones."""
+    """Return the last value of a metric in each run; except for eval* the mean of the last 10
+    logged ones."""
     return values_of(runs, name)[1][:, -1 if name.startswith("eval") else -10 :].mean(1)
 
 
 def band_of_one_more(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 95% t interval for one more run: that of the mean, sqrt(runs + 1) times as wide."""
+    """Return the 95% t interval for one more run: that of the mean, sqrt(runs + 1) times as
+    wide."""
     half = (band(values)[1] - band(values)[0]) / 2 * math.sqrt(len(values) + 1)
     return values.mean(0) - half, values.mean(0) + half
 
@@ -117,15 +151,23 @@ def band_of_one_more(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def table(lesson: Lesson) -> str:
     """Return the last values of the stored runs as a table in Markdown."""
     stored, base = read_stored(lesson), next(iter(lesson.arms))
-    lines = [f"| metric | arm | seeds {SEEDS} | mean | minus `{base}`, 95% interval |", "|---|---|---|---|---|"]
+    lines = [
+        f"| metric | arm | seeds {SEEDS} | mean | minus `{base}`, 95% interval |",
+        "|---|---|---|---|---|",
+    ]
     for name in lesson.names:
         first = by_seed(stored[base], ends(stored[base], name))
         for arm, runs in stored.items():
             values, change = by_seed(runs, ends(runs, name)), ""
             if arm != base:
                 low, high = band(np.array([values[seed] - first[seed] for seed in first]))
-                change = difference(first, values).removesuffix(" paired") + ": not shown" * bool(low <= 0 <= high)
-            numbers = ", ".join(f"{x:.3g}" for x in values.values()), f"{np.mean([*values.values()]):.3g}"
+                change = difference(first, values).removesuffix(" paired") + ": not shown" * bool(
+                    low <= 0 <= high
+                )
+            numbers = (
+                ", ".join(f"{x:.3g}" for x in values.values()),
+                f"{np.mean([*values.values()]):.3g}",
+            )
             lines.append(f"| `{name}` | `{arm}` | {' | '.join(numbers)} | {change} |")
     return "\n".join(lines)
 
@@ -133,33 +175,54 @@ def table(lesson: Lesson) -> str:
 def points(run: Run, y: str, x: str) -> tuple[list[float], list[float]]:
     """Return the values of the metric x, or the steps without one, and those of the metric y."""
     steps = [step for step in run.metrics.get(y, {}) if not x or step in run.metrics[x]]
-    return [run.metrics[x][step] if x else step for step in steps], [run.metrics[y][step] for step in steps]
+    return [run.metrics[x][step] if x else step for step in steps], [
+        run.metrics[y][step] for step in steps
+    ]
 
 
 def draw(lesson: Lesson, mine: dict[str, Run], picture: Path) -> None:
-    """Draw a panel for each metric: for each arm the stored runs, their mean and band, and the reader's run, dashed."""
+    """Draw a panel for each metric: for each arm the stored runs, their mean and band, and the
+    reader's run, dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     stored, count = read_stored(lesson), len(lesson.metrics)
-    figure, axes = plt.subplots(1, count, figsize=(3.6 * count, 3.2), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, count, figsize=(3.6 * count, 3.2), squeeze=False, layout="constrained"
+    )
     for axis, metric in zip(axes.flat, lesson.metrics, strict=True):
         y, _, x = metric.partition(" over ")
         for number, (arm, runs) in enumerate(stored.items()):
             for run in runs:
                 axis.plot(*points(run, y, x), color=f"C{number}", linewidth=0.6, alpha=0.6)
             steps, values_RT = (ends(runs, x), ends(runs, y)) if x else values_of(runs, y)
-            axis.plot(steps, values_RT if x else values_RT.mean(0), "o" if x else "-", color=f"C{number}", label=arm)
+            axis.plot(
+                steps,
+                values_RT if x else values_RT.mean(0),
+                "o" if x else "-",
+                color=f"C{number}",
+                label=arm,
+            )
             if arm in mine:
-                axis.plot(*points(mine[arm], y, x), "--", color=f"C{number}", linewidth=2.5, label=f"{arm}, yours")
+                axis.plot(
+                    *points(mine[arm], y, x),
+                    "--",
+                    color=f"C{number}",
+                    linewidth=2.5,
+                    label=f"{arm}, yours",
+                )
         axis.set_ylim(axis.get_ylim())  # that of the curves: a band of three runs may be much wider
         for number, runs in enumerate([] if x else stored.values()):
             steps, values_RT = values_of(runs, y)
-            axis.fill_between(steps, *band_of_one_more(values_RT), color=f"C{number}", alpha=0.12, linewidth=0)
+            axis.fill_between(
+                steps, *band_of_one_more(values_RT), color=f"C{number}", alpha=0.12, linewidth=0
+            )
         axis.set(title=y, xlabel=x or "step")
-    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        *axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8
+    )
     figure.savefig(picture, dpi=90)
     plt.close(figure)
 
@@ -169,17 +232,21 @@ def verdicts(lesson: Lesson, mine: dict[str, Run]) -> list[str]:
     lines, stored = [], read_stored(lesson)
     for arm, name in itertools.product(mine, lesson.names):
         end, (low, high) = ends([mine[arm]], name)[0], band_of_one_more(ends(stored[arm], name))
-        where = f"{'in' if low <= end <= high else 'outside'} the band {low:.3g} to {high:.3g} of the stored seeds"
+        where = (
+            f"{'in' if low <= end <= high else 'outside'} the band {low:.3g} to {high:.3g} of "
+            "the stored seeds"
+        )
         lines.append(f"{arm}: {name} {end:.3g} at step {max(mine[arm].metrics[name])} is {where}")
     return lines
 
 
 def main() -> None:
     print_any_text()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: parser.exit(2, visible(f"error: {message}\n"))
+    parser = Options(__doc__)
     parser.add_argument("name", help="number of the lesson, or the name of its files")
-    parser.add_argument("--store", action="store_true", help="run every arm with three seeds, and store the curves")
+    parser.add_argument(
+        "--store", action="store_true", help="run every arm with three seeds, and store the curves"
+    )
     options = parser.parse_args()
     try:
         lesson = read_lesson(options.name)
@@ -188,9 +255,15 @@ def main() -> None:
             draw(lesson, {}, lesson.path.with_suffix(".png"))
             return print(table(lesson))
         runs = {arm: ROOT / lesson.folder(arm) for arm in lesson.arms}
-        mine = {arm: read_run(folder) for arm, folder in runs.items() if (folder / "metrics.jsonl").is_file()}
+        mine = {
+            arm: read_run(folder)
+            for arm, folder in runs.items()
+            if (folder / "metrics.jsonl").is_file()
+        }
         if not mine:
-            raise ValueError(f"lesson {options.name}: no run of yours; run {lesson.command(lesson.yours[0])}")
+            raise ValueError(
+                f"lesson {options.name}: no run of yours; run {lesson.command(lesson.yours[0])}"
+            )
         draw(lesson, mine, ROOT / (picture := lesson.folder(f"{lesson.path.name}.png")))
         print(*verdicts(lesson, mine), picture, sep="\n")
     except (OSError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Make the weights of the built-in model `tiny-sft` (common/model/tiny.py): `python tools/make_tiny_sft.py`.
+"""Make the weights of the built-in model `tiny-sft` (common/model/tiny.py): `python
+tools/make_tiny_sft.py`.
 
-Runs sft.py with configs/demo_sft.yaml, which takes about a minute on a CPU core, and stores the weights in bfloat16,
-half of their size. The metrics of the run are stored in the file too. On another machine the weights differ slightly,
-because sums are rounded in another order.
-"""
+Runs sft.py with configs/demo_sft.yaml, which takes about a minute on a CPU core, and stores the
+weights in bfloat16, half of their size. The metrics of the run are stored in the file too. On
+another machine the weights differ slightly, because sums are rounded in another order."""
 
 import json
 import subprocess
@@ -27,9 +27,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, *COMMAND, "--output_dir", folder], cwd=ROOT, check=True)
         weights = load_file(Path(folder, "hf", "model.safetensors"))
-        losses = {line["step"]: line["loss"] for line in read_metrics(Path(folder, "metrics.jsonl")) if "loss" in line}
+        losses = {
+            line["step"]: line["loss"]
+            for line in read_metrics(Path(folder, "metrics.jsonl"))
+            if "loss" in line
+        }
     metadata = dict(command=" ".join(COMMAND), losses=json.dumps(losses))
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, SFT_WEIGHTS, metadata)
+    save_file(
+        {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}, SFT_WEIGHTS, metadata
+    )
     print(f"{SFT_WEIGHTS}: {SFT_WEIGHTS.stat().st_size / 1e6:.1f} MB")
 
 

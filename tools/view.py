@@ -1,14 +1,14 @@
-"""View runs and their traces in a browser: curves, groups, tokens, and the loss of a token term by term.
+"""View runs and their traces in a browser: curves, groups, tokens, and the loss of a token term by
+term.
 
     python tools/view.py runs/demo/grpo                           # writes runs/demo/grpo/view.html
     python tools/view.py runs/a runs/b --out pair.html
     python tools/view.py runs/demo/grpo --serve                   # follows a live run on http://localhost:8000
 
-The page is one file that opens without a network (docs/view.md). It holds the traces as they are on disk, compressed,
-and reads the trace of a step when that step is shown. tools/view/ has the page, without framework or build step.
-"""
+The page is one file that opens without a network (docs/view.md). It holds the traces as they are on
+disk, compressed, and reads the trace of a step when that step is shown. tools/view/ has the page,
+without framework or build step."""
 
-import argparse
 import ast
 import base64
 import fnmatch
@@ -30,14 +30,17 @@ import numpy as np
 
 from common.metrics.curves import distinct
 from common.parallel.console import print_any_text, visible
-from common.train import trace
+from common.train import trace_file
 from tools.compare import Run, band, group_runs, label_groups, read_run, values_of
 from tools.formulas import formulas
+from tools.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "tools" / "view"
-CHROMIUM = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-            "--disable-sync", "--no-first-run")  # fmt: skip
+CHROMIUM = (
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run",
+)  # fmt: skip
 POLL_SECONDS = 1.0
 
 
@@ -55,18 +58,30 @@ def clean(x: Any) -> Any:
 
 @lru_cache(maxsize=100_000)
 def read_header(path: Path, changed: int) -> dict:
-    """Check a trace and return its header. `changed`: time of its last change, so that a new file is read again."""
+    """Check a trace and return its header. `changed`: time of its last change, so that a new file
+    is read again."""
     try:
-        lines = trace.read(path)
+        lines = trace_file.read(path)
         header, groups = lines[0], lines[1:]
         if not all("completions" in group and "prompt" in group for group in groups):
             raise KeyError("completions")
-        return {name: header[name] for name in ("script", "step", "loss", "traced", "tokens", "sequences")}
+        return {
+            name: header[name]
+            for name in ("script", "step", "loss", "traced", "tokens", "sequences")
+        }
     except ValueError as error:
         if "schema" in str(error):
             raise
         raise ValueError(f"{path}: damaged; delete it") from error
-    except (OSError, EOFError, zlib.error, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"{path}: damaged; delete it") from error
 
 
@@ -79,27 +94,36 @@ def traces_of(folder: Path) -> list[dict]:
 
 
 def timeline_of(folder: Path) -> list[dict]:
-    """Return the spans of each rank, without an unfinished last line: names, begins and ends in seconds."""
+    """Return the spans of each rank, without an unfinished last line: names, begins and ends in
+    seconds."""
     ranks = []
-    for path in sorted((folder / "timeline").glob("rank_*.jsonl"), key=lambda path: (len(path.name), path.name)):
+    for path in sorted(
+        (folder / "timeline").glob("rank_*.jsonl"), key=lambda path: (len(path.name), path.name)
+    ):
         try:
             spans = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
             columns = {name: [span[name] for span in spans] for name in ("what", "began", "ended")}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{path}: damaged; delete it") from error
-        columns |= {name: [round(second, 4) for second in columns[name]] for name in ("began", "ended")}
+        columns |= {
+            name: [round(second, 4) for second in columns[name]] for name in ("began", "ended")
+        }
         ranks.append(dict(rank=path.stem.removeprefix("rank_"), **columns))
     return ranks
 
 
 def gradients_of(folder: Path) -> dict | None:
-    """Return gradients.json of a run: cosines by parameter, and two norms; None if there is none."""
+    """Return gradients.json of a run: cosines by parameter, and two norms; None if there is
+    none."""
     path = folder / "gradients.json"
     if not path.is_file():
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return dict(cosine={str(name): float(x) for name, x in found["cosine"].items()}, norm=list(found["norm"]))
+        return dict(
+            cosine={str(name): float(x) for name, x in found["cosine"].items()},
+            norm=list(found["norm"]),
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: damaged; delete it") from error
 
@@ -108,7 +132,8 @@ def gradients_of(folder: Path) -> dict | None:
 
 
 def marked_lines(function: ast.FunctionDef, flags: dict) -> list[int]:
-    """Return the lines of the cases that the flags select, or else those that assign or return the loss."""
+    """Return the lines of the cases that the flags select, or else those that assign or return the
+    loss."""
 
     def values(expression: str) -> list[str]:
         name = expression.removeprefix("args.")
@@ -120,14 +145,20 @@ def marked_lines(function: ast.FunctionDef, flags: dict) -> list[int]:
         if isinstance(node, ast.Match):
             left = set(values(ast.unparse(node.subject)))
             for case in node.cases:
-                named = {str(x.value) for x in ast.walk(case.pattern) if isinstance(x, ast.Constant)} or left
-                flag, _, required = ast.unparse(case.guard).partition(" == ") if case.guard else ("", "", "")
+                named = {
+                    str(x.value) for x in ast.walk(case.pattern) if isinstance(x, ast.Constant)
+                } or left
+                flag, _, required = (
+                    ast.unparse(case.guard).partition(" == ") if case.guard else ("", "", "")
+                )
                 if left & named and (not flag or required.strip("'") in values(flag)):
                     left -= named
                     found.append((case.pattern.lineno, case.body[-1].end_lineno))
         elif isinstance(node, ast.Return):
             others.append((node.lineno, node.end_lineno))
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith(("loss_", "share_")):
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith(
+            ("loss_", "share_")
+        ):
             others.append((node.lineno, node.end_lineno))
     return sorted({line for first, last in found or others for line in range(first, last + 1)})
 
@@ -136,7 +167,9 @@ def script_file(folder: Path, script: str) -> Path:
     """Return the file of the script of a run: where the run began, or in this checkout."""
     code = folder / "code.json"
     began = map(Path, json.loads(code.read_text(encoding="utf-8"))) if code.is_file() else ()
-    return next((path for path in began if path.stem == script and path.is_file()), ROOT / f"{script}.py")
+    return next(
+        (path for path in began if path.stem == script and path.is_file()), ROOT / f"{script}.py"
+    )
 
 
 def parsed(path: Path) -> tuple[list[str], ast.Module]:
@@ -145,13 +178,15 @@ def parsed(path: Path) -> tuple[list[str], ast.Module]:
     try:
         return text.split("\n"), ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(f"{path}, line {error.lineno}: {error.msg}; mend it, or view the run without it") from error
+        raise ValueError(
+            f"{path}, line {error.lineno}: {error.msg}; mend it, or view the run without it"
+        ) from error
 
 
 def source_of(path: Path, origins: Container[str], flags: dict) -> list[dict]:
-    """Return the functions that define the loss of a script, which may be a copy of `origins`: file, name, lines, and
-    the marked ones by index."""
-    files = {path: ("policy_loss", "loss", "value_loss")}
+    """Return the functions that define the loss of a script, which may be a copy of `origins`:
+    file, name, lines, and the marked ones by index."""
+    files: dict[Path, tuple[str, ...]] = {path: ("policy_loss", "loss", "value_loss")}
     if "dpo" in origins or "online_dpo" in origins:
         files[ROOT / "common/objectives/preference.py"] = ("preference_loss",)
     functions = []
@@ -167,11 +202,16 @@ def source_of(path: Path, origins: Container[str], flags: dict) -> list[dict]:
 
 
 def curves_of(path: Path) -> list[str]:
-    """Return the main metrics of a script, as patterns: its `CURVES`, or those of scripts that sample."""
+    """Return the main metrics of a script, as patterns: its `CURVES`, or those of scripts that
+    sample."""
     _, tree = parsed(path)
     _, common = parsed(ROOT / "common/train/overview.py")
-    named = {ast.unparse(node.targets[0]): node.value for part in (common, tree) for node in part.body
-             if isinstance(node, ast.Assign)}  # fmt: skip
+    named = {
+        ast.unparse(node.targets[0]): node.value
+        for part in (common, tree)
+        for node in part.body
+        if isinstance(node, ast.Assign)
+    }
     further = [
         x.value
         for node in ast.walk(tree)
@@ -179,19 +219,28 @@ def curves_of(path: Path) -> list[str]:
         for x in node.elts
         if isinstance(x, ast.Constant)
     ]
-    return [*ast.literal_eval(named["CURVES"]), *further]
+    return [*ast.literal_eval(named["CURVES"]), *map(str, further)]
 
 
 # ---- the data of the page ----
 
 
 def collect(folders: list[Path], embed: bool) -> dict:
-    """Return the data of the page. `embed`: with the content of the traces. Raises `ValueError` for bad input."""
+    """Return the data of the page. `embed`: with the content of the traces. Raises `ValueError` for
+    bad input."""
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         if not run.metrics:
-            raise ValueError(f"{run.folder / 'metrics.jsonl'}: no finished step; wait for the first one")
-    return clean(dict(runs=[run_data(run, embed) for run in runs], groups=group_data(runs), main=main_metrics(runs)))
+            raise ValueError(
+                f"{run.folder / 'metrics.jsonl'}: no finished step; wait for the first one"
+            )
+    return clean(
+        dict(
+            runs=[run_data(run, embed) for run in runs],
+            groups=group_data(runs),
+            main=main_metrics(runs),
+        )
+    )
 
 
 def script_of(run: Run, traces: list[dict]) -> str:
@@ -210,22 +259,25 @@ def run_data(run: Run, embed: bool) -> dict:
     metrics = {name: [list(of), list(of.values())] for name, of in run.metrics.items()}
     found = formulas(script, run.flags)
     return dict(
-        name=run.folder.resolve().name, folder=str(run.folder), script=script, flags=run.flags, metrics=metrics,
-        traces=traces, timeline=timeline_of(run.folder), gradients=gradients_of(run.folder),
+        name=run.folder.resolve().name, folder=str(run.folder), script=script, flags=run.flags,
+        metrics=metrics, traces=traces, timeline=timeline_of(run.folder),
+        gradients=gradients_of(run.folder),
         source=source_of(script_file(run.folder, script), found, run.flags), formulas=found,
     )  # fmt: skip
 
 
 def group_data(runs: list[Run]) -> list[dict]:
-    """Return the groups of runs that differ in their seed only: label, runs, and for each metric the mean and the band
-    of its steps."""
+    """Return the groups of runs that differ in their seed only: label, runs, and for each metric
+    the mean and the band of its steps."""
     groups = group_runs(runs)
     place = {id(run): i for i, run in enumerate(runs)}
     out = []
     for group, label in zip(groups, label_groups(groups), strict=True):
         curves = {}
         for name in group[0].metrics if len(group) > 1 else ():
-            if all(name in run.metrics for run in group) and set.intersection(*({*r.metrics[name]} for r in group)):
+            if all(name in run.metrics for run in group) and set.intersection(
+                *({*r.metrics[name]} for r in group)
+            ):
                 steps, values_RT = values_of(group, name)
                 with np.errstate(all="ignore"):
                     low, high = band(values_RT)
@@ -257,14 +309,17 @@ def source(name: str) -> str:
 
 
 def page(data: dict) -> str:
-    """Return the HTML of the page. Its policy forbids all scripts and styles but its own, and every request but those
-    to the server of `--serve`."""
+    """Return the HTML of the page. Its policy forbids all scripts and styles but its own, and every
+    request but those to the server of `--serve`."""
     style = source("vendor/uPlot.min.css") + "\n" + source("page.css")
     script = source("vendor/uPlot.iife.min.js") + source("page.js")
-    hashes = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (style, script)]
+    hashes = [
+        base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (style, script)
+    ]
     policy = (
         f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
-        f"connect-src {repr('self') if data['live'] else repr('none')}; base-uri 'none'; form-action 'none'"
+        f"connect-src {repr('self') if data['live'] else repr('none')}; base-uri 'none'; "
+        "form-action 'none'"
     )
     parts = dict(policy=policy, style=style, script=script, data=as_json(data))
     before, *after = source("page.html").split("{{")
@@ -273,7 +328,8 @@ def page(data: dict) -> str:
 
 
 def serve(folders: list[Path], port: int, ready: Callable[[ThreadingHTTPServer], None]) -> None:
-    """Serve the page on localhost until Ctrl-C. `ready` gets the server before it waits for requests."""
+    """Serve the page on localhost until Ctrl-C. `ready` gets the server before it waits for
+    requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -287,7 +343,11 @@ def serve(folders: list[Path], port: int, ready: Callable[[ThreadingHTTPServer],
                     self.answer(200, "application/json", as_json(live_data()).encode())
                 elif self.path.startswith("/trace/"):
                     run, step = map(int, self.path.split("/")[2:])
-                    path = next(header["path"] for header in traces_of(folders[run]) if header["step"] == step)
+                    path = next(
+                        header["path"]
+                        for header in traces_of(folders[run])
+                        if header["step"] == step
+                    )
                     self.answer(200, "application/gzip", path.read_bytes())
                 else:
                     self.answer(404, "text/plain", b"not found")
@@ -306,7 +366,7 @@ def serve(folders: list[Path], port: int, ready: Callable[[ThreadingHTTPServer],
             if not same:
                 self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     def live_data() -> dict:
@@ -319,7 +379,8 @@ def serve(folders: list[Path], port: int, ready: Callable[[ThreadingHTTPServer],
 
 @contextmanager
 def opened(html: Path) -> Iterator:
-    """Open the page in Chromium, filled. Yields playwright's page; needs playwright and chromium."""
+    """Open the page in Chromium, filled. Yields playwright's page; needs playwright and
+    chromium."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -342,29 +403,53 @@ def screenshot(html: Path, picture: Path) -> None:
             tab.evaluate("view.openLargest()")
             tab.screenshot(path=picture)
     except Error as error:
-        raise ValueError(f"--screenshot: {str(error).splitlines()[0]}; apt-get install chromium") from error
+        raise ValueError(
+            f"--screenshot: {str(error).splitlines()[0]}; apt-get install chromium"
+        ) from error
 
 
 def main() -> None:
     print_any_text()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error, add = lambda message: parser.exit(2, visible(f"error: {message}\n")), parser.add_argument
+    parser = Options(__doc__)
+    add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    add("--out", type=Path, metavar="FILE", help="page to write; default: view.html in the folder of the first run")
-    add("--screenshot", type=Path, metavar="FILE", help="picture of the page to write; needs playwright and chromium")
-    add("--serve", nargs="?", type=int, const=8000, metavar="PORT", help="serve a page that follows live runs, on "
-        "localhost only; 0: a free port; default port: 8000")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="page to write; default: view.html in the folder of the first run",
+    )
+    add(
+        "--screenshot",
+        type=Path,
+        metavar="FILE",
+        help="picture of the page to write; needs playwright and chromium",
+    )
+    add(
+        "--serve", nargs="?", type=int, const=8000, metavar="PORT",
+        help="serve a page that follows live runs, on localhost only; 0: a free port; "
+        "default port: 8000",
+    )  # fmt: skip
     options = parser.parse_args()
     try:
-        twice = [run for i, run in enumerate(options.runs) if run.resolve() in map(Path.resolve, options.runs[:i])]
+        twice = [
+            run
+            for i, run in enumerate(options.runs)
+            if run.resolve() in map(Path.resolve, options.runs[:i])
+        ]
         if twice:
             raise ValueError(f"{twice[0]}: the folder is given twice; name each run once")
         if not 0 <= (options.serve or 0) <= 65535:
             raise ValueError(f"--serve {options.serve}: must be between 0 and 65535")
         data = collect(options.runs, embed=options.serve is None)
         if options.serve is not None:
-            serve(options.runs, options.serve, lambda server: print(
-                f"serving http://localhost:{server.server_port}; Ctrl-C ends it", flush=True))  # fmt: skip
+            serve(
+                options.runs,
+                options.serve,
+                lambda server: print(
+                    f"serving http://localhost:{server.server_port}; Ctrl-C ends it", flush=True
+                ),
+            )
             return
         out = options.out or options.runs[0] / "view.html"
         out.write_text(page(data | dict(live=0)), encoding="utf-8")

@@ -1,9 +1,9 @@
 """Run a script whose file operations fail, or are recorded, as shim.c describes:
 
     arm.py RANK FOLDER OPERATION PATTERN FAULT TRACE COPIES SCRIPT FLAGS...
-    arm.py RANK clock CALLS SECONDS SCRIPT FLAGS...                          the clock jumps after so many readings
+    arm.py RANK clock CALLS SECONDS SCRIPT FLAGS...
 
-Ranks other than RANK run as usual.
+With `clock`, the clock jumps by SECONDS after CALLS readings. Ranks other than RANK run as usual.
 """
 
 import ctypes

@@ -24,7 +24,8 @@ TIMED = ("time/", "speed/", "memory/", "idle/", "engine/", "tokens_per_second")
 
 
 class Case(NamedTuple):
-    """One fault. `check(folder, *values)` uses an empty folder and returns what is wrong, None if nothing is."""
+    """One fault. `check(folder, *values)` uses an empty folder and returns what is wrong, None if
+    nothing is."""
 
     kind: str
     name: str
@@ -49,10 +50,16 @@ def inputs() -> Path:
     """Return a folder with a model of one layer, rows for all scripts and a reward function."""
     folder = Path(tempfile.mkdtemp(dir=work()))
     shutil.copytree(tiny_model(), folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", num_hidden_layers=1, layer_types=["full_attention"])
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", num_hidden_layers=1, layer_types=["full_attention"]
+    )
     model.save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:24]))
-    (folder / "reward.py").write_text("def digits(completion, row):\n    return sum(map(str.isdigit, completion))\n")
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in arithmetic_rows("train")[:24])
+    )
+    (folder / "reward.py").write_text(
+        "def digits(completion, row):\n    return sum(map(str.isdigit, completion))\n"
+    )
     return folder
 
 
@@ -60,19 +67,21 @@ OWN = dict(
     sft=dict(batch_size=4, eval_every=2, eval_size=4, keep_best="eval_loss", max_length=128),
     dpo=dict(batch_size=4, eval_every=0, max_length=128),
     distill=dict(
-        prompts_per_step=4, samples_per_prompt=1, minibatches=1, eval_every=0, max_new_tokens=4, engine="transformers",
-        teacher="tiny", teacher_logprobs="stored", on_policy_fraction=0, top_k=4,
+        prompts_per_step=4, samples_per_prompt=1, minibatches=1, eval_every=0, max_new_tokens=4,
+        engine="transformers", teacher="tiny", teacher_logprobs="stored", on_policy_fraction=0,
+        top_k=4,
     ),
     grpo=dict(
-        prompts_per_step=2, samples_per_prompt=2, max_new_tokens=4, eval_every=0, engine="transformers",
-        reward="{inputs}/reward.py:digits", max_logprob_difference=1,
+        prompts_per_step=2, samples_per_prompt=2, max_new_tokens=4, eval_every=0,
+        engine="transformers", reward="{inputs}/reward.py:digits", max_logprob_difference=1,
     ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Script with the flags of a short run and its number of ranks. `flags` are added to those of the script."""
+    """Script with the flags of a short run and its number of ranks. `flags` are added to those of
+    the script."""
 
     script: str
     ranks: int = 1
@@ -86,7 +95,10 @@ class Setting:
         common = dict(model=there / "model", dataset=there / "rows.jsonl", output_dir=folder)
         common |= dict(max_steps=self.steps, save_every=self.save_every)
         flags = common | OWN[self.script] | dict(self.flags)
-        return [f"{self.script}.py", *(x for k, v in flags.items() for x in (f"--{k}", str(v).format(inputs=there)))]
+        return [
+            f"{self.script}.py",
+            *(x for k, v in flags.items() for x in (f"--{k}", str(v).format(inputs=there))),
+        ]
 
     def run(self, folder: Path, fault: "Fault | None" = None) -> subprocess.CompletedProcess:
         line = self.line(folder) if fault is None else [*fault.words(folder), *self.line(folder)]
@@ -98,7 +110,8 @@ FAULTS = ("none", "full", "broken", "short", "kill")  # as in shim.c
 
 
 class Fault(NamedTuple):
-    """Fault of one operation on the first path in a run's folder that matches `pattern`, or a `trace` of all."""
+    """Fault of one operation on the first path in a run's folder that matches `pattern`, or a
+    `trace` of all."""
 
     kind: str
     operation: str = ""
@@ -107,8 +120,10 @@ class Fault(NamedTuple):
     copies: Path | str = ""
 
     def words(self, folder: Path) -> list[str]:
-        return [str(HERE / "arm.py"), "0", str(folder), self.operation, self.pattern, str(FAULTS.index(self.kind)),
-                str(self.trace), str(self.copies)]  # fmt: skip
+        return [
+            str(HERE / "arm.py"), "0", str(folder), self.operation, self.pattern,
+            str(FAULTS.index(self.kind)), str(self.trace), str(self.copies),
+        ]  # fmt: skip
 
 
 # ---- verdicts ----
@@ -146,9 +161,12 @@ def illegible(done: subprocess.CompletedProcess) -> str | None:
 def outcome(folder: Path) -> dict[str, object]:
     """Return what a run's numbers determine: its exports, and its metrics without times."""
     found: dict[str, object] = {
-        f"weights in {name}": hashlib.sha256((folder / name / "model.safetensors").read_bytes()).hexdigest()
-        for name in ("hf", "best") if (folder / name).is_dir()
-    }  # fmt: skip
+        f"weights in {name}": hashlib.sha256(
+            (folder / name / "model.safetensors").read_bytes()
+        ).hexdigest()
+        for name in ("hf", "best")
+        if (folder / name).is_dir()
+    }
     lines = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in metrics(folder)]
     return found | dict(steps=[line["step"] for line in lines], metrics=lines)
 
@@ -161,6 +179,11 @@ def differs(setting: Setting, folder: Path) -> str | None:
 
 
 def after(setting: Setting, folder: Path) -> str | None:
-    """Repeat the command in `folder` and return what is wrong: it must finish like the undisturbed run."""
+    """Repeat the command in `folder` and return what is wrong: it must finish like the undisturbed
+    run."""
     done = setting.run(folder)
-    return f"the same command fails: {done.stderr.strip()[-300:]}" if done.returncode else differs(setting, folder)
+    return (
+        f"the same command fails: {done.stderr.strip()[-300:]}"
+        if done.returncode
+        else differs(setting, folder)
+    )

@@ -15,17 +15,21 @@ from bench.fault_cases.case import Case, Fault, Setting, after, differs, illegib
 
 
 def disk(setting: Setting) -> Iterator[Case]:
-    """Yield a case for each operation of a run on each path, and each fault; for a new run and for a resumed one."""
+    """Yield a case for each operation of a run on each path, and each fault; for a new run and for
+    a resumed one."""
     for begun in (False, True):
         for operation, pattern in operations(setting, begun):
             for kind in ("full", "broken", "kill", *(["short"] if operation == "write" else [])):
                 fault = Fault(kind, operation, pattern)
-                name = f"{setting.script}/{'resumed' if begun else 'new'}/{operation}:{pattern}/{kind}"
+                name = (
+                    f"{setting.script}/{'resumed' if begun else 'new'}/{operation}:{pattern}/{kind}"
+                )
                 yield Case("disk", name, survives, (setting, begun, fault))
 
 
 def survives(folder: Path, setting: Setting, begun: bool, fault: Fault) -> str | None:
-    """The run ends with one line or succeeds, and the same command completes it with the same numbers."""
+    """The run ends with one line or succeeds, and the same command completes it with the same
+    numbers."""
     run = folder / "run"
     if begun:
         shutil.copytree(interrupted(setting), run)
@@ -50,15 +54,19 @@ def interrupted(setting: Setting) -> Path:
 
 @cache
 def traced(setting: Setting, begun: bool) -> tuple[list[list[str]], Path]:
-    """Return the operations of a run as (operation, path, second path), and the folder with the files' contents: after
-    operation I, a synced file is in the file I."""
+    """Return the operations of a run as (operation, path, second path), and the folder with the
+    files' contents: after operation I, a synced file is in the file I."""
     folder = Path(tempfile.mkdtemp(dir=work()))
     (folder / "copies").mkdir()
     if begun:
         shutil.copytree(interrupted(setting), folder / "run")
-    done = setting.run(folder / "run", Fault("none", trace=folder / "trace", copies=folder / "copies"))
+    done = setting.run(
+        folder / "run", Fault("none", trace=folder / "trace", copies=folder / "copies")
+    )
     assert done.returncode == 0, done.stderr
-    return [line.split("\t") for line in (folder / "trace").read_text().splitlines()], folder / "copies"
+    return [
+        line.split("\t") for line in (folder / "trace").read_text().splitlines()
+    ], folder / "copies"
 
 
 def operations(setting: Setting, begun: bool) -> list[tuple[str, str]]:
@@ -76,8 +84,10 @@ def operations(setting: Setting, begun: bool) -> list[tuple[str, str]]:
 class Node:
     """File or folder on a disk: what a process sees, and what a power cut leaves."""
 
-    def __init__(self, entries: dict | None = None):
-        self.entries, self.synced_entries = entries, None if entries is None else {}
+    def __init__(self, is_folder: bool = False):
+        self.is_folder = is_folder
+        self.entries: dict[str, Node] = {}
+        self.synced_entries: dict[str, Node] = {}
         self.content: Path | None = None  # of a file, when it was last synced
 
 
@@ -91,7 +101,7 @@ class Moment(NamedTuple):
 
 def moments(trace: list[list[str]], copies: Path) -> Iterator[Moment]:
     """Yield the disk before and after each rename."""
-    root, saved = Node({}), 0
+    root, saved = Node(is_folder=True), 0
 
     def find(path: str) -> tuple[dict, str]:
         node, (*above, name) = root, path.split("/")
@@ -106,7 +116,7 @@ def moments(trace: list[list[str]], copies: Path) -> Iterator[Moment]:
             continue
         entries, name = find(path)
         if operation == "mkdir":
-            entries.setdefault(name, Node({}))
+            entries.setdefault(name, Node(is_folder=True))
         elif operation == "truncate":
             entries.setdefault(name, Node()).content = None
         elif operation in ("open", "write"):
@@ -127,10 +137,11 @@ def moments(trace: list[list[str]], copies: Path) -> Iterator[Moment]:
 
 
 def restore(node: Node, folder: Path, names_synced: bool) -> None:
-    """Write what a power cut leaves: content that was synced, under names that were synced, or under all names."""
+    """Write what a power cut leaves: content that was synced, under names that were synced, or
+    under all names."""
     folder.mkdir(parents=True)
     for name, child in (node.synced_entries if names_synced else node.entries).items():
-        if child.entries is not None:
+        if child.is_folder:
             restore(child, folder / name, names_synced)
         elif child.content is None:
             (folder / name).touch()
@@ -139,7 +150,8 @@ def restore(node: Node, folder: Path, names_synced: bool) -> None:
 
 
 def powercut(setting: Setting) -> Iterator[Case]:
-    """Yield a power cut at each rename of a run, in which new names are lost with the content or are kept."""
+    """Yield a power cut at each rename of a run, in which new names are lost with the content or
+    are kept."""
     keep = dict(setting.flags)["keep_last"]
     for i, moment in enumerate(moments(*traced(setting, begun=False))):
         for names in ("synced", "all"):

@@ -1,4 +1,5 @@
-"""Damaged files, and files that an attacker wrote: never other numbers with exit code 0, never code of a folder."""
+"""Damaged files, and files that an attacker wrote: never other numbers with exit code 0, never code
+of a folder."""
 
 import json
 import os
@@ -30,7 +31,7 @@ class Scenario(NamedTuple):
 
     files: tuple[str, ...]
     """patterns of the files to damage, below `place`"""
-    prepare: Callable[[Path], None]
+    prepare: Callable[[Path], object]
     """fills `place`"""
     run: Callable[[Path], subprocess.CompletedProcess]
     result: Callable[[Path], object]
@@ -51,7 +52,9 @@ def starting(setting: Setting, flag: str, source: Callable[[], Path]) -> Scenari
     return Scenario(
         ("input/*",),
         lambda place: shutil.copytree(source(), place / "input"),
-        lambda place: replace(setting, flags=(*setting.flags, (flag, place / "input"))).run(place / "run"),
+        lambda place: replace(setting, flags=(*setting.flags, (flag, place / "input"))).run(
+            place / "run"
+        ),
         lambda place: outcome(place / "run"),
     )
 
@@ -65,8 +68,13 @@ def tokenised(place: Path) -> subprocess.CompletedProcess:
 
 
 def evaluate(place: Path) -> subprocess.CompletedProcess:
-    flags = f"--model {inputs()}/model --dataset {inputs()}/rows.jsonl --output_dir {place}/run --engine transformers"
-    with Ranks(1, "eval.py", *flags.split(), "--max_new_tokens", "4", "--reward", "exact_match") as started:
+    flags = (
+        f"--model {inputs()}/model --dataset {inputs()}/rows.jsonl --output_dir {place}/run "
+        "--engine transformers"
+    )
+    with Ranks(
+        1, "eval.py", *flags.split(), "--max_new_tokens", "4", "--reward", "exact_match"
+    ) as started:
         return started.end()
 
 
@@ -84,12 +92,16 @@ SCENARIOS = dict(
     model=starting(SFT, "model", lambda: reference(SFT) / "hf"),
     checkpoint=starting(SFT, "model", lambda: reference(SFT) / "checkpoints" / "step_000006"),
     adapter=starting(LORA, "adapter", lambda: reference(LORA) / "adapter"),
-    tokens=Scenario(("cache/onefile_tokens/*/*",), tokenised, tokenised, lambda place: outcome(place / "run")),
+    tokens=Scenario(
+        ("cache/onefile_tokens/*/*",), tokenised, tokenised, lambda place: outcome(place / "run")
+    ),
     completions=Scenario(
-        ("run/completions.jsonl", "run/args.yaml"), half_evaluated, evaluate,
+        ("run/completions.jsonl", "run/args.yaml"),
+        half_evaluated,
+        evaluate,
         lambda place: json.loads((place / "run" / "results.json").read_text()),
     ),
-)  # fmt: skip
+)
 
 
 @cache
@@ -154,14 +166,22 @@ def long_integer(rng: random.Random, data: bytearray) -> None:
     data[:] = b'{"step": ' + b"9" * 5000 + b"}"
 
 
-DAMAGE = (flip_a_bit, flip_bits, change_a_digit, truncate, empty, zero_a_block, swap_blocks, append, deep_json,
-          long_integer)  # fmt: skip
+DAMAGE = (
+    flip_a_bit, flip_bits, change_a_digit, truncate, empty, zero_a_block, swap_blocks, append,
+    deep_json, long_integer,
+)  # fmt: skip
 
 
-def fuzz(rng: random.Random, count: int, names: tuple[str, ...] = tuple(SCENARIOS)) -> Iterator[Case]:
+def fuzz(
+    rng: random.Random, count: int, names: tuple[str, ...] = tuple(SCENARIOS)
+) -> Iterator[Case]:
     """Yield `count` corruptions, spread over the scenarios, then their planted programs."""
     for i in range(count):
-        name, damage, seed = names[i % len(names)], DAMAGE[i // len(names) % len(DAMAGE)], rng.randrange(1 << 32)
+        name, damage, seed = (
+            names[i % len(names)],
+            DAMAGE[i // len(names) % len(DAMAGE)],
+            rng.randrange(1 << 32),
+        )
         yield Case("fuzz", f"{name}/{damage.__name__}/{seed}", damaged, (name, damage, seed))
     for name, plant in PLANTS:
         if name in names:
@@ -172,7 +192,12 @@ def damaged(folder: Path, name: str, damage: Callable, seed: int) -> str | None:
     """The command succeeds with the same result, or ends with one line."""
     (place, expected), rng, scenario = golden(name), random.Random(seed), SCENARIOS[name]
     shutil.copytree(place, folder / "place")
-    paths = sorted(path for pattern in scenario.files for path in (folder / "place").glob(pattern) if path.is_file())
+    paths = sorted(
+        path
+        for pattern in scenario.files
+        for path in (folder / "place").glob(pattern)
+        if path.is_file()
+    )
     path = rng.choice(paths)
     data = bytearray(path.read_bytes() or b"\n")
     before = bytes(data)
@@ -182,7 +207,11 @@ def damaged(folder: Path, name: str, damage: Callable, seed: int) -> str | None:
     where = f"{path.relative_to(folder / 'place')}"
     if problem := illegible(done):
         return f"{where}: {problem}"
-    if done.returncode == 0 and bytes(data) != before and scenario.result(folder / "place") != expected:
+    if (
+        done.returncode == 0
+        and bytes(data) != before
+        and scenario.result(folder / "place") != expected
+    ):
         return f"{where}: exit 0 with other numbers"
     return None
 
@@ -216,7 +245,8 @@ def in_yaml(place: Path, mark: Path) -> None:
 def in_model_code(place: Path, mark: Path) -> None:
     for file in place.rglob("config.json"):
         config = json.loads(file.read_text()) | dict(
-            model_type="mine", auto_map=dict(AutoConfig="mine.Config", AutoModelForCausalLM="mine.Model")
+            model_type="mine",
+            auto_map=dict(AutoConfig="mine.Config", AutoModelForCausalLM="mine.Model"),
         )
         file.write_text(json.dumps(config))
         file.with_name("mine.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")

@@ -1,4 +1,5 @@
-"""Run a script of a rank in the network namespace of its machine: in_namespace.py NAMES ADDRESS SCRIPT FLAGS..."""
+"""Run a script of a rank in the network namespace of its machine: in_namespace.py NAMES ADDRESS
+SCRIPT FLAGS..."""
 
 import ctypes
 import os
@@ -11,6 +12,10 @@ with open(f"/run/netns/{name}") as namespace:
     assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0, name
 del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 os.environ |= dict(
-    MASTER_ADDR=address, MASTER_PORT="29400", GLOO_SOCKET_IFNAME=name, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"
+    MASTER_ADDR=address,
+    MASTER_PORT="29400",
+    GLOO_SOCKET_IFNAME=name,
+    LOCAL_RANK="0",
+    LOCAL_WORLD_SIZE="1",
 )
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -13,13 +13,25 @@ from pathlib import Path
 
 from helpers import Ranks, alive, descendants, kill, metrics
 
-from bench.fault_cases.case import HERE, Case, Setting, Skip, after, differs, illegible, reference, seconds
+from bench.fault_cases.case import (
+    HERE,
+    Case,
+    Setting,
+    Skip,
+    after,
+    differs,
+    illegible,
+    reference,
+    seconds,
+)
 from common.train.run_folder import IN_USE
 
 LAYOUTS = {
     "one rank": Setting("sft"),
     "two ranks": Setting("sft", ranks=2),
-    "rollout ranks": Setting("grpo", ranks=2, flags=(("rollout_ranks", 1), ("max_staleness", 0)), steps=4),
+    "rollout ranks": Setting(
+        "grpo", ranks=2, flags=(("rollout_ranks", 1), ("max_staleness", 0)), steps=4
+    ),
     "context ranks": Setting("sft", ranks=2, flags=(("context_ranks", 2),)),
 }
 WITHIN = 10  # seconds in which a launch must end after the death of a rank
@@ -28,13 +40,20 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 # ---- kill ----
 
 
-def kills(rng: random.Random, count: int, layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[Case]:
+def kills(
+    rng: random.Random, count: int, layouts: Iterable[str] = tuple(LAYOUTS)
+) -> Iterator[Case]:
     """Yield `count` events for each layout, at random moments."""
     for layout in layouts:
         for i in range(count):
             event = list(EVENTS)[i % len(EVENTS)]
             moment, victim = rng.random(), rng.randrange(LAYOUTS[layout].ranks)
-            yield Case("kill", f"{layout}/{event}/{moment:.4f}", interrupted, (layout, event, moment, victim))
+            yield Case(
+                "kill",
+                f"{layout}/{event}/{moment:.4f}",
+                interrupted,
+                (layout, event, moment, victim),
+            )
 
 
 def sigkill(pid: int) -> None:
@@ -74,13 +93,18 @@ def out_of_memory(pid: int) -> None:
 
 
 EVENTS = dict(
-    kill=sigkill, term=sigterm, term_twice=sigterm_twice, ctrl_c=ctrl_c, pause=pause, out_of_memory=out_of_memory
+    kill=sigkill,
+    term=sigterm,
+    term_twice=sigterm_twice,
+    ctrl_c=ctrl_c,
+    pause=pause,
+    out_of_memory=out_of_memory,
 )
 
 
 def interrupted(folder: Path, layout: str, event: str, moment: float, victim: int) -> str | None:
-    """All ranks end in time and with at most one line, nothing stays, and the same command completes the run with the
-    same numbers."""
+    """All ranks end in time and with at most one line, nothing stays, and the same command
+    completes the run with the same numbers."""
     setting = LAYOUTS[layout]
     reference(setting)
     with Ranks(setting.ranks, *setting.line(folder / "run")) as started:
@@ -115,11 +139,17 @@ def twice(rng: random.Random, count: int) -> Iterator[Case]:
     for _ in range(count):
         moment = rng.random() * 1.2
         for kills_first in (False, True):
-            yield Case("twice", f"{'dying' if kills_first else 'active'}/{moment:.4f}", second, (moment, kills_first))
+            yield Case(
+                "twice",
+                f"{'dying' if kills_first else 'active'}/{moment:.4f}",
+                second,
+                (moment, kills_first),
+            )
 
 
 def second(folder: Path, moment: float, kills_first: bool) -> str | None:
-    """The second launch is refused in one line, or the first one is over. The numbers are right in the end."""
+    """The second launch is refused in one line, or the first one is over. The numbers are right in
+    the end."""
     setting, run = LAYOUTS["one rank"], folder / "run"
     reference(setting)
     with Ranks(1, *setting.line(run)) as one:
@@ -143,7 +173,10 @@ def second(folder: Path, moment: float, kills_first: bool) -> str | None:
 def clock(rng: random.Random, count: int) -> Iterator[Case]:
     """Yield jumps of the clock, forwards and backwards."""
     for _ in range(count):
-        calls, jump = rng.randrange(3000), rng.choice([-1, 1]) * rng.choice([3600, 86400, 3600 * 24 * 365 * 10])
+        calls, jump = (
+            rng.randrange(3000),
+            rng.choice([-1, 1]) * rng.choice([3600, 86400, 3600 * 24 * 365 * 10]),
+        )
         yield Case("clock", f"{jump}s after {calls} readings", jumps, (calls, jump))
 
 
@@ -153,7 +186,9 @@ def jumps(folder: Path, calls: int, jump: int) -> str | None:
     words = (HERE / "arm.py", 0, "clock", calls, jump)
     with Ranks(1, *words, *setting.line(folder / "run")) as started:
         done = started.end()
-    return illegible(done) or (f"exit {done.returncode}" if done.returncode else differs(setting, folder / "run"))
+    return illegible(done) or (
+        f"exit {done.returncode}" if done.returncode else differs(setting, folder / "run")
+    )
 
 
 # ---- soak ----
@@ -166,8 +201,11 @@ def soak() -> Iterator[Case]:
 
 def thousand_steps(folder: Path) -> str | None:
     """Memory, descriptors, threads and temporary files after 1,000 steps are those after 100."""
-    setting = Setting("sft", flags=(("eval_every", 100), ("epochs", 1000)), steps=1000, save_every=100)
+    setting = Setting(
+        "sft", flags=(("eval_every", 100), ("epochs", 1000)), steps=1000, save_every=100
+    )
     early: dict[str, int] | None = None
+    late: dict[str, int] = {}
     with Ranks(1, *setting.line(folder / "run")) as started:
         while started.processes[0].exitcode is None:
             if not (folder / "run" / "metrics.jsonl").is_file():
@@ -215,6 +253,8 @@ def twenty_launches(folder: Path) -> str | None:
                 kill(started.pids[0])
             started.end()
         shutil.rmtree(run, ignore_errors=True)
-    left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
+    left = subprocess.run(
+        ["pgrep", "-f", str(folder)], capture_output=True, text=True
+    ).stdout.split()
     names = sorted(there() - before)
     return f"processes {left}, files {names}" if left or names else None

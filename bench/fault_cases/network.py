@@ -1,4 +1,5 @@
-"""Two machines whose network is slow, loses packets or breaks: two network namespaces joined by a virtual cable."""
+"""Two machines whose network is slow, loses packets or breaks: two network namespaces joined by a
+virtual cable."""
 
 import contextlib
 import os
@@ -29,8 +30,8 @@ def ip(*words: object) -> None:
 
 @contextlib.contextmanager
 def machines(*quality: object) -> Iterator[tuple[str, str]]:
-    """Yield the names of two machines without their last digit, and the address of the first one. `quality`: words for
-    `tc qdisc ... netem`."""
+    """Yield the names of two machines without their last digit, and the address of the first one.
+    `quality`: words for `tc qdisc ... netem`."""
     names, net = f"ft{os.getpid() % 10**6}", os.getpid() % 250
     try:
         for i in (0, 1):
@@ -43,7 +44,18 @@ def machines(*quality: object) -> Iterator[tuple[str, str]]:
             ip(*inside, "link", "set", f"{names}{i}", "up")
             ip(*inside, "link", "set", "lo", "up")
             if quality:
-                ip("tc", "-n", f"{names}{i}", "qdisc", "add", "dev", f"{names}{i}", "root", "netem", *quality)
+                ip(
+                    "tc",
+                    "-n",
+                    f"{names}{i}",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    f"{names}{i}",
+                    "root",
+                    "netem",
+                    *quality,
+                )
         yield names, ADDRESS.format(net, 1)
     finally:
         for i in (0, 1):
@@ -60,7 +72,8 @@ def wait_for_step(started: Ranks, folder: Path, step: int) -> None:
 
 
 def network() -> Iterator[Case]:
-    """Yield networks that are slow, lose packets or break for a while, and machines that are lost."""
+    """Yield networks that are slow, lose packets or break for a while, and machines that are
+    lost."""
     for quality in ((), ("delay", "50ms"), ("loss", "5%"), ("loss", "20%")):
         yield Case("network", " ".join(quality) or "good", poor, (quality,))
     for seconds in (1, 3, 8):
@@ -75,7 +88,11 @@ def poor(folder: Path, quality: tuple) -> str | None:
     reference(SETTING)
     with machines(*quality) as (names, address), begin(names, address, folder / "run") as started:
         done = started.end()
-    return f"exit {done.returncode}: {done.stderr[-300:]}" if done.returncode else differs(SETTING, folder / "run")
+    return (
+        f"exit {done.returncode}: {done.stderr[-300:]}"
+        if done.returncode
+        else differs(SETTING, folder / "run")
+    )
 
 
 def heals(folder: Path, seconds: float) -> str | None:
@@ -87,7 +104,11 @@ def heals(folder: Path, seconds: float) -> str | None:
         time.sleep(seconds)
         cable(names, "up")
         done = started.end()
-    return f"exit {done.returncode}: {done.stderr[-300:]}" if done.returncode else differs(SETTING, folder / "run")
+    return (
+        f"exit {done.returncode}: {done.stderr[-300:]}"
+        if done.returncode
+        else differs(SETTING, folder / "run")
+    )
 
 
 def cable(names: str, state: str) -> None:
@@ -106,7 +127,15 @@ def cut(folder: Path, retries: int) -> str | None:
     """Both machines end, each with one line."""
     with machines() as (names, address), begin(names, address, folder / "run") as started:
         for i in (0, 1):
-            ip("ip", "netns", "exec", f"{names}{i}", "sysctl", "-qw", f"net.ipv4.tcp_retries2={retries}")
+            ip(
+                "ip",
+                "netns",
+                "exec",
+                f"{names}{i}",
+                "sysctl",
+                "-qw",
+                f"net.ipv4.tcp_retries2={retries}",
+            )
         wait_for_step(started, folder / "run", 2)
         cable(names, "down")
         return ending(started, [0, 1], NEVER)
@@ -126,4 +155,8 @@ def ending(started: Ranks, ranks: list[int], within: float) -> str | None:
     print(took, found, flush=True)
     if late := [rank for rank in ranks if rank not in took]:
         return f"ranks {late} do not end within {within} s; ends after {took}, {found}"
-    return None if len(found) == len(ranks) and "Traceback" not in errors else f"{len(found)} lines: {errors[-300:]}"
+    return (
+        None
+        if len(found) == len(ranks) and "Traceback" not in errors
+        else f"{len(found)} lines: {errors[-300:]}"
+    )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 @cache
 def shim() -> str:
-    """Return a library that makes file operations fail once a rank arms it; empty without a C compiler on Linux."""
+    """Return a library that makes file operations fail once a rank arms it; empty without a C
+    compiler on Linux."""
     if sys.platform != "linux" or not shutil.which("cc"):
         return ""
     library = Path(tempfile.mkdtemp()) / "shim.so"

@@ -3,8 +3,8 @@
 import runpy
 import sys
 
-from common.data import token_cache
+from common.data import load
 
-token_cache.SMALLEST = 0
+load.LARGE = 0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

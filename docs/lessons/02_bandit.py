@@ -1,11 +1,11 @@
 """Policy gradients on a bandit, with the advantages and the loss of grpo.py.
 
-    python docs/lessons/02_bandit.py                                               # exact means and variances
-    python docs/lessons/02_bandit.py --baseline none --output_dir runs/course/02/none    # a training run
+    python docs/lessons/02_bandit.py    # exact means and variances
+    python docs/lessons/02_bandit.py --baseline none --output_dir runs/course/02/none    # training
 
-The bandit has four arms, A in shapes, and no prompt. The policy is a softmax over four logits. A step samples a group
-of four arms. It has 4^4 = 256 outcomes, so the expectation and the variance of the gradient are sums over all of them.
-"""
+The bandit has four arms, A in shapes, and no prompt. The policy is a softmax over four logits. A
+step samples a group of four arms. It has 4^4 = 256 outcomes, so the expectation and the variance of
+the gradient are sums over all of them."""
 
 import argparse
 import json
@@ -36,13 +36,18 @@ def gradients(baseline: str, rewards_A: Tensor, logits_A: Tensor, outcomes_OG: T
         advantages_OG = grpo.advantages(baseline, rewards_OG, rewards_OG[None], [1.0])
     logits_OA = logits_A.repeat(len(outcomes_OG), 1).requires_grad_()
     logprobs_OG = logits_OA.log_softmax(-1).gather(1, outcomes_OG)
-    losses_OG = grpo.policy_loss(torch.zeros_like(logprobs_OG), advantages_OG, logprobs_OG, REINFORCE)
+    losses_OG = grpo.policy_loss(
+        torch.zeros_like(logprobs_OG), advantages_OG, logprobs_OG, REINFORCE
+    )
     return torch.autograd.grad(losses_OG.mean(1).sum(), logits_OA)[0]
 
 
 def moments(baseline: str, rewards_A: Tensor, logits_A: Tensor) -> tuple[Tensor, float]:
-    """Return the expectation of the gradient [A], and its variance, summed over the logits. Exact."""
-    weights_O1 = logits_A.log_softmax(-1)[OUTCOMES_OG].sum(1, keepdim=True).exp()  # probabilities of the outcomes
+    """Return the expectation of the gradient [A], and its variance, summed over the logits.
+    Exact."""
+    weights_O1 = (
+        logits_A.log_softmax(-1)[OUTCOMES_OG].sum(1, keepdim=True).exp()
+    )  # probabilities of the outcomes
     gradients_OA = gradients(baseline, rewards_A, logits_A, OUTCOMES_OG)
     mean_A = (weights_O1 * gradients_OA).sum(0)
     return mean_A, (weights_O1 * (gradients_OA - mean_A).square()).sum().item()
@@ -54,30 +59,51 @@ def train(baseline: str, offset: float, steps: int, lr: float, seed: int, folder
     lines = []
     for step in range(steps + 1):
         if step % 5 == 0:
-            value = (logits_A.softmax(-1) * REWARDS_A).sum().item()  # expected reward, without the offset
+            value = (
+                (logits_A.softmax(-1) * REWARDS_A).sum().item()
+            )  # expected reward, without the offset
             variance = moments(baseline, REWARDS_A + offset, logits_A)[1]
             lines.append(dict(step=step, value=value, log10_variance=math.log10(variance)))
-        group_1G = torch.multinomial(logits_A.softmax(-1), 4, replacement=True, generator=generator)[None]
+        group_1G = torch.multinomial(
+            logits_A.softmax(-1), 4, replacement=True, generator=generator
+        )[None]
         logits_A = logits_A - lr * gradients(baseline, REWARDS_A + offset, logits_A, group_1G)[0]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "args.yaml").write_text(yaml.safe_dump(dict(baseline=baseline, offset=offset, lr=lr, seed=seed)))
+    (folder / "args.yaml").write_text(
+        yaml.safe_dump(dict(baseline=baseline, offset=offset, lr=lr, seed=seed))
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{baseline}: expected reward {lines[0]['value']:.3f} -> {lines[-1]['value']:.3f} in {steps} steps")
+    print(
+        f"{baseline}: expected reward {lines[0]['value']:.3f} -> {lines[-1]['value']:.3f} in "
+        f"{steps} steps"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--baseline", choices=BASELINES, default="none")
-    parser.add_argument("--offset", type=float, default=10.0, help="number added to all rewards; default: 10")
+    parser.add_argument(
+        "--offset", type=float, default=10.0, help="number added to all rewards; default: 10"
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output_dir", type=Path, help="folder of a training run; default: print exact numbers alone")
+    parser.add_argument(
+        "--output_dir",
+        type=Path,
+        help="folder of a training run; default: print exact numbers alone",
+    )
     flags = parser.parse_args()
     if flags.output_dir:
-        return train(flags.baseline, flags.offset, flags.steps, flags.lr, flags.seed, flags.output_dir)
+        return train(
+            flags.baseline, flags.offset, flags.steps, flags.lr, flags.seed, flags.output_dir
+        )
     for offset, baseline in product((0.0, flags.offset), BASELINES):
-        mean_A, variance = moments(baseline, REWARDS_A + offset, torch.zeros(4, dtype=torch.float64))
+        mean_A, variance = moments(
+            baseline, REWARDS_A + offset, torch.zeros(4, dtype=torch.float64)
+        )
         mean = " ".join(f"{x:+.4f}" for x in mean_A)
         print(f"rewards + {offset:<4g} {baseline:<14} mean {mean}  variance {variance:.4f}")
 

@@ -2,8 +2,8 @@
 
     python docs/lessons/06_mistakes.py runs/course/06/samples
 
-The run needs --log_every 1. A needless carry is an answer that is 10 too large (a sum) or 10 too small (a difference).
-"""
+The run needs --log_every 1. A needless carry is an answer that is 10 too large (a sum) or 10 too
+small (a difference)."""
 
 import json
 import sys
@@ -28,5 +28,7 @@ for line in (Path(sys.argv[1]) / "samples.jsonl").read_text().splitlines():
 
 print("steps    right  needless carry  other")
 for step, counts in sorted(answers.items()):
-    right, needless, other = (counts[kind] / counts.total() for kind in ("right", "needless carry", "other"))
+    right, needless, other = (
+        counts[kind] / counts.total() for kind in ("right", "needless carry", "other")
+    )
     print(f"{step:2} - {step + 4:2}  {right:6.3f}  {needless:14.3f}  {other:5.3f}")

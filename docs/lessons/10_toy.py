@@ -2,9 +2,9 @@
 
     python docs/lessons/10_toy.py
 
-A distribution has 21 tokens in a row. The teacher puts two bumps on it, the student one: softmax(-(x - mean)^2 / (2
-width^2)). Gradient descent on mean and width uses the gradient that distill.py uses, and starts from many places.
-"""
+A distribution has 21 tokens in a row. The teacher puts two bumps on it, the student one:
+softmax(-(x - mean)^2 / (2 width^2)). Gradient descent on mean and width uses the gradient that
+distill.py uses, and starts from many places."""
 
 import sys
 from collections.abc import Callable
@@ -24,20 +24,25 @@ LOGQ_V = (TEACHER_V / TEACHER_V.sum()).log()
 
 
 def student(parameters_S2: Tensor) -> Tensor:
-    """Return the log-probs of each start's student, [S, V], from its mean and the logarithm of its width."""
+    """Return the log-probs of each start's student, [S, V], from its mean and the logarithm of its
+    width."""
     mean_S1, log_width_S1 = parameters_S2.split(1, dim=1)
     return (-((X_V - mean_S1) ** 2) / (2 * (2 * log_width_S1).exp())).log_softmax(-1)
 
 
 def fit(divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return mean and width of the best student, and its log-probs."""
-    parameters_S2 = torch.tensor([[mean, 1.0] for mean in range(0, 21, 2)], dtype=torch.float64, requires_grad=True)
+    parameters_S2 = torch.tensor(
+        [[mean, 1.0] for mean in range(0, 21, 2)], dtype=torch.float64, requires_grad=True
+    )
     optimizer = torch.optim.Adam([parameters_S2], lr=0.02)
     for _ in range(2000):
         logp_SV = student(parameters_S2)
         _, gradient_SV = divergence(logp_SV.detach(), LOGQ_V.expand_as(logp_SV))
         optimizer.zero_grad()
-        logp_SV.backward(gradient_SV)  # of logits; its sum over V is 0, so it is right for log-probs too
+        logp_SV.backward(
+            gradient_SV
+        )  # of logits; its sum over V is 0, so it is right for log-probs too
         optimizer.step()
     logp_SV = student(parameters_S2.detach())
     values_S, _ = divergence(logp_SV, LOGQ_V.expand_as(logp_SV))

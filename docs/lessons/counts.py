@@ -1,16 +1,18 @@
-"""Rewards of lesson 9: those of the tasks splits and chains, with numbers that a run logs beside them.
+"""Rewards of lesson 9: those of the tasks splits and chains, with numbers that a run logs beside
+them.
 
     python grpo.py --dataset splits --reward docs/lessons/counts.py:splits ...
 
 The full commands are in 09_entropy_length.md.
 """
 
-from common.rewards.functions import gsm8k_flexible, split
+from common.rewards.functions import gsm8k_flexible
+from common.rewards.puzzles import split
 
 
 def splits(completions: list[str], row: dict) -> list[tuple[float, dict[str, float]]]:
-    """Return the reward `split` of each completion of a prompt. The numbers: distinct right answers in the group, and
-    whether there is one (pass@G for a group of G completions)."""
+    """Return the reward `split` of each completion of a prompt. The numbers: distinct right answers
+    in the group, and whether there is one (pass@G for a group of G completions)."""
     rewards = [split(completion, row) for completion in completions]
     right = {completion for completion, reward in zip(completions, rewards, strict=True) if reward}
     numbers = dict(distinct=float(len(right)), any_right=float(bool(right)))
@@ -18,8 +20,11 @@ def splits(completions: list[str], row: dict) -> list[tuple[float, dict[str, flo
 
 
 def chains(completion: str, row: dict, ids: list[int]) -> tuple[float, dict[str, float]]:
-    """Return the reward `gsm8k_flexible`. The numbers, for right and wrong completions apart: length in tokens, and
-    number of checks."""
+    """Return the reward `gsm8k_flexible`. The numbers, for right and wrong completions apart:
+    length in tokens, and number of checks."""
     reward = gsm8k_flexible(completion, row)
     name = "right" if reward else "wrong"
-    return reward, {f"{name}_length": float(len(ids)), f"{name}_checks": float(completion.count("?"))}
+    return reward, {
+        f"{name}_length": float(len(ids)),
+        f"{name}_checks": float(completion.count("?")),
+    }

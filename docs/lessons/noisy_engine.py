@@ -1,9 +1,11 @@
-"""reinforce.py with a noisy engine: each weight that the engine receives is multiplied by 1 + noise x N(0, 1).
+"""reinforce.py with a noisy engine: each weight that the engine receives is multiplied by 1 + noise
+x N(0, 1).
 
-    python docs/lessons/noisy_engine.py --config configs/course_rl.yaml --noise 0.2 --max_logprob_difference 100
+    python docs/lessons/noisy_engine.py --config configs/course_rl.yaml --noise 0.2
+    --max_logprob_difference 100
 
-The noise of a weight is the same at every step, like the error of an engine that rounds its weights to few bits.
-"""
+The noise of a weight is the same at every step, like the error of an engine that rounds its weights
+to few bits."""
 
 import sys
 from collections.abc import Iterator
@@ -37,7 +39,9 @@ def noisy(weights: Iterator[tuple[str, Tensor]], noise: float) -> Iterator[tuple
 
 def main(args: Args) -> None:
     load_weights = Engine.load_weights
-    Engine.load_weights = lambda engine, weights, version=0: load_weights(engine, noisy(weights, args.noise), version)
+    Engine.load_weights = lambda engine, weights, version=0: load_weights(
+        engine, noisy(weights, args.noise), version
+    )
     reinforce.main(args)
 
 

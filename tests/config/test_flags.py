@@ -24,10 +24,9 @@ from common.config.flags import (
     PositiveFraction,
     Real,
     Several,
-    require_default,
-    require_effect,
 )
 from common.config.parse import one_line
+from common.config.rules import require_default, require_effect
 
 # ---- bounds ----
 
@@ -61,8 +60,18 @@ def built(hint: Any, value: Any) -> Any:
         (Positive[float], MAX_FLOAT, 1e39, "1e+39 must be finite in float32"),
         (Positive[float], 1, math.nan, "nan must be greater than 0"),
         (Positive[int] | None, None, 0, "0 must be greater than 0"),
-        (Several[NotNegative[float]], (0.0, 1.0), (1.0, -2.0), "-2.0 must be greater than or equal to 0"),
-        (tuple[Fraction, Positive[float]] | None, None, (2.0, 2.0), "2.0 must be less than or equal to 1"),
+        (
+            Several[NotNegative[float]],
+            (0.0, 1.0),
+            (1.0, -2.0),
+            "-2.0 must be greater than or equal to 0",
+        ),
+        (
+            tuple[Fraction, Positive[float]] | None,
+            None,
+            (2.0, 2.0),
+            "2.0 must be less than or equal to 1",
+        ),
         (MayChange[Positive[int]], 1, 0, "0 must be greater than 0"),
         (MayChange[Positive[int] | None], None, 0, "0 must be greater than 0"),
         (MayChange[Several[Positive[int]]], (1,), (0,), "0 must be greater than 0"),
@@ -87,7 +96,12 @@ HOLDS = {
 def test_bound_holds_or_is_named_in_the_error(hint, value):
     """The type stands alone, in a union or in a tuple."""
     holds = HOLDS[hint](value) and abs(value) <= MAX_FLOAT
-    for where, x in ((hint, value), (hint | None, value), (Several[hint], (value,)), (tuple[str, hint], ("", value))):
+    for where, x in (
+        (hint, value),
+        (hint | None, value),
+        (Several[hint], (value,)),
+        (tuple[str, hint], ("", value)),
+    ):
         result = built(where, x)
         assert (result == x) if holds else result.startswith(f"--x {value} must ")
 
@@ -96,10 +110,18 @@ def test_bound_holds_or_is_named_in_the_error(hint, value):
     ("hint", "given", "taken"),
     [
         (Positive[int], 2.0, 2),
-        (Positive[int], 1.5, "--x 1.5 must be a valid integer, got a number with a fractional part"),
+        (
+            Positive[int],
+            1.5,
+            "--x 1.5 must be a valid integer, got a number with a fractional part",
+        ),
         (Positive[float], 3, 3.0),
         (Positive[float], "1e-3", 1e-3),  # as YAML reads it
-        (Positive[float], "fast", "--x fast must be a valid number, unable to parse string as a number"),
+        (
+            Positive[float],
+            "fast",
+            "--x fast must be a valid number, unable to parse string as a number",
+        ),
         (bool, "false", False),
         (bool, "maybe", "--x maybe must be a valid boolean, unable to interpret input"),
         (str, 2024, "2024"),
@@ -160,7 +182,10 @@ READ = dict(clip=("clip_low", "clip_high"), cispo=("cispo_high", "clip_high"), p
         (dict(loss="cispo", clip_low=0.1), "--clip_low 0.1 has no effect with --loss cispo"),
         (dict(loss="cispo", clip_high=0.1), None),  # read by both
         (dict(loss="plain", cispo_high=1.0), "--cispo_high 1.0 has no effect with --loss plain"),
-        (dict(loss=("clip", "plain"), cispo_high=1.0), "--cispo_high 1.0 has no effect with --loss clip plain"),
+        (
+            dict(loss=("clip", "plain"), cispo_high=1.0),
+            "--cispo_high 1.0 has no effect with --loss clip plain",
+        ),
         (dict(loss=("clip", "cispo"), cispo_high=1.0, clip_low=0.1), None),
     ],
 )

@@ -1,4 +1,5 @@
-"""docs/flags.md is the output of bench/flags_page.py, and every flag is explained on another page."""
+"""docs/flags.md is the output of bench/flags_page.py, and every flag is explained on another
+page."""
 
 import dataclasses
 import re
@@ -9,7 +10,9 @@ from helpers import ROOT
 
 from bench.flags_page import PAGE, SCRIPTS, SHOWN, sections, tables
 
-FLAGS = {script: {field.name for field in dataclasses.fields(args_of(script))} for script in ALGORITHMS}
+FLAGS = {
+    script: {field.name for field in dataclasses.fields(args_of(script))} for script in ALGORITHMS
+}
 
 
 @pytest.mark.slow
@@ -33,5 +36,7 @@ def test_places_that_show_flags_exist():
         names = re.findall(r"^def test_(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
         tests.update(f"{path.relative_to(ROOT / 'tests')}::{name}" for name in names)
     assert set(SHOWN) - links - tests == set()
-    flags = {flag for script, own in FLAGS.items() for name in own for flag in (name, f"{script}.{name}")}
+    flags = {
+        flag for script, own in FLAGS.items() for name in own for flag in (name, f"{script}.{name}")
+    }
     assert set(" ".join(SHOWN.values()).split()) - flags == set()

@@ -12,21 +12,33 @@ from helpers import ROOT
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from common.config import groups, objectives, sampling, training
-from common.config.groups import BaseArgs, OnlineArgs, SamplingArgs, TrainArgs
-from common.config.launch import check_ranks, may_change
-from common.config.objectives import CorrectionArgs, PreferenceArgs, RewardArgs
-from common.config.parse import one_line, texts
+from common.config import groups, objectives, preference_flags, sampling, training
+from common.config.groups import (
+    BaseArgs,
+    OnlineArgs,
+    SamplingArgs,
+    TrainArgs,
+    check_ranks,
+    may_change,
+)
+from common.config.help import texts
+from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.parse import one_line
+from common.config.preference_flags import PreferenceArgs
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("common/**/*.py"))
 
 
 def defined(module) -> set[type]:
-    return {cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__}
+    return {
+        cls
+        for cls in vars(module).values()
+        if isinstance(cls, type) and cls.__module__ == module.__name__
+    }
 
 
-GROUPS = defined(training) | defined(sampling) | defined(objectives)
+GROUPS = defined(training) | defined(sampling) | defined(objectives) | defined(preference_flags)
 UNIONS = defined(groups)
 
 
@@ -34,7 +46,11 @@ def tree(path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-ALGORITHMS = [p.stem for p in SCRIPTS if any(isinstance(n, ast.ClassDef) and n.name == "Args" for n in tree(p).body)]
+ALGORITHMS = [
+    p.stem
+    for p in SCRIPTS
+    if any(isinstance(n, ast.ClassDef) and n.name == "Args" for n in tree(p).body)
+]
 
 
 def args_of(script: str) -> type[BaseArgs]:
@@ -64,7 +80,9 @@ def refused(args_class: type, flags: dict) -> str | None:
 
 
 def own(cls: type) -> list[str]:
-    flags = {field.name for field in dataclasses.fields(cls)}  # without PRESETS and the other attributes of the class
+    flags = {
+        field.name for field in dataclasses.fields(cls)
+    }  # without PRESETS and the other attributes of the class
     return [name for name in vars(cls).get("__annotations__", ()) if name in flags]
 
 
@@ -73,7 +91,9 @@ def test_groups_have_no_base_and_disjoint_flags_and_unions_add_none():
     assert UNIONS == {BaseArgs, TrainArgs, SamplingArgs, OnlineArgs}
     assert [name for cls in UNIONS for name in own(cls)] == ["model"]  # another default for RL
     names = Counter(name for cls in GROUPS for name in own(cls))
-    assert [name for name, count in names.items() if count > 1] == ["beta"]  # no script has both groups
+    assert [name for name, count in names.items() if count > 1] == [
+        "beta"
+    ]  # no script has both groups
 
 
 def test_scripts_inherit_only_groups_and_unions(args_class):
@@ -85,7 +105,11 @@ def test_scripts_inherit_only_groups_and_unions(args_class):
 def test_flags_do_not_depend_on_the_order_of_bases(script):
     args_class = args_of(script)
     special = ("__annotations__", "__post_init__")
-    body = {name: value for name, value in vars(args_class).items() if name in special or not name.startswith("__")}
+    body = {
+        name: value
+        for name, value in vars(args_class).items()
+        if name in special or not name.startswith("__")
+    }
     for bases in permutations(args_class.__bases__):
         permuted = dataclass(type("Args", bases, body | dict(__module__=script)))
         assert dataclasses.asdict(permuted()) == dataclasses.asdict(args_class())
@@ -93,12 +117,16 @@ def test_flags_do_not_depend_on_the_order_of_bases(script):
 
 
 def test_output_folder_has_the_name_of_the_script():
-    assert [args_of(script)().output_dir for script in ALGORITHMS] == [f"runs/{script}" for script in ALGORITHMS]
+    assert [args_of(script)().output_dir for script in ALGORITHMS] == [
+        f"runs/{script}" for script in ALGORITHMS
+    ]
 
 
 def bounds(hint) -> list:
     parts = typing.get_args(hint)
-    return [part for part in parts if isinstance(part, FieldInfo)] + [bound for part in parts for bound in bounds(part)]
+    return [part for part in parts if isinstance(part, FieldInfo)] + [
+        bound for part in parts for bound in bounds(part)
+    ]
 
 
 def test_redeclared_default_keeps_its_bound(args_class):
@@ -121,18 +149,21 @@ def test_numeric_flags_have_bounds(args_class):
 
 MAY_CHANGE = {
     "max_steps", "epochs", "pack_tokens", "save_every", "eval_every", "log_every", "trace_every",
-    "trace_groups", "trace_positions", "keep_last", "resume", "log",
-    "keep_best", "early_stop", "export_dtype", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
-    "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks", "reward_timeout",
-    "reward_workers", "max_reward_errors", "environment_timeout", "partial_rollouts", "eval_generate", "eval_reward",
-    "eval_new_tokens", "wandb_project", "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
+    "trace_groups", "trace_positions", "keep_last", "resume", "log", "keep_best", "early_stop",
+    "export_dtype", "push_to_hub", "nccl_timeout", "check_every", "shard_ranks", "offload",
+    "activation_checkpointing", "compile", "context_ranks", "output_dir", "rollout_ranks",
+    "reward_timeout", "reward_workers", "max_reward_errors", "environment_timeout",
+    "partial_rollouts", "eval_generate", "eval_reward", "eval_new_tokens", "wandb_project",
+    "wandb_name", "wandb_group", "wandb_tags", "dry_run", "share_prefix",
 }  # fmt: skip
 
 
 def test_resumed_run_may_change_only_the_listed_flags(args_class):
     flags = {field.name for field in dataclasses.fields(args_class)}
-    of_eval = {"prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model", "perplexity_model",
-               "against"}  # fmt: skip
+    of_eval = {
+        "prompts_per_batch", "ks", "domain_column", "bootstrap_samples", "reward_model",
+        "perplexity_model", "against",
+    }  # fmt: skip
     expected = (MAY_CHANGE | (of_eval if args_class is args_of("eval") else set())) & flags
     assert may_change(args_class(), {}) == expected | {"max_staleness"}
 
@@ -160,38 +191,82 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
         (dict(reward=()), "--reward needs at least one value"),
         (dict(reward_weights=(1.0, 2.0)), "--reward_weights has 2 values for 1 rewards"),
         (dict(reward_weights=(float("nan"),)), "--reward_weights nan must be finite in float32"),
-        (dict(environment="calculator"), "--environment and --reward environment need each other; give both or"),
-        (dict(reward=("environment",)), "--environment and --reward environment need each other; give both or"),
-        (dict(environment="x", reward=("environment",), prompt_template="y"),
-         "--prompt_template y has no effect with --environment"),
+        (
+            dict(environment="calculator"),
+            "--environment and --reward environment need each other; give both or",
+        ),
+        (
+            dict(reward=("environment",)),
+            "--environment and --reward environment need each other; give both or",
+        ),
+        (
+            dict(environment="x", reward=("environment",), prompt_template="y"),
+            "--prompt_template y has no effect with --environment",
+        ),
         (dict(max_turns=3), "--max_turns 3 has no effect without --environment"),
-        (dict(environment_timeout=3.0), "--environment_timeout 3.0 has no effect without --environment"),
-        (dict(tensor_parallel_size=2, engine="transformers"), "--tensor_parallel_size 2 needs --engine vllm"),
-        (dict(batch_invariant=True, engine="transformers"), "--batch_invariant True has no effect with --engine"),
-        (dict(batch_invariant=True, rollout_ranks=1), "--batch_invariant true needs --rollout_ranks 0"),
-        (dict(max_new_tokens=100, pack_tokens=100), "--max_new_tokens 100 leaves no room for a prompt in --pack"),
+        (
+            dict(environment_timeout=3.0),
+            "--environment_timeout 3.0 has no effect without --environment",
+        ),
+        (
+            dict(tensor_parallel_size=2, engine="transformers"),
+            "--tensor_parallel_size 2 needs --engine vllm",
+        ),
+        (
+            dict(batch_invariant=True, engine="transformers"),
+            "--batch_invariant True has no effect with --engine",
+        ),
+        (
+            dict(batch_invariant=True, rollout_ranks=1),
+            "--batch_invariant true needs --rollout_ranks 0",
+        ),
+        (
+            dict(max_new_tokens=100, pack_tokens=100),
+            "--max_new_tokens 100 leaves no room for a prompt in --pack",
+        ),
         (dict(minibatches=3), "--prompts_per_step 64 must be a multiple of --minibatches (3)"),
-        (dict(max_staleness=2), "--max_staleness 2 has no effect with --rollout_ranks 0 and --oversample 1"),
-        (dict(partial_rollouts=False), "--partial_rollouts False has no effect with --rollout_ranks 0"),
+        (
+            dict(max_staleness=2),
+            "--max_staleness 2 has no effect with --rollout_ranks 0 and --oversample 1",
+        ),
+        (
+            dict(partial_rollouts=False),
+            "--partial_rollouts False has no effect with --rollout_ranks 0",
+        ),
         (dict(oversample=2.5), "--oversample 2.5 must be less than or equal to 2"),
         (dict(oversample=1.5, max_staleness=0), "--oversample 1.5 needs --max_staleness 1 or more"),
         (dict(oversample=1.5, rollout_ranks=1), "--oversample 1.5 needs --max_staleness 2 or more"),
-        (dict(correction_low=2.0), "--correction_low 2 --correction_high 2: the lower bound must be below the upper"),
-        (dict(correction_filter=(1.0, 0.5)), "--correction_filter 1 0.5: the lower bound must be below the upper one"),
-        (dict(correction_filter=(-1.0, 0.5)), "--correction_filter -1.0 must be greater than or equal to 0"),
-        (dict(correction="none", correction_high=3.0), "--correction_high 3.0 has no effect with --correction none"),
+        (
+            dict(correction_low=2.0),
+            "--correction_low 2 --correction_high 2: the lower bound must be below the upper",
+        ),
+        (
+            dict(correction_filter=(1.0, 0.5)),
+            "--correction_filter 1 0.5: the lower bound must be below the upper one",
+        ),
+        (
+            dict(correction_filter=(-1.0, 0.5)),
+            "--correction_filter -1.0 must be greater than or equal to 0",
+        ),
+        (
+            dict(correction="none", correction_high=3.0),
+            "--correction_high 3.0 has no effect with --correction none",
+        ),
         (dict(kl_target=0.1), "--kl_target 0.1 adapts --beta; set --beta above 0"),
         (dict(beta=0.1, kl_horizon=3), "--kl_horizon 3 has no effect with --kl_target 0"),
         (dict(lora_alpha=8.0), "--lora_alpha 8.0 has no effect with --lora_rank 0"),
         (dict(adapter="there"), "--adapter there has no effect with --lora_rank 0"),
         (dict(lora_rank=2, lora_targets=()), "--lora_targets needs at least one value"),
-        (dict(prompt_format="plain", template_kwargs="a=1"), "--template_kwargs a=1 has no effect with --prompt"),
+        (
+            dict(prompt_format="plain", template_kwargs="a=1"),
+            "--template_kwargs a=1 has no effect with --prompt",
+        ),
         (dict(columns=("a",)), "--columns a: expected name=value"),
         (dict(dataset=("a", "a")), "--dataset a: a is given twice"),
         (dict(eval_dataset="=a"), "--eval_dataset =a: expected name=dataset"),
         (dict(early_stop=3), "--early_stop 3 needs a metric to improve; set --keep_best"),
     ],
-)  # fmt: skip
+)
 def test_conflicting_flags_are_refused_for_every_order_of_bases(changed, words):
     for permuted in PERMUTED:
         assert refused(permuted, changed).startswith(words)
@@ -212,16 +287,31 @@ class PairArgs(PreferenceArgs, TrainArgs):
         (dict(loss_weights=(-1.0,)), "--loss_weights -1.0 must be greater than or equal to 0"),
         (dict(beta=0.0), "--beta 0.0 must be greater than 0"),
         (dict(label_smoothing=0.5), "--label_smoothing 0.5 must be less than 0.5"),
-        (dict(loss=("discopop",), discopop_tau=2.0), "--discopop_tau 2.0 must be less than or equal to 1"),
+        (
+            dict(loss=("discopop",), discopop_tau=2.0),
+            "--discopop_tau 2.0 must be less than or equal to 1",
+        ),
         (dict(loss=("exo_pair",)), "--loss exo_pair needs --label_smoothing above 0"),
-        (dict(loss="ipo", label_smoothing=0.1), "--label_smoothing 0.1 has no effect with --loss ipo"),
+        (
+            dict(loss="ipo", label_smoothing=0.1),
+            "--label_smoothing 0.1 has no effect with --loss ipo",
+        ),
         (dict(loss=("ipo",), f_divergence="js"), "--f_divergence js has no effect with --loss ipo"),
-        (dict(loss=("ipo", "aot"), label_smoothing=0.1), "--label_smoothing 0.1 has no effect with --loss ipo aot"),
-        (dict(length_normalize=False), "--length_normalize False has no effect with --loss sigmoid"),
+        (
+            dict(loss=("ipo", "aot"), label_smoothing=0.1),
+            "--label_smoothing 0.1 has no effect with --loss ipo aot",
+        ),
+        (
+            dict(length_normalize=False),
+            "--length_normalize False has no effect with --loss sigmoid",
+        ),
         (dict(simpo_gamma=1.0), "--simpo_gamma 1.0 has no effect with --loss sigmoid"),
         (dict(discopop_tau=0.1), "--discopop_tau 0.1 has no effect with --loss sigmoid"),
         (dict(f_alpha=0.1), "--f_alpha 0.1 has no effect with --f_divergence reverse_kl"),
-        (dict(sft_length_normalize=False), "--sft_length_normalize False has no effect with --sft_weight 0"),
+        (
+            dict(sft_length_normalize=False),
+            "--sft_length_normalize False has no effect with --sft_weight 0",
+        ),
         (dict(loss=("sigmoid", "simpo"), simpo_gamma=1.0, label_smoothing=0.1), None),
         (dict(loss=("ipo",), length_normalize=False), None),
         (dict(loss=("hinge",), f_divergence="alpha", f_alpha=0.1), None),
@@ -243,14 +333,34 @@ def test_script_without_default_reward_requires_no_reward():
     ("ranks", "changed", "words"),
     [
         (3, {}, r"--prompts_per_step 64 must be a multiple of the number of training ranks \(3\)"),
-        (2, dict(prompts_per_step=6, minibatches=2), r"of the number of training ranks times --minibatches \(4\)"),
-        (2, dict(rollout_ranks=2), r"--rollout_ranks 2 must be less than the number of ranks \(2\)"),
-        (2, dict(tensor_parallel_size=4), "--tensor_parallel_size 4 must divide the 2 generating ranks"),
-        (4, dict(tensor_parallel_size=2, rollout_ranks=3, prompts_per_step=1), "must divide the 3 generating ranks"),
+        (
+            2,
+            dict(prompts_per_step=6, minibatches=2),
+            r"of the number of training ranks times --minibatches \(4\)",
+        ),
+        (
+            2,
+            dict(rollout_ranks=2),
+            r"--rollout_ranks 2 must be less than the number of ranks \(2\)",
+        ),
+        (
+            2,
+            dict(tensor_parallel_size=4),
+            "--tensor_parallel_size 4 must divide the 2 generating ranks",
+        ),
+        (
+            4,
+            dict(tensor_parallel_size=2, rollout_ranks=3, prompts_per_step=1),
+            "must divide the 3 generating ranks",
+        ),
         (4, dict(tensor_parallel_size=2, rollout_ranks=2), None),
         (4, dict(shard_ranks=3), "--shard_ranks 3 must divide the 4 training ranks"),
         (4, dict(shard_ranks=2, rollout_ranks=2), None),
-        (4, dict(shard_ranks=2, rollout_ranks=1, prompts_per_step=3), "--shard_ranks 2 must divide the 3 training"),
+        (
+            4,
+            dict(shard_ranks=2, rollout_ranks=1, prompts_per_step=3),
+            "--shard_ranks 2 must divide the 3 training",
+        ),
         (7, dict(rollout_ranks=5), None),
         (4, dict(minibatches=16), None),
     ],
@@ -264,7 +374,9 @@ def test_flags_that_do_not_fit_the_ranks_are_refused(ranks, changed, words):
 
 @pytest.mark.parametrize("script", [name for name in ALGORITHMS if name != "eval"])
 def test_batches_that_do_not_divide_over_the_ranks_are_refused(script):
-    with pytest.raises(ValueError, match=r"must be a multiple of the number of training ranks \(7\)"):
+    with pytest.raises(
+        ValueError, match=r"must be a multiple of the number of training ranks \(7\)"
+    ):
         check_ranks(args_of(script)(), 7)
 
 
@@ -278,28 +390,46 @@ def test_constructor_reads_no_environment_variable(args_class, monkeypatch):
 
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_every_flag_is_documented(script):
-    """The text stands under the field, or under the group's field whose default the script replaces."""
+    """The text stands under the field, or under the group's field whose default the script
+    replaces."""
     helps = texts(args_of(script))
-    assert [field.name for field in dataclasses.fields(args_of(script)) if not helps.get(field.name)] == []
+    assert [
+        field.name for field in dataclasses.fields(args_of(script)) if not helps.get(field.name)
+    ] == []
 
 
 def fields_read(path) -> set[str]:
-    """Return the fields of `args.<name>` and `<anything>.args.<name>` outside the checks of flags."""
+    """Return the fields of `args.<name>` and `<anything>.args.<name>` outside the checks of
+    flags, and those that properties of flags read."""
     module = tree(path)
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     checks = {id(node) for f in functions if f.name == "__post_init__" for node in ast.walk(f)}
-    return {
+    properties = [
+        f for f in functions if [getattr(d, "id", None) for d in f.decorator_list] == ["property"]
+    ]
+    in_properties = {
+        node.attr
+        for f in properties
+        for node in ast.walk(f)
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self"
+    }
+    return in_properties | {
         node.attr
         for node in ast.walk(module)
         if isinstance(node, ast.Attribute)
         and id(node) not in checks
-        and (getattr(node.value, "id", None) == "args" or getattr(node.value, "attr", None) == "args")
+        and (
+            getattr(node.value, "id", None) == "args" or getattr(node.value, "attr", None) == "args"
+        )
     }
 
 
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_every_field_is_read(script):
-    path, fields = ROOT / f"{script}.py", {f.name for f in dataclasses.fields(importlib.import_module(script).Args)}
+    path, fields = (
+        ROOT / f"{script}.py",
+        {f.name for f in dataclasses.fields(importlib.import_module(script).Args)},
+    )
     used = set().union(*map(fields_read, [*MODULES, path]))
     assert fields - used == set()
 
@@ -311,53 +441,3 @@ def test_files_stay_short(path):
     for node in tree(path).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             assert node.end_lineno - node.lineno + 1 <= 155
-
-
-def imported(path) -> set[str]:
-    """Return the project's modules that a file imports, as dotted names, at its top or inside functions, except imports
-    for types alone."""
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    found = set()
-    for node in ast.walk(tree(path)):
-        if id(node) in for_types:
-            continue
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-    return found
-
-
-def dotted(path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def test_imports_have_no_cycle():
-    """Imports inside functions count too. A reader of a file can read its imports first."""
-    below = {dotted(path): imported(path) for path in [*SCRIPTS, *MODULES]}
-    below = {name: {other for other in names if other in below} - {name} for name, names in below.items()}
-    done: set[str] = set()
-    while ready := [name for name, names in below.items() if name not in done and names <= done]:
-        done.update(ready)
-    assert below.keys() - done == set()
-    scripts = {path.stem for path in SCRIPTS}
-    assert {name: names & scripts for name, names in below.items() if names & scripts} == {}  # a script is the top
-
-
-@pytest.mark.parametrize("module", ["policy", "preference", "advantages", "importance", "shaping"])
-def test_objectives_take_tensors_and_numbers(module):
-    """Flags, meters and models are no arguments: the signature shows every input."""
-    body = ast.walk(tree(ROOT / f"common/objectives/{module}.py"))
-    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
-    assert functions
-    for function in functions:
-        arguments = function.args
-        names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        assert not names & {"args", "meter", "model", "policy"} and arguments.vararg is None, function.name
-    above = {name for name in imported(ROOT / f"common/objectives/{module}.py") if name.startswith("common.")}
-    assert {name for name in above if not name.startswith("common.objectives")} == set()

@@ -21,8 +21,7 @@ import eval as evaluation
 import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Positive
-from common.config.groups import OnlineArgs
-from common.config.launch import check_ranks, flags_of
+from common.config.groups import OnlineArgs, check_ranks, flags_of
 from common.config.names import ELSEWHERE, name_here
 from common.config.objectives import CorrectionArgs, RewardArgs
 from common.config.parse import adapted_defaults, is_valid, parse, valid
@@ -69,10 +68,11 @@ def refused(capsys, *argv, args_class=Args) -> str:
 # ---- the file ----
 
 EVERY_KIND = dict(
-    model="some/model", dataset_config="main", system_prompt="Line one.\n- two: 'quoted' \"twice\" # no comment",
-    max_steps=7, epochs=0.5, lr=1e-6, compile=True, reward=("gsm8k", "a/b.py:f"), reward_weights=(1.0, -0.25),
-    log=("wandb", "tensorboard"), mask_truncated=True, correction_filter=(0.5, 2.0), max_logprob_difference=1e-4,
-    lr_schedule="cosine", max_grad_norm=1e9, seed=-1,
+    model="some/model", dataset_config="main",
+    system_prompt="Line one.\n- two: 'quoted' \"twice\" # no comment", max_steps=7, epochs=0.5,
+    lr=1e-6, compile=True, reward=("gsm8k", "a/b.py:f"), reward_weights=(1.0, -0.25),
+    log=("wandb", "tensorboard"), mask_truncated=True, correction_filter=(0.5, 2.0),
+    max_logprob_difference=1e-4, lr_schedule="cosine", max_grad_norm=1e9, seed=-1,
 )  # fmt: skip
 
 
@@ -86,7 +86,9 @@ def test_defaults_survive_a_round_trip_through_a_file(script, tmp_path):
     round_trip(importlib.import_module(script).Args(), tmp_path)
 
 
-@pytest.mark.parametrize("flags", [{}, EVERY_KIND, dict(system_prompt=""), dict(system_prompt="- be brief")])
+@pytest.mark.parametrize(
+    "flags", [{}, EVERY_KIND, dict(system_prompt=""), dict(system_prompt="- be brief")]
+)
 def test_values_of_every_type_survive_a_round_trip_through_a_file(flags, tmp_path):
     round_trip(Args(**flags), tmp_path)
 
@@ -106,7 +108,12 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
     config = f"--config={tmp_path / 'c.yaml'}"
     for argv in (["--max_steps", "9", config], [config, "--max_steps", "9"]):
         args = parse(Args, argv)
-        assert (args.lr, args.max_steps, args.reward, args.compile) == (1e-3, 9, ("gsm8k", "format"), True)
+        assert (args.lr, args.max_steps, args.reward, args.compile) == (
+            1e-3,
+            9,
+            ("gsm8k", "format"),
+            True,
+        )
         assert args.seed == 0 and args.system_prompt is None
     (tmp_path / "one.yaml").write_text("reward: gsm8k\n")  # one alone, as on the command line
     assert parse(Args, ["--config", str(tmp_path / "one.yaml")]).reward == ("gsm8k",)
@@ -152,8 +159,14 @@ def test_bools_parse_all_spellings(argv, value):
 
 def test_dashes_lists_none_and_equals_signs_are_parsed():
     assert parse(Args, ["--max-steps", "3", "--pack-tokens=4096"]).pack_tokens == 4096
-    args = parse(Args, ["--reward", "gsm8k", "format", "--reward-weights", "1", "-0.5", "--log", "wandb"])
-    assert (args.reward, args.reward_weights, args.log) == (("gsm8k", "format"), (1.0, -0.5), ("wandb",))
+    args = parse(
+        Args, ["--reward", "gsm8k", "format", "--reward-weights", "1", "-0.5", "--log", "wandb"]
+    )
+    assert (args.reward, args.reward_weights, args.log) == (
+        ("gsm8k", "format"),
+        (1.0, -0.5),
+        ("wandb",),
+    )
     assert parse(Args, ["--max_steps", "None", "--system_prompt=a=b"]).system_prompt == "a=b"
 
 
@@ -161,10 +174,14 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
     ("argv", "what"),
     [
         (["--max_step", "3"], "unknown flag --max_step (did you mean --max_steps?)"),
-        (["--num_generations", "3"], "unknown flag --num_generations; here it is --samples_per_prompt"),
+        (
+            ["--num_generations", "3"],
+            "unknown flag --num_generations; here it is --samples_per_prompt",
+        ),
         (
             ["--batch-size", "3"],
-            "unknown flag --batch_size: it is a flag of dpo.py, kto.py, rm.py, sft.py; here it is --prompts_per_step\n",
+            "unknown flag --batch_size: it is a flag of dpo.py, kto.py, rm.py, sft.py; "
+            "here it is --prompts_per_step\n",
         ),
         (["--zzz=3"], "unknown flag --zzz\n"),
         (["--max_steps", "many"], "--max_steps many must be a valid integer"),
@@ -178,12 +195,21 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
         (["--compile", "maybe"], "--compile maybe must be a valid boolean"),
         (["--config"], "--config: expected"),
         (["stray"], "stray"),
-        (["--samples_per_prompt", "1"], "--samples_per_prompt 1 must be greater than or equal to 2"),
+        (
+            ["--samples_per_prompt", "1"],
+            "--samples_per_prompt 1 must be greater than or equal to 2",
+        ),
         (["--minibatches", "3"], "--prompts_per_step 64 must be a multiple of --minibatches (3)"),
-        (["--reward", "gsm8k", "--reward_weights", "1", "2"], "--reward_weights has 2 values for 1 rewards"),
+        (
+            ["--reward", "gsm8k", "--reward_weights", "1", "2"],
+            "--reward_weights has 2 values for 1 rewards",
+        ),
         (["--max_new_tokens", "100", "--pack_tokens", "100"], "--max_new_tokens 100"),
         (["--correction_filter", "1"], "--correction_filter: expected {None}|{FLOAT FLOAT}"),
-        (["--correction_filter", "-1", "1"], "--correction_filter -1 must be greater than or equal to 0"),
+        (
+            ["--correction_filter", "-1", "1"],
+            "--correction_filter -1 must be greater than or equal to 0",
+        ),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
@@ -191,38 +217,53 @@ def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
 
 
 MISSPELLED = """
-    max_step:max_steps max_new_token:max_new_tokens
-    promtps_per_step:prompts_per_step sample_per_prompt:samples_per_prompt
-    learningrate:lr eval_evry:eval_every save_evry:save_every lr_scheduler:lr_schedule outputdir:output_dir
-    output:output_dir warmup:warmup_steps weightdecay:weight_decay sytem_prompt:system_prompt data:dataset
-    datasets:dataset dataset_splits:dataset_split rewards:reward rewrad:reward temprature:temperature epoch:epochs
-    lorarank:lora_rank lora_r:lora_rank grad_norm:max_grad_norm pack_token:pack_tokens eval_data:eval_dataset
-    resum:resume modell:model max_prompts:eval_size kl_coef:beta num_generations:samples_per_prompt""".split()
+    max_step:max_steps max_new_token:max_new_tokens promtps_per_step:prompts_per_step
+    sample_per_prompt:samples_per_prompt learningrate:lr eval_evry:eval_every save_evry:save_every
+    lr_scheduler:lr_schedule outputdir:output_dir output:output_dir warmup:warmup_steps
+    weightdecay:weight_decay sytem_prompt:system_prompt data:dataset datasets:dataset
+    dataset_splits:dataset_split rewards:reward rewrad:reward temprature:temperature epoch:epochs
+    lorarank:lora_rank lora_r:lora_rank grad_norm:max_grad_norm pack_token:pack_tokens
+    eval_data:eval_dataset resum:resume modell:model max_prompts:eval_size kl_coef:beta
+    num_generations:samples_per_prompt""".split()
 NONSENSE = """
-    zzz foo bar verbose debug fast quick help_me xyz123 potato use_magic threads color fp8 yes final nothing gpu ui
-    banana""".split()
+    zzz foo bar verbose debug fast quick help_me xyz123 potato use_magic threads color fp8 yes final
+    nothing gpu ui banana""".split()
 
 
 def test_misspelled_flags_have_the_right_guess_and_nonsense_has_none(capsys):
     for name, right in [pair.split(":") for pair in MISSPELLED]:
         message = refused(capsys, f"--{name}=3")
-        assert f"did you mean --{right}?" in message or message.endswith(f"here it is --{right}\n"), message
+        assert f"did you mean --{right}?" in message or message.endswith(
+            f"here it is --{right}\n"
+        ), message
     for name in NONSENSE:
         assert refused(capsys, f"--{name}=3") == f"error: unknown flag --{name}\n"
-    assert "here it is --max_prompts\n" in refused(capsys, "--eval_size", "3", args_class=evaluation.Args)
+    assert "here it is --max_prompts\n" in refused(
+        capsys, "--eval_size", "3", args_class=evaluation.Args
+    )
 
 
 def test_names_of_other_libraries_are_flags_here_by_another_name():
-    fields = {field.name for script in ALGORITHMS for field in dataclasses.fields(importlib.import_module(script).Args)}
+    fields = {
+        field.name
+        for script in ALGORITHMS
+        for field in dataclasses.fields(importlib.import_module(script).Args)
+    }
     assert set(ELSEWHERE) <= fields
     for script in ALGORITHMS:
         known = [field.name for field in dataclasses.fields(importlib.import_module(script).Args)]
-        assert all(name_here(name, known) in {None, *known} - {name} for name in " ".join(ELSEWHERE.values()).split())
+        assert all(
+            name_here(name, known) in {None, *known} - {name}
+            for name in " ".join(ELSEWHERE.values()).split()
+        )
 
 
 def test_flags_that_do_not_fit_the_ranks_are_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "--prompts_per_step 64 must be a multiple of the number of training ranks (3)" in refused(capsys)
+    assert (
+        "--prompts_per_step 64 must be a multiple of the number of training ranks (3)"
+        in refused(capsys)
+    )
     assert parse(Args, ["--prompts_per_step", "6"]).prompts_per_step == 6
 
 
@@ -242,7 +283,9 @@ def test_presets_override_defaults_and_refuse_contradicting_flags(tmp_path, caps
     message = refused(capsys, "--preset", "cispo", "--algorithm", "gspo")
     assert "--algorithm gspo contradicts --preset cispo, which sets cispo" in message
     # A flag at its default also contradicts a preset with another value.
-    assert "--clip_high 0.28 contradicts" in refused(capsys, "--preset", "gspo", "--clip_high", "0.28")
+    assert "--clip_high 0.28 contradicts" in refused(
+        capsys, "--preset", "gspo", "--clip_high", "0.28"
+    )
 
 
 def test_unknown_presets_and_names_of_other_scripts_are_refused(tmp_path, capsys):
@@ -252,13 +295,19 @@ def test_unknown_presets_and_names_of_other_scripts_are_refused(tmp_path, capsys
         message = refused(capsys, *argv)
         assert message == "error: --preset dapo is another script; run python dapo.py\n"
     (tmp_path / "c.yaml").write_text("preset: [gspo]\n")
-    assert "--preset ['gspo'] must be 'gspo'" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
+    assert "--preset ['gspo'] must be 'gspo'" in refused(
+        capsys, "--config", str(tmp_path / "c.yaml")
+    )
 
 
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_every_preset_of_a_script_is_a_valid_set_of_flags(script, tmp_path):
     args_class = importlib.import_module(script).Args
-    moved = {value: command for commands in args_class.MOVED.values() for value, command in commands.items()}
+    moved = {
+        value: command
+        for commands in args_class.MOVED.values()
+        for value, command in commands.items()
+    }
     assert not set(moved) & set(args_class.PRESETS)
     assert all((ROOT / command.split()[1]).is_file() for command in moved.values())
     for preset, flags in args_class.PRESETS.items():
@@ -280,13 +329,20 @@ def help_of(args_class, capsys, *argv) -> str:
 def test_help_has_a_section_for_each_group_in_the_order_of_need(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     text = help_of(Args, capsys)
-    assert text.startswith("usage: test_parse.py [-h] [OPTIONS]\n\nThe command line, its file, its presets and")
+    assert text.startswith(
+        "usage: test_parse.py [-h] [OPTIONS]\n\nThe command line, its file, its presets and"
+    )
     titles = re.findall(r"^ (\w+) options$", text, re.MULTILINE)
-    assert titles == ["model", "data", "scoring", "test_parse", "run", "heldout", "optim", "checkpoint", "lora",
-                      "prefix", "completion", "engine", "rollout", "reward", "correction"]  # fmt: skip
+    assert titles == [
+        "model", "data", "scoring", "test_parse", "run", "heldout", "optim", "checkpoint", "lora",
+        "prefix", "completion", "engine", "rollout", "reward", "correction",
+    ]  # fmt: skip
     blocks = re.split(r"^ \w* ?options$", text, flags=re.MULTILINE)[1:]
     flags = [re.findall(r"^  --(\w+)", block, re.MULTILINE) for block in blocks]
-    assert [flags[0], flags[4]] == [["config"], ["preset", "algorithm", "clip_high", "max_draws", "mask_truncated"]]
+    assert [flags[0], flags[4]] == [
+        ["config"],
+        ["preset", "algorithm", "clip_high", "max_draws", "mask_truncated"],
+    ]
     assert sorted(sum(flags[1:], [])) == sorted(field.name for field in dataclasses.fields(Args))
     assert [line for line in text.splitlines() if len(line) > 90] == []
 
@@ -294,12 +350,15 @@ def test_help_has_a_section_for_each_group_in_the_order_of_need(capsys, monkeypa
 def test_help_says_type_text_and_default(capsys):
     text = " ".join(help_of(Args, capsys, "--max_steps", "3", "-h").split())
     for words in (
-        "--lr FLOAT peak learning rate of AdamW (default: 1e-06)",  # text of the group, default of the script
+        # text of the group, default of the script
+        "--lr FLOAT peak learning rate of AdamW (default: 1e-06)",
         "--samples_per_prompt INT completions, at least two (default: 8)",
         "--algorithm {clip,gspo,cispo} what is minimised (default: clip)",
         "--clip_high FLOAT upper bound of the ratio (default: 0.28)",
-        "; default: computed from `epochs` --epochs FLOAT",  # a default that the text explains is not repeated
-        "--compile [{true,false}] torch.compile for every transformer block and for the log-probs (default: false)",
+        # a default that the text explains is not repeated
+        "; default: computed from `epochs` --epochs FLOAT",
+        "--compile [{true,false}] torch.compile for every transformer block and for the "
+        "log-probs (default: false)",
         "--reward [STR [STR ...]] rewards",
         "tensorboard (default: none)",
         "--correction_filter {None}|{FLOAT FLOAT} two bounds",
@@ -328,7 +387,11 @@ def test_help_with_words_lists_the_flags_that_have_all_of_them(words, flags, cap
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["stalness"], "--help stalness: no flag has this word in its name or text (did you mean staleness?)\n"),
+        (
+            ["stalness"],
+            "--help stalness: no flag has this word in its name or text (did you mean "
+            "staleness?)\n",
+        ),
         (["nccl", "reward"], "--help nccl reward: no flag has all words in its name or text\n"),
     ],
 )
@@ -337,10 +400,15 @@ def test_help_without_a_match_is_one_line(words, what, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_help_survives_a_closed_pipe(script):
-    """Both texts fit in the pipe's buffer, so an interpreter that finds the pipe closed prints nothing."""
-    done = subprocess.run(f"{sys.executable} {script}.py --help | head -n 3", shell=True, capture_output=True, cwd=ROOT)
+def test_help_survives_a_closed_pipe():
+    """Both texts fit in the pipe's buffer, so an interpreter that finds the pipe closed prints
+    nothing."""
+    done = subprocess.run(
+        f"{sys.executable} grpo.py --help | head -n 3",
+        shell=True,
+        capture_output=True,
+        cwd=ROOT,
+    )
     assert done.stdout.startswith(b"usage: ") and done.stderr == b""
 
 
@@ -354,15 +422,22 @@ def test_help_begins_with_a_summary_and_lists_the_flags(script, monkeypatch, cap
     assert exit.value.code == 0 and text.startswith(f"usage: {script}.py")
     assert module.__doc__.split()[:3] == text.split("\n\n")[1].split()[:3]
     listed = re.findall(r"^  (--\w+)", text, re.MULTILINE)
-    assert sorted(listed) == sorted([*(f"--{field.name}" for field in dataclasses.fields(module.Args)), "--config"])
+    assert sorted(listed) == sorted(
+        [*(f"--{field.name}" for field in dataclasses.fields(module.Args)), "--config"]
+    )
 
 
 def test_scripts_import_no_slow_library_but_torch():
-    """--help waits for these imports. torch.distributed's submodules take as long as torch itself."""
-    slow = ["vllm", "wandb", "datasets", "transformers", "matplotlib", "tensorboard", "sympy", "torch._dynamo",
-            "torch.distributed.tensor", "torch.distributed.checkpoint"]  # fmt: skip
+    """--help waits for these imports. torch.distributed's submodules take as long as torch
+    itself."""
+    slow = [
+        "vllm", "wandb", "datasets", "transformers", "matplotlib", "tensorboard", "sympy",
+        "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint",
+    ]  # fmt: skip
     code = f"import sys, {', '.join(ALGORITHMS)}; print([m for m in {slow} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -373,7 +448,10 @@ def test_bare_command_uses_and_prints_the_values_for_the_built_in_model(capsys):
     bare = parse(grpo.Args, [])
     assert (bare.lr, bare.model, bare.max_steps) == (4e-4, "tiny-sft", 60)
     said = capsys.readouterr().out
-    assert said.startswith("defaults for the built-in model and task: --lr 0.0004 ") and said.count("\n") == 1
+    assert (
+        said.startswith("defaults for the built-in model and task: --lr 0.0004 ")
+        and said.count("\n") == 1
+    )
     given = parse(grpo.Args, ["--lr", "0.1", "--max_steps=7", "--model", "tiny"])
     assert (given.lr, given.max_steps, given.prompts_per_step) == (0.1, 7, bare.prompts_per_step)
     assert "--lr " not in capsys.readouterr().out
@@ -381,8 +459,14 @@ def test_bare_command_uses_and_prints_the_values_for_the_built_in_model(capsys):
 
 def test_built_in_model_with_other_data_keeps_its_learning_rates(capsys):
     args = parse(ppo.Args, ["--dataset", "rows.jsonl", "--lr", "1e-4"])
-    assert capsys.readouterr().out == f"defaults for the built-in model: --value_lr {args.value_lr}\n"
-    assert args.value_lr == ppo.Args.TINY_DEFAULTS["value_lr"] and args.lr == 1e-4 and args.max_steps is None
+    assert (
+        capsys.readouterr().out == f"defaults for the built-in model: --value_lr {args.value_lr}\n"
+    )
+    assert (
+        args.value_lr == ppo.Args.TINY_DEFAULTS["value_lr"]
+        and args.lr == 1e-4
+        and args.max_steps is None
+    )
 
 
 def test_export_of_a_run_from_a_built_in_model_keeps_the_learning_rates(capsys, tmp_path):
@@ -412,7 +496,9 @@ def test_defaults_apply_to_other_models_and_data(argv, capsys, tmp_path):
     recipe = ["--config", str(tmp_path / "recipe.yaml")]
     assert parse(grpo.Args, recipe).lr == defaults.lr
     assert capsys.readouterr().out == ""
-    assert parse(grpo.Args, [*recipe, "--model", "tiny"]).lr != defaults.lr  # flags override the file
+    assert (
+        parse(grpo.Args, [*recipe, "--model", "tiny"]).lr != defaults.lr
+    )  # flags override the file
     (tmp_path / "recipe.yaml").write_text("model: tiny\n")
     assert parse(grpo.Args, [*recipe, "--model", "other"]).lr == defaults.lr
 
@@ -424,13 +510,16 @@ def candidates(args_class) -> Iterator[tuple[str, object]]:
         text = str(types[field.name])
         numbers = [0, 1, 2, 3, 7, 100, 0.5] if "int" in text or "float" in text else []
         words = [*re.findall(r"'(\w+)'", text), "x"] if "Literal" in text or "str" in text else []
-        yield from ((field.name, value) for value in [*numbers, *words, *([True, False] if "bool" in text else [])])
+        yield from (
+            (field.name, value)
+            for value in [*numbers, *words, *([True, False] if "bool" in text else [])]
+        )
 
 
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_adapted_defaults_do_not_contradict_what_is_given(script):
-    """Flags that are valid with the usual defaults are valid on the built-in model too, and keep their values. So are
-    flags that only its defaults allow."""
+    """Flags that are valid with the usual defaults are valid on the built-in model too, and keep
+    their values. So are flags that only its defaults allow."""
     args_class, draw = importlib.import_module(script).Args, random.Random(0)
     flags = list(candidates(args_class))
     for given in [*([flag] for flag in flags), *(draw.sample(flags, 2) for _ in range(300))]:
@@ -438,7 +527,9 @@ def test_adapted_defaults_do_not_contradict_what_is_given(script):
         if is_valid(args_class, given):
             adapted = adapted_defaults(args_class, given)[1]
             usual, args = valid(args_class, given), valid(args_class, adapted | given)
-            assert {name: getattr(args, name) for name in given} == {name: getattr(usual, name) for name in given}
+            assert {name: getattr(args, name) for name in given} == {
+                name: getattr(usual, name) for name in given
+            }
 
 
 @pytest.mark.parametrize(
@@ -459,7 +550,10 @@ def test_defaults_that_contradict_a_flag_are_left_out(script, argv, values, caps
     args = parse(importlib.import_module(script).Args, argv.split())
     assert {name: getattr(args, name) for name in values} == values
     said = capsys.readouterr().out
-    assert said.startswith("defaults for the built-in model and task: --lr ") and "--eval_every 0" not in said
+    assert (
+        said.startswith("defaults for the built-in model and task: --lr ")
+        and "--eval_every 0" not in said
+    )
 
 
 def test_preset_overrides_the_values_for_the_built_in_model():
@@ -474,10 +568,15 @@ def test_preset_overrides_the_values_for_the_built_in_model():
 # ---- recipes ----
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe):
     """The launch line in the recipe's comment names the script and the number of ranks."""
-    launch = re.search(r"torchrun --nproc_per_node (\d+) (\w+)\.py --config configs/(\w+)\.yaml", recipe.read_text())
+    launch = re.search(
+        r"torchrun --nproc_per_node (\d+) (\w+)\.py --config configs/(\w+)\.yaml",
+        recipe.read_text(),
+    )
     ranks, script, name = launch.groups()
     assert name == recipe.stem
     args = parse(importlib.import_module(script).Args, ["--config", str(recipe)])
@@ -488,9 +587,12 @@ def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe):
 
 @pytest.mark.parametrize(
     "argv, tokens, said",
-    [([], 256, ""), (["--pack_tokens", "100"], 50, "--max_new_tokens 50: half of --pack_tokens 100\n"),
-     (["--pack_tokens", "100", "--max_new_tokens", "99"], 99, "")],
-)  # fmt: skip
+    [
+        ([], 256, ""),
+        (["--pack_tokens", "100"], 50, "--max_new_tokens 50: half of --pack_tokens 100\n"),
+        (["--pack_tokens", "100", "--max_new_tokens", "99"], 99, ""),
+    ],
+)
 def test_default_max_new_tokens_adapts_to_a_small_pack(argv, tokens, said, capsys):
     import grpo
 

@@ -1,13 +1,16 @@
-"""Messages are parsed, errors name their position, and the chat template is rendered as the flags specify."""
+"""Messages are parsed, errors name their position, and the chat template is rendered as the flags
+specify."""
 
 import json
 
 import pytest
 
 from common.config.groups import BaseArgs
+from common.data.calls import tools_field
 from common.data.chat import end_of_turn
 from common.data.encode import Encoder
-from common.data.messages import messages_field, tools_field
+from common.data.messages import messages_field
+from common.data.pairs import encode_pair
 from common.model.hub import load_tokenizer
 from common.model.tiny import build_tokenizer, tiny_model
 
@@ -19,9 +22,11 @@ CALL = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
 WITH_TOOLS = (
     "{% if tools %}{{ '<|turn|>tools\n' + tools | tojson + '<|end_of_turn|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}"
+    "{% endfor %}"
     "{{ '<|end_of_turn|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% if brief %}{{ '!' }}{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% if brief %}{{ '!' }}{% endif %}"
+    "{% endif %}"
 )
 
 
@@ -43,7 +48,8 @@ def trained(encoder: Encoder, row: dict, columns: tuple[str, ...] = ("messages",
     """Return the trained spans."""
     sample = encoder.sft(row | SOURCE, columns)
     text = "".join(
-        encoder.tokenizer.decode([i]) if mask else "\0" for i, mask in zip(sample.ids, sample.loss_mask, strict=True)
+        encoder.tokenizer.decode([i]) if mask else "\0"
+        for i, mask in zip(sample.ids, sample.loss_mask, strict=True)
     )
     return [stretch for stretch in text.split("\0") if stretch]
 
@@ -62,30 +68,57 @@ def test_text_parts_are_concatenated():
 def test_null_fields_are_dropped_and_arguments_become_objects():
     """Every message of a table has every column."""
     call = dict(CALL, id=None, function=dict(name="add", arguments='{"a": 1}'))
-    row = dict(messages=[turn("user", "hi", tool_calls=None), turn("assistant", None, tool_calls=[call])], **SOURCE)
+    row = dict(
+        messages=[turn("user", "hi", tool_calls=None), turn("assistant", None, tool_calls=[call])],
+        **SOURCE,
+    )
     assert messages_field(row, "messages") == [
-        turn("user", "hi"), turn("assistant", "", tool_calls=[dict(call, function=CALL["function"])])
-    ]  # fmt: skip
+        turn("user", "hi"),
+        turn("assistant", "", tool_calls=[dict(call, function=CALL["function"])]),
+    ]
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (turn("user", [dict(type="image", image="x")]), "turn 1 has a part of type image; only text is supported"),
+        (
+            turn("user", [dict(type="image", image="x")]),
+            "turn 1 has a part of type image; only text is supported",
+        ),
         (turn("user", ["x"]), "turn 1 has a part of type str"),
         (turn("user", [dict(type="text")]), "turn 1 has a part of type text"),
         (turn("assistant", None), "must list objects with string role and content"),
         (turn("tool", dict(a=1)), "must list objects with string role and content"),
-        (turn("user", "x", tool_calls=[CALL]), "tool_calls must be a list, in an assistant's message"),
-        (turn("assistant", "x", tool_calls="add"), "tool_calls must be a list, in an assistant's message"),
-        (turn("assistant", "x", tool_calls=["add"]), "turn 1: a tool call must be an object with a `function`"),
-        (turn("assistant", "x", tool_calls=[dict(function=dict(name=1))]), "turn 1: a tool call must be an object"),
-        (turn("assistant", "x", tool_calls=[dict(function=dict(name="f"))]), "the arguments of f are not an object"),
-        (turn("assistant", "x", tool_calls=[dict(function=dict(name="f", arguments="{"))]),
-         "the arguments of f are not JSON"),
-        (turn("assistant", "x", tool_calls=[dict(function=dict(name="\ud800", arguments={}))]), "a lone surrogate"),
+        (
+            turn("user", "x", tool_calls=[CALL]),
+            "tool_calls must be a list, in an assistant's message",
+        ),
+        (
+            turn("assistant", "x", tool_calls="add"),
+            "tool_calls must be a list, in an assistant's message",
+        ),
+        (
+            turn("assistant", "x", tool_calls=["add"]),
+            "turn 1: a tool call must be an object with a `function`",
+        ),
+        (
+            turn("assistant", "x", tool_calls=[dict(function=dict(name=1))]),
+            "turn 1: a tool call must be an object",
+        ),
+        (
+            turn("assistant", "x", tool_calls=[dict(function=dict(name="f"))]),
+            "the arguments of f are not an object",
+        ),
+        (
+            turn("assistant", "x", tool_calls=[dict(function=dict(name="f", arguments="{"))]),
+            "the arguments of f are not JSON",
+        ),
+        (
+            turn("assistant", "x", tool_calls=[dict(function=dict(name="\ud800", arguments={}))]),
+            "a lone surrogate",
+        ),
     ],
-)  # fmt: skip
+)
 def test_malformed_messages_are_refused_by_position(message, words):
     with pytest.raises(ValueError, match=f"rows.jsonl:3: column messages.* ?{words}"):
         messages_field(dict(messages=[message], **SOURCE), "messages")
@@ -110,11 +143,19 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
         assert trained(coder, row) == [call + EOT, "It is 2" + EOT]
         text = TOKENIZER.decode(coder.sft(row | SOURCE, ("messages",)).ids)
         assert text.startswith("<|turn|>tools\n" + json.dumps([TOOL]) + EOT)
-    row = dict(prompt=CALLING[:1], tools=[TOOL], chosen=CALLING[1:2], rejected=[turn("assistant", "2")], **SOURCE)
-    chosen, rejected = coder.pair(row, ("prompt", "chosen", "rejected"))
+    row = dict(
+        prompt=CALLING[:1],
+        tools=[TOOL],
+        chosen=CALLING[1:2],
+        rejected=[turn("assistant", "2")],
+        **SOURCE,
+    )
+    chosen, rejected = encode_pair(coder, row, ("prompt", "chosen", "rejected"))
     assert TOKENIZER.decode(chosen.completion_ids) == call + EOT
     assert (
-        chosen.ids[: chosen.prompt_length] == coder.prompt(row, ("prompt",)) == rejected.ids[: rejected.prompt_length]
+        chosen.ids[: chosen.prompt_length]
+        == coder.prompt(row, ("prompt",))
+        == rejected.ids[: rejected.prompt_length]
     )
     assert "tools" in TOKENIZER.decode(coder.prompt(row, ("prompt",)))
 
@@ -146,12 +187,18 @@ def test_malformed_tools_are_refused_by_position(tools, words):
 def test_tools_that_the_template_omits_are_refused():
     row = dict(messages=CALLING, prompt="x", **SOURCE)
     with pytest.raises(
-        ValueError, match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template omits the tool call of add"
+        ValueError,
+        match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template omits the tool call of add",
     ):
         encoder().sft(row, ("messages",))
-    with pytest.raises(ValueError, match="rows.jsonl:3: column tools: the chat template does not read it"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:3: column tools: the chat template does not read it"
+    ):
         encoder().sft(row | dict(tools=[TOOL]), ("messages",))
-    with pytest.raises(ValueError, match="rows.jsonl:3: column tools needs chat format, column prompt is plain text"):
+    with pytest.raises(
+        ValueError,
+        match="rows.jsonl:3: column tools needs chat format, column prompt is plain text",
+    ):
         encoder().prompt(row | dict(tools=[TOOL]), ("prompt",))
 
 
@@ -161,7 +208,9 @@ def test_tools_that_the_template_omits_are_refused():
 def test_template_from_a_file_is_used_and_saved(tmp_path):
     (tmp_path / "chat.jinja").write_text(WITH_TOOLS + "\n")
     tokenizer = load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
-    text = tokenizer.decode(encoder(tokenizer).prompt(dict(question="x", tools=[TOOL], **SOURCE), ("question",)))
+    text = tokenizer.decode(
+        encoder(tokenizer).prompt(dict(question="x", tools=[TOOL], **SOURCE), ("question",))
+    )
     assert text.startswith("<|turn|>tools") and text.endswith("<|turn|>assistant\n")
     tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "chat_template.jinja").read_text().strip() == WITH_TOOLS.strip()
@@ -186,10 +235,14 @@ def test_template_that_fails_to_render_is_refused(template, words, tmp_path):
         load_tokenizer(tiny_model(), BaseArgs(chat_template=str(tmp_path / "chat.jinja")))
 
 
-@pytest.mark.parametrize(("value", "ends"), [("true", "\n!"), ("false", "\n"), ("null", "\n"), ("a: b", "\n!")])
+@pytest.mark.parametrize(
+    ("value", "ends"), [("true", "\n!"), ("false", "\n"), ("null", "\n"), ("a: b", "\n!")]
+)
 def test_template_kwargs_reach_the_template(value, ends):
     coder = encoder(tokenizer_with(WITH_TOOLS), template_kwargs=(f"brief={value}",))
-    assert TOKENIZER.decode(coder.prompt(dict(question="x", **SOURCE), ("question",))).endswith("assistant" + ends)
+    assert TOKENIZER.decode(coder.prompt(dict(question="x", **SOURCE), ("question",))).endswith(
+        "assistant" + ends
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +269,10 @@ def test_templates_may_use_extensions_of_transformers():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(template_kwargs=("brief=1",)), "--template_kwargs: the tokenizer has no chat template"),
+        (
+            dict(template_kwargs=("brief=1",)),
+            "--template_kwargs: the tokenizer has no chat template",
+        ),
         (dict(prompt_format="chat"), "--prompt_format chat: the tokenizer has no chat template"),
     ],
 )
@@ -236,7 +292,14 @@ def test_text_that_a_template_adds_or_strips_is_not_trained():
         "{{ m.content | trim + '<|end_of_turn|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
     )
-    row = dict(messages=[turn("user", "a"), turn("assistant", " b\n"), turn("user", "c"), turn("assistant", "d ")])
+    row = dict(
+        messages=[
+            turn("user", "a"),
+            turn("assistant", " b\n"),
+            turn("user", "c"),
+            turn("assistant", "d "),
+        ]
+    )
     sample = encoder(tokenizer).sft(row | SOURCE, ("messages",))
     trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
     assert tokenizer.decode(trained) == "b" + EOT + "<think>\n\n</think>\n\nd" + EOT
@@ -244,27 +307,38 @@ def test_text_that_a_template_adds_or_strips_is_not_trained():
 
 def test_template_that_rewrites_turns_is_refused_by_row():
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
-    with pytest.raises(ValueError, match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template changes its text"):
-        encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",))
+    tokenizer.chat_template = TOKENIZER.chat_template.replace(
+        "message['content']", "message['content'] | upper"
+    )
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:3: turn 2 \(assistant\): the chat template changes its text"
+    ):
+        encoder(tokenizer).sft(
+            dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",)
+        )
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_end_of_turn_in_added_tokens_only_is_trained(special):
-    """Gemma 3 lists <end_of_turn> only among its added tokens; many ChatML models do not mark theirs as special."""
+    """Gemma 3 lists <end_of_turn> only among its added tokens; many ChatML models do not mark
+    theirs as special."""
     from tokenizers import AddedToken
 
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_end|>", special=special, normalized=False)])
     tokenizer.chat_template = TOKENIZER.chat_template.replace(EOT, "<|im_end|>")
-    sample = encoder(tokenizer).sft(dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",))
+    sample = encoder(tokenizer).sft(
+        dict(messages=[turn("user", "a"), turn("assistant", "b")], **SOURCE), ("messages",)
+    )
     trained = [i for i, mask in zip(sample.ids, sample.loss_mask, strict=True) if mask]
     assert tokenizer.decode(trained) == "b<|im_end|>"
 
 
 def test_end_of_turn_token_is_found():
     assert TOKENIZER.decode([end_of_turn(TOKENIZER)]) == EOT
-    assert end_of_turn(tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")) is None
+    assert (
+        end_of_turn(tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")) is None
+    )
     assert end_of_turn(tokenizer_with("<|turn|>")) is None
 
 
@@ -278,37 +352,58 @@ WITHOUT_THINKING = (
 
 @pytest.mark.parametrize("earlier", ["b", "<b>", "assistant", "<think>"])
 def test_turn_that_is_not_shown_as_sampled_is_context(earlier):
-    """Qwen3 without thinking: the prompt ends with an empty thinking block, which the template keeps only for the last
-    turn. Training the earlier turn would train it after another prompt."""
+    """Qwen3 without thinking: the prompt ends with an empty thinking block, which the template
+    keeps only for the last turn. Training the earlier turn would train it after another prompt."""
     coder = encoder(tokenizer_with(WITHOUT_THINKING))
-    row = dict(messages=[turn("user", "a"), turn("assistant", earlier), turn("user", "c"), turn("assistant", "d")])
+    row = dict(
+        messages=[
+            turn("user", "a"),
+            turn("assistant", earlier),
+            turn("user", "c"),
+            turn("assistant", "d"),
+        ]
+    )
     assert trained(coder, row) == ["d" + EOT]
     assert coder.sft(row | SOURCE, ("messages",)).context_turns == 1
     pair = dict(prompt=row["messages"][:1], completion=row["messages"][1:], **SOURCE)
-    with pytest.raises(ValueError, match="rows.jsonl:3: column completion: the chat template shows an earlier turn"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:3: column completion: the chat template shows an earlier turn"
+    ):
         coder.completion(pair, "prompt", "completion")
 
 
 def test_last_turn_after_another_prompt_is_refused():
     tokenizer = tokenizer_with("{{ messages | length }}" + TOKENIZER.chat_template)
-    with pytest.raises(ValueError, match=r"turn 2 \(assistant\): .* prompt goes on with '1<.*', the turn with '2<"):
+    with pytest.raises(
+        ValueError, match=r"turn 2 \(assistant\): .* prompt goes on with '1<.*', the turn with '2<"
+    ):
         trained(encoder(tokenizer), dict(messages=[turn("user", "a"), turn("assistant", "b")]))
 
 
 def test_earlier_turns_are_tokenised_as_sampled():
-    """A turn begins with a token of its own; in the whole text, two line breaks would become one token here."""
+    """A turn begins with a token of its own; in the whole text, two line breaks would become one
+    token here."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["\n\n"])
-    messages, coder = [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")], encoder(tokenizer)
+    messages, coder = (
+        [turn("user", "a"), turn("assistant", "\nb"), turn("user", "c")],
+        encoder(tokenizer),
+    )
     prompt = coder.prompt(dict(prompt=messages, **SOURCE), ("prompt",))
     whole = coder.sft(dict(messages=[*messages, turn("assistant", "d")], **SOURCE), ("messages",))
-    assert whole.ids[: len(prompt)] == prompt and tokenizer.convert_tokens_to_ids("\n\n") not in prompt
+    assert (
+        whole.ids[: len(prompt)] == prompt and tokenizer.convert_tokens_to_ids("\n\n") not in prompt
+    )
     last = coder.sft(dict(prompt=messages, completion="d", **SOURCE), ("prompt", "completion"))
     assert last.ids == whole.ids and last.prompt_length == len(prompt)
 
 
 def test_template_may_change_turns_of_a_prompt():
     """Prompt turns are not trained, and templates drop their thinking blocks."""
-    upper = tokenizer_with(TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper"))
+    upper = tokenizer_with(
+        TOKENIZER.chat_template.replace("message['content']", "message['content'] | upper")
+    )
     prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")]
-    assert "\nB" + EOT in TOKENIZER.decode(encoder(upper).prompt(dict(prompt=prompt, **SOURCE), ("prompt",)))
+    assert "\nB" + EOT in TOKENIZER.decode(
+        encoder(upper).prompt(dict(prompt=prompt, **SOURCE), ("prompt",))
+    )

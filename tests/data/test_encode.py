@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config.groups import BaseArgs
-from common.data.encode import Encoder, encode_pairs, truncate
+from common.data.encode import Encoder, truncate
+from common.data.pairs import encode_pair, encode_pairs
 from common.data.rows import PAIR_COLUMNS, SFT_COLUMNS
 from common.data.sample import Sample
 from common.model.tiny import build_tokenizer
@@ -25,7 +26,9 @@ def encoder(tokenizer=TOKENIZER, **flags) -> Encoder:
     return Encoder(tokenizer, BaseArgs(**flags))
 
 
-def encode(row: dict, columns: tuple[str, ...], train_on_all: bool = False, **flags) -> tuple[str, list[str]]:
+def encode(
+    row: dict, columns: tuple[str, ...], train_on_all: bool = False, **flags
+) -> tuple[str, list[str]]:
     """Return the whole text and its trained spans."""
     sample = encoder(**flags).sft(row | dict(_source="rows.jsonl:3"), columns, train_on_all)
     assert len(sample.ids) == len(sample.loss_mask)
@@ -59,11 +62,15 @@ def test_only_the_completion_is_trained_after_a_prompt():
 
 
 def pair(row: dict, columns: tuple[str, ...], **flags) -> list[tuple[str, str]]:
-    """Return (prompt, completion) of chosen and rejected, and check that exactly the completion is trained."""
-    samples = encoder(**flags).pair(row | dict(_source="rows.jsonl:3"), columns)
+    """Return (prompt, completion) of chosen and rejected, and check that exactly the completion is
+    trained."""
+    samples = encode_pair(encoder(**flags), row | dict(_source="rows.jsonl:3"), columns)
     for s in samples:
         assert s.loss_mask == [i >= s.prompt_length for i in range(len(s.ids))]
-    return [(TOKENIZER.decode(s.ids[: s.prompt_length]), TOKENIZER.decode(s.completion_ids)) for s in samples]
+    return [
+        (TOKENIZER.decode(s.ids[: s.prompt_length]), TOKENIZER.decode(s.completion_ids))
+        for s in samples
+    ]
 
 
 EXPLICIT, IMPLICIT = PAIR_COLUMNS
@@ -75,9 +82,17 @@ def test_pairs_with_a_prompt_column_are_encoded():
     start = "<|turn|>user\n1+1=" + EOT + "\n<|turn|>assistant\n"
     expected = [(start, "2" + EOT), (start, "3" + EOT)]  # no token follows the end of the turn
     assert pair(row, EXPLICIT, prompt_format="chat") == expected
-    row = dict(prompt=[turn("user", "1+1=")], chosen=[turn("assistant", "2")], rejected=[turn("assistant", "3")])
+    row = dict(
+        prompt=[turn("user", "1+1=")],
+        chosen=[turn("assistant", "2")],
+        rejected=[turn("assistant", "3")],
+    )
     assert pair(row, EXPLICIT) == expected
-    whole = dict(prompt="1+1=", chosen=row["prompt"] + row["chosen"], rejected=row["prompt"] + row["rejected"])
+    whole = dict(
+        prompt="1+1=",
+        chosen=row["prompt"] + row["chosen"],
+        rejected=row["prompt"] + row["rejected"],
+    )
     assert pair(whole, EXPLICIT) == expected  # UltraFeedback's form
 
 
@@ -88,22 +103,41 @@ def test_pairs_without_a_prompt_column_share_their_common_prefix():
     row = dict(chosen="Q: 1+1? A: two", rejected="Q: 1+1? A: twelve")  # a word is not cut in two
     assert pair(row, IMPLICIT) == [("Q: 1+1? A: ", "two" + EOS), ("Q: 1+1? A: ", "twelve" + EOS)]
     context = [turn("user", "hi"), turn("assistant", "ho"), turn("user", "1+1=")]
-    row = dict(chosen=context + [turn("assistant", "2")], rejected=context + [turn("assistant", "3")])
+    row = dict(
+        chosen=context + [turn("assistant", "2")], rejected=context + [turn("assistant", "3")]
+    )
     (prompt, chosen), (same, rejected) = pair(row, IMPLICIT)
-    assert prompt == same and prompt.endswith("1+1=" + EOT + "\n<|turn|>assistant\n") and "ho" in prompt
+    assert (
+        prompt == same
+        and prompt.endswith("1+1=" + EOT + "\n<|turn|>assistant\n")
+        and "ho" in prompt
+    )
     assert (chosen, rejected) == ("2" + EOT, "3" + EOT)
-    assert pair(dict(chosen=row["chosen"], rejected=row["chosen"]), IMPLICIT)[0] == (prompt, "2" + EOT)
+    assert pair(dict(chosen=row["chosen"], rejected=row["chosen"]), IMPLICIT)[0] == (
+        prompt,
+        "2" + EOT,
+    )
 
 
 def test_question_and_answer_become_a_chat_with_a_template():
     row = dict(question="Why?", answer="So.")
-    assert encode(row, QA) == ("<|turn|>user\nWhy?" + EOT + "\n<|turn|>assistant\nSo." + EOT + "\n", ["So." + EOT])
+    assert encode(row, QA) == (
+        "<|turn|>user\nWhy?" + EOT + "\n<|turn|>assistant\nSo." + EOT + "\n",
+        ["So." + EOT],
+    )
     assert encode(row, QA, prompt_format="plain") == ("Why?\nSo." + EOS, ["So." + EOS])
 
 
 def test_every_assistant_turn_is_trained_with_its_end_of_turn_and_nothing_else():
-    row = dict(messages=[turn("system", "S"), turn("user", "a"), turn("assistant", "b"), turn("user", "b"),
-                         turn("assistant", " b c\n")])  # fmt: skip
+    row = dict(
+        messages=[
+            turn("system", "S"),
+            turn("user", "a"),
+            turn("assistant", "b"),
+            turn("user", "b"),
+            turn("assistant", " b c\n"),
+        ]
+    )
     text, trained = encode(row, MESSAGES)
     assert text == TOKENIZER.apply_chat_template(row["messages"], tokenize=False)
     assert trained == ["b" + EOT, " b c\n" + EOT]
@@ -118,7 +152,9 @@ def test_input_and_output_become_prompt_and_completion():
 
 
 def test_prompt_turns_are_not_trained():
-    row = dict(prompt=[turn("user", "a"), turn("assistant", "b"), turn("user", "c")], completion="d")
+    row = dict(
+        prompt=[turn("user", "a"), turn("assistant", "b"), turn("user", "c")], completion="d"
+    )
     assert encode(row, PAIR)[1] == ["d" + EOT]
 
 
@@ -129,7 +165,9 @@ def test_system_prompt_precedes_every_chat_without_one():
         (dict(prompt=[turn("user", "a")], completion="b"), PAIR),
     ):
         text, trained = encode(row, columns, system_prompt="S")
-        assert text.startswith("<|turn|>system\nS" + EOT + "\n<|turn|>user\na") and trained == ["b" + EOT]
+        assert text.startswith("<|turn|>system\nS" + EOT + "\n<|turn|>user\na") and trained == [
+            "b" + EOT
+        ]
     row = dict(messages=[turn("system", "mine"), turn("user", "a"), turn("assistant", "b")])
     assert encode(row, MESSAGES, system_prompt="S") == encode(row, MESSAGES)
 
@@ -139,17 +177,30 @@ def test_system_prompt_precedes_every_chat_without_one():
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
-@given(texts, texts, st.sampled_from(["auto", "chat", "plain"]), st.sampled_from([None, "Be brief."]))
-def test_training_prompt_equals_the_sampling_prompt(prompt, completion, prompt_format, system_prompt):
-    coder = encoder(prompt_format=prompt_format, system_prompt=system_prompt if prompt_format == "chat" else None)
-    rows = [(dict(prompt=prompt, completion=completion), PAIR), (dict(question=prompt, answer=completion), QA)]
+@given(
+    texts, texts, st.sampled_from(["auto", "chat", "plain"]), st.sampled_from([None, "Be brief."])
+)
+def test_training_prompt_equals_the_sampling_prompt(
+    prompt, completion, prompt_format, system_prompt
+):
+    coder = encoder(
+        prompt_format=prompt_format,
+        system_prompt=system_prompt if prompt_format == "chat" else None,
+    )
+    rows = [
+        (dict(prompt=prompt, completion=completion), PAIR),
+        (dict(question=prompt, answer=completion), QA),
+    ]
     if prompt_format != "plain":
         history = [turn("user", "x"), turn("assistant", "y"), turn("user", prompt)]
         rows.append((dict(prompt=history, completion=completion, _source="x:1"), PAIR))
     for row, columns in rows:
         sample = coder.sft(row, columns)
         assert sample.ids[: sample.prompt_length] == coder.prompt(row, columns[:1])
-        assert not any(sample.loss_mask[: sample.prompt_length]) and sample.loss_mask[sample.prompt_length]
+        assert (
+            not any(sample.loss_mask[: sample.prompt_length])
+            and sample.loss_mask[sample.prompt_length]
+        )
 
 
 def test_text_after_the_end_of_turn_is_not_trained():
@@ -173,24 +224,41 @@ def test_malformed_rows_are_refused_by_name():
 
 
 def encoded_pairs(
-    lengths: list[tuple[int, ...]], overlong: str, identical_pairs: str = "drop", on_bad_row: str = "error"
+    lengths: list[tuple[int, ...]],
+    overlong: str,
+    identical_pairs: str = "drop",
+    on_bad_row: str = "error",
 ):
-    """Encode rows of the given lengths, with two prompt ids each. Completions of one length are equal."""
+    """Encode rows of the given lengths, with two prompt ids each. Completions of one length are
+    equal."""
     rows = [dict(lengths=row, _source=f"rows:{i}") for i, row in enumerate(lengths)]
 
     def encode(row):
-        return [Sample(list(range(n)), [i >= 2 for i in range(n)], prompt_length=2, row=row) for n in row["lengths"]]
+        return [
+            Sample(list(range(n)), [i >= 2 for i in range(n)], prompt_length=2, row=row)
+            for n in row["lengths"]
+        ]
 
-    args = SimpleNamespace(max_length=5, overlong=overlong, identical_pairs=identical_pairs, on_bad_row=on_bad_row)
+    args = SimpleNamespace(
+        max_length=5, overlong=overlong, identical_pairs=identical_pairs, on_bad_row=on_bad_row
+    )
     pairs, counts = encode_pairs(rows, encode, args)
     return [[len(sample.ids) for sample in pair] for pair in pairs], dict(counts)
 
 
 def test_pairs_with_an_overlong_side_are_refused_dropped_or_truncated():
     lengths = [(3, 4), (3, 6), (6, 4), (5, 4)]
-    assert encoded_pairs(lengths, "drop") == ([[3, 4], [5, 4]], {"dropped as too long (--max_length)": 2})
-    assert encoded_pairs(lengths, "truncate") == ([[3, 4], [3, 5], [5, 4], [5, 4]], {"truncated (--max_length)": 2})
-    with pytest.raises(ValueError, match="rows:1: 6 tokens exceed --max_length 5; set --overlong drop or truncate"):
+    assert encoded_pairs(lengths, "drop") == (
+        [[3, 4], [5, 4]],
+        {"dropped as too long (--max_length)": 2},
+    )
+    assert encoded_pairs(lengths, "truncate") == (
+        [[3, 4], [3, 5], [5, 4], [5, 4]],
+        {"truncated (--max_length)": 2},
+    )
+    with pytest.raises(
+        ValueError, match="rows:1: 6 tokens exceed --max_length 5; set --overlong drop or truncate"
+    ):
         encoded_pairs(lengths, "error")
     assert encoded_pairs(lengths, "error", on_bad_row="skip") == encoded_pairs(lengths, "drop")
     assert encoded_pairs([(4,), (9,)], "truncate") == ([[4], [5]], {"truncated (--max_length)": 1})

@@ -1,4 +1,5 @@
-"""A folder has the same splits as in the library `datasets`, and no row is in two splits or read twice."""
+"""A folder has the same splits as in the library `datasets`, and no row is in two splits or read
+twice."""
 
 import os
 
@@ -11,13 +12,16 @@ from common.data.files import open_shards
 from common.data.rows import load_rows
 
 FOLDERS = """
-    train/ test/ math_train/ math_test/ training/ testing/ val/ a/b/ dev-1/ data/ data/train/ latest/ train_test_split/
-    .ipynb_checkpoints/ __pycache__/""".split()
+    train/ test/ math_train/ math_test/ training/ testing/ val/ a/b/ dev-1/ data/ data/train/
+    latest/ train_test_split/ .ipynb_checkpoints/ __pycache__/""".split()
 STEMS = """
     train test train_2 test.v2 rows part-0 my-eval validation contest .hidden train-00000-of-00002
     extra-00001-of-00002""".split()
 LAYOUTS = st.lists(
-    st.tuples(st.sampled_from(["", *FOLDERS]), st.sampled_from(STEMS)), min_size=1, max_size=6, unique=True
+    st.tuples(st.sampled_from(["", *FOLDERS]), st.sampled_from(STEMS)),
+    min_size=1,
+    max_size=6,
+    unique=True,
 )
 
 
@@ -34,7 +38,9 @@ def ours(folder, split: str, config: str | None = None) -> list[str]:
 def theirs(folder, config: str | None = None) -> dict[str, list[str]]:
     """Return the files of each split in `datasets`, which lists some of them twice."""
     files = datasets.load_dataset_builder(str(folder), config).config.data_files
-    return {str(s): sorted({os.path.relpath(f, folder) for f in found}) for s, found in files.items()}
+    return {
+        str(s): sorted({os.path.relpath(f, folder) for f in found}) for s, found in files.items()
+    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,9 +56,12 @@ def test_splits_equal_those_of_datasets(layout, tmp_path_factory):
         return
     for split in ("train", "test", "validation", "extra"):
         files = expected.get(split, [])
-        if other := [name for name in expected if name != split and set(expected[name]) & set(files)]:
+        if other := [
+            name for name in expected if name != split and set(expected[name]) & set(files)
+        ]:
             with pytest.raises(
-                ValueError, match=rf"belongs to the splits {split} and ({'|'.join(other)}) by its name;"
+                ValueError,
+                match=rf"belongs to the splits {split} and ({'|'.join(other)}) by its name;",
             ):
                 ours(folder, split)
         else:
@@ -69,9 +78,14 @@ def test_splits_equal_those_of_datasets(layout, tmp_path_factory):
     ],
 )
 def test_rows_equal_those_of_datasets(train, test, tmp_path):
-    write(tmp_path, [*train, *test, ".ipynb_checkpoints/train-checkpoint.jsonl", "train/__old__/train.jsonl"])
+    write(
+        tmp_path,
+        [*train, *test, ".ipynb_checkpoints/train-checkpoint.jsonl", "train/__old__/train.jsonl"],
+    )
     (tmp_path / "test_notes.txt").write_text("of another kind")
-    assert ours(tmp_path, "train") == train and ours(tmp_path, "test") == test == ours(tmp_path, "evaluation")
+    assert ours(tmp_path, "train") == train and ours(tmp_path, "test") == test == ours(
+        tmp_path, "evaluation"
+    )
     (tmp_path / "test_notes.txt").unlink()
     found = datasets.load_dataset(str(tmp_path))
     assert {split: sorted(rows["text"]) for split, rows in found.items()} == (
@@ -95,14 +109,21 @@ configs:
 
 
 def test_readme_lists_the_files_of_splits(tmp_path):
-    write(tmp_path, ["a/1.jsonl", "a/2.jsonl", "b/test.jsonl", "b/more.jsonl", "b/train.jsonl", "test.jsonl"])
+    write(
+        tmp_path,
+        ["a/1.jsonl", "a/2.jsonl", "b/test.jsonl", "b/more.jsonl", "b/train.jsonl", "test.jsonl"],
+    )
     (tmp_path / "README.md").write_text(CARD)
     for config in (None, "plain", "deep", "all"):
         expected = theirs(tmp_path, config)
         assert {split: sorted(ours(tmp_path, split, config)) for split in expected} == expected
-    assert ours(tmp_path, "test") == ["b/more.jsonl", "b/test.jsonl"] and ours(tmp_path, "validation") == []
+    assert (
+        ours(tmp_path, "test") == ["b/more.jsonl", "b/test.jsonl"]
+        and ours(tmp_path, "validation") == []
+    )
     with pytest.raises(
-        ValueError, match="README.md has the configurations plain, deep, all; name one in --dataset_conf"
+        ValueError,
+        match="README.md has the configurations plain, deep, all; name one in --dataset_conf",
     ):
         ours(tmp_path, "train", "absent")
     (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")
@@ -110,12 +131,21 @@ def test_readme_lists_the_files_of_splits(tmp_path):
         ours(tmp_path, "train")
 
 
-@pytest.mark.parametrize("lost", ["absent.jsonl", "../outside.jsonl", ".hidden/b.jsonl", "b.csv.gz"])
+@pytest.mark.parametrize(
+    "lost", ["absent.jsonl", "../outside.jsonl", ".hidden/b.jsonl", "b.csv.gz"]
+)
 def test_file_of_a_readme_that_cannot_be_read_is_named(lost, tmp_path):
-    write(tmp_path, ["folder/a.jsonl", "folder/.hidden/b.jsonl", "folder/b.csv.gz", "outside.jsonl"])
-    card = f"---\nconfigs:\n- config_name: x\n  data_files:\n  - {{split: train, path: [a.jsonl, {lost}]}}\n---\n"
+    write(
+        tmp_path, ["folder/a.jsonl", "folder/.hidden/b.jsonl", "folder/b.csv.gz", "outside.jsonl"]
+    )
+    card = (
+        "---\nconfigs:\n- config_name: x\n  data_files:\n"
+        f"  - {{split: train, path: [a.jsonl, {lost}]}}\n---\n"
+    )
     (tmp_path / "folder" / "README.md").write_text(card)
-    with pytest.raises(ValueError, match=f"^--dataset .*: README.md lists {lost}: no readable file"):
+    with pytest.raises(
+        ValueError, match=f"^--dataset .*: README.md lists {lost}: no readable file"
+    ):
         ours(tmp_path / "folder", "train", "x")
 
 
@@ -125,7 +155,9 @@ def test_one_name_in_two_kinds_is_refused(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text('{"text": "x"}' if name.endswith("jsonl") else "text\nx\n")
-    with pytest.raises(ValueError, match="--dataset .*: train/a.csv and train/a.jsonl have one name; delete one"):
+    with pytest.raises(
+        ValueError, match="--dataset .*: train/a.csv and train/a.jsonl have one name; delete one"
+    ):
         open_shards("--dataset", str(tmp_path), "train", None)
     (tmp_path / "train" / "a.csv").unlink()
     assert len(open_shards("--dataset", str(tmp_path), "train", None)) == 2

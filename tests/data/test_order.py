@@ -1,4 +1,5 @@
-"""The order of rows does not depend on the number of ranks, resumes exactly, and follows the weights."""
+"""The order of rows does not depend on the number of ranks, resumes exactly, and follows the
+weights."""
 
 import json
 
@@ -37,20 +38,33 @@ def test_order_resumes_exactly(num_rows, before, after):
 
 
 def test_resume_with_other_rows_is_refused():
-    with pytest.raises(ValueError, match="5 training rows, but 4 in the checkpoint; use the data and flags"):
+    with pytest.raises(
+        ValueError, match="5 training rows, but 4 in the checkpoint; use the data and flags"
+    ):
         RowOrder(5, 0).load_state_dict(RowOrder(4, 0).state_dict())
 
 
 # ---- several weighted datasets ----
 
-weights = st.lists(st.floats(0.05, 20), min_size=2, max_size=4).map(lambda ws: {f"d{i}": w for i, w in enumerate(ws)})
+weights = st.lists(st.floats(0.05, 20), min_size=2, max_size=4).map(
+    lambda ws: {f"d{i}": w for i, w in enumerate(ws)}
+)
 
 
 def mixed(sizes: list[int]) -> list[dict]:
-    return [dict(_dataset=f"d{i}", _source=f"d{i}:{n}") for i, size in enumerate(sizes) for n in range(size)]
+    return [
+        dict(_dataset=f"d{i}", _source=f"d{i}:{n}")
+        for i, size in enumerate(sizes)
+        for n in range(size)
+    ]
 
 
-@given(weights, st.lists(st.integers(1, 9), min_size=4, max_size=4), st.integers(0, 60), st.integers(1, 60))
+@given(
+    weights,
+    st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    st.integers(0, 60),
+    st.integers(1, 60),
+)
 def test_every_window_follows_the_weights(weights, sizes, before, count):
     rows, total = mixed(sizes[: len(weights)]), sum(weights.values())
     order = WeightedOrder(rows, weights, seed=3)
@@ -74,13 +88,17 @@ def test_mixing_preserves_the_order_of_each_source(weights, counts, last):
     assert epochs["epoch"] == pytest.approx(len(drawn) / len(rows))
     for i, size in enumerate(sizes):
         own = [row - sum(sizes[:i]) for row in drawn if rows[row]["_dataset"] == f"d{i}"]
-        assert own == RowOrder(size, 3).draw(len(own)) and epochs[f"epoch/d{i}"] == pytest.approx(len(own) / size)
+        assert own == RowOrder(size, 3).draw(len(own)) and epochs[f"epoch/d{i}"] == pytest.approx(
+            len(own) / size
+        )
 
 
 def test_flags_determine_the_order():
     rows = [dict(_source=f"a:{n}") for n in range(9)]
     for dataset in (("a",), ("a:0.3",), ("a", "b")):  # one, or several as one
-        assert make_order(rows, TrainArgs(dataset=dataset, seed=4)).draw(30) == RowOrder(9, 4).draw(30)
+        assert make_order(rows, TrainArgs(dataset=dataset, seed=4)).draw(30) == RowOrder(9, 4).draw(
+            30
+        )
     rows = [dict(_dataset=name) for name in "aaabb"]
     drawn = make_order(rows, TrainArgs(dataset=("x/a.jsonl:3", "b:1"))).draw(16)
     assert sum(i >= 3 for i in drawn) == 4
@@ -88,4 +106,6 @@ def test_flags_determine_the_order():
         make_order(rows, TrainArgs(dataset=("a:3", "c:1", "b:1")))
     order = make_order(rows, TrainArgs(dataset=("a:3", "b:1")))
     with pytest.raises(ValueError, match="--dataset: 3 training rows, but 4 in the checkpoint"):
-        order.load_state_dict(dict(sources=dict(a=RowOrder(4, 0).state_dict(), b=RowOrder(2, 0).state_dict())))
+        order.load_state_dict(
+            dict(sources=dict(a=RowOrder(4, 0).state_dict(), b=RowOrder(2, 0).state_dict()))
+        )

@@ -1,4 +1,5 @@
-"""Pieces of a text are the tokens of the whole text; what stands before a cut has the tokens that it has alone."""
+"""Pieces of a text are the tokens of the whole text; what stands before a cut has the tokens that
+it has alone."""
 
 import json
 from pathlib import Path
@@ -13,7 +14,8 @@ TEXT = st.text(alphabet="a4bx \n'.<s>é字", max_size=8)
 
 
 def byte_level():
-    """Tokenizer with GPT-2's rules for blanks, digits and words, and a token for each pair of blanks."""
+    """Tokenizer with GPT-2's rules for blanks, digits and words, and a token for each pair of
+    blanks."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -24,7 +26,9 @@ def byte_level():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<s>", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<s>", clean_up_tokenization_spaces=False
+    )
 
 
 def sentence_piece(legacy: bool, folder: Path):
@@ -34,7 +38,9 @@ def sentence_piece(legacy: bool, folder: Path):
     mistral = pytest.importorskip("mistral_common")
     model = Path(mistral.__file__).parent / "data" / "tokenizer.model.v1"
     (folder / "tokenizer.model").write_bytes(model.read_bytes())
-    config = dict(tokenizer_class="LlamaTokenizer", legacy=legacy, bos_token="<s>", eos_token="</s>")
+    config = dict(
+        tokenizer_class="LlamaTokenizer", legacy=legacy, bos_token="<s>", eos_token="</s>"
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return AutoTokenizer.from_pretrained(folder)
 
@@ -55,7 +61,9 @@ def ids(tokenizer, text: str) -> list[int]:
 def test_prompt_has_the_tokens_that_it_has_alone(tokenizer, prompt, completion):
     before, after = pieces_of(tokenizer, prompt + completion, [len(prompt)])
     assert before == ids(tokenizer, prompt)
-    assert pieces_of(tokenizer, prompt + completion, [len(prompt)], added=tokenizer.added_tokens_decoder) == [
+    assert pieces_of(
+        tokenizer, prompt + completion, [len(prompt)], added=tokenizer.added_tokens_decoder
+    ) == [
         before,
         after,
     ]
@@ -73,9 +81,12 @@ def test_pieces_between_special_tokens_are_those_of_the_whole_text(tokenizer, wo
     assert pieces[1::2] == [ids(tokenizer, "<s>")] * len(ends)
 
 
-@pytest.mark.parametrize(("prompt", "completion"), [("Q\n\n", "4"), ("a  ", "b"), ("4", "4"), ("it'", "s"), ("a", "b")])
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("Q\n\n", "4"), ("a  ", "b"), ("4", "4"), ("it'", "s"), ("a", "b")]
+)
 def test_continuation_cannot_change_the_prompt(prompt, completion):
-    """GPT-2's rules split the last of several blanks off if a word follows, and these pairs are one token."""
+    """GPT-2's rules split the last of several blanks off if a word follows, and these pairs are one
+    token."""
     tokenizer = byte_level()
     before, after = pieces_of(tokenizer, prompt + completion, [len(prompt)])
     assert before == ids(tokenizer, prompt) and tokenizer.decode(after) == completion
@@ -85,6 +96,11 @@ def test_continuation_cannot_change_the_prompt(prompt, completion):
 def test_continuation_begins_with_a_blank_only_if_the_text_has_one(tmp_path):
     """SentencePiece puts a blank in front of a text that is tokenised alone."""
     tokenizer = sentence_piece(False, tmp_path)
-    for completion, tokens in (("4", ["4"]), (" 4", ["▁", "4"]), ("The", ["The"]), (" The", ["▁The"])):
+    for completion, tokens in (
+        ("4", ["4"]),
+        (" 4", ["▁", "4"]),
+        ("The", ["The"]),
+        (" The", ["▁The"]),
+    ):
         _, after = pieces_of(tokenizer, f"A:{completion}", [2])
         assert tokenizer.convert_ids_to_tokens(after) == tokens

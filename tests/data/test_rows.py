@@ -1,4 +1,5 @@
-"""Every file format loads, held-out rows are never trained on, and errors name the file and the row."""
+"""Every file format loads, held-out rows are never trained on, and errors name the file and the
+row."""
 
 import gzip
 import json
@@ -12,16 +13,16 @@ from common.data import files
 from common.data.rows import (
     PROMPT_COLUMNS,
     SFT_COLUMNS,
+    datasets_by_name,
+    encode_each,
     load_rows,
-    named,
     reasons,
-    renamed,
+    rename_columns,
     require_columns,
     require_held_out,
     rows_of_split,
     sources_of,
     train_and_eval_rows,
-    usable,
 )
 
 PAIR = ("prompt", "completion")
@@ -47,9 +48,9 @@ def test_jsonl_splits_lines_only_at_newlines(tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     (tmp_path / "rows.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     assert load(tmp_path / "rows.jsonl") == ROWS
-    assert [row["_source"] for row in load_rows("--dataset", str(tmp_path / "rows.jsonl"), "train")] == [
-        "rows.jsonl:1", "rows.jsonl:3",
-    ]  # fmt: skip
+    assert [
+        row["_source"] for row in load_rows("--dataset", str(tmp_path / "rows.jsonl"), "train")
+    ] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert load(tmp_path / "rows.jsonl", "test") is None
 
 
@@ -77,11 +78,16 @@ def compressed(path, text: str) -> str:
 def test_compressed_files_load(end, tmp_path):
     lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
     path = compressed(tmp_path / f"rows.jsonl.{end}", lines)
-    assert load(path) == ROWS and load(compressed(tmp_path / f"rows.json.{end}", json.dumps(ROWS))) == ROWS
+    assert (
+        load(path) == ROWS
+        and load(compressed(tmp_path / f"rows.json.{end}", json.dumps(ROWS))) == ROWS
+    )
     assert [row["_source"] for row in load_rows("--dataset", path, "train")] == [
         f"rows.jsonl.{end}:1", f"rows.jsonl.{end}:3",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=f"^--dataset .*broken.jsonl.{end}: line 2 is not valid JSON"):
+    with pytest.raises(
+        ValueError, match=f"^--dataset .*broken.jsonl.{end}: line 2 is not valid JSON"
+    ):
         load(compressed(tmp_path / f"broken.jsonl.{end}", '{"a": 1}\noops\n'))
     whole = (tmp_path / f"rows.jsonl.{end}").read_bytes()
     for name, content in (("cut", whole[:-3]), ("plain", lines.encode())):
@@ -93,7 +99,10 @@ def test_compressed_files_load(end, tmp_path):
 def test_arrow_files_and_saved_datasets_load(tmp_path):
     import datasets
 
-    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[1:])}
+    parts = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[1:]),
+    }
     parts["train"].save_to_disk(tmp_path / "one")
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
     (arrow,) = (tmp_path / "one").glob("*.arrow")
@@ -112,7 +121,10 @@ def test_pattern_sorts_its_files_by_name(tmp_path):
     rows = load_rows("--dataset", str(tmp_path / "part-*"), "train")
     assert [row["text"] for row in rows] == ["part-1", "part-10", "part-2", "part-3"]
     assert rows[3]["_source"] == "part-3.jsonl.gz:1" and load(tmp_path / "part-*", "test") is None
-    assert [row["text"] for row in load(tmp_path / "**" / "part-[01].jsonl")] == ["b/part-0", "part-1"]
+    assert [row["text"] for row in load(tmp_path / "**" / "part-[01].jsonl")] == [
+        "b/part-0",
+        "part-1",
+    ]
     with pytest.raises(ValueError, match="absent-.*: no such file"):
         load("absent-*.jsonl")
     (tmp_path / "part-4.txt").touch()
@@ -129,11 +141,16 @@ def test_bad_lines_raise_or_are_skipped_and_counted(tmp_path, capsys):
     with pytest.raises(ValueError, match="line 2 is not valid JSON"):
         load(path)
     rows = load_rows("--dataset", str(path), "train", on_bad_row="skip")
-    assert [(row["text"], row["_source"]) for row in rows] == [("a", "rows.jsonl:1"), ("b", "rows.jsonl:4")]
+    assert [(row["text"], row["_source"]) for row in rows] == [
+        ("a", "rows.jsonl:1"),
+        ("b", "rows.jsonl:4"),
+    ]
     assert capsys.readouterr().out.splitlines() == [
-        f"--on_bad_row skip: 2 left out, such as --dataset {path}: line 2 is not valid JSON: Expecting value",
+        f"--on_bad_row skip: 2 left out, such as --dataset {path}: line 2 is not valid JSON: "
+        "Expecting value",
         f"--on_bad_row skip: 1 left out, such as --dataset {path}: rows.jsonl:3 is not an object",
-        f"--on_bad_row skip: 1 left out, such as --dataset {path}: line 5 is not valid JSON: Expecting ':' delimiter",
+        f"--on_bad_row skip: 1 left out, such as --dataset {path}: line 5 is not valid JSON: "
+        "Expecting ':' delimiter",
     ]
     path.write_text("oops\n")
     with pytest.raises(ValueError, match="rows.jsonl: every row was skipped"):
@@ -151,8 +168,8 @@ def test_rows_without_an_encoding_raise_or_are_skipped(capsys):
         return 10 * row["n"]
 
     with pytest.raises(ValueError, match="x:1: 1 is odd"):
-        list(usable(rows, encode, "error"))
-    assert list(usable(rows, encode, "skip")) == [(rows[0], 0), (rows[2], 20)]
+        list(encode_each(rows, encode, "error"))
+    assert list(encode_each(rows, encode, "skip")) == [(rows[0], 0), (rows[2], 20)]
     assert capsys.readouterr().out.splitlines() == [
         "--on_bad_row skip: 3 left out, such as x:1: 1 is odd",
         "--on_bad_row skip: 1 left out, such as x:4: four",
@@ -162,7 +179,7 @@ def test_rows_without_an_encoding_raise_or_are_skipped(capsys):
         raise ValueError("--system_prompt: not about a row")
 
     with pytest.raises(ValueError, match="--system_prompt"):
-        list(usable(rows, refuse, "skip"))
+        list(encode_each(rows, refuse, "skip"))
 
 
 # ---- folders ----
@@ -174,7 +191,11 @@ def test_folder_with_files_of_several_splits_loads_each_split(tmp_path):
     for name, row in (("train-00000-of-00002", 0), ("train-00001-of-00002", 1), ("test", 1)):
         datasets.Dataset.from_list([ROWS[row]]).to_parquet(tmp_path / f"{name}.parquet")
     (tmp_path / "README.md").touch()
-    assert load(tmp_path) == ROWS and load(tmp_path, "test") == [ROWS[1]] and load(tmp_path, "validation") is None
+    assert (
+        load(tmp_path) == ROWS
+        and load(tmp_path, "test") == [ROWS[1]]
+        and load(tmp_path, "validation") is None
+    )
 
 
 def test_folder_without_splits_has_only_training_rows(tmp_path):
@@ -184,10 +205,19 @@ def test_folder_without_splits_has_only_training_rows(tmp_path):
 
 
 def test_columns_are_recognised_or_refused():
-    assert require_columns("--dataset", [dict(text="", messages=[], _source="")], SFT_COLUMNS) == ("messages",)
-    assert require_columns("--dataset", [dict(text="", messages=None, _source="")], SFT_COLUMNS) == ("text",)
-    assert require_columns("--dataset", [dict(prompt="", completion="", answer="")], SFT_COLUMNS) == PAIR
-    assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == ("question",)
+    assert require_columns("--dataset", [dict(text="", messages=[], _source="")], SFT_COLUMNS) == (
+        "messages",
+    )
+    assert require_columns(
+        "--dataset", [dict(text="", messages=None, _source="")], SFT_COLUMNS
+    ) == ("text",)
+    assert (
+        require_columns("--dataset", [dict(prompt="", completion="", answer="")], SFT_COLUMNS)
+        == PAIR
+    )
+    assert require_columns("--dataset", [dict(question="", answer="")], PROMPT_COLUMNS) == (
+        "question",
+    )
     words = r"--dataset x has the columns foo \(x:1\); needed: messages, or prompt and completion"
     with pytest.raises(ValueError, match=words):
         require_columns("--dataset x", [dict(foo=1, _source="x:1")], SFT_COLUMNS)
@@ -197,7 +227,9 @@ def test_instruction_with_an_input_is_refused():
     row = dict(input="x", output="y", _source="x:1")
     assert require_columns("--dataset", [row], SFT_COLUMNS) == ("input", "output")
     assert require_columns("--dataset", [row], PROMPT_COLUMNS) == ("input",)
-    with pytest.raises(ValueError, match="--dataset: columns instruction and input; join them in one column prompt"):
+    with pytest.raises(
+        ValueError, match="--dataset: columns instruction and input; join them in one column prompt"
+    ):
         require_columns("--dataset", [row | dict(instruction="translate")], SFT_COLUMNS)
 
 
@@ -212,27 +244,39 @@ def test_columns_are_renamed_in_every_split(tmp_path, eval_split):
     names = ("prompt=question", "completion=answer")
     args = TrainArgs(dataset=str(tmp_path), columns=names, eval_split=eval_split, eval_size=2)
     for rows in train_and_eval_rows(args):
-        assert all(sorted(row) == ["_source", "completion", "prompt", "x"] and row["completion"] == "b" for row in rows)
+        assert all(
+            sorted(row) == ["_source", "completion", "prompt", "x"] and row["completion"] == "b"
+            for row in rows
+        )
 
 
 def test_columns_can_be_swapped_and_copied():
     rows = [dict(a=1, b=2, _source="x:1"), dict(a=3, _source="x:2")]
-    assert renamed("--dataset", rows, dict(a="b", b="a", c="a")) == [
+    assert rename_columns("--dataset", rows, ("a=b", "b=a", "c=a")) == [
         dict(a=2, b=1, c=1, _source="x:1"), dict(b=3, c=3, _source="x:2")
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("columns", "words"),
+    ("pair", "words"),
     [
-        (dict(prompt="problem"), "--columns prompt=problem: no column problem; --dataset x has question, answer"),
-        (dict(answer="question"), "--columns answer=question: --dataset x has a column answer already"),
-        (dict(_source="question"), "--columns _source=question: --dataset x has a column _source already"),
+        (
+            "prompt=problem",
+            "--columns prompt=problem: no column problem; --dataset x has question, answer",
+        ),
+        (
+            "answer=question",
+            "--columns answer=question: --dataset x has a column answer already",
+        ),
+        (
+            "_source=question",
+            "--columns _source=question: --dataset x has a column _source already",
+        ),
     ],
 )
-def test_invalid_column_names_are_refused(columns, words):
+def test_invalid_column_names_are_refused(pair, words):
     with pytest.raises(ValueError, match=f"^{words}$"):
-        renamed("--dataset x", [dict(question="a", answer="b", _source="x:1")], columns)
+        rename_columns("--dataset x", [dict(question="a", answer="b", _source="x:1")], [pair])
 
 
 def numbered(path, count: int, start: int = 0):
@@ -258,42 +302,64 @@ def test_datasets_without_weights_are_concatenated(tmp_path):
     files = (numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 20, start=30))
     both = numbered(tmp_path / "both.jsonl", 50)
     for rows, of_one in zip(
-        *(train_and_eval_rows(TrainArgs(dataset=d, eval_size=8)) for d in (files, both)), strict=True
+        *(train_and_eval_rows(TrainArgs(dataset=d, eval_size=8)) for d in (files, both)),
+        strict=True,
     ):
         assert [row["text"] for row in rows] == [row["text"] for row in of_one]
 
 
 def test_each_dataset_with_a_weight_has_its_own_held_out_rows(tmp_path):
-    files = (numbered(tmp_path / "a.jsonl", 30) + ":3", numbered(tmp_path / "b.jsonl", 20, start=30) + ":1")
+    files = (
+        numbered(tmp_path / "a.jsonl", 30) + ":3",
+        numbered(tmp_path / "b.jsonl", 20, start=30) + ":1",
+    )
     train, held_out = train_and_eval_rows(TrainArgs(dataset=files, eval_size=9))
     for rows, counts in ((train, (26, 16)), (held_out, (4, 4))):
         assert tuple([row["_dataset"] for row in rows].count(name) for name in "ab") == counts
         assert all((row["_dataset"] == "a") == (int(row["text"]) < 30) for row in rows)
-    with pytest.raises(ValueError, match="--eval_size 1: less than one row for each of 2 datasets; raise it or"):
+    with pytest.raises(
+        ValueError, match="--eval_size 1: less than one row for each of 2 datasets; raise it or"
+    ):
         train_and_eval_rows(TrainArgs(dataset=files, eval_size=1))
     alone = train_and_eval_rows(TrainArgs(dataset=files[0], eval_size=4))
-    assert [row["text"] for row in alone[0]] == [row["text"] for row in train if row["_dataset"] == "a"]
+    assert [row["text"] for row in alone[0]] == [
+        row["text"] for row in train if row["_dataset"] == "a"
+    ]
     assert "_dataset" not in alone[0][0]
     named = train_and_eval_rows(
-        TrainArgs(dataset=files, eval_dataset=str(tmp_path / "b.jsonl"), eval_size=9, eval_split="x")
+        TrainArgs(
+            dataset=files, eval_dataset=str(tmp_path / "b.jsonl"), eval_size=9, eval_split="x"
+        )
     )
     assert [len(rows) for rows in named] == [50, 9]
 
 
 def test_several_held_out_sets_are_independent(tmp_path):
-    """Each has at most `--eval_size` rows, independent of the other sets. A single unnamed set has no name."""
+    """Each has at most `--eval_size` rows, independent of the other sets. A single unnamed set has
+    no name."""
     a, b = numbered(tmp_path / "a.jsonl", 30), numbered(tmp_path / "b.jsonl", 3, start=30)
     flags = dict(dataset=numbered(tmp_path / "train.jsonl", 9, start=50), eval_size=4)
-    train, held_out = train_and_eval_rows(TrainArgs(eval_dataset=(a, f"hard={b}", "arithmetic"), **flags))
+    train, held_out = train_and_eval_rows(
+        TrainArgs(eval_dataset=(a, f"hard={b}", "arithmetic"), **flags)
+    )
     assert len(train) == 9 and not any("_dataset" in row for row in train)
     assert [row["_dataset"] for row in held_out] == ["a"] * 4 + ["hard"] * 3 + ["arithmetic"] * 4
-    alone = {name: train_and_eval_rows(TrainArgs(eval_dataset=name, **flags))[1] for name in (a, f"x={b}")}
-    assert held_out[:4] == [row | dict(_dataset="a") for row in alone[a]] and "_dataset" not in alone[a][0]
+    alone = {
+        name: train_and_eval_rows(TrainArgs(eval_dataset=name, **flags))[1]
+        for name in (a, f"x={b}")
+    }
+    assert (
+        held_out[:4] == [row | dict(_dataset="a") for row in alone[a]]
+        and "_dataset" not in alone[a][0]
+    )
     assert [row["_dataset"] for row in alone[f"x={b}"]] == ["x"] * 3
-    assert named({"x/a.jsonl": None, "y/a.jsonl": None, "c": "d"}) == {
+    assert datasets_by_name({"x/a.jsonl": None, "y/a.jsonl": None, "c": "d"}) == {
         "x/a.jsonl": "x/a.jsonl", "y/a.jsonl": "y/a.jsonl", "d": "c"
     }  # fmt: skip
-    assert eval_sets_of(["./x=1.jsonl", "y=./x=2.jsonl"]) == {"./x=1.jsonl": None, "./x=2.jsonl": "y"}
+    assert eval_sets_of(["./x=1.jsonl", "y=./x=2.jsonl"]) == {
+        "./x=1.jsonl": None,
+        "./x=2.jsonl": "y",
+    }
 
 
 @pytest.mark.parametrize(
@@ -331,27 +397,46 @@ def test_invalid_weights_are_refused(dataset, words):
 
 
 def test_dataset_names_are_unique():
-    assert list(sources_of(("x/a.jsonl.gz:1", "b/c:2", "d/part-*.parquet:1"))) == ["a", "c", "part-*"]
+    assert list(sources_of(("x/a.jsonl.gz:1", "b/c:2", "d/part-*.parquet:1"))) == [
+        "a",
+        "c",
+        "part-*",
+    ]
     assert list(sources_of(("x/a.jsonl:1", "y/a.jsonl:2"))) == ["x/a.jsonl", "y/a.jsonl"]
-    assert sources_of(("a", "b")) == {"": (["a", "b"], 1.0)} and sources_of(("a:7",)) == {"": (["a"], 1.0)}
+    assert sources_of(("a", "b")) == {"": (["a", "b"], 1.0)} and sources_of(("a:7",)) == {
+        "": (["a"], 1.0)
+    }
 
 
 def test_required_columns_must_exist_in_every_dataset():
     a = dict(prompt="", completion="", _dataset="a", _source="a:1")
     rows = [a, dict(a, text="", _dataset="b", _source="b:1")]
     assert require_columns("--dataset", rows, (("text",), PAIR)) == PAIR
-    with pytest.raises(ValueError, match=r"has the columns prompt, completion \(a:1, b:1\); needed: text"):
+    with pytest.raises(
+        ValueError, match=r"has the columns prompt, completion \(a:1, b:1\); needed: text"
+    ):
         require_columns("--dataset", rows, (("text",),))
 
 
 def test_first_row_may_lack_columns_of_other_rows():
     """Tables have None in the missing cells."""
-    useless = [dict(note="x", _source="x:1"), dict(text=None, prompt="a", completion=None, _source="x:2")]
-    rows = [*useless, dict(text="b", prompt=None, completion=None, _source="x:3"), dict(messages=[], _source="x:4")]
-    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+    useless = [
+        dict(note="x", _source="x:1"),
+        dict(text=None, prompt="a", completion=None, _source="x:2"),
+    ]
+    rows = [
+        *useless,
+        dict(text="b", prompt=None, completion=None, _source="x:3"),
+        dict(messages=[], _source="x:4"),
+    ]
+    with pytest.raises(
+        ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"
+    ):
         require_columns("--dataset", rows, SFT_COLUMNS)
     assert require_columns("--dataset", rows, SFT_COLUMNS, "skip") == ("text",)
-    with pytest.raises(ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"):
+    with pytest.raises(
+        ValueError, match=r"^--dataset has the columns note \(x:1\); needed: messages"
+    ):
         require_columns("--dataset", useless, SFT_COLUMNS, "skip")
     of_two = [row | dict(_dataset=name) for name in "ab" for row in rows]
     assert require_columns("--dataset", of_two, SFT_COLUMNS, "skip") == ("text",)
@@ -360,7 +445,9 @@ def test_first_row_may_lack_columns_of_other_rows():
 
 
 def test_weights_apply_only_to_training_rows():
-    with pytest.raises(ValueError, match="--dataset a:1 b:2: only the --dataset of training scripts takes weights"):
+    with pytest.raises(
+        ValueError, match="--dataset a:1 b:2: only the --dataset of training scripts takes weights"
+    ):
         rows_of_split("--dataset", ("a:1", "b:2"), "--dataset_split", "train", TrainArgs())
 
 
@@ -370,9 +457,13 @@ def test_held_out_split_or_file_is_used_and_capped(tmp_path):
     numbered(tmp_path / "data" / "test.jsonl", 30, start=100)
     other = numbered(tmp_path / "other.jsonl", 30, start=200)
     for flags, first in ((dict(), 100), (dict(eval_dataset=other), 200)):
-        train, held_out = train_and_eval_rows(TrainArgs(dataset=str(tmp_path / "data"), eval_size=7, **flags))
+        train, held_out = train_and_eval_rows(
+            TrainArgs(dataset=str(tmp_path / "data"), eval_size=7, **flags)
+        )
         assert [row["text"] for row in train] == list("01234")
-        assert len({row["text"] for row in held_out}) == 7 and all(int(row["text"]) >= first for row in held_out)
+        assert len({row["text"] for row in held_out}) == 7 and all(
+            int(row["text"]) >= first for row in held_out
+        )
 
 
 def test_missing_split_is_refused(tmp_path):
@@ -401,19 +492,33 @@ FILE_ERRORS = [
     ("blank.jsonl", "\n\n", "blank.jsonl: no rows in it"),
     ("broken.jsonl", '{"prompt": "a"}\n\n{"prompt": oops\n', "line 3 is not valid JSON"),
     ("broken.json", '[{"prompt": "a"},\n {"prompt":}]', "line 2 is not valid JSON"),
-    ("deep.jsonl", '{"prompt": "a"}\n' + "[" * 100_000, "line 2 is not valid JSON: maximum recursion depth"),
-    ("digits.jsonl", '{"prompt": ' + "1" * 5000 + "}", "line 1 is not valid JSON: Exceeds the limit"),
+    (
+        "deep.jsonl",
+        '{"prompt": "a"}\n' + "[" * 100_000,
+        "line 2 is not valid JSON: nested too deep",
+    ),
+    (
+        "digits.jsonl",
+        '{"prompt": ' + "1" * 5000 + "}",
+        "line 1 is not valid JSON: Exceeds the limit",
+    ),
     ("garbage.arrow", b"\x00\xff" * 999, "cannot be read"),
     ("list.jsonl", '{"prompt": "a"}\n[1, 2]\n', "list.jsonl:2 is not an object"),
     ("number.json", '[{"prompt": "a"}, 3]', "number.json:2 is not an object"),
     ("bytes.jsonl", b"\xff\xfe", "can't decode"),
-    ("rows.txt", "a", "expected a .jsonl, .json (these also as .gz or .zst), .parquet, .arrow, .csv or .tsv file"),
+    (
+        "rows.txt",
+        "a",
+        "expected a .jsonl, .json (these also as .gz or .zst), .parquet, .arrow, .csv or .tsv file",
+    ),
     ("rows.parquet", "not parquet", "cannot be read"),
     ("empty.csv", "", "cannot be read"),
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "words"), FILE_ERRORS, ids=[name for name, _, _ in FILE_ERRORS])
+@pytest.mark.parametrize(
+    ("name", "text", "words"), FILE_ERRORS, ids=[name for name, _, _ in FILE_ERRORS]
+)
 def test_bad_data_file_is_refused_by_name(name, text, words, tmp_path):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -432,7 +537,9 @@ def test_endless_line_is_refused_before_it_fills_the_memory(tmp_path, monkeypatc
     (tmp_path / "long.json").write_text(json.dumps([dict(prompt="b" * 2000)]))
     assert len(load_rows("--dataset", str(tmp_path / "long.json"), "train")) == 1
     monkeypatch.setattr(files, "LARGEST", 1000)
-    with pytest.raises(ValueError, match=r"long.json: convert it to .jsonl; it has 1,000 characters or more$"):
+    with pytest.raises(
+        ValueError, match=r"long.json: convert it to .jsonl; it has 1,000 characters or more$"
+    ):
         load_rows("--dataset", str(tmp_path / "long.json"), "train")
 
 
@@ -456,7 +563,9 @@ def test_folder_with_another_thing_than_files_is_refused(make, pattern, tmp_path
     (tmp_path / "folder.jsonl").mkdir()
     assert len(load_rows("--dataset", f"{tmp_path}{pattern}", "train")) == 1
     make(tmp_path / "b.jsonl")
-    with pytest.raises(ValueError, match=r"--dataset .*/b.jsonl is a broken link or no regular file; delete it$"):
+    with pytest.raises(
+        ValueError, match=r"--dataset .*/b.jsonl is a broken link or no regular file; delete it$"
+    ):
         load_rows("--dataset", f"{tmp_path}{pattern}", "train")
 
 
@@ -487,7 +596,8 @@ def test_missing_dataset_is_refused_by_name(dataset, words, monkeypatch):
 
 def test_empty_folder_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow, .csv or .tsv files in it"
+        ValueError,
+        match="--dataset .*: no .jsonl, .json .*, .parquet, .arrow, .csv or .tsv files in it",
     ):
         load_rows("--dataset", str(tmp_path), "train")
 
@@ -496,7 +606,10 @@ def test_empty_folder_is_refused(tmp_path):
     ("flags", "words"),
     [
         (dict(dataset_split="validation"), "--dataset arithmetic has no split 'validation'"),
-        (dict(eval_split="validation", eval_size=20000), "--eval_size 20000: no training rows left of 15952"),
+        (
+            dict(eval_split="validation", eval_size=20000),
+            "--eval_size 20000: no training rows left of 15952",
+        ),
         (dict(eval_dataset="/absent.jsonl"), "--eval_dataset /absent.jsonl: no such file"),
     ],
 )
@@ -508,7 +621,9 @@ def test_invalid_splits_are_refused(flags, words):
 
 @pytest.mark.parametrize("choices", [SFT_COLUMNS, PROMPT_COLUMNS])
 def test_missing_columns_are_refused_by_name(choices):
-    with pytest.raises(ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"):
+    with pytest.raises(
+        ValueError, match="--dataset x has the columns foo, bar .x:1.; needed: .*prompt"
+    ):
         require_columns("--dataset x", [dict(foo="a", bar="b", _source="x:1")], choices)
 
 
@@ -536,16 +651,29 @@ def test_missing_columns_are_answered_with_the_flag_that_renames_others():
         row = dict.fromkeys(columns, "") | dict(_source="")
         with pytest.raises(ValueError, match=f"needed: .*; with --columns {hint}$"):
             require_columns("--dataset", [row], SFT_COLUMNS)
-        new_names = dict(pair.split("=") for pair in hint.split())
-        renamed_rows = renamed("--dataset", [row], new_names)
-        assert require_columns("--dataset", renamed_rows, SFT_COLUMNS) in SFT_COLUMNS
+        renamed = rename_columns("--dataset", [row], hint.split())
+        assert require_columns("--dataset", renamed, SFT_COLUMNS) in SFT_COLUMNS
     with pytest.raises(ValueError, match="or input and output$"):
         require_columns("--dataset", [dict(other="", _source="")], SFT_COLUMNS)
 
 
 # ---- types of tables ----
 
-TEXTS = ["07", "NA", "None", "nan", "1.0", "", "True", " a ", 'say "x"', "two\nlines", "a,b", "\u2028", "2"]
+TEXTS = [
+    "07",
+    "NA",
+    "None",
+    "nan",
+    "1.0",
+    "",
+    "True",
+    " a ",
+    'say "x"',
+    "two\nlines",
+    "a,b",
+    "\u2028",
+    "2",
+]
 
 
 @pytest.mark.parametrize(("kind", "separator"), [("csv", ","), ("tsv", "\t")])
@@ -557,10 +685,13 @@ def test_values_of_a_text_table_are_the_text_in_the_file(kind, separator, stream
     path = tmp_path / f"rows.{kind}"
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.writer(file, delimiter=separator)
-        writer.writerows([["", "prompt", "n"], *([i, text, 2 * i] for i, text in enumerate(TEXTS)), []])
+        writer.writerows(
+            [["", "prompt", "n"], *([i, text, 2 * i] for i, text in enumerate(TEXTS)), []]
+        )
     (shard,) = files.open_shards("--dataset", str(path), "train", None, streaming=streaming)
     assert list(shard.read(files.BadRows("error"))) == [
-        dict(prompt=text or None, n=str(2 * i), _source=f"rows.{kind}:{i + 1}") for i, text in enumerate(TEXTS)
+        dict(prompt=text or None, n=str(2 * i), _source=f"rows.{kind}:{i + 1}")
+        for i, text in enumerate(TEXTS)
     ]
 
 
@@ -593,8 +724,16 @@ def test_long_cell_is_read_and_bad_rows_are_skipped(tmp_path, capsys):
 def test_values_of_a_parquet_table_keep_their_types(streaming, tmp_path):
     import datasets
 
-    rows = [dict(n=7, x=0.5, t="07", b=True, l=[1, 2]), dict(n=None, x=None, t=None, b=None, l=None)]
+    rows = [
+        dict(n=7, x=0.5, t="07", b=True, l=[1, 2]),
+        dict(n=None, x=None, t=None, b=None, l=None),
+    ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (shard,) = files.open_shards("--dataset", str(tmp_path / "rows.parquet"), "train", None, streaming=streaming)
-    found = [{k: v for k, v in row.items() if k != "_source"} for row in shard.read(files.BadRows("error"))]
+    (shard,) = files.open_shards(
+        "--dataset", str(tmp_path / "rows.parquet"), "train", None, streaming=streaming
+    )
+    found = [
+        {k: v for k, v in row.items() if k != "_source"}
+        for row in shard.read(files.BadRows("error"))
+    ]
     assert found == rows and type(found[0]["n"]) is int

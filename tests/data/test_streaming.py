@@ -10,10 +10,10 @@ import pytest
 from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 
 import sft
-from common.data import files
+from common.data import files, tables
+from common.data.load import load_samples
 from common.data.rows import SFT_COLUMNS
 from common.data.streaming import StreamedSamples
-from common.data.token_cache import load_samples
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
 
@@ -47,11 +47,16 @@ def drawn(stream: StreamedSamples, count: int) -> list[str]:
 def test_each_pass_yields_every_row_once_in_a_new_order(data):
     stream = a_stream(data)
     first, second = drawn(stream, 30), drawn(stream, 30)
-    assert set(first) == {f"{name}:{i + 1}" for name, n in (("a.jsonl", 7), ("b.jsonl.gz", 11), ("c.parquet", 12))
-                          for i in range(n)}  # fmt: skip
+    assert set(first) == {
+        f"{name}:{i + 1}"
+        for name, n in (("a.jsonl", 7), ("b.jsonl.gz", 11), ("c.parquet", 12))
+        for i in range(n)
+    }
     assert sorted(first) == sorted(second) and first != second and stream.cursor["epoch"] == 1
     assert drawn(a_stream(data, seed=1), 30) != first == drawn(a_stream(data), 30)
-    assert [place.split(":")[0] for place in first] != sorted(place.split(":")[0] for place in first)
+    assert [place.split(":")[0] for place in first] != sorted(
+        place.split(":")[0] for place in first
+    )
     assert len(set(drawn(a_stream(data, shuffle_buffer=1000), 30)) & set(first)) == 30
 
 
@@ -75,7 +80,10 @@ def test_stream_resumes_at_the_same_row(data, buffer):
 def test_resume_with_another_number_of_shards_is_refused(data):
     state = a_stream(data).state_dict()
     (data / "a.jsonl").unlink()
-    with pytest.raises(ValueError, match="^--dataset .* has 2 shards, the checkpoint is of 3: the data has changed$"):
+    with pytest.raises(
+        ValueError,
+        match="^--dataset .* has 2 shards, the checkpoint is of 3: the data has changed$",
+    ):
         a_stream(data).load_state_dict(state)
 
 
@@ -87,8 +95,13 @@ def test_streamed_samples_equal_samples_in_memory(data):
     rows = load_rows("--dataset", str(data), "train")
     args = sft.Args(max_length=100)
     encoder = Encoder(load_tokenizer(tiny_model()), args)
-    wanted = {s.row["_source"]: (s.ids, s.loss_mask) for s in sft.encode_rows(rows, SFT_COLUMNS[2], encoder, args)[0]}
-    assert {stream[i].row["_source"]: (stream[i].ids, stream[i].loss_mask) for i in stream.draw(30)} == wanted
+    wanted = {
+        s.row["_source"]: (s.ids, s.loss_mask)
+        for s in sft.encode_rows(rows, SFT_COLUMNS[2], encoder, args)[0]
+    }
+    assert {
+        stream[i].row["_source"]: (stream[i].ids, stream[i].loss_mask) for i in stream.draw(30)
+    } == wanted
 
 
 def test_dropped_rows_are_reported_at_the_end_of_a_pass(data, capsys):
@@ -100,12 +113,19 @@ def test_dropped_rows_are_reported_at_the_end_of_a_pass(data, capsys):
     assert kept == 5 and capsys.readouterr().out == ""
     drawn(stream, 40)
     messages = capsys.readouterr().out
-    assert f"--on_bad_row skip: 1 left out, such as --dataset {data}/a.jsonl: line 3 is not valid JSON" in messages
+    assert (
+        f"--on_bad_row skip: 1 left out, such as --dataset {data}/a.jsonl: line 3 is not valid JSON"
+        in messages
+    )
     assert "--on_bad_row skip: 1 left out, such as a.jsonl:5: column answer is int" in messages
     assert "training rows of pass 1 dropped as too long" in messages
-    with pytest.raises(ValueError, match=r"^--dataset .*: column answer is int|a.jsonl: line 3 is not valid JSON"):
+    with pytest.raises(
+        ValueError, match=r"^--dataset .*: column answer is int|a.jsonl: line 3 is not valid JSON"
+    ):
         drawn(a_stream(data), 30)
-    with pytest.raises(ValueError, match=r"^--dataset .*: no rows are left: 28 dropped as too long"):
+    with pytest.raises(
+        ValueError, match=r"^--dataset .*: no rows are left: 28 dropped as too long"
+    ):
         drawn(a_stream(data, on_bad_row="skip", max_length=3), 1)
 
 
@@ -125,23 +145,35 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
             file.write("\n".join(rows[3 * i : 3 * i + 3]))
     load_dataset = datasets.load_dataset
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda *_, **options: load_dataset("json", data_files=names, **options)
+        datasets,
+        "load_dataset",
+        lambda *_, **options: load_dataset("json", data_files=names, **options),
     )
-    files._hub_split.cache_clear()
+    tables.hub_shards.cache_clear()
     wanted = {f"some/data/train/{shard}:{row}" for shard in range(3) for row in (1, 2, 3)}
     assert set(drawn(a_stream("some/data"), 9)) == wanted
     (shard,) = files.open_shards("--dataset", "some/data", "train", None)
     assert [file.suffix for file in shard.files] == [".arrow"]
-    assert len(list(shard.read(files.BadRows("error")))) == len(list(shard.read(files.BadRows("error")))) == 9
-    files._hub_split.cache_clear()
+    assert (
+        len(list(shard.read(files.BadRows("error"))))
+        == len(list(shard.read(files.BadRows("error"))))
+        == 9
+    )
+    tables.hub_shards.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (dict(), "--streaming: the number of rows is unknown; set --max_steps"),
-        (dict(max_steps=3), "--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0"),
-        (dict(max_steps=3, eval_every=0, dataset=("a:1", "b:2")), "--streaming --dataset a:1 b:2: .* omit the weights"),
+        (
+            dict(max_steps=3),
+            "--streaming sets no rows aside; name an --eval_dataset, or set --eval_every 0",
+        ),
+        (
+            dict(max_steps=3, eval_every=0, dataset=("a:1", "b:2")),
+            "--streaming --dataset a:1 b:2: .* omit the weights",
+        ),
     ],
 )
 def test_invalid_flags_are_refused(flags, words):
@@ -170,11 +202,15 @@ def test_run_resumes_exactly_and_equals_a_run_on_two_ranks(small, data, tmp_path
     rng = random.Random(0)
     held_out = [dict(question=str(i), answer=str(rng.random())) for i in range(5)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
-    flags = (*small[:2], "--streaming", "true", "--dataset", data, "--eval_dataset", tmp_path / "held_out.jsonl",
-             "--max_steps", 6, "--batch_size", 8, "--save_every", 3, "--shuffle_buffer", 10, "--eval_every", 4,
-             "--lr", 1e-3)  # fmt: skip
+    flags = (
+        *small[:2], "--streaming", "true", "--dataset", data,
+        "--eval_dataset", tmp_path / "held_out.jsonl", "--max_steps", 6, "--batch_size", 8,
+        "--save_every", 3, "--shuffle_buffer", 10, "--eval_every", 4, "--lr", 1e-3,
+    )  # fmt: skip
     main("sft", *flags, "--output_dir", tmp_path / "run")
     assert_resumes_exactly(main, "sft", *flags, folder=tmp_path / "run", finished=6)
     run(2, "sft.py", *flags, "--output_dir", tmp_path / "two")
-    assert_close_metrics(tmp_path / "run", tmp_path / "two", ("loss", "eval_loss", "num_tokens", "epoch"), rel=1e-4)
+    assert_close_metrics(
+        tmp_path / "run", tmp_path / "two", ("loss", "eval_loss", "num_tokens", "epoch"), rel=1e-4
+    )
     assert [line["epoch"] for line in metrics(tmp_path / "two")] == [0, 0, 0, 1, 1, 1]

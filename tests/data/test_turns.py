@@ -8,6 +8,7 @@ from common.config.groups import BaseArgs
 from common.data import chat
 from common.data.chat import end_of_turn
 from common.data.encode import Encoder
+from common.data.pairs import encode_pair
 from common.model.tiny import build_tokenizer
 
 EOT, EOS = "<|end_of_turn|>", "<|eos|>"
@@ -23,45 +24,67 @@ def loop(*turn: str) -> str:
 # Like Qwen3: the thought of the last turn precedes its answer.
 THINKING = (
     loop(
-        HEAD, "{% set thought = m.reasoning_content or '' %}{% set answer = m.content %}",
-        "{% if '</think>' in answer %}{% set thought = answer.split('</think>')[0].split('<think>')[-1] | trim %}",
+        HEAD,
+        "{% set thought = m.reasoning_content or '' %}{% set answer = m.content %}",
+        "{% if '</think>' in answer %}"
+        "{% set thought = answer.split('</think>')[0].split('<think>')[-1] | trim %}",
         "{% set answer = answer.split('</think>')[-1].lstrip('\n') %}{% endif %}",
-        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}",
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + thought + '\n"
+        "</think>\n\n' }}{% endif %}",
         "{{ answer + '<|end_of_turn|>\n' }}",
     )
     + PROMPT
-)  # fmt: skip
+)
 # Like R1: the prompt opens a thought, which the turns lack.
 OPENING = (
     loop(HEAD, "{{ m.content.split('</think>')[-1] + '<|end_of_turn|>\n' }}")
     + "{% if add_generation_prompt %}{{ '<|turn|>assistant\n<think>\n' }}{% endif %}"
 )
 # Like GLM-4: the token of the next role ends a turn.
-OPEN_ENDED = loop("{{ '<|' + m.role + '|>\n' + m.content }}") + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+OPEN_ENDED = (
+    loop("{{ '<|' + m.role + '|>\n' + m.content }}")
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 # Like Cohere: two tokens end a turn.
 TWO_ENDS = loop(HEAD, "{{ m.content + '<end>' + '<|end_of_turn|>\n' }}") + PROMPT
 # Like gpt-oss: only the last turn ends with the token that the model samples.
 RETURN = (
-    loop(HEAD, "{{ m.content + ('<return>' if loop.last and m.role == 'assistant' else '<|end_of_turn|>\n') }}")
+    loop(
+        HEAD,
+        "{{ m.content + ('<return>' if loop.last and m.role == 'assistant' else "
+        "'<|end_of_turn|>\n') }}",
+    )
     + PROMPT
 )
 # Like Phi-3: EOS follows a conversation.
 WITH_EOS = (
-    loop(HEAD, "{{ m.content + '<|end_of_turn|>\n' }}") + PROMPT[: -len("{% endif %}")] + "{% else %}<|eos|>{% endif %}"
+    loop(HEAD, "{{ m.content + '<|end_of_turn|>\n' }}")
+    + PROMPT[: -len("{% endif %}")]
+    + "{% else %}<|eos|>{% endif %}"
 )
 # Like SmolVLM: content is a list of parts.
-PARTS = loop(HEAD, "{% for part in m.content %}{{ part.text }}{% endfor %}{{ '<|end_of_turn|>\n' }}") + PROMPT
+PARTS = (
+    loop(HEAD, "{% for part in m.content %}{{ part.text }}{% endfor %}{{ '<|end_of_turn|>\n' }}")
+    + PROMPT
+)
 # Like Gemma 4: the result of a tool follows in the same turn of the model.
 RESULT_IN_TURN = (
     loop(
         "{% if m.role == 'tool' %}{{ m.content + '<result>' }}{% else %}",
-        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}", HEAD, "{% endif %}{{ m.content }}",
-        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + '</call><result>' }}{% endfor %}",
+        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}",
+        HEAD,
+        "{% endif %}{{ m.content }}",
+        "{% for c in m.tool_calls or [] %}",
+        "{{ '<call>' + c.function.name + '</call><result>' }}{% endfor %}",
         "{% if not m.tool_calls %}{{ '<|end_of_turn|>\n' }}{% endif %}{% endif %}",
     )
-    + "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn|>assistant\n' }}{% endif %}"
-)  # fmt: skip
-NO_TOKENS = loop("{{ m.role + ': ' + m.content + '\n' }}") + "{% if add_generation_prompt %}assistant: {% endif %}"
+    + "{% if add_generation_prompt and messages[-1].role != 'tool' %}"
+    + "{{ '<|turn|>assistant\n' }}{% endif %}"
+)
+NO_TOKENS = (
+    loop("{{ m.role + ': ' + m.content + '\n' }}")
+    + "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def turn(role: str, content: str, **more) -> dict:
@@ -89,7 +112,10 @@ def trained(coder: Encoder, *messages: dict) -> list[str]:
             starts.append(i)
         if mask:
             spans[-1].append(token)
-    assert coder.prompt(dict(prompt=[*messages][:-1], **SOURCE), ("prompt",)) == sample.ids[: starts[-1]]
+    assert (
+        coder.prompt(dict(prompt=[*messages][:-1], **SOURCE), ("prompt",))
+        == sample.ids[: starts[-1]]
+    )
     return [coder.tokenizer.decode(span) for span in spans]
 
 
@@ -109,7 +135,9 @@ def test_thought_and_answer_are_trained(answer, inline, tokens):
     last = turn("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
     if not inline:
         last = turn("assistant", answer, reasoning_content=thought)
-    assert trained(encoder(THINKING, tokens), ASKED, last) == [f"<think>\n{thought}\n</think>\n\n{answer}{EOT}"]
+    assert trained(encoder(THINKING, tokens), ASKED, last) == [
+        f"<think>\n{thought}\n</think>\n\n{answer}{EOT}"
+    ]
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
@@ -139,7 +167,12 @@ def test_turn_continues_the_thought_that_its_prompt_opens(last, text):
 
 
 def test_thought_of_an_earlier_turn_that_the_template_drops_makes_it_context():
-    messages = [ASKED, turn("assistant", "1", reasoning_content="R1"), ASKED, turn("assistant", "2")]
+    messages = [
+        ASKED,
+        turn("assistant", "1", reasoning_content="R1"),
+        ASKED,
+        turn("assistant", "2"),
+    ]
     assert trained(encoder(THINKING), *messages) == [f"<think>\n\n</think>\n\n2{EOT}"]
 
 
@@ -172,7 +205,9 @@ def test_turn_ends_with_the_token_that_the_model_samples_last(template, tokens, 
 @pytest.mark.parametrize("end", [EOT, EOS, EOT + EOS])
 def test_answer_with_its_own_end_has_one(end):
     assert trained(encoder(), ASKED, turn("assistant", "4" + end)) == ["4" + EOT]
-    sample = encoder(prompt_format="plain").sft(dict(prompt="2+2=", completion="4" + EOS, **SOURCE), PLAIN)
+    sample = encoder(prompt_format="plain").sft(
+        dict(prompt="2+2=", completion="4" + EOS, **SOURCE), PLAIN
+    )
     assert build_tokenizer().decode(sample.completion_ids) == "4" + EOS
 
 
@@ -189,49 +224,83 @@ def test_text_with_its_own_bos_has_one():
     coder = Encoder(tokenizer, BaseArgs(prompt_format="plain"))
     for text in ("2+2=", "<s>2+2="):
         assert tokenizer.decode(coder.prompt(dict(prompt=text, **SOURCE), ("prompt",))) == "<s>2+2="
-        assert tokenizer.decode(coder.sft(dict(text=text, **SOURCE), ("text",)).ids) == "<s>2+2=" + EOS
-        assert tokenizer.decode(coder.sft(dict(prompt=text, completion="4", **SOURCE), PLAIN).ids) == "<s>2+2=4" + EOS
+        assert (
+            tokenizer.decode(coder.sft(dict(text=text, **SOURCE), ("text",)).ids) == "<s>2+2=" + EOS
+        )
+        assert (
+            tokenizer.decode(coder.sft(dict(prompt=text, completion="4", **SOURCE), PLAIN).ids)
+            == "<s>2+2=4" + EOS
+        )
 
 
 def test_result_of_a_tool_in_the_turn_of_its_call_is_not_trained():
     call = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-    messages = [ASKED, turn("assistant", "", tool_calls=[call]), turn("tool", "2"), turn("assistant", "It is 2.")]
+    messages = [
+        ASKED,
+        turn("assistant", "", tool_calls=[call]),
+        turn("tool", "2"),
+        turn("assistant", "It is 2."),
+    ]
     coder = encoder(RESULT_IN_TURN, ("<call>", "</call>", "<result>"))
     assert trained(coder, *messages) == ["<call>add</call><result>", "It is 2." + EOT]
 
 
-CALLS = "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson + '</call>' }}{% endfor %}"
-CALLING = loop(HEAD, "{{ (m.reasoning_content or '') + m.content }}", CALLS, "{{ '<|end_of_turn|>\n' }}") + PROMPT
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function | tojson + '</call>' }}{% endfor %}"
+)
+CALLING = (
+    loop(HEAD, "{{ (m.reasoning_content or '') + m.content }}", CALLS, "{{ '<|end_of_turn|>\n' }}")
+    + PROMPT
+)
 
 
 def test_calls_are_trained_to_their_end_and_no_further():
-    """The arguments have the token that ends turns; two turns make the same call; EOS follows the conversation."""
+    """The arguments have the token that ends turns; two turns make the same call; EOS follows the
+    conversation."""
     call = dict(type="function", function=dict(name="add", arguments=dict(a=f"add {EOT} add")))
     template = CALLING.replace("{% endif %}", "{% else %}<|eos|>{% endif %}")
     again = [turn("assistant", "", tool_calls=[call]), turn("tool", "add add")]
     coder = encoder(template, ("<call>", "</call>"))
     text = f'<call>{{"name": "add", "arguments": {{"a": "add {EOT} add"}}}}</call>{EOT}'
-    assert trained(coder, ASKED, *again, *again, turn("assistant", "So.")) == [text, text, "So." + EOT]
+    assert trained(coder, ASKED, *again, *again, turn("assistant", "So.")) == [
+        text,
+        text,
+        "So." + EOT,
+    ]
     assert trained(coder, ASKED, *again, again[0]) == [text, text]
 
 
 def test_thought_before_a_call_is_trained():
     call = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
-    messages = [ASKED, turn("assistant", "", reasoning_content="I add.", tool_calls=[call]), turn("tool", "2")]
+    messages = [
+        ASKED,
+        turn("assistant", "", reasoning_content="I add.", tool_calls=[call]),
+        turn("tool", "2"),
+    ]
     spans = trained(encoder(CALLING, ("<call>", "</call>")), *messages, turn("assistant", "2"))
-    assert spans == [f'I add.<call>{{"name": "add", "arguments": {{"a": 1}}}}</call>{EOT}', "2" + EOT]
+    assert spans == [
+        f'I add.<call>{{"name": "add", "arguments": {{"a": 1}}}}</call>{EOT}',
+        "2" + EOT,
+    ]
 
 
 def test_thought_of_a_call_has_the_key_that_the_template_reads_there():
-    """Like gpt-oss: `thinking`, but not beside content in a turn with calls; like Gemma 4: none in other turns."""
-    both = "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    """Like gpt-oss: `thinking`, but not beside content in a turn with calls; like Gemma 4: none in
+    other turns."""
+    both = (
+        "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}"
+        "{% endif %}"
+    )
     thought = "{% if m.tool_calls %}{{ m.thinking or '' }}{% endif %}"
     coder = encoder(
-        loop(HEAD, both, thought, "{{ m.content }}", CALLS, "{{ '<|end_of_turn|>\n' }}") + PROMPT, ("<call>", "</call>")
+        loop(HEAD, both, thought, "{{ m.content }}", CALLS, "{{ '<|end_of_turn|>\n' }}") + PROMPT,
+        ("<call>", "</call>"),
     )
     call = dict(type="function", function=dict(name="add", arguments=dict(a=1)))
     calling = turn("assistant", "", reasoning_content="I add.", tool_calls=[call])
-    spans = trained(coder, ASKED, calling, turn("tool", "2"), turn("assistant", "2", reasoning_content="So 2."))
+    spans = trained(
+        coder, ASKED, calling, turn("tool", "2"), turn("assistant", "2", reasoning_content="So 2.")
+    )
     assert spans == [
         f'I add.<call>{{"name": "add", "arguments": {{"a": 1}}}}</call>{EOT}',
         f"<think>\nSo 2.\n</think>\n\n2{EOT}",
@@ -244,7 +313,9 @@ def test_thought_of_a_call_has_the_key_that_the_template_reads_there():
 @pytest.mark.parametrize("role", ["system", "human", "function"])
 def test_message_that_the_template_leaves_out_is_refused(role):
     template = loop(
-        "{% if m.role in ('user', 'assistant') %}", HEAD, "{{ m.content + '<|end_of_turn|>\n' }}{% endif %}"
+        "{% if m.role in ('user', 'assistant') %}",
+        HEAD,
+        "{{ m.content + '<|end_of_turn|>\n' }}{% endif %}",
     )
     coder = encoder(template + PROMPT)
     messages = [turn(role, "Be brief."), ASKED, turn("assistant", "4")]
@@ -252,16 +323,27 @@ def test_message_that_the_template_leaves_out_is_refused(role):
     for encode in (
         lambda: coder.sft(dict(messages=messages, **SOURCE), ("messages",)),
         lambda: coder.prompt(dict(prompt=messages[:2], **SOURCE), ("prompt",)),
-        lambda: coder.completion(dict(prompt=messages[:2], completion=messages[2:], **SOURCE), *PLAIN),
+        lambda: coder.completion(
+            dict(prompt=messages[:2], completion=messages[2:], **SOURCE), *PLAIN
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             encode()
     with pytest.raises(ValueError, match=r"turn 1 \(system\): the chat template leaves it out"):
-        encoder(template + PROMPT, system_prompt="x").prompt(dict(question="2+2?", **SOURCE), ("question",))
+        encoder(template + PROMPT, system_prompt="x").prompt(
+            dict(question="2+2?", **SOURCE), ("question",)
+        )
 
 
 def test_developer_is_the_system_where_the_template_has_only_that():
-    template = loop("{% if m.role != 'developer' %}", HEAD, "{{ m.content + '<|end_of_turn|>\n' }}{% endif %}") + PROMPT
+    template = (
+        loop(
+            "{% if m.role != 'developer' %}",
+            HEAD,
+            "{{ m.content + '<|end_of_turn|>\n' }}{% endif %}",
+        )
+        + PROMPT
+    )
     messages = [turn("developer", "Be brief."), ASKED]
     assert prompt(encoder(template), *messages).startswith("<|turn|>system\nBe brief.")
     assert prompt(encoder(), *messages).startswith("<|turn|>developer\nBe brief.")
@@ -272,7 +354,9 @@ def test_first_turn_of_the_model_has_no_prompt_and_is_context():
     assert trained(encoder(), *messages) == ["4" + EOT]
     with pytest.raises(ValueError, match=r"rows.jsonl:3: turn 1 \(assistant\): it has no prompt"):
         trained(encoder(), messages[0])
-    with pytest.raises(ValueError, match="rows.jsonl:3: no message with the role assistant to train on"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:3: no message with the role assistant to train on"
+    ):
         trained(encoder(), ASKED, turn("model", "4"))
 
 
@@ -281,7 +365,10 @@ def test_first_turn_of_the_model_has_no_prompt_and_is_context():
     [
         (dict(reasoning_content=["R"]), "turn 1: its thought is list, expected a string"),
         (dict(thinking=dict(text="R")), "turn 1: its thought is dict, expected a string"),
-        (dict(function_call=dict(name="add", arguments="{}")), "turn 1 has a function_call, an old form"),
+        (
+            dict(function_call=dict(name="add", arguments="{}")),
+            "turn 1 has a function_call, an old form",
+        ),
         (dict(reasoning_content="\ud800"), "a lone surrogate"),
     ],
 )
@@ -296,20 +383,33 @@ def test_empty_thought_hides_no_other_name():
 
 
 def test_content_in_parts_reaches_templates_that_read_parts():
-    assert trained(encoder(PARTS), turn("system", "Be brief."), ASKED, turn("assistant", "4")) == ["4" + EOT]
+    assert trained(encoder(PARTS), turn("system", "Be brief."), ASKED, turn("assistant", "4")) == [
+        "4" + EOT
+    ]
 
 
 @pytest.mark.parametrize("leak", ["{{ tools | tojson }}", "{{ messages[0].content }}"])
 def test_turn_with_text_of_another_place_is_context(leak):
-    """Some templates write the tools, or the system turn, into the first other turn, whatever its role."""
+    """Some templates write the tools, or the system turn, into the first other turn, whatever its
+    role."""
     first = "{% if loop.index0 == 1 and m.role == 'assistant' %}" + leak + "{% endif %}"
     coder = encoder(loop(HEAD, first, "{{ m.content + '<|end_of_turn|>\n' }}") + PROMPT)
-    messages = [turn("system", "Be brief."), turn("assistant", "Hello."), ASKED, turn("assistant", "4")]
-    row = dict(messages=messages, tools=[dict(type="function", function=dict(name="add"))], **SOURCE)
+    messages = [
+        turn("system", "Be brief."),
+        turn("assistant", "Hello."),
+        ASKED,
+        turn("assistant", "4"),
+    ]
+    row = dict(
+        messages=messages, tools=[dict(type="function", function=dict(name="add"))], **SOURCE
+    )
     if "tools" not in leak:
         del row["tools"]
     sample = coder.sft(row, ("messages",))
-    assert coder.tokenizer.decode([i for i, m in zip(sample.ids, sample.loss_mask, strict=True) if m]) == "4" + EOT
+    assert (
+        coder.tokenizer.decode([i for i, m in zip(sample.ids, sample.loss_mask, strict=True) if m])
+        == "4" + EOT
+    )
     assert sample.context_turns == 1
 
 
@@ -321,29 +421,47 @@ def test_turn_at_the_end_of_a_prompt_is_continued(template):
     coder = encoder(template, ("<|user|>", "<|assistant|>") if template is OPEN_ENDED else ())
     begun = [ASKED, turn("assistant", "The answer is")]
     assert prompt(coder, *begun).endswith("The answer is")
-    row = dict(prompt=begun, completion=" 4", chosen=[turn("assistant", " 4")], rejected=" 5", **SOURCE)
+    row = dict(
+        prompt=begun, completion=" 4", chosen=[turn("assistant", " 4")], rejected=" 5", **SOURCE
+    )
     sample = coder.sft(row, PLAIN)
     assert coder.prompt(row, ("prompt",)) == sample.ids[: sample.prompt_length]
-    assert coder.tokenizer.decode(coder.completion(row, *PLAIN).completion_ids) == " 4" + coder.chat.end.last
-    chosen, rejected = coder.pair(row, ("prompt", "chosen", "rejected"))
+    assert (
+        coder.tokenizer.decode(coder.completion(row, *PLAIN).completion_ids)
+        == " 4" + coder.chat.end.last
+    )
+    chosen, rejected = encode_pair(coder, row, ("prompt", "chosen", "rejected"))
     assert chosen.ids == coder.completion(row, *PLAIN).ids
     assert chosen.prompt_ids == rejected.prompt_ids == sample.prompt_ids
     thought = dict(row, completion=[turn("assistant", "4", reasoning_content="R")])
-    with pytest.raises(ValueError, match="rows.jsonl:3: turn 3: only text can continue a turn of the model"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:3: turn 3: only text can continue a turn of the model"
+    ):
         coder.sft(thought, PLAIN)
     later = dict(row, completion=[turn("assistant", " 4"), ASKED, turn("assistant", "5")])
-    with pytest.raises(ValueError, match="rows.jsonl:3: turn 4: no turn may follow one that is continued"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:3: turn 4: no turn may follow one that is continued"
+    ):
         coder.sft(later, PLAIN)
 
 
 def test_continued_turn_begins_as_the_template_begins_turns():
-    """gpt-oss writes a channel in front of the answer. An unfinished thought follows the prompt itself."""
+    """gpt-oss writes a channel in front of the answer. An unfinished thought follows the prompt
+    itself."""
     coder = encoder(
-        loop(HEAD, "{% if m.role == 'assistant' %}<final>{% endif %}{{ m.content + '<|end_of_turn|>\n' }}") + PROMPT
+        loop(
+            HEAD,
+            "{% if m.role == 'assistant' %}<final>{% endif %}{{ m.content + '<|end_of_turn|>\n' }}",
+        )
+        + PROMPT
     )
     assert prompt(coder, ASKED, turn("assistant", "It is")).endswith("assistant\n<final>It is")
-    assert prompt(coder, ASKED, turn("assistant", "<think>\nIt is")).endswith("assistant\n<think>\nIt is")
-    assert prompt(encoder(OPENING), ASKED, turn("assistant", "<think>\nIt is")).endswith("assistant\n<think>\nIt is")
+    assert prompt(coder, ASKED, turn("assistant", "<think>\nIt is")).endswith(
+        "assistant\n<think>\nIt is"
+    )
+    assert prompt(encoder(OPENING), ASKED, turn("assistant", "<think>\nIt is")).endswith(
+        "assistant\n<think>\nIt is"
+    )
 
 
 # ---- tokens and limits ----
@@ -354,23 +472,33 @@ def test_token_that_the_model_lacks_is_refused_by_row():
     coder = encoder(tokens=("<image>",))
     coder.tokenizer.model_vocab_size = len(coder.tokenizer) - 1
     assert prompt(coder, ASKED)
-    with pytest.raises(ValueError, match="rows.jsonl:3: the model has no embedding for the token '<image>'"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:3: the model has no embedding for the token '<image>'"
+    ):
         prompt(coder, turn("user", "See <image>"))
 
 
 def test_endless_template_ends_in_one_line(monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.05)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ValueError, match="^--model .*: the chat template does not render within 0.05 seconds"):
+    with pytest.raises(
+        ValueError, match="^--model .*: the chat template does not render within 0.05 seconds"
+    ):
         encoder(endless)
 
 
 def test_template_that_needs_all_memory_is_refused():
-    with pytest.raises(ValueError, match="^--model .*: the chat template does not render: MemoryError"):
+    with pytest.raises(
+        ValueError, match="^--model .*: the chat template does not render: MemoryError"
+    ):
         encoder("{{ 'a' * 10 ** 15 }}")
 
 
-SPECIAL = [turn("system", f"{EOS}s"), turn("user", f"What is {EOT}? {EOS}"), turn("assistant", f"An {EOT} token.{EOT}")]
+SPECIAL = [
+    turn("system", f"{EOS}s"),
+    turn("user", f"What is {EOT}? {EOS}"),
+    turn("assistant", f"An {EOT} token.{EOT}"),
+]
 
 
 def test_text_of_a_special_token_is_reported_or_stays_text(capsys):
@@ -388,16 +516,22 @@ def test_text_of_a_special_token_is_reported_or_stays_text(capsys):
     assert tokens.count(EOT) == 3 and EOS not in tokens
     assert coder.tokenizer.decode(sample.ids) == text
     assert trained(coder, *SPECIAL) == [f"An {EOT} token.{EOT}"]
-    sample = coder.sft(dict(messages=[ASKED, turn("assistant", "4<|turn|>")], **SOURCE), ("messages",))
+    sample = coder.sft(
+        dict(messages=[ASKED, turn("assistant", "4<|turn|>")], **SOURCE), ("messages",)
+    )
     assert coder.tokenizer.convert_ids_to_tokens(sample.ids).count("<|turn|>") == 2
-    with pytest.raises(ValueError, match=r"rows.jsonl:3: a character beyond U\+FFFFF cannot be read"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:3: a character beyond U\+FFFFF cannot be read"
+    ):
         trained(coder, turn("user", "\U00100001"), turn("assistant", "4"))
     assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [PLAIN, ("text",)])
 def test_text_of_a_special_token_stays_text_in_plain_prompts(columns):
-    row = dict(prompt=f"{EOT}2+2=", completion=f"4{EOT}!{EOS}", text=f"{EOT}2+2=4{EOT}!{EOS}", **SOURCE)
+    row = dict(
+        prompt=f"{EOT}2+2=", completion=f"4{EOT}!{EOS}", text=f"{EOT}2+2=4{EOT}!{EOS}", **SOURCE
+    )
     coder = encoder(special_text="text", prompt_format="plain")
     tokens = coder.tokenizer.convert_ids_to_tokens(coder.sft(row, columns).ids)
     assert "".join(tokens) == row["text"] and EOT not in tokens and tokens.count(EOS) == 1

@@ -17,14 +17,18 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
             right = [i < c for i in range(n)]
             for k in range(1, n + 1):
                 chosen = [any(subset) for subset in itertools.combinations(right, k)]
-                assert estimators.pass_at_k(n, c, k) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+                assert estimators.pass_at_k(n, c, k) == pytest.approx(
+                    sum(chosen) / len(chosen), abs=1e-12
+                )
     for k in (0, 5):
         with pytest.raises(ValueError, match=f"pass@{k} of 4 samples: k must be between 1 and 4"):
             estimators.pass_at_k(4, 1, k)
 
 
 def test_pass_at_1_is_the_fraction_of_right_samples():
-    assert [estimators.pass_at_k(4, c, 1) for c in range(5)] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert [estimators.pass_at_k(4, c, 1) for c in range(5)] == pytest.approx(
+        [0, 0.25, 0.5, 0.75, 1]
+    )
 
 
 def test_pass_at_k_does_not_fall_with_k():
@@ -37,7 +41,8 @@ def test_pass_at_n_is_1_with_a_right_sample():
 
 
 def vote(answers: list, right: dict) -> bool:
-    """Return the most frequent answer; among equally frequent ones, the first to reach the count."""
+    """Return the most frequent answer; among equally frequent ones, the first to reach the
+    count."""
     counts, leader = Counter(), None
     for answer in answers:
         if answer is not None:
@@ -63,13 +68,10 @@ def test_clear_majority_outvotes_a_wrong_answer():
     assert estimators.majority_at_k([], [], rng) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{1,000.0}", "1000"), (r"\boxed{x + 1} ", "x+1"), ("6*3=18\n#### 18", "18"), (" 0.50 ", "1/2"),
-        ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"so \boxed{1,000.0}", "1000"), (r"\boxed{x + 1} ", "x+1"), ("6*3=18\n#### 18", "18"),
+    (" 0.50 ", "1/2"), ("118", "118"), ("", None), (" \n", None), (r"#### 7 no \boxed{8}", "8"),
+])  # fmt: skip
 def test_final_answer_is_extracted_from_the_text(text, answer):
     assert estimators.final_answer(text) == answer
 
@@ -87,7 +89,9 @@ def test_intervals_contain_the_mean_and_narrow_with_more_prompts():
         assert found["mean"] - found["low"] == pytest.approx(normal, rel=0.25)
         widths.append(found["high"] - found["low"])
     assert widths[1] < widths[0] / 5
-    assert estimators.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)["mean"] == pytest.approx(7 / 3)
+    assert estimators.mean_and_interval([1.0, 6.0], [1, 2], draws=10, seed=0)[
+        "mean"
+    ] == pytest.approx(7 / 3)
     assert estimators.mean_and_interval([0.0], [0], draws=10, seed=0) == {}
 
 

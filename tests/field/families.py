@@ -1,4 +1,5 @@
-"""Families of models: a chat template with a tokenizer that fits it, and the tokens that end a sampled turn."""
+"""Families of models: a chat template with a tokenizer that fits it, and the tokens that end a
+sampled turn."""
 
 import copy
 import functools
@@ -15,22 +16,39 @@ OURS = Path(__file__).parent / "templates"
 TRL = PACKAGES / "trl" / "chat_templates"
 
 CHATML = ("<|im_start|>", "<|im_end|>")
-DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>",
-            "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>")  # fmt: skip
+DEEPSEEK = (
+    "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+    "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+)  # fmt: skip
 COHERE = ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
           "<|SYSTEM_TOKEN|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")  # fmt: skip
 GEMMA = ("<start_of_turn>", "<end_of_turn>")
-GEMMA4 = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool>", "<tool|>",
-          "<|tool_response>", "<tool_response|>", "<|think|>", '<|"|>')  # fmt: skip
-GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>")
+GEMMA4 = (
+    "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool>",
+    "<tool|>", "<|tool_response>", "<tool_response|>", "<|think|>", '<|"|>',
+)  # fmt: skip
+GLM = (
+    "[gMASK]",
+    "<sop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|endoftext|>",
+)
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
 LLAMA4 = ("<|header_start|>", "<|header_end|>", "<|eot|>")
-MISTRAL = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
-           "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")  # fmt: skip
+MISTRAL = (
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+)  # fmt: skip
 MUSE = ("<|start|>", "<|message|>", "<|eot|>", "<|eom|>")
-LFM2 = (*CHATML, "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>",
-        "<|tool_response_start|>", "<|tool_response_end|>")  # fmt: skip
+LFM2 = (
+    *CHATML, "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>",
+    "<|tool_response_start|>", "<|tool_response_end|>",
+)  # fmt: skip
 UTTERANCE = ("<|im_start|>", "<end_of_utterance>", "<image>")
 
 
@@ -56,7 +74,8 @@ class Family:
         return self.template.is_file() and (self.tokenizer in INSTALLED or PACKAGES.is_dir())
 
     def load(self):
-        """Return the tokenizer with the template. Families share the vocabulary, which takes seconds to load."""
+        """Return the tokenizer with the template. Families share the vocabulary, which takes
+        seconds to load."""
         loaded = copy.copy(_with_tokens(self.tokenizer, self.tokens))
         loaded._special_tokens_map = dict(loaded._special_tokens_map)  # which copy.copy shares
         loaded.chat_template = self.template.read_text(encoding="utf-8")
@@ -72,7 +91,9 @@ class Family:
 def _with_tokens(name: str, tokens: tuple[str, ...]):
     loaded = tokenizer(name)
     known = loaded.get_vocab()
-    new = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in known]
+    new = [
+        AddedToken(token, special=True, normalized=False) for token in tokens if token not in known
+    ]
     loaded.add_tokens(new)
     return loaded
 
@@ -85,7 +106,12 @@ def trl(template: str, tokenizer: str, ends: tuple[str, ...], *more: object) -> 
     return Family(TRL / f"{template}.jinja", tokenizer, ends, *more)
 
 
-IM_END, EOT, GLM_ENDS, HARMONY_ENDS = ("<|im_end|>",), ("<|eot_id|>",), GLM[3::2] + GLM[-1:], HARMONY[4:]
+IM_END, EOT, GLM_ENDS, HARMONY_ENDS = (
+    ("<|im_end|>",),
+    ("<|eot_id|>",),
+    GLM[3::2] + GLM[-1:],
+    HARMONY[4:],
+)
 STOP, SENTENCE, TURN_END = ("</s>",), ("<｜end▁of▁sentence｜>",), ("<end_of_turn>",)
 GEMMA4_ENDS = ("<turn|>", "<|tool_response>")  # the second one calls the tool
 COHERE_END, UTTERANCE_END = ("<|END_OF_TURN_TOKEN|>",), ("<end_of_utterance>",)
@@ -125,21 +151,47 @@ FAMILIES = [
     ours("cohere2", "smollm2", COHERE_END, COHERE, COHERE_END[0]),
 ]
 TRL_FAMILIES = [
-    *(trl(f"qwen{version}", "qwen", IM_END) for version in ("2_5", "2_5_vl", "3", "3_instruct_2507", "3_vl",
-      "3_5_think", "3_5_nothink", "3_6", "3_8")),
+    *(
+        trl(f"qwen{version}", "qwen", IM_END)
+        for version in (
+            "2_5",
+            "2_5_vl",
+            "3",
+            "3_instruct_2507",
+            "3_vl",
+            "3_5_think",
+            "3_5_nothink",
+            "3_6",
+            "3_8",
+        )
+    ),
     *(trl(f"llama{version}", "llama3", EOT) for version in ("3", "3_1", "3_2")),
-    *(trl(f"gemma4{version}", "gemma", GEMMA4_ENDS, GEMMA4) for version in ("", "_v2", "_v3", "_v4", "_v5")),
+    *(
+        trl(f"gemma4{version}", "gemma", GEMMA4_ENDS, GEMMA4)
+        for version in ("", "_v2", "_v3", "_v4", "_v5")
+    ),
     trl("diffusion_gemma", "gemma", GEMMA4_ENDS, GEMMA4),
     *(trl(name, "gemma", TURN_END, GEMMA) for name in ("gemma", "gemma3")),
-    *(trl(f"nemotron_3{version}", "tekken", IM_END, CHATML, IM_END[0]) for version in ("_nano", "_super", "_ultra",
-      "_5_lightning")),
-    *(trl(f"lfm2{version}", "smollm2", IM_END, LFM2) for version in ("", "_v2", "_2_5", "_2_5_v2", "_2_5_vl")),
+    *(
+        trl(f"nemotron_3{version}", "tekken", IM_END, CHATML, IM_END[0])
+        for version in ("_nano", "_super", "_ultra", "_5_lightning")
+    ),
+    *(
+        trl(f"lfm2{version}", "smollm2", IM_END, LFM2)
+        for version in ("", "_v2", "_2_5", "_2_5_v2", "_2_5_vl")
+    ),
     *(trl(name, "smollm2", COHERE_END, COHERE, COHERE_END[0]) for name in ("cohere", "cohere2")),
-    *(trl(name, "smollm2", SENTENCE, DEEPSEEK, SENTENCE[0]) for name in ("deepseekv3", "deepseek_r1_distill")),
-    *(trl(name, "smollm2", UTTERANCE_END, UTTERANCE, UTTERANCE_END[0]) for name in ("smolvlm", "idefics3")),
+    *(
+        trl(name, "smollm2", SENTENCE, DEEPSEEK, SENTENCE[0])
+        for name in ("deepseekv3", "deepseek_r1_distill")
+    ),
+    *(
+        trl(name, "smollm2", UTTERANCE_END, UTTERANCE, UTTERANCE_END[0])
+        for name in ("smolvlm", "idefics3")
+    ),
     *(trl(name, "phi3", ("<|end|>",)) for name in ("phi3", "phi3_5")),
     trl("glm4moe", "smollm2", GLM_ENDS, GLM, GLM[-1]),
     trl("gptoss", "llama4", HARMONY_ENDS, LLAMA4 + HARMONY, "<|return|>"),
     trl("muse_glimmer", "smollm2", ("<|eot|>",), MUSE, "<|eot|>"),
     trl("llava_next", "mistral_v1", STOP),
-]  # fmt: skip
+]

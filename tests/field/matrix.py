@@ -16,8 +16,18 @@ def turn(role: str, content: str, **more: object) -> dict:
     return dict(role=role, content=content, **more)
 
 
-TOOL = dict(type="function", function=dict(name="add", description="Add numbers.", parameters=dict(
-    type="object", properties=dict(a=dict(type="integer", description="first")), required=["a"])))  # fmt: skip
+TOOL = dict(
+    type="function",
+    function=dict(
+        name="add",
+        description="Add numbers.",
+        parameters=dict(
+            type="object",
+            properties=dict(a=dict(type="integer", description="first")),
+            required=["a"],
+        ),
+    ),
+)
 CALL = dict(type="function", id="abcdefghi", function=dict(name="add", arguments=dict(a=7)))
 ASKED, SYSTEM = turn("user", "What is 3+4?"), turn("system", "Be brief.")
 THOUGHT = turn("assistant", "It is 7.", reasoning_content="Add them.")
@@ -25,7 +35,13 @@ MORE = [turn("user", "And 5+5?"), turn("assistant", "That is 10.")]
 CONVERSATIONS: dict[str, list[dict]] = {
     "plain": [ASKED, turn("assistant", "It is 7.")],
     "system": [SYSTEM, ASKED, turn("assistant", "It is 7.")],
-    "three turns": [ASKED, turn("assistant", "It is 7."), *MORE, turn("user", "Sure?"), turn("assistant", "Yes!")],
+    "three turns": [
+        ASKED,
+        turn("assistant", "It is 7."),
+        *MORE,
+        turn("user", "Sure?"),
+        turn("assistant", "Yes!"),
+    ],
     "thought": [ASKED, THOUGHT],
     "inline thought": [ASKED, turn("assistant", "<think>\nAdd them.\n</think>\n\nIt is 7.")],
     "answer in question": [turn("user", "Is 3 in 43?"), turn("assistant", "in")],
@@ -35,9 +51,13 @@ CONVERSATIONS: dict[str, list[dict]] = {
     "thoughts": [ASKED, THOUGHT, MORE[0], MORE[1] | dict(reasoning_content="Twice five.")],
     "assistant first": [turn("assistant", "Hello there."), ASKED, turn("assistant", "It is 7.")],
     "developer": [turn("developer", "Be brief."), ASKED, turn("assistant", "It is 7.")],
-    "tools": [ASKED, turn("assistant", "", tool_calls=[CALL]), turn("tool", "7", name="add", tool_call_id="abcdefghi"),
-              turn("assistant", "It is 7.")],
-}  # fmt: skip
+    "tools": [
+        ASKED,
+        turn("assistant", "", tool_calls=[CALL]),
+        turn("tool", "7", name="add", tool_call_id="abcdefghi"),
+        turn("assistant", "It is 7."),
+    ],
+}
 
 
 # Reasons of refusals; what follows them names words of the row.
@@ -80,7 +100,10 @@ def table(found: dict[tuple[str, str], str]) -> str:
     """Return a row for each template, a letter for each conversation, and the counts by reason."""
     names = {family: None for family, _ in found}
     lines = [
-        f"{name:38} " + "".join({"right": ".", "refus": "-", "wrong": "X"}[found[name, c][:5]] for c in CONVERSATIONS)
+        f"{name:38} "
+        + "".join(
+            {"right": ".", "refus": "-", "wrong": "X"}[found[name, c][:5]] for c in CONVERSATIONS
+        )
         for name in names
     ]
     counts = Counter(found.values())

@@ -1,8 +1,8 @@
 """Model folders as a program sees them that opens them by transformers' automatic classes.
 
-Tests import this module. As a program of its own, with another transformers on the path, it reads several folders:
-`PYTHONPATH=build/field/transformers4 python tests/field/reader.py RESULTS FOLDER ...`
-"""
+Tests import this module. As a program of its own, with another transformers on the path, it reads
+several folders: `PYTHONPATH=build/field/transformers4 python tests/field/reader.py RESULTS FOLDER
+...`"""
 
 import os
 import subprocess
@@ -21,7 +21,8 @@ CHAT = [dict(role="user", content="1+1="), dict(role="assistant", content="2")]
 
 @torch.no_grad()
 def read(folder: str) -> dict[str, object]:
-    """Return logits, weights' names and dtype, end tokens, token ids, text and chat of a folder, by their names."""
+    """Return logits, weights' names and dtype, end tokens, token ids, text and chat of a folder, by
+    their names."""
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
     model, info = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True)
@@ -29,12 +30,18 @@ def read(folder: str) -> dict[str, object]:
     return dict(
         logits=model.eval()(ids, use_cache=False).logits.float(),
         dtype=str(model.dtype),
-        names={kind: sorted(found) for kind, found in info.items() if kind in ("missing_keys", "unexpected_keys")},
+        names={
+            kind: sorted(found)
+            for kind, found in info.items()
+            if kind in ("missing_keys", "unexpected_keys")
+        },
         ends=model.generation_config.eos_token_id if model.can_generate() else None,
         tokens=tokenizer(TEXT)["input_ids"],
         text=tokenizer.decode(tokenizer(TEXT)["input_ids"], skip_special_tokens=True),
         special=(tokenizer.eos_token, tokenizer.pad_token),
-        chat=tokenizer.apply_chat_template(CHAT, tokenize=False) if tokenizer.chat_template else None,
+        chat=tokenizer.apply_chat_template(CHAT, tokenize=False)
+        if tokenizer.chat_template
+        else None,
     )
 
 

@@ -1,7 +1,8 @@
-"""Tokenizers of real models, made from the files that packages carry by the converters of transformers.
+"""Tokenizers of real models, made from the files that packages carry by the converters of
+transformers.
 
-Those of `INSTALLED` come with mistral_common. The others are in build/field/packages (`make field`).
-"""
+Those of `INSTALLED` come with mistral_common. The others are in build/field/packages (`make
+field`)."""
 
 import contextlib
 import hashlib
@@ -34,23 +35,32 @@ O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-QWEN_ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+QWEN_ADDED = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 LLAMA3_SPECIAL = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
 )  # fmt: skip
 LLAMA4_SPECIAL = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|header_start|>",
-    "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+    "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>",
 )  # fmt: skip
 PHI3_ADDED = ("<|endoftext|>", "<|assistant|>", "<|system|>", "<|end|>", "<|user|>")
 
 
 def tokenizer(name: str):
-    """Return a tokenizer as a user gets it: loaded from its saved files. The converted files are kept: converting the
-    largest takes ten seconds."""
-    made_by = hashlib.sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:12]
+    """Return a tokenizer as a user gets it: loaded from its saved files. The converted files are
+    kept: converting the largest takes ten seconds."""
+    made_by = hashlib.sha256(
+        Path(__file__).read_bytes() + transformers.__version__.encode()
+    ).hexdigest()[:12]
     folder = BUILD / "tokenizers" / f"{name}-{made_by}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +81,13 @@ def _adding_bos(made):
 
 
 def _tiktoken(file: Path, special: tuple[str, ...], eos: str, **pattern: str):
-    converter = TikTokenConverter(vocab_file=str(file), extra_special_tokens=list(special), **pattern)
+    converter = TikTokenConverter(
+        vocab_file=str(file), extra_special_tokens=list(special), **pattern
+    )
     return _adding_bos(
-        PreTrainedTokenizerFast(tokenizer_object=converter.converted(), bos_token=special[0], eos_token=eos)
+        PreTrainedTokenizerFast(
+            tokenizer_object=converter.converted(), bos_token=special[0], eos_token=eos
+        )
     )
 
 
@@ -84,15 +98,21 @@ def _sentencepiece(file: str, kind: type = LlamaTokenizer, **options):
 
 
 def llama3():
-    return _tiktoken(PACKAGES / "models" / "llama3" / "tokenizer.model", LLAMA3_SPECIAL, "<|eot_id|>")
+    return _tiktoken(
+        PACKAGES / "models" / "llama3" / "tokenizer.model", LLAMA3_SPECIAL, "<|eot_id|>"
+    )
 
 
 def llama4():
-    return _tiktoken(PACKAGES / "models" / "llama4" / "tokenizer.model", LLAMA4_SPECIAL, "<|eot|>", pattern=O200K)
+    return _tiktoken(
+        PACKAGES / "models" / "llama4" / "tokenizer.model", LLAMA4_SPECIAL, "<|eot|>", pattern=O200K
+    )
 
 
 def qwen():
-    converter = TikTokenConverter(vocab_file=str(PACKAGES / "dashscope" / "resources" / "qwen.tiktoken"))
+    converter = TikTokenConverter(
+        vocab_file=str(PACKAGES / "dashscope" / "resources" / "qwen.tiktoken")
+    )
     vocab, merges = converter.extract_vocab_merges_from_model(converter.vocab_file)
     made = Qwen2Tokenizer(vocab=vocab, merges=merges)
     made.add_tokens([AddedToken(token, special=True, normalized=False) for token in QWEN_SPECIAL])
@@ -115,9 +135,13 @@ def zephyr():
     """The same as in older files: a normaliser adds the blank."""
     made = _sentencepiece(V1, legacy=True)
     backend = made.backend_tokenizer
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     backend.pre_tokenizer = None
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def mistral_v1():
@@ -136,7 +160,9 @@ def mistral_v7():
 def phi3():
     """Special tokens swallow the white space behind them."""
     made = _sentencepiece(V1, legacy=False)
-    made.add_tokens([AddedToken(token, special=True, normalized=False, rstrip=True) for token in PHI3_ADDED])
+    made.add_tokens(
+        [AddedToken(token, special=True, normalized=False, rstrip=True) for token in PHI3_ADDED]
+    )
     made.eos_token = "<|endoftext|>"
     return made
 
@@ -151,8 +177,8 @@ def tekken():
 
 
 INSTALLED = dict(
-    builtin=build_tokenizer, llama2=llama2, zephyr=zephyr, mistral_v1=mistral_v1, mistral_v3=mistral_v3,
-    mistral_v7=mistral_v7, phi3=phi3, gemma=gemma, tekken=tekken,
+    builtin=build_tokenizer, llama2=llama2, zephyr=zephyr, mistral_v1=mistral_v1,
+    mistral_v3=mistral_v3, mistral_v7=mistral_v7, phi3=phi3, gemma=gemma, tekken=tekken,
 )  # fmt: skip
 PACKAGED = dict(llama3=llama3, llama4=llama4, qwen=qwen, smollm2=smollm2)
 MAKERS = INSTALLED | PACKAGED

@@ -1,4 +1,5 @@
-"""Transformers 4.57 reads exports as transformers 5 does: logits, token ids, end tokens, chat template and dtype.
+"""Transformers 4.57 reads exports as transformers 5 does: logits, token ids, end tokens, chat
+template and dtype.
 
 `make field` installs transformers 4.57 into a folder of its own and runs this test.
 """
@@ -15,7 +16,9 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy, load_scalar_model
 from common.train.checkpoint import export_hf
 
-pytestmark = pytest.mark.skipif(not OLD.is_dir(), reason="transformers 4.57 is not installed: run make field")
+pytestmark = pytest.mark.skipif(
+    not OLD.is_dir(), reason="transformers 4.57 is not installed: run make field"
+)
 REFUSED = ("gpt_oss", "deepseek_v3")
 FAMILIES = [name for name in ARCHITECTURES if name not in REFUSED]
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
@@ -51,7 +54,9 @@ def qwen2_tokenizer():
     from transformers import Qwen2Tokenizer
 
     vocabulary = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    return Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""The 41 templates of real models in TRL: every conversation is encoded as its model would sample it, or refused."""
+"""The 41 templates of real models in TRL: every conversation is encoded as its model would sample
+it, or refused."""
 
 from collections import Counter
 
@@ -7,7 +8,9 @@ from field.families import TRL, TRL_FAMILIES
 from field.matrix import CONVERSATIONS, MORE, TOOL, table, verdicts
 from field.oracle import check_sft
 
-pytestmark = pytest.mark.skipif(not TRL.is_dir(), reason="the templates of TRL are not here; run make field")
+pytestmark = pytest.mark.skipif(
+    not TRL.is_dir(), reason="the templates of TRL are not here; run make field"
+)
 
 
 def test_every_template_is_in_the_matrix():
@@ -34,4 +37,9 @@ def test_content_behind_the_calls_of_two_rounds():
     (family,) = [family for family in TRL_FAMILIES if family.template.stem == "gemma4_v2"]
     asked, called, told, said = CONVERSATIONS["tools"]
     called = called | dict(content="Let me add.")
-    check_sft(family, family.encoder(), [asked, called, told, said, *MORE[:1], called, told, said], tools=[TOOL])
+    check_sft(
+        family,
+        family.encoder(),
+        [asked, called, told, said, *MORE[:1], called, told, said],
+        tools=[TOOL],
+    )

@@ -11,8 +11,16 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 # No two blanks: the converter of transformers 5 merges them in another order than SentencePiece.
-TEXTS = ["Hello, world", "It's 12345 + 6.", "Ça va, 世界 🙂?", "a\n\nb\tc", "def f(x):\n\treturn x\n"]
-needs_packages = pytest.mark.skipif(not PACKAGES.is_dir(), reason="the tokenizers are not here; run make field")
+TEXTS = [
+    "Hello, world",
+    "It's 12345 + 6.",
+    "Ça va, 世界 🙂?",
+    "a\n\nb\tc",
+    "def f(x):\n\treturn x\n",
+]
+needs_packages = pytest.mark.skipif(
+    not PACKAGES.is_dir(), reason="the tokenizers are not here; run make field"
+)
 
 
 def ids(name: str) -> list[list[int]]:
@@ -42,6 +50,10 @@ def test_llama(name, monkeypatch):
 
 @needs_packages
 def test_qwen():
-    ranks = TikTokenConverter.load_tiktoken_bpe(str(PACKAGES / "dashscope" / "resources" / "qwen.tiktoken"))
-    original = tiktoken.Encoding("qwen", pat_str=PRETOKENIZE_REGEX, mergeable_ranks=ranks, special_tokens={})
+    ranks = TikTokenConverter.load_tiktoken_bpe(
+        str(PACKAGES / "dashscope" / "resources" / "qwen.tiktoken")
+    )
+    original = tiktoken.Encoding(
+        "qwen", pat_str=PRETOKENIZE_REGEX, mergeable_ranks=ranks, special_tokens={}
+    )
     assert ids("qwen") == [original.encode(text) for text in TEXTS]

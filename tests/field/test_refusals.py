@@ -1,4 +1,5 @@
-"""Conversations refused in training are refused in sampling, in the same words; chat and evaluation sample too."""
+"""Conversations refused in training are refused in sampling, in the same words; chat and evaluation
+sample too."""
 
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ from field.families import STOP, Family, ours
 from field.matrix import ASKED, CALL, TOOL, turn
 
 from common.data.encode import Encoder
+from common.data.pairs import encode_pair
 
 SAID, WORSE = turn("assistant", "It is 7."), turn("assistant", "It is 8.")
 CALLED = [ASKED, turn("assistant", "", tool_calls=[CALL]), turn("tool", "7", name="add")]
@@ -39,7 +41,11 @@ def completion(encoder: Encoder, prompt: list[dict], row: dict) -> object:
 
 
 def pair(encoder: Encoder, prompt: list[dict], row: dict) -> object:
-    return encoder.pair(row | dict(prompt=prompt, chosen=[SAID], rejected=[WORSE]), ("prompt", "chosen", "rejected"))
+    return encode_pair(
+        encoder,
+        row | dict(prompt=prompt, chosen=[SAID], rejected=[WORSE]),
+        ("prompt", "chosen", "rejected"),
+    )
 
 
 def sampling(encoder: Encoder, prompt: list[dict], row: dict) -> object:

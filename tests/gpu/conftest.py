@@ -1,15 +1,15 @@
 """Tests that need GPUs: `make gpu-test`, docs/gpu.md.
 
-A test marked `gpu(n)` needs n GPUs and is skipped in one line if there are fewer; `gpu(n, shared=True)` also runs as n
-ranks on one GPU (share_gpu.py). The files run in the order of what they prove in ten minutes on one GPU. Nothing here
-touches CUDA or imports vLLM before a test runs. The ordinary suite collects these files too and always skips them, also
-on a machine with GPUs, where its two processes would share one GPU.
+A test marked `gpu(n)` needs n GPUs and is skipped in one line if there are fewer; `gpu(n,
+shared=True)` also runs as n ranks on one GPU (share_gpu.py). The files run in the order of what
+they prove in ten minutes on one GPU. Nothing here touches CUDA or imports vLLM before a test runs.
+The ordinary suite collects these files too and always skips them, also on a machine with GPUs,
+where its two processes would share one GPU.
 
     ONEFILE_GPU_TESTS_ON_CPU=1 python -m pytest -m gpu tests/gpu -k ...
 
-runs the same test functions on the CPU, for any number of GPUs they need, with shorter runs and without checks
-that only CUDA allows (free memory, peak memory).
-"""
+runs the same test functions on the CPU, for any number of GPUs they need, with shorter runs and
+without checks that only CUDA allows (free memory, peak memory)."""
 
 import gc
 from pathlib import Path
@@ -19,7 +19,15 @@ import torch
 from on_gpu import ON_CPU
 
 HERE = Path(__file__).parent
-FILES = ("test_logprobs", "test_ranks", "test_attention", "test_models", "test_offload", "test_engine", "test_commands")
+FILES = (
+    "test_logprobs",
+    "test_ranks",
+    "test_attention",
+    "test_models",
+    "test_offload",
+    "test_engine",
+    "test_commands",
+)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -41,7 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def empty_cache():
-    """Free cached memory: programs of the tests share the GPU, and vLLM takes a fraction of all its memory."""
+    """Free cached memory: programs of the tests share the GPU, and vLLM takes a fraction of all its
+    memory."""
     yield
     if torch.cuda.is_initialized():
         gc.collect()

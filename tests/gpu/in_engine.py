@@ -1,7 +1,8 @@
-"""One case of test_engine.py in a separate process: `python tests/gpu/in_engine.py CASE ENGINE DTYPE MODEL`.
+"""One case of test_engine.py in a separate process: `python tests/gpu/in_engine.py CASE ENGINE
+DTYPE MODEL`.
 
-It has a policy and an engine of one rank, like a script, and prints its measurements as JSON on the last line.
-"""
+It has a policy and an engine of one rank, like a script, and prints its measurements as JSON on the
+last line."""
 
 import json
 import os
@@ -14,16 +15,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 
+from bench.completions import complete
 from common.config.groups import OnlineArgs
 from common.data.packing import pack
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
 from common.parallel import distributed
-from common.rollout.engines import make_engine, whole_weights
+from common.rollout.engine import make_engine, whole_weights
 from common.train.optim import adamw, optimizer_step
 
-TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=", "9", "x" * 40, "7 times 8 is ")
+TEXTS = (
+    "1+1=",
+    "123+4=",
+    "a",
+    "the quick brown fox jumps over",
+    "1+1=",
+    "9",
+    "x" * 40,
+    "7 times 8 is ",
+)
 
 
 Args = OnlineArgs  # flags of a script that samples and trains
@@ -35,7 +46,9 @@ class Both:
     def __init__(self, kind: str, dtype: str, path: str, trained: bool = True):
         self.device, *_ = distributed.setup(0)
         # A part of the GPU that fits beside other programs.
-        self.args = Args(engine=kind, dtype=dtype, max_new_tokens=24, gpu_memory_utilization=0.3, lr=1e-2)
+        self.args = Args(
+            engine=kind, dtype=dtype, max_new_tokens=24, gpu_memory_utilization=0.3, lr=1e-2
+        )
         tokenizer = load_tokenizer(path)
         self.policy = load_policy(path, self.args, self.device)
         self.optimizer = adamw(self.policy, self.args)
@@ -49,11 +62,12 @@ class Both:
 
     def generate(self, temperature: float, n: int = 1, seed: int = 1):
         seeds = [distributed.fold_seed(seed, i) for i in range(len(self.prompts))]
-        return self.engine.generate(self.prompts, n, seeds, temperature)
+        return complete(self.engine, self.prompts, n, seeds, temperature)
 
     @torch.no_grad()
     def differences(self, groups, temperature: float) -> dict[str, float]:
-        """Return mean and maximum difference between log-probs of engine and policy over the sampled tokens."""
+        """Return mean and maximum difference between log-probs of engine and policy over the
+        sampled tokens."""
         found = []
         for mb in pack([*chain(*groups)], 4096, self.device):
             logprobs_T, *_ = self.policy(mb, temperature=temperature)
@@ -103,7 +117,8 @@ def cycles(*which) -> tuple[Both, dict]:
 
 
 def agreement(*which) -> tuple[Both, dict]:
-    """Compare log-probs of engine and policy at two temperatures, and the samples of one seed with each other."""
+    """Compare log-probs of engine and policy at two temperatures, and the samples of one seed with
+    each other."""
     both, found = Both(*which), {}
     both.wake()
     for temperature in (1.0, 0.7):
@@ -116,7 +131,8 @@ def agreement(*which) -> tuple[Both, dict]:
 
 
 def early_ends(*which) -> tuple[Both, dict]:
-    """Put the engine to sleep, or load weights, directly after completions that ended early at different steps."""
+    """Put the engine to sleep, or load weights, directly after completions that ended early at
+    different steps."""
     both, rounds = Both(*which), []
     for _ in range(2):
         both.wake()

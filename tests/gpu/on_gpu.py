@@ -15,7 +15,9 @@ ON_CPU = os.environ.get("ONEFILE_GPU_TESTS_ON_CPU") == "1"
 DEVICE = "cpu" if ON_CPU else "cuda"
 DTYPES = ("bfloat16", "float32")
 gpu = pytest.mark.gpu
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
+)
 ENGINES = ("transformers", pytest.param("vllm", marks=needs_vllm))
 HERE_AND_THERE = (
     pytest.param("cpu", torch.float32),
@@ -25,9 +27,11 @@ HERE_AND_THERE = (
 """(device, dtype): the ordinary suite tests the first; the others extend it"""
 
 
-def launch(ranks: int, script: str, *flags: object, **variables: object) -> subprocess.CompletedProcess:
-    """Run a script to its end in new processes. Forked ranks would add CUDA in a forked process as a source of
-    failures. Ranks share a GPU if there are fewer GPUs."""
+def launch(
+    ranks: int, script: str, *flags: object, **variables: object
+) -> subprocess.CompletedProcess:
+    """Run a script to its end in new processes. Forked ranks would add CUDA in a forked process as
+    a source of failures. Ranks share a GPU if there are fewer GPUs."""
     return finished(ended(started(ranks, script, *flags, **variables), timeout=6 * PATIENCE))
 
 
@@ -39,10 +43,12 @@ def started(ranks: int, script: str, *flags: object, **variables: object) -> sub
 
 
 def measured(program: Path, *arguments: object) -> dict:
-    """Return the last line of a program of tests/gpu. The program is a separate process, because vLLM starts only once
-    per process."""
+    """Return the last line of a program of tests/gpu. The program is a separate process, because
+    vLLM starts only once per process."""
     on_cpu = int(ON_CPU)
-    return json.loads(launch(1, program, *arguments, ONEFILE_GPU_TESTS_ON_CPU=on_cpu).stdout.splitlines()[-1])
+    return json.loads(
+        launch(1, program, *arguments, ONEFILE_GPU_TESTS_ON_CPU=on_cpu).stdout.splitlines()[-1]
+    )
 
 
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node 2 tests/gpu/share_gpu.py grpo.py ...
 
-NCCL refuses two ranks on one GPU unless they seem to be on different hosts. Then they talk over sockets, on the
-loopback interface. This shows that the collectives are right; it says nothing about their speed.
-"""
+NCCL refuses two ranks on one GPU unless they seem to be on different hosts. Then they talk over
+sockets, on the loopback interface. This shows that the collectives are right; it says nothing about
+their speed."""
 
 import os
 import runpy

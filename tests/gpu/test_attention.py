@@ -1,4 +1,5 @@
-"""Packed attention equals attention within each sequence: FlashAttention on CUDA in bfloat16, SDPA elsewhere."""
+"""Packed attention equals attention within each sequence: FlashAttention on CUDA in bfloat16, SDPA
+elsewhere."""
 
 from itertools import chain
 
@@ -13,14 +14,19 @@ from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
 
 LENGTHS = (131, 64, 64, 37, 17, 2, 1)
-BOUNDS = {torch.bfloat16: 1.5e-2, torch.float32: 2e-5}  # relative norm; bfloat16 rounds by up to 2^-9 at every step
+BOUNDS = {
+    torch.bfloat16: 1.5e-2,
+    torch.float32: 2e-5,
+}  # relative norm; bfloat16 rounds by up to 2^-9 at every step
 
 
 def packed(query, key, value, mb, window):
     inputs = packed_inputs(mb)
     for name in ("input_ids", "position_ids", "use_cache"):
         del inputs[name]
-    return packed_attention(torch.nn.Identity(), query, key, value, None, 0.1, sliding_window=window, **inputs)[0][0]
+    return packed_attention(
+        torch.nn.Identity(), query, key, value, None, 0.1, sliding_window=window, **inputs
+    )[0][0]
 
 
 def separate(query, key, value, mb, window):
@@ -36,16 +42,28 @@ def separate(query, key, value, mb, window):
     return torch.cat(outputs)
 
 
-def errors(device, dtype, heads, head_dim, window, lengths, recompute, window_there="same") -> list[float]:
-    """Return the errors of the output and of the gradients of query, key and value, relative to float64."""
-    (mb,) = pack([Sample([1] * (n + 1), [True] * (n + 1)) for n in lengths], 10_000, torch.device(device))
+def errors(
+    device, dtype, heads, head_dim, window, lengths, recompute, window_there="same"
+) -> list[float]:
+    """Return the errors of the output and of the gradients of query, key and value, relative to
+    float64."""
+    (mb,) = pack(
+        [Sample([1] * (n + 1), [True] * (n + 1)) for n in lengths], 10_000, torch.device(device)
+    )
     generator, T = torch.Generator().manual_seed(head_dim), len(mb.targets_T)
     query, key, value, weights = (
         torch.randn(*shape, generator=generator).to(device, dtype)
-        for shape in ((1, heads[0], T, head_dim), *[(1, heads[1], T, head_dim)] * 2, (T, heads[0], head_dim))
+        for shape in (
+            (1, heads[0], T, head_dim),
+            *[(1, heads[1], T, head_dim)] * 2,
+            (T, heads[0], head_dim),
+        )
     )
     results = []
-    for function, of in ((packed, window), (separate, window if window_there == "same" else window_there)):
+    for function, of in (
+        (packed, window),
+        (separate, window if window_there == "same" else window_there),
+    ):
         inputs = [x.clone().requires_grad_() for x in (query, key, value)]
         if recompute and function is packed:
             out = checkpoint(function, *inputs, mb, of, use_reentrant=False)
@@ -61,10 +79,13 @@ def errors(device, dtype, heads, head_dim, window, lengths, recompute, window_th
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_packed_attention_and_its_gradient_equal_separate_attention(device, dtype, head_dim, window, recompute):
-    """CUDA uses another kernel than the ordinary suite, with its own conventions for grouped heads (four queries per
-    key here), windows and head widths. Recomputation in the backward, as with --activation_checkpointing, is included.
-    CPU twins: the first case of each, and test_policy.test_packed_forward_equals_separate_forwards."""
+def test_packed_attention_and_its_gradient_equal_separate_attention(
+    device, dtype, head_dim, window, recompute
+):
+    """CUDA uses another kernel than the ordinary suite, with its own conventions for grouped heads
+    (four queries per key here), windows and head widths. Recomputation in the backward, as with
+    --activation_checkpointing, is included. CPU twins: the first case of each, and
+    test_policy.test_packed_forward_equals_separate_forwards."""
     found = errors(device, dtype, (8, 2), head_dim, window, LENGTHS, recompute)
     assert max(found) < BOUNDS[dtype], found
 
@@ -72,15 +93,20 @@ def test_packed_attention_and_its_gradient_equal_separate_attention(device, dtyp
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
-def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(device, dtype, heads, window):
-    """CUDA has to align masks and windows at the last query and the last key, and adds up the gradients of a prefix's
-    keys: in bfloat16, their error is that of one sequence. CPU twin: the first case."""
+def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(
+    device, dtype, heads, window
+):
+    """CUDA has to align masks and windows at the last query and the last key, and adds up the
+    gradients of a prefix's keys: in bfloat16, their error is that of one sequence. CPU twin: the
+    first case."""
     groups = [(70, (61, 1, 37, 37)), (40, (5, 90)), (1, (64, 2))]
-    samples = [[Sample([9] * p + [i] + [8] * n, []) for i, n in enumerate(rests)] for p, rests in groups]
+    samples = [
+        [Sample([9] * p + [i] + [8] * n, []) for i, n in enumerate(rests)] for p, rests in groups
+    ]
     for sample in chain(*samples):
         sample.loss_mask = [True] * len(sample.ids)
-    (mb,) = pack_groups(samples, 10_000, torch.device(device), shortest=1)
-    tokens, generator = mb.computed, torch.Generator().manual_seed(0)
+    (mb,) = pack_groups(samples, 10_000, torch.device(device), share_prefix=1)
+    tokens, generator = mb.model_tokens, torch.Generator().manual_seed(0)
     t, T = len(tokens.targets_T), len(mb.targets_T)
     query, key, value, weights = (
         torch.randn(*shape, generator=generator).to(device, dtype)
@@ -90,9 +116,9 @@ def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(device,
     for shared in (True, False):
         inputs = [x.clone().requires_grad_() for x in (query, key, value)]
         if shared:
-            out = packed(*inputs, tokens, window)[tokens.own_T]
+            out = packed(*inputs, tokens, window)[tokens.rows_T]
         else:
-            out = separate(*(x.double()[:, :, tokens.own_T] for x in inputs), mb, window)
+            out = separate(*(x.double()[:, :, tokens.rows_T] for x in inputs), mb, window)
         results.append([out, *torch.autograd.grad((out * weights.to(out.dtype)).sum(), inputs)])
     found = [relative_error(ours, exact) for ours, exact in zip(*results, strict=True)]
     assert tokens.keys is not None and max(found) < BOUNDS[dtype], found
@@ -100,7 +126,8 @@ def test_attention_behind_a_shared_prefix_equals_that_of_whole_sequences(device,
 
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
 def test_window_longer_by_one_token_exceeds_the_tolerance(device, dtype):
-    """Negative control of the test above: the tolerance is small enough to detect one token of a window."""
+    """Negative control of the test above: the tolerance is small enough to detect one token of a
+    window."""
     found = errors(device, dtype, (8, 2), 64, 16, LENGTHS, False, window_there=17)
     assert min(found) > 2 * BOUNDS[dtype], found
 
@@ -109,7 +136,8 @@ def test_window_longer_by_one_token_exceeds_the_tolerance(device, dtype):
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4)])
 @pytest.mark.parametrize("window", [None, 16])
 def test_attention_in_a_pack_of_one_token(device, dtype, heads, window):
-    """The padding token of a rank without samples. FlashAttention may swap heads and tokens for a query of one token.
-    The gradients of query and key are exactly zero, so only output and value are compared."""
+    """The padding token of a rank without samples. FlashAttention may swap heads and tokens for a
+    query of one token. The gradients of query and key are exactly zero, so only output and value
+    are compared."""
     output, _, _, value = errors(device, dtype, heads, 128, window, (1,), False)
     assert max(output, value) < BOUNDS[dtype]

@@ -15,25 +15,46 @@ from on_gpu import ON_CPU, gpu, launch
 STEPS = 2 if ON_CPU else 3
 OFFLINE = ("sft.py", "dpo.py", "rm.py")
 # stand-ins for the user-supplied models and data in README.md
-NAMES = {"./sft/hf": "Qwen/Qwen3-1.7B", "runs/qwen3_grpo/hf": "Qwen/Qwen3-1.7B", "prompts.jsonl": "openai/gsm8k",
-         "model:./rm/hf": "gsm8k"}  # fmt: skip
-# On a CPU the built-in model and task replace those of the commands, and one or two ranks replace eight.
+NAMES = {
+    "./sft/hf": "Qwen/Qwen3-1.7B",
+    "runs/qwen3_grpo/hf": "Qwen/Qwen3-1.7B",
+    "prompts.jsonl": "openai/gsm8k",
+    "model:./rm/hf": "gsm8k",
+}
+# On a CPU the built-in model and task replace those of the commands, and one or two ranks replace
+# eight.
 SMALL = ("--model", "tiny", "--dataset", "arithmetic", "--template_kwargs") if ON_CPU else ()
-SMALL_ONLINE = ("--prompt_template", "{prompt}", "--max_new_tokens", 4, "--pack_tokens", 512, "--reward", "characters",
-                "--engine", "transformers") if ON_CPU else ()  # fmt: skip
+SMALL_ONLINE = (
+    "--prompt_template", "{prompt}", "--max_new_tokens", 4, "--pack_tokens", 512,
+    "--reward", "characters", "--engine", "transformers",
+) if ON_CPU else ()  # fmt: skip
 
 
 def readme_commands() -> list[tuple[str, ...]]:
-    """Return the lines of README.md that launch a script on eight GPUs, without those that need a user's files."""
-    lines = re.findall(r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", (ROOT / "README.md").read_text(), re.M)
+    """Return the lines of README.md that launch a script on eight GPUs, without those that need a
+    user's files."""
+    lines = re.findall(
+        r"^\|.*`torchrun --nproc_per_node 8 (.*)` \|$", (ROOT / "README.md").read_text(), re.M
+    )
     commands = [tuple(NAMES.get(word, word) for word in line.split()) for line in lines]
-    return [words for words in commands if not any("./" in word or "checkpoints" in word for word in words)]
+    return [
+        words
+        for words in commands
+        if not any("./" in word or "checkpoints" in word for word in words)
+    ]
 
 
 def test_readme_contains_the_tested_commands():
     """Part of the ordinary suite: the other tests take their commands from README.md."""
     commands = readme_commands()
-    assert {words[0] for words in commands} >= {*OFFLINE, "grpo.py", "dapo.py", "ppo.py", "online_dpo.py", "eval.py"}
+    assert {words[0] for words in commands} >= {
+        *OFFLINE,
+        "grpo.py",
+        "dapo.py",
+        "ppo.py",
+        "online_dpo.py",
+        "eval.py",
+    }
     recipes = [words[words.index("--config") + 1] for words in commands if "--config" in words]
     assert len(recipes) >= 9 and all((ROOT / recipe).is_file() for recipe in recipes)
 
@@ -41,16 +62,24 @@ def test_readme_contains_the_tested_commands():
 @gpu(1)
 @pytest.mark.skipif(ON_CPU, reason="on a CPU it is `make demo` itself, and test_demo.py")
 def test_demo_learns_and_exits_cleanly(tmp_path):
-    """`make demo` in a copy of the project runs SFT and GRPO with engine, evaluations, saves and exports. At the end of
-    each process, closing a sleeping engine would print 'CUDA Error'. The final accuracy is like that on a CPU, 0.94.
-    CPU twin: test_demo.py."""
+    """`make demo` in a copy of the project runs SFT and GRPO with engine, evaluations, saves and
+    exports. At the end of each process, closing a sleeping engine would print 'CUDA Error'. The
+    final accuracy is like that on a CPU, 0.94. CPU twin: test_demo.py."""
     for path in [*ROOT.glob("*.py"), ROOT / "common", ROOT / "configs"]:
         (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
     done = subprocess.run(
-        [sys.executable, "demo.py"], cwd=tmp_path, capture_output=True, text=True, timeout=6 * PATIENCE
+        [sys.executable, "demo.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=6 * PATIENCE,
     )
     assert "greedy exact match" in finished(done).stdout
-    scores = [line["eval/solved"] for line in metrics(tmp_path / "runs/demo/grpo") if "eval/solved" in line]
+    scores = [
+        line["eval/solved"]
+        for line in metrics(tmp_path / "runs/demo/grpo")
+        if "eval/solved" in line
+    ]
     assert scores[0] < 0.6 and scores[-1] > 0.8, scores
 
 
@@ -69,9 +98,10 @@ def from_the_hub() -> None:
 @gpu(8)
 @pytest.mark.parametrize("words", readme_commands(), ids=" ".join)
 def test_readme_commands_run(words, tmp_path, from_the_hub):
-    """Three steps of each published recipe, with its batch and model on eight GPUs (64 prompts for eval.py). Memory
-    suffices, engine and trainer agree, and every line has times and peak memory, which this test prints (pytest -s).
-    CPU twin: test_groups.py for the recipes' flags; the scripts' own tests."""
+    """Three steps of each published recipe, with its batch and model on eight GPUs (64 prompts for
+    eval.py). Memory suffices, engine and trainer agree, and every line has times and peak memory,
+    which this test prints (pytest -s). CPU twin: test_groups.py for the recipes' flags; the
+    scripts' own tests."""
     script, *flags = words
     online, ranks = script not in OFFLINE, 8
     mine = [*flags, *SMALL, "--output_dir", tmp_path, *(SMALL_ONLINE if online else ())]
@@ -80,13 +110,20 @@ def test_readme_commands_run(words, tmp_path, from_the_hub):
     else:
         mine += ["--max_steps", STEPS, "--eval_every", 0, "--save_every", 100]
     if script == "ppo.py":
-        mine += ["--value_warmup_steps", 1]  # the five steps of the recipe would leave no step to the policy
+        mine += [
+            "--value_warmup_steps",
+            1,
+        ]  # the five steps of the recipe would leave no step to the policy
     if ON_CPU:
         mine += [] if online else ["--max_length", 512]
         mine += ["--prompts_per_step", 8] if online and script != "eval.py" else []
         mine += ["--rollout_ranks", 1] if "--rollout_ranks" in flags else []
         ranks = 2 if "--rollout_ranks" in flags else 1
-    more = {} if ON_CPU else {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "OMP_NUM_THREADS": "8"}
+    more = (
+        {}
+        if ON_CPU
+        else {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), "OMP_NUM_THREADS": "8"}
+    )
     launch(ranks, script, *mine, **more)
     if script == "eval.py":
         assert json.loads((tmp_path / "results.json").read_text())["overall"]["prompts"] == 64
@@ -102,6 +139,14 @@ def test_readme_commands_run(words, tmp_path, from_the_hub):
             assert {"time/sync", "time/rollout"} <= line.keys()
             assert line["sampling/sampling_logp_difference/mean"] < 0.02
         assert ON_CPU or line["memory/device_peak_gb"] > 0
-    shown = {name: value for name, value in lines[-1].items() if name.startswith(("time/", "memory/")) or name == "mfu"}
-    print("\n" + " ".join(words), *(f"{name} {value:.3g}" for name, value in shown.items()), sep="\n  ")
+    shown = {
+        name: value
+        for name, value in lines[-1].items()
+        if name.startswith(("time/", "memory/")) or name == "mfu"
+    }
+    print(
+        "\n" + " ".join(words),
+        *(f"{name} {value:.3g}" for name, value in shown.items()),
+        sep="\n  ",
+    )
     assert Path(tmp_path, "hf", "config.json").is_file()

@@ -12,11 +12,16 @@ BOUNDS = {torch.bfloat16: (2e-3, 2e-4, 1e-2), torch.float32: (5e-5, 5e-6, 1e-4)}
 
 
 def inputs(device, dtype, T, D, V):
-    """Return hidden states and a head whose logits have a standard deviation of 2, as in trained models, then targets
-    and weights."""
+    """Return hidden states and a head whose logits have a standard deviation of 2, as in trained
+    models, then targets and weights."""
     generator = torch.Generator(device).manual_seed(0)
     hidden_TD = torch.randn(T, D, device=device, generator=generator).to(dtype).requires_grad_()
-    head_VD = torch.randn(V, D, device=device, generator=generator).mul_(2 * D**-0.5).to(dtype).requires_grad_()
+    head_VD = (
+        torch.randn(V, D, device=device, generator=generator)
+        .mul_(2 * D**-0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets_T = torch.randint(V, (T,), device=device, generator=generator)
     weights_2T = torch.randn(2, T, device=device, generator=generator)
     return hidden_TD, head_VD, targets_T, weights_2T
@@ -38,12 +43,14 @@ def exact(hidden_TD, head_VD, targets_T, weights_2T, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("device", "dtype"), HERE_AND_THERE)
 def test_token_logprobs_equal_float64(device, dtype, temperature):
-    """Sampling and scoring differ most in the head. Its products of bfloat16 matrices must be summed in float32, and
-    TF32 must be off in float32; a CPU cannot show this. CPU twins: the first case, and
-    test_logprobs.test_token_logprobs_and_gradient_equal_naive_code."""
+    """Sampling and scoring differ most in the head. Its products of bfloat16 matrices must be
+    summed in float32, and TF32 must be off in float32; a CPU cannot show this. CPU twins: the first
+    case, and test_logprobs.test_token_logprobs_and_gradient_equal_naive_code."""
     large = device == "cuda"
     T = 1024 if large else 2 * CPU_CHUNK + 3
-    hidden_TD, head_VD, targets_T, weights_2T = inputs(device, dtype, T, *((2048, 151_936) if large else (64, 1000)))
+    hidden_TD, head_VD, targets_T, weights_2T = inputs(
+        device, dtype, T, *((2048, 151_936) if large else (64, 1000))
+    )
     logprobs_T, entropy_T, *_ = token_logprobs(Logits(hidden_TD, head_VD), targets_T, temperature)
     ours_2T = torch.stack([logprobs_T, entropy_T])
     assert ours_2T.dtype == torch.float32
@@ -57,8 +64,9 @@ def test_token_logprobs_equal_float64(device, dtype, temperature):
 
 @gpu(1)
 def test_peak_memory_is_a_fraction_of_the_logits():
-    """The logits, log-probs and gradient of a whole pack take 15 GB at 8,192 tokens with Qwen3's vocabulary; forward
-    and backward need less than half of that. CPU twin: bench/logprobs.py. Speed: bench/gpu.py."""
+    """The logits, log-probs and gradient of a whole pack take 15 GB at 8,192 tokens with Qwen3's
+    vocabulary; forward and backward need less than half of that. CPU twin: bench/logprobs.py.
+    Speed: bench/gpu.py."""
     T, D, V = (600, 64, 20_000) if ON_CPU else (8192, 2048, 151_936)
     hidden_TD, head_VD, targets_T, _ = inputs("cpu" if ON_CPU else "cuda", torch.bfloat16, T, D, V)
     if not ON_CPU:

@@ -37,11 +37,16 @@ def ours(device, **flags) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def theirs(device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probs and gradient of the transformers model, sequence by sequence, in float64."""
+    """Return the log-probs and gradient of the transformers model, sequence by sequence, in
+    float64."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).to(device)
     everything = []
     for sample in samples():
-        logits = model(torch.tensor([sample.ids[:-1]], device=device), use_cache=False).logits[0].double()
+        logits = (
+            model(torch.tensor([sample.ids[:-1]], device=device), use_cache=False)
+            .logits[0]
+            .double()
+        )
         targets = torch.tensor(sample.ids[1:], device=device)
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         (logprobs * torch.tensor(sample.loss_mask[1:], device=device)).sum().backward()
@@ -53,8 +58,8 @@ def theirs(device) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logprobs_and_gradient_equal_those_of_transformers(dtype, recompute, device):
-    """FSDP2, packed attention and the chunked head together, with and without recomputation. CPU twin:
-    test_policy.test_gradient_does_not_depend_on_packing."""
+    """FSDP2, packed attention and the chunked head together, with and without recomputation. CPU
+    twin: test_policy.test_gradient_does_not_depend_on_packing."""
     logprobs_T, gradient = ours(device, dtype=dtype, activation_checkpointing=recompute)
     expected_T, exact = theirs(device)
     assert (logprobs_T - expected_T).abs().mean() < VALUE[dtype]
@@ -65,39 +70,54 @@ def test_logprobs_and_gradient_equal_those_of_transformers(dtype, recompute, dev
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_experts_without_tokens_have_zero_gradients(model_type, dtype, lengths, device, tmp_path):
-    """A pack of one token leaves most experts without any, where grouped matrix products have hung, and have had
-    gradients of old memory. The gradient equals that on the CPU, and an expert without tokens has none. Three packs,
-    because the first one may find fresh memory. CPU twin: test_moe.test_gradient_does_not_depend_on_packing."""
+    """A pack of one token leaves most experts without any, where grouped matrix products have hung,
+    and have had gradients of old memory. The gradient equals that on the CPU, and an expert without
+    tokens has none. Three packs, because the first one may find fresh memory. CPU twin:
+    test_moe.test_gradient_does_not_depend_on_packing."""
     path, gradients = checkpoint(model_type, tmp_path), []
     for where in (device, torch.device("cpu")):
         policy = load_policy(path, TrainArgs(dtype=dtype), where)
         for _ in range(3):
             policy.zero_grad()
-            (mb,) = pack([Sample([i % VOCABULARY for i in s.ids], s.loss_mask) for s in samples(lengths)], 100, where)
+            (mb,) = pack(
+                [Sample([i % VOCABULARY for i in s.ids], s.loss_mask) for s in samples(lengths)],
+                100,
+                where,
+            )
             policy(mb)[0].sum().backward()
         named = sorted(policy.hf.named_parameters())
         gradients.append({name: p.grad.full_tensor().float().cpu() for name, p in named})
     ours, exact = gradients
-    assert relative_error(*(torch.cat([g.flatten() for g in of.values()]) for of in gradients)) < GRADIENT[dtype]
+    assert (
+        relative_error(*(torch.cat([g.flatten() for g in of.values()]) for of in gradients))
+        < GRADIENT[dtype]
+    )
     experts = [name for name in exact if "experts" in name]
     unused = {name: exact[name].flatten(1).abs().amax(1) == 0 for name in experts}
     assert lengths != (2,) or all(unused[name].any() for name in experts)
-    assert all(ours[name].isfinite().all() and (ours[name][unused[name]] == 0).all() for name in experts)
+    assert all(
+        ours[name].isfinite().all() and (ours[name][unused[name]] == 0).all() for name in experts
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_blocks_give_equal_logprobs_and_compile_few_times(recompute, device, monkeypatch):
-    """With --compile, log-probs are unchanged. After a few packs there are no further compilations, although packs
-    differ in tokens, sequences and longest sequence, and one is a single padding token. The dtype is bfloat16, the
-    default on CUDA. On a CPU the test compares only the numbers, without inductor: attention is a loop over lengths in
-    Python. No CPU twin: the ordinary suite cannot rely on a compiler."""
+    """With --compile, log-probs are unchanged. After a few packs there are no further compilations,
+    although packs differ in tokens, sequences and longest sequence, and one is a single padding
+    token. The dtype is bfloat16, the default on CUDA. On a CPU the test compares only the numbers,
+    without inductor: attention is a loop over lengths in Python. No CPU twin: the ordinary suite
+    cannot rely on a compiler."""
     from torch._dynamo.utils import counters  # takes a while
 
     if ON_CPU:
         if recompute:
             pytest.skip("on a CPU recomputed blocks may be compiled again")
-        monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager"))
-        monkeypatch.setattr(common.model.logprobs, "fused", partial(torch.compile, backend="aot_eager"))
+        monkeypatch.setattr(
+            torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="aot_eager")
+        )
+        monkeypatch.setattr(
+            common.model.logprobs, "fused", partial(torch.compile, backend="aot_eager")
+        )
     args = dict(dtype="bfloat16", activation_checkpointing=recompute)
     torch._dynamo.reset()
     counters.clear()

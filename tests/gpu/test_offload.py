@@ -14,19 +14,22 @@ from common.data.sample import Sample
 from common.model.memory import Plan, predict, shapes_of
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engines import whole_weights
+from common.rollout.engine import whole_weights
 from common.train.optim import adamw, optimizer_step
 
 pytestmark = gpu(1)
 
 
 def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the weights for an engine and the gradient norms after three steps of two micro-batches."""
+    """Return the weights for an engine and the gradient norms after three steps of two
+    micro-batches."""
     args = TrainArgs(dtype="float32", lr=1e-3, offload=offload)
     policy = load_policy(tiny_model(), args, device)
     optimizer, norms = adamw(policy, args), []
     for step in range(3):
-        for mb in pack([Sample(list(range(n, n + 50)), [True] * 50) for n in (3 + step, 30)], 60, device):
+        for mb in pack(
+            [Sample(list(range(n, n + 50)), [True] * 50) for n in (3 + step, 30)], 60, device
+        ):
             logprobs_T, *_ = policy(mb)
             (-logprobs_T.mean()).backward()
         norms.append(optimizer_step(policy, optimizer, args.lr, 1.0, logprobs_T.detach().sum()))
@@ -38,8 +41,8 @@ def trained(device, offload: str) -> tuple[dict[str, torch.Tensor], list[float]]
 
 
 def test_offload_changes_no_number(device):
-    """--offload optimizer gives the same bits as none; all, whose step runs on the host, is close. CPU twin:
-    test_memory.test_offload_changes_no_number_and_may_change_at_a_resume."""
+    """--offload optimizer gives the same bits as none; all, whose step runs on the host, is close.
+    CPU twin: test_memory.test_offload_changes_no_number_and_may_change_at_a_resume."""
     (plain, norms), *others = (trained(device, offload) for offload in ("none", "optimizer", "all"))
     for (weights, those), atol in zip(others, (0.0, 1e-5), strict=True):
         assert those == pytest.approx(norms, rel=1e-4) and weights.keys() == plain.keys()
@@ -50,8 +53,8 @@ def test_offload_changes_no_number(device):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.skipif(ON_CPU, reason="a CPU counts no peak")
 def test_predicted_memory_is_close_to_the_allocated_memory(tmp_path, device, recompute):
-    """The tolerance is a fifth, at the second micro-batch of a model with 60M weights. CPU twin: fake tensors, in
-    test_memory.test_predicted_memory_is_close_to_that_of_fake_tensors."""
+    """The tolerance is a fifth, at the second micro-batch of a model with 60M weights. CPU twin:
+    fake tensors, in test_memory.test_predicted_memory_is_close_to_that_of_fake_tensors."""
     sys.path.insert(0, str(ROOT))
     from bench.memory_plan import SMALL
 
@@ -67,6 +70,6 @@ def test_predicted_memory_is_close_to_the_allocated_memory(tmp_path, device, rec
         logprobs_T, entropy_T, *_ = policy(mb)
         (logprobs_T + 0.1 * entropy_T).sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
-    assert optimizer.state and sum(predict([shapes_of(policy.hf)], Plan(1, 4096, recompute)).values()) == pytest.approx(
-        peak, rel=0.2
-    )
+    assert optimizer.state and sum(
+        predict([shapes_of(policy.hf)], Plan(1, 4096, recompute)).values()
+    ) == pytest.approx(peak, rel=0.2)

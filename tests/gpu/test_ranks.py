@@ -1,7 +1,8 @@
-"""Two ranks, on two GPUs or on one: NCCL, shards, dedicated rollout ranks, a tensor-parallel engine, and resume on
-another number of ranks.
+"""Two ranks, on two GPUs or on one: NCCL, shards, dedicated rollout ranks, a tensor-parallel
+engine, and resume on another number of ranks.
 
-All tests use the built-in model and task, the defaults of every script. On a CPU the same launches use gloo."""
+All tests use the built-in model and task, the defaults of every script. On a CPU the same launches
+use gloo."""
 
 import json
 import os
@@ -14,17 +15,34 @@ from on_gpu import DTYPES, ON_CPU, gpu, launch, needs_vllm, started
 from test_distill import write_teacher
 
 pytestmark = gpu(2, shared=True)
-ENGINES = ("transformers", pytest.param("vllm", marks=[needs_vllm, gpu(2)]))  # vLLM does not share a GPU
+ENGINES = (
+    "transformers",
+    pytest.param("vllm", marks=[needs_vllm, gpu(2)]),
+)  # vLLM does not share a GPU
 STEPS = 2 if ON_CPU else 3
 SHORT = ("--max_steps", STEPS, "--eval_size", 16, "--save_every", 100)
-SCRIPTS = ("sft", "dpo", "kto", "rm", "grpo", "dapo", "reinforce", "rloo", "ppo", "online_dpo", "bok", "distill")
+SCRIPTS = (
+    "sft",
+    "dpo",
+    "kto",
+    "rm",
+    "grpo",
+    "dapo",
+    "reinforce",
+    "rloo",
+    "ppo",
+    "online_dpo",
+    "bok",
+    "distill",
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[::-1])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_gradient_is_equal_on_one_and_two_ranks(script, dtype, tmp_path):
-    """NCCL replaces gloo, and the device of a rank is not always the first. Loss and gradient norm of every script
-    equal those of one rank, up to rounding. CPU twins: the tests of each script, to 1e-5."""
+    """NCCL replaces gloo, and the device of a rank is not always the first. Loss and gradient norm
+    of every script equal those of one rank, up to rounding. CPU twins: the tests of each script, to
+    1e-5."""
     teacher = ("--teacher", write_teacher(tmp_path / "teacher")) if script == "distill" else ()
     compare(script, dtype, tmp_path, *teacher)
 
@@ -41,59 +59,113 @@ def test_gradient_is_equal_on_one_and_two_ranks(script, dtype, tmp_path):
     ],
 )
 def test_gradient_with_adapters_or_offload_is_equal_on_one_and_two_ranks(script, flags, tmp_path):
-    """The same with adapters on frozen shards, moments or all states on the host, and recomputed blocks. CPU twins:
-    test_lora and test_memory."""
+    """The same with adapters on frozen shards, moments or all states on the host, and recomputed
+    blocks. CPU twins: test_lora and test_memory."""
     compare(script, "float32", tmp_path, *flags)
 
 
 def compare(script: str, dtype: str, folder: Path, *flags: object) -> None:
-    """Check that a script has the same loss and gradient norm on one and two ranks. In bfloat16, where the engine's
-    samples may differ after the first update, only at the first step."""
+    """Check that a script has the same loss and gradient norm on one and two ranks. In bfloat16,
+    where the engine's samples may differ after the first update, only at the first step."""
     sampling = () if script in ("sft", "dpo", "kto", "rm") else ("--engine", "transformers")
     for ranks in (1, 2):
-        launch(ranks, f"{script}.py", *SHORT, *sampling, "--dtype", dtype, "--output_dir", folder / str(ranks), *flags)
+        launch(
+            ranks,
+            f"{script}.py",
+            *SHORT,
+            *sampling,
+            "--dtype",
+            dtype,
+            "--output_dir",
+            folder / str(ranks),
+            *flags,
+        )
     names = ("loss", "grad_norm")
     # A loss may be a sum of terms of size 1 that nearly cancel.
     if dtype == "float32":
         assert_close_metrics(folder / "1", folder / "2", names, rel=2e-3, floor=0.1)
         return assert_close_metrics(folder / "1", folder / "2", ("num_tokens", "epoch"), rel=0)
     firsts = [next(line for line in metrics(folder / ranks) if line["step"] == 1) for ranks in "12"]
-    assert all(abs(firsts[0][name] - firsts[1][name]) < 0.03 * (0.1 + abs(firsts[0][name])) for name in names), firsts
+    assert all(
+        abs(firsts[0][name] - firsts[1][name]) < 0.03 * (0.1 + abs(firsts[0][name]))
+        for name in names
+    ), firsts
 
 
 @pytest.mark.parametrize("script", ["sft", "ppo"])
 def test_replica_on_each_gpu_trains_like_one_model(script, tmp_path):
-    """NCCL averages the gradients of two replicas once per step in separate groups; ppo.py trains two models. CPU twin:
-    test_mesh.test_ppo_with_replicas_trains_like_one_model."""
+    """NCCL averages the gradients of two replicas once per step in separate groups; ppo.py trains
+    two models. CPU twin: test_mesh.test_ppo_with_replicas_trains_like_one_model."""
     for shard_ranks in (2, 1):
         sampling = () if script == "sft" else ("--engine", "transformers")
-        flags = (*SHORT, *sampling, "--dtype", "float32", "--output_dir", tmp_path / str(shard_ranks))
+        flags = (
+            *SHORT,
+            *sampling,
+            "--dtype",
+            "float32",
+            "--output_dir",
+            tmp_path / str(shard_ranks),
+        )
         launch(2, f"{script}.py", *flags, "--shard_ranks", shard_ranks)
     assert_close_metrics(tmp_path / "2", tmp_path / "1", ("loss", "grad_norm"), rel=2e-3, floor=0.1)
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "grpo"])
 def test_context_ranks_train_like_one_gpu(script, tmp_path):
-    """All-to-all around attention on one communicator, while FSDP gathers the next block on another, must not deadlock:
-    more steps than in other tests, and recomputed blocks. Loss and gradient norm of the first steps are those of one
-    GPU. CPU twin: test_placement.test_scripts_with_context_ranks_train_like_one_rank."""
+    """All-to-all around attention on one communicator, while FSDP gathers the next block on
+    another, must not deadlock: more steps than in other tests, and recomputed blocks. Loss and
+    gradient norm of the first steps are those of one GPU. CPU twin:
+    test_placement.test_scripts_with_context_ranks_train_like_one_rank."""
     sampling = ("--engine", "transformers") if script == "grpo" else ()
-    flags = ("--max_steps", STEPS if ON_CPU else 20, "--eval_size", 16, "--save_every", 100, "--dtype", "float32")
+    flags = (
+        "--max_steps",
+        STEPS if ON_CPU else 20,
+        "--eval_size",
+        16,
+        "--save_every",
+        100,
+        "--dtype",
+        "float32",
+    )
     for ranks in (1, 2):
-        where = ("--context_ranks", ranks, "--pack_tokens", 8192 // ranks, "--output_dir", tmp_path / str(ranks))
-        launch(ranks, f"{script}.py", *flags, *sampling, *where, "--activation_checkpointing", "true")
-    firsts = [[line for line in metrics(tmp_path / ranks) if line["step"] > 0][:STEPS] for ranks in "12"]
+        where = (
+            "--context_ranks",
+            ranks,
+            "--pack_tokens",
+            8192 // ranks,
+            "--output_dir",
+            tmp_path / str(ranks),
+        )
+        launch(
+            ranks, f"{script}.py", *flags, *sampling, *where, "--activation_checkpointing", "true"
+        )
+    firsts = [
+        [line for line in metrics(tmp_path / ranks) if line["step"] > 0][:STEPS] for ranks in "12"
+    ]
     for one, two in zip(*firsts, strict=True):
         assert one["num_tokens"] == two["num_tokens"]
-        assert all(abs(one[name] - two[name]) < 2e-3 * (0.1 + abs(one[name])) for name in ("loss", "grad_norm"))
-    launch(2, f"{script}.py", *flags[:6], *sampling, "--context_ranks", 2, "--output_dir", tmp_path / "bfloat16")
+        assert all(
+            abs(one[name] - two[name]) < 2e-3 * (0.1 + abs(one[name]))
+            for name in ("loss", "grad_norm")
+        )
+    launch(
+        2,
+        f"{script}.py",
+        *flags[:6],
+        *sampling,
+        "--context_ranks",
+        2,
+        "--output_dir",
+        tmp_path / "bfloat16",
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
-    """NCCL sends weights from one GPU to the other while both compute, and the engine never sleeps; both roles exit
-    without a message. Samples are at most --max_staleness old, and agree with the trainer if it is 0. CPU twin:
+    """NCCL sends weights from one GPU to the other while both compute, and the engine never sleeps;
+    both roles exit without a message. Samples are at most --max_staleness old, and agree with the
+    trainer if it is 0. CPU twin:
     test_remote_sampler.test_dedicated_vllm_rank_equals_the_colocated_run."""
     where = ("--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
     launch(2, "grpo.py", *SHORT, "--engine", engine, *where)
@@ -101,18 +173,32 @@ def test_dedicated_rollout_ranks_respect_staleness(engine, staleness, tmp_path):
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
     assert max(line["sampling/staleness/max"] for line in lines) <= staleness
     for line in lines:
-        assert line["sampling/staleness/max"] > 0 or line["sampling/sampling_logp_difference/mean"] < 0.02
+        assert (
+            line["sampling/staleness/max"] > 0
+            or line["sampling/sampling_logp_difference/mean"] < 0.02
+        )
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["trains", "generates"])
 def test_killed_rank_ends_the_run(victim, tmp_path):
     """NCCL waits for dead ranks; ranks of the other role and torchrun must not. CPU twin:
     test_remote_sampler.test_dead_rank_of_either_role_ends_the_job."""
-    flags = ("--engine", "transformers", "--rollout_ranks", 1, "--max_steps", 5000, "--eval_every", 0)
+    flags = (
+        "--engine",
+        "transformers",
+        "--rollout_ranks",
+        1,
+        "--max_steps",
+        5000,
+        "--eval_every",
+        0,
+    )
     with started(2, "grpo.py", *flags, "--output_dir", tmp_path) as process:
         try:
             until(lambda: process.poll() is not None or logged(tmp_path, 2))
-            ranks = {rank_of(pid): pid for pid in descendants(process.pid) if rank_of(pid) is not None}
+            ranks = {
+                rank_of(pid): pid for pid in descendants(process.pid) if rank_of(pid) is not None
+            }
             assert ranks.keys() == {0, 1}, process.poll()
             os.kill(ranks[victim], signal.SIGKILL)
             done = ended(process, [*ranks.values()], timeout=300)
@@ -136,9 +222,20 @@ def rank_of(pid: int) -> int | None:
 @needs_vllm
 @gpu(2)
 def test_tensor_parallel_engine_agrees_with_the_trainer(tmp_path):
-    """With --tensor_parallel_size 2, each rank loads its half of every weight, and both submit all prompts of the two.
-    CPU twin: test_grpo.test_tensor_parallel_engine_gives_the_same_completions."""
-    launch(2, "grpo.py", *SHORT, "--engine", "vllm", "--tensor_parallel_size", 2, "--output_dir", tmp_path)
+    """With --tensor_parallel_size 2, each rank loads its half of every weight, and both submit all
+    prompts of the two. CPU twin:
+    test_grpo.test_tensor_parallel_engine_gives_the_same_completions."""
+    launch(
+        2,
+        "grpo.py",
+        *SHORT,
+        "--engine",
+        "vllm",
+        "--tensor_parallel_size",
+        2,
+        "--output_dir",
+        tmp_path,
+    )
     lines = [line for line in metrics(tmp_path) if line["step"] > 0]
     assert len(lines) == STEPS
     assert max(line["sampling/sampling_logp_difference/mean"] for line in lines) < 0.02
@@ -153,9 +250,23 @@ def test_one_gpu_resumes_a_run_of_two_and_samples_from_its_export(engine, tmp_pa
     launch(2, "sft.py", *flags, "--max_steps", 2 * STEPS, *whole)
     launch(2, "sft.py", *flags, "--max_steps", STEPS, *resumed)
     assert "resuming from" in launch(1, "sft.py", *flags, "--max_steps", 2 * STEPS, *resumed).stdout
-    assert_close_metrics(tmp_path / "whole", tmp_path / "resumed", ("loss", "grad_norm"), rel=2e-3, floor=0.1)
+    assert_close_metrics(
+        tmp_path / "whole", tmp_path / "resumed", ("loss", "grad_norm"), rel=2e-3, floor=0.1
+    )
     assert_close_metrics(tmp_path / "whole", tmp_path / "resumed", ("num_tokens", "epoch"), rel=0)
     model = ("--model", tmp_path / "resumed" / "hf", "--dataset", "arithmetic", "--max_prompts", 16)
-    launch(1, "eval.py", *model, "--engine", engine, "--max_new_tokens", 5, "--output_dir", tmp_path / "eval")
+    launch(
+        1,
+        "eval.py",
+        *model,
+        "--engine",
+        engine,
+        "--max_new_tokens",
+        5,
+        "--output_dir",
+        tmp_path / "eval",
+    )
     results = json.loads((tmp_path / "eval" / "results.json").read_text())
-    assert results["overall"]["prompts"] == 16 and 1 <= results["overall"]["mean_length"]["mean"] <= 5
+    assert (
+        results["overall"]["prompts"] == 16 and 1 <= results["overall"]["mean_length"]["mean"] <= 5
+    )

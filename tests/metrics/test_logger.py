@@ -9,7 +9,7 @@ import torch
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
 from common.metrics.curves import draw_curves, read_metrics
-from common.metrics.logger import RunLogger, wilson_interval
+from common.metrics.logger import RunLogger
 
 # ---- RunLogger ----
 
@@ -59,7 +59,10 @@ def test_history_that_was_changed_is_refused_and_may_be_deleted(tmp_path):
     assert steps(path) == [(1, 0)]
     for text in (path.read_text().replace("1.5", "1.6"), path.read_text()[:-3]):
         path.write_text(text)
-        with pytest.raises(ValueError, match="metrics.jsonl was changed after it was written; delete it to continue"):
+        with pytest.raises(
+            ValueError,
+            match="metrics.jsonl was changed after it was written; delete it to continue",
+        ):
             RunLogger(args, 1, 4, (), (), history)
     path.unlink()
     RunLogger(args, 1, 4, (), (), history)
@@ -80,7 +83,13 @@ def test_samples_are_written_in_full(tmp_path):
     log.samples(3, [[completion(text), completion("y")]], [0], rewards, advantages)
     first, second = read_metrics(tmp_path / "samples.jsonl")
     assert first == dict(
-        step=3, prompt="p", completion=text, reward=0.25, advantage=0.5, finish_reason="length", version=0
+        step=3,
+        prompt="p",
+        completion=text,
+        reward=0.25,
+        advantage=0.5,
+        finish_reason="length",
+        version=0,
     )
     assert (second["completion"], second["reward"]) == ("y", 0.0)
 
@@ -90,7 +99,9 @@ def test_preview_marks_the_trained_tokens(tmp_path, capsys):
 
     tokenizer = build_tokenizer()
     ids = tokenizer("1+1=2[b]", add_special_tokens=False)["input_ids"]
-    logger(tmp_path).preview(Sample(ids=ids, loss_mask=[i >= 4 for i in range(len(ids))]), tokenizer)
+    logger(tmp_path).preview(
+        Sample(ids=ids, loss_mask=[i >= 4 for i in range(len(ids))]), tokenizer
+    )
     assert "1+1=\u27e62[b]\u27e7" in capsys.readouterr().out
 
 
@@ -132,18 +143,27 @@ def test_curves_are_drawn_and_other_ranks_write_nothing(tmp_path, monkeypatch):
 
 
 def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
-    """The curves of a single run show its held-out sets; the parts of a loss are not held-out sets."""
+    """The curves of a single run show its held-out sets; the parts of a loss are not held-out
+    sets."""
     import matplotlib.pyplot as plt
 
     names = ("loss", "eval_loss", "eval_rewards/accuracies")
     sets = [f"{name}{end}" for name in names[1:] for end in ("", "/a", "/b")]
-    line = {name: i for i, name in enumerate([*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"])}
+    line = {
+        name: i
+        for i, name in enumerate(
+            [*sets, "loss", "loss/a", "loss/sft", "eval_loss/sft", "eval_loss/sft/a"]
+        )
+    }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | dict(step=1)) + "\n")
     monkeypatch.setattr(plt, "close", lambda _: None)
     labels = {}
     for runs in (1, 2):
         draw_curves(
-            [tmp_path / "metrics.jsonl"] * runs, names, tmp_path / "curves.png", labels=[*"xy"] if runs > 1 else ()
+            [tmp_path / "metrics.jsonl"] * runs,
+            names,
+            tmp_path / "curves.png",
+            labels=[*"xy"] if runs > 1 else (),
         )
         labels[runs] = [axis.get_legend_handles_labels()[1] for axis in plt.gcf().axes]
     monkeypatch.undo()
@@ -153,7 +173,10 @@ def test_held_out_sets_share_the_panels_of_their_metrics(tmp_path, monkeypatch):
 
 def test_missing_tensorboard_gives_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="^--log tensorboard: tensorboard is not installed; pip install tensorboard$"):
+    with pytest.raises(
+        ValueError,
+        match="^--log tensorboard: tensorboard is not installed; pip install tensorboard$",
+    ):
         logger(tmp_path, log=("tensorboard",))
 
 
@@ -167,22 +190,21 @@ def test_tensorboard_receives_the_metrics(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 0.5)]
 
 
-def test_wilson_interval_equals_published_tables():
-    """Newcombe 1998 (doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E), Table I."""
-    for hits, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
-        assert wilson_interval(hits / count, count) == pytest.approx((low, high), abs=5e-5)
-
-
 def test_wandb_without_a_key_is_one_line(tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.setattr(wandb, "login", lambda **_: False)
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ValueError, match="^--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE"):
+    with pytest.raises(
+        ValueError,
+        match="^--log wandb: no key; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE",
+    ):
         logger(tmp_path, log=("wandb",))
 
 
-def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_resume(tmp_path, capsys):
+def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_resume(
+    tmp_path, capsys
+):
     log = logger(tmp_path)
     log.log(1, dict(loss=2.0))
     log.log(2, dict(loss=1.0))
@@ -190,7 +212,10 @@ def test_console_and_summary_show_the_change_since_the_first_step_also_after_a_r
     resumed = logger(tmp_path, 2)
     resumed.log(3, dict(other=1.0))
     resumed.log(4, dict(loss=0.5))
-    assert "step 4/4  loss 2 -> 0.5" in capsys.readouterr().out and resumed.summary() == "loss 2 -> 0.5"
+    assert (
+        "step 4/4  loss 2 -> 0.5" in capsys.readouterr().out
+        and resumed.summary() == "loss 2 -> 0.5"
+    )
 
 
 def test_console_shows_values_only_on_the_lines_where_they_were_measured(tmp_path, capsys):
@@ -216,12 +241,16 @@ def test_curves_are_drawn_every_20_steps_but_cost_a_twentieth_of_the_time(tmp_pa
         drawn.append(now[0])
         now[0] += 2  # seconds
 
-    monkeypatch.setattr(module, "draw_curves", draw)
+    monkeypatch.setattr("common.metrics.curves.draw_curves", draw)
     log = logger(tmp_path)
     for step in range(1, 201):
         now[0] += 1
         log.log(step, dict(loss=1.0))
-    assert drawn[0] == 20 and all(b - a >= 42 for a, b in zip(drawn, drawn[1:], strict=False)) and len(drawn) >= 4
+    assert (
+        drawn[0] == 20
+        and all(b - a >= 42 for a, b in zip(drawn, drawn[1:], strict=False))
+        and len(drawn) >= 4
+    )
     now[0] += 61
     log.log(201, dict(loss=1.0))
     assert drawn[-1] == now[0] - 2

@@ -24,14 +24,22 @@ def test_mean_is_weighted_and_max_and_min_are_not(device):
     assert meter.reduce() == dict(a=1.4, plain=1.5, largest=4.0, smallest=-5.0)
 
 
-@given(st.lists(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_masked_mean_does_not_depend_on_the_split(micro_batches):
     meter, tokens = Meter(), [token for mb in micro_batches for token in mb]
     for mb in micro_batches:
         values, mask = zip(*mb, strict=True)
         meter.masked_mean("x", torch.tensor(values, dtype=torch.float64), torch.tensor(mask))
     kept = [value for value, trained in tokens if trained]
-    assert meter.reduce() == (dict(x=pytest.approx(math.fsum(kept) / len(kept), abs=1e-9)) if kept else {})
+    assert meter.reduce() == (
+        dict(x=pytest.approx(math.fsum(kept) / len(kept), abs=1e-9)) if kept else {}
+    )
 
 
 def test_reduce_returns_every_value_once():
@@ -81,13 +89,16 @@ def test_spread_and_effective_fraction_do_not_depend_on_the_split():
 def test_meter_keeps_no_autograd_graph():
     meter, x = Meter(), torch.ones(3, requires_grad=True)
     meter.masked_mean("x", x * 2, torch.tensor([True, True, False]))
-    assert not any(t.requires_grad for _, pairs in meter.values.values() for pair in pairs for t in pair)
+    assert not any(
+        t.requires_grad for _, pairs in meter.values.values() for pair in pairs for t in pair
+    )
     assert meter.reduce() == dict(x=2.0)
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_held_out_sets_are_measured_separately_and_jointly(device, named):
-    """The mean over all is weighted by the samples of each set; rows without a set have no separate metrics."""
+    """The mean over all is weighted by the samples of each set; rows without a set have no separate
+    metrics."""
     rows = [dict(_dataset=name) if named else {} for name in "aba"]
     asked = []
 

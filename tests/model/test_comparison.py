@@ -13,24 +13,35 @@ from common.model import head
 from common.model.comparison import compare, most_likely
 from common.model.head import Logits
 from common.model.policy import load_policy
+from common.model.student import Student, Teacher
 from common.model.tiny import tiny_model
 from common.objectives.divergence import forward_kl
 
 
 def whole(logits: Logits, temperature: float) -> torch.Tensor:
-    logits_TV = logits.hidden_TD @ logits.head_VD.T + (0 if logits.bias_V is None else logits.bias_V)
+    logits_TV = logits.hidden_TD @ logits.head_VD.T + (
+        0 if logits.bias_V is None else logits.bias_V
+    )
     logits_TV = logits_TV * logits.scale
     cap = logits.softcap
     return (logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)) / temperature
 
 
-@pytest.fixture(params=[(37, 37), (37, 41), (41, 37)], ids=lambda sizes: f"{sizes[0]}_beside_{sizes[1]}")
+@pytest.fixture(
+    params=[(37, 37), (37, 41), (41, 37)], ids=lambda sizes: f"{sizes[0]}_beside_{sizes[1]}"
+)
 def models(request, monkeypatch):
-    """Return student and teacher of different widths and vocabularies, and 13 tokens in chunks of 5."""
+    """Return student and teacher of different widths and vocabularies, and 13 tokens in chunks of
+    5."""
     monkeypatch.setattr(head, "CPU_CHUNK", 5)
     generator, (ours, theirs) = torch.Generator().manual_seed(3), request.param
     draw = partial(torch.randn, dtype=torch.float64, generator=generator)
-    student = Logits(draw(13, 8).requires_grad_(), draw(ours, 8).requires_grad_(), draw(ours).requires_grad_(), 0.8)
+    student = Logits(
+        draw(13, 8).requires_grad_(),
+        draw(ours, 8).requires_grad_(),
+        draw(ours).requires_grad_(),
+        0.8,
+    )
     teacher = Logits(draw(13, 6), draw(theirs, 6), None, 1.3, 3.0)
     return student, teacher, torch.randint(37, (13,), generator=generator), draw(2, 13)
 
@@ -44,7 +55,11 @@ def test_values_and_gradients_equal_those_of_whole_logits(models, name, temperat
     both = min(len(student.head_VD), len(teacher.head_VD))
     ours = compare(student, teacher, targets_T, temperature, CHOSEN[name])
     logits_TV, theirs_TV = whole(student, temperature), whole(teacher, temperature)[:, :both]
-    p_TV, q_TV, logp_TV = logits_TV[:, :both].softmax(-1), theirs_TV.softmax(-1), logits_TV.log_softmax(-1)
+    p_TV, q_TV, logp_TV = (
+        logits_TV[:, :both].softmax(-1),
+        theirs_TV.softmax(-1),
+        logits_TV.log_softmax(-1),
+    )
     expected = (
         logp_TV.gather(-1, targets_T[:, None])[:, 0],
         naive(name, p_TV, q_TV),
@@ -60,7 +75,9 @@ def test_values_and_gradients_equal_those_of_whole_logits(models, name, temperat
     for through in ((1, 1), (0, 1), (1, 0)):  # log-probs, divergence
         gradients = (
             torch.autograd.grad(
-                sum((values[i] * weights_2T[i]).sum() for i in (0, 1) if through[i]), student[:3], retain_graph=True
+                sum((values[i] * weights_2T[i]).sum() for i in (0, 1) if through[i]),
+                student[:3],
+                retain_graph=True,
             )
             for values in (ours, expected)
         )
@@ -69,40 +86,55 @@ def test_values_and_gradients_equal_those_of_whole_logits(models, name, temperat
 
 
 def naive_top(q_TV, top_k, *distributions):
-    """Return each distribution as [T, K + 1]: the probabilities of q's K largest tokens, and the sum of the others."""
+    """Return each distribution as [T, K + 1]: the probabilities of q's K largest tokens, and the
+    sum of the others."""
     ranked = [sorted(range(q_TV.shape[1]), key=lambda v: -q_V[v].item()) for q_V in q_TV]  # noqa: B023
     return [
-        torch.stack([
-            torch.stack([*(x_V[v] for v in order[:top_k]), *[sum(x_V[v] for v in order[top_k:])][: len(order) - top_k]])
-            for x_V, order in zip(x_TV, ranked, strict=True)
-        ])
+        torch.stack(
+            [
+                torch.stack(
+                    [
+                        *(x_V[v] for v in order[:top_k]),
+                        *[sum(x_V[v] for v in order[top_k:])][: len(order) - top_k],
+                    ]
+                )
+                for x_V, order in zip(x_TV, ranked, strict=True)
+            ]
+        )
         for x_TV in distributions
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 36, 37])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_top_k_with_a_rest_bucket_equals_coarsened_distributions(models, name, top_k):
-    """Values and gradients are those of the coarsened distributions. The value is at most the full divergence, and
-    equal at K = V. A stored TopK gives the same numbers as the teacher."""
+    """Values and gradients are those of the coarsened distributions. The value is at most the full
+    divergence, and equal at K = V. A stored TopK gives the same numbers as the teacher."""
     student, teacher, targets_T, (weights_T, _) = models
     both = min(len(student.head_VD), len(teacher.head_VD))
     ours = compare(student, teacher, targets_T, 0.8, CHOSEN[name], top_k)
     full = compare(student, teacher, targets_T, 0.8, CHOSEN[name])
-    p_TV, q_TV = whole(student, 0.8)[:, :both].softmax(-1), whole(teacher, 0.8)[:, :both].softmax(-1)
+    p_TV, q_TV = (
+        whole(student, 0.8)[:, :both].softmax(-1),
+        whole(teacher, 0.8)[:, :both].softmax(-1),
+    )
     p_TS, q_TS = naive_top(q_TV, top_k, p_TV, q_TV)
     wanted_T = naive(name, p_TS, q_TS)
     torch.testing.assert_close(ours.divergence_T, wanted_T, **EXACT)
     torch.testing.assert_close(ours.reverse_kl_T, kl(p_TS, q_TS), **EXACT)
     torch.testing.assert_close(ours.teacher_mass_T, q_TS[:, :top_k].sum(-1), **EXACT)
-    for value, same in zip((*ours[:1], *ours[4:6], ours[7]), (*full[:1], *full[4:6], full[7]), strict=True):
+    for value, same in zip(
+        (*ours[:1], *ours[4:6], ours[7]), (*full[:1], *full[4:6], full[7]), strict=True
+    ):
         torch.testing.assert_close(value, same, **EXACT)
     assert (ours.divergence_T <= full.divergence_T + 1e-12).all()
     if top_k == both:
         torch.testing.assert_close(ours.divergence_T, full.divergence_T, **EXACT)
     else:
         assert (ours.divergence_T < full.divergence_T).any()
-    kept = compare(student, most_likely(teacher, targets_T, 0.8, both, top_k), targets_T, 0.8, CHOSEN[name])
+    kept = compare(
+        student, most_likely(teacher, targets_T, 0.8, both, top_k), targets_T, 0.8, CHOSEN[name]
+    )
     assert all(torch.equal(a, b) for a, b in zip(kept, ours, strict=True))
     gradients = (
         torch.autograd.grad((value_T * weights_T).sum(), student[:3], retain_graph=True)
@@ -122,15 +154,17 @@ def test_rest_bucket_without_mass_has_finite_gradients():
     )
     for divergence in CHOSEN.values():
         hidden_TD = peaked.clone().requires_grad_()
-        out = compare(Logits(hidden_TD, head_VD), Logits(other, head_VD), none_T, 1.0, divergence, top_k=1)
+        out = compare(
+            Logits(hidden_TD, head_VD), Logits(other, head_VD), none_T, 1.0, divergence, top_k=1
+        )
         out.divergence_T.sum().backward()
         assert out.divergence_T.isfinite().all() and hidden_TD.grad.isfinite().all()
 
 
 def test_truncation_without_a_rest_bucket_is_no_bound_and_has_a_wrong_gradient():
-    """Negative control of the rest bucket. The K terms alone may exceed the whole divergence; where student and teacher
-    are equal, they still move mass to the K tokens. Renormalised over the K tokens, the divergence is no bound either,
-    and the other tokens have no gradient."""
+    """Negative control of the rest bucket. The K terms alone may exceed the whole divergence; where
+    student and teacher are equal, they still move mass to the K tokens. Renormalised over the K
+    tokens, the divergence is no bound either, and the other tokens have no gradient."""
     generator = torch.Generator().manual_seed(1)
     draw = partial(torch.randn, 64, 9, dtype=torch.float64, generator=generator)
     logp_TV, logq_TV = (2 * draw()).log_softmax(-1), (2 * draw()).log_softmax(-1)
@@ -141,7 +175,9 @@ def test_truncation_without_a_rest_bucket_is_no_bound_and_has_a_wrong_gradient()
         return (q_TK.exp() * (q_TK - p_TK)).sum(-1)
 
     def renormalised(logp_TV):
-        return forward_kl(*(x_TV.gather(1, top_TK).log_softmax(-1) for x_TV in (logp_TV, logq_TV)))[0]
+        return forward_kl(*(x_TV.gather(1, top_TK).log_softmax(-1) for x_TV in (logp_TV, logq_TV)))[
+            0
+        ]
 
     full_T, head_VD = forward_kl(logp_TV, logq_TV)[0], torch.eye(9, dtype=torch.float64)
     assert (alone(logp_TV) > full_T + 0.01).any() and (renormalised(logp_TV) > full_T + 0.01).any()
@@ -159,17 +195,28 @@ def test_truncation_without_a_rest_bucket_is_no_bound_and_has_a_wrong_gradient()
     drawn_TV = gradient(lambda logits_TV: alone(logits_TV.log_softmax(-1)), logq_TV)
     assert (drawn_TV[outside_TV] > 0).all() and drawn_TV.abs().max() > 0.1
     untaught_TV = gradient(lambda logits_TV: renormalised(logits_TV.log_softmax(-1)), logp_TV)
-    assert untaught_TV[outside_TV].abs().max() < 1e-12 < 0.1 < gradient(ours, logp_TV)[outside_TV].abs().max()
+    assert (
+        untaught_TV[outside_TV].abs().max()
+        < 1e-12
+        < 0.1
+        < gradient(ours, logp_TV)[outside_TV].abs().max()
+    )
 
 
 def test_teacher_logprobs_train_only_the_student(device):
-    """The copy of the teacher's head outlives the teacher's forward; only the student has gradients."""
+    """The copy of the teacher's head outlives the teacher's forward; only the student has
+    gradients."""
     args, folder = TrainArgs(dtype="float32"), tiny_model()
-    student, teacher = load_policy(folder, args, device), load_policy(folder, args, device, trainable=False)
+    student, teacher = (
+        load_policy(folder, args, device, kind=Student),
+        load_policy(folder, args, device, trainable=False, kind=Teacher),
+    )
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1.1)
-    (mb,) = pack([Sample([5, 8, 13, 21, 34], [True] * 5), Sample([3, 4, 7], [True] * 3)], 100, device)
+    (mb,) = pack(
+        [Sample([5, 8, 13, 21, 34], [True] * 5), Sample([3, 4, 7], [True] * 3)], 100, device
+    )
     out = student.distill(mb, teacher.teach(mb), forward_kl, temperature=0.7)
     with torch.no_grad():
         plain = [model(mb, temperature=0.7)[:2] for model in (student, teacher)]

@@ -1,4 +1,5 @@
-"""A checkpoint is a model with the weights of its step's export, for every script; damaged ones are refused."""
+"""A checkpoint is a model with the weights of its step's export, for every script; damaged ones are
+refused."""
 
 import json
 import pickle
@@ -23,7 +24,11 @@ from common.train.run_folder import prepare_output_dir
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in durable.UNCHECKED}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.name not in durable.UNCHECKED
+    }
 
 
 def saved(folder: Path, device, path: str = "", load=load_policy, **flags) -> Checkpointer:
@@ -65,7 +70,9 @@ def test_checkpoint_converts_to_the_export_of_its_step(name, dtype, load, tmp_pa
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
     run = saved(tmp_path / "run", device, path, load)
     run.export_hf()
-    shutil.rmtree(path)  # the starting model may be another run's checkpoint: conversion does not read it again
+    shutil.rmtree(
+        path
+    )  # the starting model may be another run's checkpoint: conversion does not read it again
     run.save(2)
     run.export_hf()
     for step in (1, 2):
@@ -76,12 +83,17 @@ def test_checkpoint_converts_to_the_export_of_its_step(name, dtype, load, tmp_pa
 
 
 @pytest.mark.slow
-def test_converted_checkpoint_is_written_once_and_deleted_with_its_checkpoint(tmp_path, device, capsys):
+def test_converted_checkpoint_is_written_once_and_deleted_with_its_checkpoint(
+    tmp_path, device, capsys
+):
     run = saved(tmp_path, device, keep_last=1)
     path = tmp_path / "checkpoints" / "step_000001"
     capsys.readouterr()
     hf = resolve_model(str(path))
-    assert hf == f"{path}/hf" and f"{path} is a checkpoint: its weights are in {path}/hf now" in capsys.readouterr().out
+    assert (
+        hf == f"{path}/hf"
+        and f"{path} is a checkpoint: its weights are in {path}/hf now" in capsys.readouterr().out
+    )
     written = (path / "hf/model.safetensors").stat().st_mtime_ns
     assert resolve_model(str(path)) == resolve_model(hf) == hf and capsys.readouterr().out == ""
     assert (path / "hf/model.safetensors").stat().st_mtime_ns == written
@@ -110,7 +122,9 @@ def test_run_may_delete_a_checkpoint_during_its_conversion(tmp_path, device, mon
         remove(folder, **flags)
 
     monkeypatch.setattr(shutil, "rmtree", remove_renamed)
-    with pytest.raises(ValueError, match=f"^--model {path}: deleted in the meantime by the --keep_last of its run$"):
+    with pytest.raises(
+        ValueError, match=f"^--model {path}: deleted in the meantime by the --keep_last of its run$"
+    ):
         resolve_model(str(path))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
 
@@ -126,7 +140,9 @@ def cut(folder: Path) -> None:
 def older(folder: Path) -> None:
     """Turn a checkpoint into one of an older version, without config and tokenizer."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    for name in [name for name in manifest if not name.endswith(("distcp", ".metadata", "state.json"))]:
+    for name in [
+        name for name in manifest if not name.endswith(("distcp", ".metadata", "state.json"))
+    ]:
         (folder / name).unlink()
         del manifest[name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -136,14 +152,27 @@ def older(folder: Path) -> None:
     ("damage", "words"),
     [
         (cut, r"not a complete checkpoint: __0_0.distcp was changed after it was written"),
-        (lambda folder: (folder / ".metadata").unlink(), "not a complete checkpoint: .metadata is missing"),
-        (lambda folder: (folder / "config.json").unlink(), "not a complete checkpoint: config.json is missing"),
-        (lambda folder: (folder / "manifest.json").unlink(), "not a complete checkpoint: manifest.json: No such file"),
+        (
+            lambda folder: (folder / ".metadata").unlink(),
+            "not a complete checkpoint: .metadata is missing",
+        ),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            "not a complete checkpoint: config.json is missing",
+        ),
+        (
+            lambda folder: (folder / "manifest.json").unlink(),
+            "not a complete checkpoint: manifest.json: No such file",
+        ),
         (
             lambda folder: (folder / "manifest.json").write_text("[]"),
             "not a complete checkpoint: manifest.json does not list",
         ),
-        (older, "a checkpoint of an older version, without config.json; resume its run, and name the next checkpoint"),
+        (
+            older,
+            "a checkpoint of an older version, without config.json; resume its run, "
+            "and name the next checkpoint",
+        ),
     ],
 )
 def test_damaged_checkpoint_is_refused(damage, words, checkpoint):
@@ -164,13 +193,17 @@ class Planted:
 
 
 def test_a_checkpoint_runs_no_code(checkpoint, tmp_path, device):
-    """Neither as a model nor in a run that resumes: the run continues from the checkpoint before it, here from none."""
+    """Neither as a model nor in a run that resumes: the run continues from the checkpoint before
+    it, here from none."""
     mark = tmp_path / "mark"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest[".metadata"] = durable.fingerprint(checkpoint / ".metadata")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    words = r"not a complete checkpoint: .metadata: it names pathlib.Path.touch, which is in no checkpoint"
+    words = (
+        r"not a complete checkpoint: .metadata: it names pathlib.Path.touch, "
+        r"which is in no checkpoint"
+    )
     with pytest.raises(ValueError, match=words):
         resolve_model(str(checkpoint))
     run = saved(checkpoint.parent.parent.with_name("other"), device)
@@ -200,7 +233,8 @@ def test_a_model_folder_runs_no_code(tmp_path, monkeypatch):
     (folder / "code.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\n")
     config = json.loads((folder / "config.json").read_text())
     custom = config | dict(
-        model_type="custom", auto_map=dict(AutoConfig="code.Config", AutoModelForCausalLM="code.Model")
+        model_type="custom",
+        auto_map=dict(AutoConfig="code.Config", AutoModelForCausalLM="code.Model"),
     )
     (folder / "config.json").write_text(json.dumps(custom))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question to the user"))
@@ -218,7 +252,10 @@ def test_checkpoint_of_an_older_version_resumes(tmp_path, device):
 
 def test_folder_of_checkpoints_is_refused(checkpoint):
     for folder in (checkpoint.parent, checkpoint.parent.parent):
-        with pytest.raises(ValueError, match=f"^--model {folder}: a folder of checkpoints; .* such as {checkpoint}$"):
+        with pytest.raises(
+            ValueError,
+            match=f"^--model {folder}: a folder of checkpoints; .* such as {checkpoint}$",
+        ):
             resolve_model(str(folder))
     checkpoint.rename(checkpoint.with_suffix(".tmp"))
     with pytest.raises(ValueError, match="the folder has no config.json"):
@@ -226,8 +263,14 @@ def test_folder_of_checkpoints_is_refused(checkpoint):
 
 
 def test_run_keeps_its_starting_model(checkpoint):
-    with pytest.raises(ValueError, match=f"^--model {checkpoint}: --resume never would delete it; name another"):
-        prepare_output_dir(TrainArgs(model=str(checkpoint), output_dir=str(checkpoint.parent.parent), resume="never"))
+    with pytest.raises(
+        ValueError, match=f"^--model {checkpoint}: --resume never would delete it; name another"
+    ):
+        prepare_output_dir(
+            TrainArgs(
+                model=str(checkpoint), output_dir=str(checkpoint.parent.parent), resume="never"
+            )
+        )
     assert checkpoint.is_dir()
 
 
@@ -236,8 +279,8 @@ def test_run_keeps_its_starting_model(checkpoint):
 
 @pytest.mark.slow
 def test_scripts_start_from_a_checkpoint(main, small, tmp_path):
-    """Two ranks write and read the checkpoint; the last step's checkpoint equals hf/ bit for bit. A checkpoint of rm.py
-    is a reward model."""
+    """Two ranks write and read the checkpoint; the last step's checkpoint equals hf/ bit for bit. A
+    checkpoint of rm.py is a reward model."""
     row = dict(prompt="1+1=", answer="2", completion="2", chosen="2", rejected="3")
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     data = ("--dataset", tmp_path / "rows.jsonl")
@@ -249,7 +292,16 @@ def test_scripts_start_from_a_checkpoint(main, small, tmp_path):
     assert files(model / "hf") == files(tmp_path / "sft/hf")
     judge = tmp_path / "rm/checkpoints/step_000001"
     main("dpo", "--model", model, *short, "--output_dir", tmp_path / "dpo")
-    rollouts = ("--prompts_per_step", 2, "--samples_per_prompt", 2, "--max_new_tokens", 4, "--engine", "transformers")
+    rollouts = (
+        "--prompts_per_step",
+        2,
+        "--samples_per_prompt",
+        2,
+        "--max_new_tokens",
+        4,
+        "--engine",
+        "transformers",
+    )
     main(
         "grpo",
         "--model",

@@ -1,4 +1,5 @@
-"""The files of an export are those of its base, except for what the run changed and for names of transformers 5."""
+"""The files of an export are those of its base, except for what the run changed and for names of
+transformers 5."""
 
 import json
 import shutil
@@ -10,7 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from common.data.chat import use_template
-from common.model.export_files import base_dtype, config_file, fields_of_transformers_4, tokenizer_files
+from common.model.export_files import (
+    base_dtype,
+    config_file,
+    fields_of_transformers_4,
+    tokenizer_files,
+)
 from common.model.hub import load_tokenizer
 from common.model.tiny import CHAT_TEMPLATE, tiny_model
 
@@ -19,15 +25,36 @@ OTHER_TEMPLATE = CHAT_TEMPLATE.replace("|turn|", "|pad|")
 
 @pytest.fixture
 def base(tmp_path) -> Path:
-    """Return `tiny` in the form of transformers 4: compact JSON, other files of a tokenizer, the template in
-    tokenizer_config.json, and files that belong to no export."""
+    """Return `tiny` in the form of transformers 4: compact JSON, other files of a tokenizer, the
+    template in tokenizer_config.json, and files that belong to no export."""
     folder = shutil.copytree(tiny_model(), tmp_path / "base")
     (folder / "chat_template.jinja").unlink()
-    change(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", chat_template=CHAT_TEMPLATE,
-           extra_special_tokens=None, additional_special_tokens=["<|turn|>", "<|end_of_turn|>"])  # fmt: skip
-    change(folder, "config.json", rope_parameters=None, rope_theta=5e5, dtype=None, torch_dtype="float32")
-    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eos|>"}, "pad_token": "<|pad|>"}')
-    for name in ("merges.txt", "vocab.json", "added_tokens.json", "tokenizer.model", "qwen.tiktoken"):
+    change(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        chat_template=CHAT_TEMPLATE,
+        extra_special_tokens=None,
+        additional_special_tokens=["<|turn|>", "<|end_of_turn|>"],
+    )
+    change(
+        folder,
+        "config.json",
+        rope_parameters=None,
+        rope_theta=5e5,
+        dtype=None,
+        torch_dtype="float32",
+    )
+    (folder / "special_tokens_map.json").write_text(
+        '{"eos_token": {"content": "<|eos|>"}, "pad_token": "<|pad|>"}'
+    )
+    for name in (
+        "merges.txt",
+        "vocab.json",
+        "added_tokens.json",
+        "tokenizer.model",
+        "qwen.tiktoken",
+    ):
         (folder / name).write_text("{}\n")
     for name in ("README.md", "modeling_tiny.py", "pytorch_model.bin"):
         (folder / name).touch()
@@ -37,7 +64,9 @@ def base(tmp_path) -> Path:
 def change(folder: Path, name: str, **fields) -> None:
     """Change fields of a JSON file, or remove those that become None."""
     content = json.loads((folder / name).read_text()) | fields
-    (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    (folder / name).write_text(
+        json.dumps({key: value for key, value in content.items() if value is not None})
+    )
 
 
 def export(base: Path, tokenizer=None) -> dict[str, bytes]:
@@ -60,14 +89,16 @@ def written(files: dict[str, bytes], base: Path) -> Path:
 def test_tokenizer_files_keep_their_bytes(base):
     files = export(base)
     assert files.keys() == {
-        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-        "merges.txt", "vocab.json", "qwen.tiktoken",
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+        "added_tokens.json", "merges.txt", "vocab.json", "qwen.tiktoken",
     }  # fmt: skip
     for name, content in files.items():
         assert content == (base / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", "both", "nowhere"])
+@pytest.mark.parametrize(
+    "place", ["tokenizer_config.json", "chat_template.jinja", "both", "nowhere"]
+)
 def test_another_template_is_written_where_the_base_has_its_own(place, base, tmp_path):
     if place in ("chat_template.jinja", "both"):
         (base / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -77,7 +108,9 @@ def test_another_template_is_written_where_the_base_has_its_own(place, base, tmp
         change(base, "tokenizer_config.json", chat_template=None)
     before = export(base)
     assert before["tokenizer_config.json"] == (base / "tokenizer_config.json").read_bytes()
-    assert ("additional_chat_templates/rag.jinja" in before) == (place in ("chat_template.jinja", "both"))
+    assert ("additional_chat_templates/rag.jinja" in before) == (
+        place in ("chat_template.jinja", "both")
+    )
 
     tokenizer = load_tokenizer(str(base))
     (tmp_path / "other.jinja").write_text(OTHER_TEMPLATE)
@@ -124,7 +157,9 @@ def test_config_in_the_form_of_transformers_4_stays(base):
     before = json.loads((base / "config.json").read_text())
     del before["auto_map"]
     content = config_file(str(base), torch.bfloat16, dict(scored_at="end"))
-    assert json.loads(content) == before | dict(dtype="bfloat16", torch_dtype="bfloat16", scored_at="end")
+    assert json.loads(content) == before | dict(
+        dtype="bfloat16", torch_dtype="bfloat16", scored_at="end"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,17 +175,34 @@ def test_config_in_the_form_of_transformers_4_stays(base):
         ),
         (
             AutoConfig.for_model(
-                "phi", rope_parameters=dict(rope_type="default", rope_theta=1e5, partial_rotary_factor=0.25)
+                "phi",
+                rope_parameters=dict(
+                    rope_type="default", rope_theta=1e5, partial_rotary_factor=0.25
+                ),
             ),
             dict(rope_theta=1e5, rope_scaling=None, partial_rotary_factor=0.25),
         ),
         (
-            Gemma3TextConfig(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=dict(rope_type="linear", factor=8)),
-            dict(rope_theta=2e6, rope_local_base_freq=3e4, rope_scaling=dict(rope_type="linear", factor=8)),
+            Gemma3TextConfig(
+                rope_theta=2e6,
+                rope_local_base_freq=3e4,
+                rope_scaling=dict(rope_type="linear", factor=8),
+            ),
+            dict(
+                rope_theta=2e6,
+                rope_local_base_freq=3e4,
+                rope_scaling=dict(rope_type="linear", factor=8),
+            ),
         ),
         (
             AutoConfig.for_model("gpt_neox", rotary_pct=0.5, rotary_emb_base=2e4),
-            dict(rope_theta=2e4, rope_scaling=None, partial_rotary_factor=0.5, rotary_emb_base=2e4, rotary_pct=0.5),
+            dict(
+                rope_theta=2e4,
+                rope_scaling=None,
+                partial_rotary_factor=0.5,
+                rotary_emb_base=2e4,
+                rotary_pct=0.5,
+            ),
         ),
         (Qwen3MoeConfig(num_experts=5), dict(rope_theta=1e4, rope_scaling=None, num_experts=5)),
     ],
@@ -168,7 +220,9 @@ def test_fields_have_their_names_of_transformers_4(config, fields, tmp_path):
 
 
 def test_dtype_of_a_base_is_that_of_its_config_or_else_of_its_weights(base):
-    weights = {name: weight.bfloat16() for name, weight in load_file(base / "model.safetensors").items()}
+    weights = {
+        name: weight.bfloat16() for name, weight in load_file(base / "model.safetensors").items()
+    }
     save_file(weights, base / "model.safetensors", metadata=dict(format="pt"))
     assert base_dtype(str(base)) == torch.float32
     change(base, "config.json", torch_dtype=None)

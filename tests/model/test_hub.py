@@ -9,7 +9,13 @@ import torch
 
 from common.config.groups import TrainArgs
 from common.data.encode import Encoder
-from common.model.hub import context_length, eos_token_ids, load_tokenizer, require_same_tokenizer, resolve_model
+from common.model.hub import (
+    context_length,
+    eos_token_ids,
+    load_tokenizer,
+    require_same_tokenizer,
+    resolve_model,
+)
 from common.model.policy import load_policy
 from common.model.tiny import CONTEXT, tiny_model
 
@@ -45,9 +51,17 @@ def test_missing_model_is_refused_by_name(model, words, monkeypatch):
         ("tokenizer.json", "{}", "the tokenizer cannot be loaded"),
         ("tokenizer.json", None, "the tokenizer cannot be loaded"),
         ("config.json", '{"model_type": "nonesuch"}', "config.json: "),
-        ("config.json", '{"model_type": "qwen3", "num_hidden_layers": "four"}', "num_hidden_layers"),
+        (
+            "config.json",
+            '{"model_type": "qwen3", "num_hidden_layers": "four"}',
+            "num_hidden_layers",
+        ),
         ("config.json", '{"model_type": "clip"}', "clip is not a causal language model"),
-        ("config.json", '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}', "quantized"),
+        (
+            "config.json",
+            '{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}',
+            "quantized",
+        ),
         ("tokenizer_config.json", "[]", "tokenizer_config.json is not an object"),
         ("generation_config.json", "[]", "generation_config.json is not an object"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id '2' is no token id"),
@@ -67,7 +81,9 @@ def test_damaged_model_folder_is_refused_by_name(file, text, words, tmp_path):
 def test_weight_in_two_files_is_refused(tmp_path):
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     shutil.copy(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
-    with pytest.raises(ValueError, match="model-00001-of-00001.safetensors and model.safetensors both have "):
+    with pytest.raises(
+        ValueError, match="model-00001-of-00001.safetensors and model.safetensors both have "
+    ):
         resolve_model(str(folder))
 
 
@@ -75,7 +91,8 @@ HOSTILE = (-4, 0, 10**12, 10**30, "x", [])
 
 
 def test_hostile_values_in_a_config_are_one_line_or_harmless(tmp_path):
-    """Nothing of the size that they name is allocated: the shapes of the weights are compared first."""
+    """Nothing of the size that they name is allocated: the shapes of the weights are compared
+    first."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model(), folder)
     config = json.loads((folder / "config.json").read_text())
@@ -86,16 +103,23 @@ def test_hostile_values_in_a_config_are_one_line_or_harmless(tmp_path):
         try:
             load_policy(resolve_model(str(folder)), args, torch.device("meta"))
         except ValueError as error:
-            assert "\n" not in str(error) and str(error).startswith(f"--model {folder}: "), (field, value)
+            assert "\n" not in str(error) and str(error).startswith(f"--model {folder}: "), (
+                field,
+                value,
+            )
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden_size", -4), ("vocab_size", 10**12), ("num_attention_heads", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", -4), ("vocab_size", 10**12), ("num_attention_heads", 0)]
+)
 def test_impossible_size_is_refused_with_its_field(field, value, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model(), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(ValueError, match=f"^--model {folder}: config.json: {field} {value} must be in 1 to "):
+    with pytest.raises(
+        ValueError, match=f"^--model {folder}: config.json: {field} {value} must be in 1 to "
+    ):
         resolve_model(str(folder))
 
 
@@ -103,24 +127,33 @@ def test_sizes_other_than_those_of_the_weights_are_refused_before_memory_is_take
     folder = tmp_path / "model"
     shutil.copytree(tiny_model(), folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | dict(vocab_size=1 << 24, hidden_size=1 << 18)))
+    (folder / "config.json").write_text(
+        json.dumps(config | dict(vocab_size=1 << 24, hidden_size=1 << 18))
+    )
     with pytest.raises(
-        ValueError, match=r"embed_tokens.weight \[16777216, 262144\] expected, the checkpoint has shape"
+        ValueError,
+        match=r"embed_tokens.weight \[16777216, 262144\] expected, the checkpoint has shape",
     ):
         load_policy(resolve_model(str(folder)), TrainArgs(model=str(folder)), device)
 
 
 def test_adapter_in_place_of_a_model_is_answered_with_its_base(tmp_path):
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "r": 8}')
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "org/base", "r": 8}'
+    )
     words = (
-        f"an adapter, not a model; train it further with --model org/base --lora_rank 8 --adapter {tmp_path}/adapter"
+        "an adapter, not a model; train it further with --model org/base --lora_rank 8 "
+        f"--adapter {tmp_path}/adapter"
     )
     with pytest.raises(ValueError) as error:
         resolve_model(str(tmp_path / "adapter"))
     assert str(error.value) == f"--model {tmp_path}/adapter: {words}"
     shutil.copytree(tiny_model(), tmp_path / "hf")
-    with pytest.raises(ValueError, match=f"not a model; name {tmp_path}/hf, which has it merged, or train it further"):
+    with pytest.raises(
+        ValueError,
+        match=f"not a model; name {tmp_path}/hf, which has it merged, or train it further",
+    ):
         resolve_model(str(tmp_path / "adapter"))
 
 
@@ -136,7 +169,9 @@ def test_reference_with_another_tokenizer_or_vocabulary_is_refused(tmp_path):
         compact = text if edit[0] in text else text.replace('"0": 0', '"0":0')
         assert edit[0] in compact
         (folder / name).write_text(compact.replace(*edit))
-        with pytest.raises(ValueError, match="--reference_model .*(another tokenizer|vocabulary of 9)"):
+        with pytest.raises(
+            ValueError, match="--reference_model .*(another tokenizer|vocabulary of 9)"
+        ):
             require_same_tokenizer("--reference_model", str(folder), tokenizer)
 
 
@@ -151,19 +186,25 @@ def test_complete_model_is_accepted(monkeypatch):
 def test_tokenizer_without_an_eos_is_refused(tmp_path):
     shutil.copytree(tiny_model(), tmp_path / "model")
     file = tmp_path / "model" / "tokenizer_config.json"
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"}))
+    file.write_text(
+        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "eos_token"})
+    )
     with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
         load_tokenizer(str(tmp_path / "model"))
 
 
 def test_tokenizer_has_the_ids_of_its_file(tmp_path, capsys):
-    """transformers opens any tokenizer.json of a qwen2 model as Qwen2's, such as that of a distilled model."""
+    """transformers opens any tokenizer.json of a qwen2 model as Qwen2's, such as that of a
+    distilled model."""
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(model_type="qwen2")))
     for path, said in ((tiny_model(), False), (folder, True)):
         tokenizer = load_tokenizer(str(path))
-        assert tokenizer("12+3=\né")["input_ids"] == load_tokenizer(tiny_model())("12+3=\né")["input_ids"]
+        assert (
+            tokenizer("12+3=\né")["input_ids"]
+            == load_tokenizer(tiny_model())("12+3=\né")["input_ids"]
+        )
         assert tokenizer.chat_template == load_tokenizer(tiny_model()).chat_template
         assert ("its tokenizer.json is used" in capsys.readouterr().out) == said
 
@@ -175,12 +216,16 @@ def test_eos_ids_include_those_of_config_tokenizer_and_template(tmp_path):
     for listed, expected in ((7, [7, tokenizer.eos_token_id]), (None, [tokenizer.eos_token_id])):
         (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=listed)))
         assert eos_token_ids(str(tmp_path), tokenizer, "plain") == expected
-        assert eos_token_ids(str(tmp_path), tokenizer) == sorted({*expected, *ends})  # the template's too
+        assert eos_token_ids(str(tmp_path), tokenizer) == sorted(
+            {*expected, *ends}
+        )  # the template's too
 
 
 def test_context_length_is_the_smaller_of_model_and_pack():
     assert context_length(tiny_model(), TrainArgs()) == CONTEXT
-    assert context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101  # the first token is never predicted
+    assert (
+        context_length(tiny_model(), TrainArgs(pack_tokens=100)) == 101
+    )  # the first token is never predicted
 
 
 # ---- the format of prompts ----
@@ -188,11 +233,18 @@ def test_context_length_is_the_smaller_of_model_and_pack():
 
 def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
     """A chat model's own EOS tokens include the one that ends a turn in its template."""
-    folder, tokenizer = shutil.copytree(tiny_model(), tmp_path / "model"), load_tokenizer(tiny_model())
+    folder, tokenizer = (
+        shutil.copytree(tiny_model(), tmp_path / "model"),
+        load_tokenizer(tiny_model()),
+    )
     eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | dict(eos_token_id=eos)))
-    both, line, warning = [eos, end], "--prompt_format chat: a chat", "warning: --prompt_format plain: a chat"
+    both, line, warning = (
+        [eos, end],
+        "--prompt_format chat: a chat",
+        "warning: --prompt_format plain: a chat",
+    )
     for generation, given, expected, said in (
         (dict(eos_token_id=both), "auto", "chat", line),
         (dict(eos_token_id=both), "plain", "plain", warning),
@@ -206,7 +258,9 @@ def test_chat_models_get_their_template_and_others_do_not(tmp_path, capsys):
         load_tokenizer(str(folder), args)
         out = capsys.readouterr().out
         assert args.prompt_format == expected and out.startswith(said) and bool(out) == bool(said)
-    ids = Encoder(tokenizer, TrainArgs(prompt_format="chat")).prompt(dict(prompt="a", _source="x"), ("prompt",))
+    ids = Encoder(tokenizer, TrainArgs(prompt_format="chat")).prompt(
+        dict(prompt="a", _source="x"), ("prompt",)
+    )
     assert tokenizer.decode(ids) == "<|turn|>user\na<|end_of_turn|>\n<|turn|>assistant\n"
 
 
@@ -214,7 +268,9 @@ def test_small_models_compute_with_one_thread_unless_the_user_says_otherwise(dev
     before = torch.get_num_threads()
     for given, threads in (("3", 3), (None, 1)):
         torch.set_num_threads(3)
-        monkeypatch.setenv("OMP_NUM_THREADS", given) if given else monkeypatch.delenv("OMP_NUM_THREADS", False)
+        monkeypatch.setenv("OMP_NUM_THREADS", given) if given else monkeypatch.delenv(
+            "OMP_NUM_THREADS", False
+        )
         load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
         if device.type == "cpu":
             assert torch.get_num_threads() == threads

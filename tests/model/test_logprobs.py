@@ -20,7 +20,9 @@ def test_token_logprobs_and_gradient_equal_naive_code(tokens, temperature, throu
     hidden_TD = torch.randn(tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()
     head_VD = torch.randn(37, 8, dtype=torch.float64, generator=generator).requires_grad_()
     targets_T = torch.randint(37, (tokens,), generator=generator)
-    weights = torch.randn(2, tokens, dtype=torch.float64, generator=generator)  # a different weight for every token
+    weights = torch.randn(
+        2, tokens, dtype=torch.float64, generator=generator
+    )  # a different weight for every token
     weights *= torch.tensor([[through != "entropy"], [through != "logprobs"]])
     results = []
     for values in (
@@ -48,13 +50,17 @@ def test_head_applies_bias_scale_and_softcap(bias, scale, softcap):
     logits_TV = logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)
     logp_TV = (logits_TV / 0.7).log_softmax(-1)
     expected = logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
-    ours = token_logprobs(Logits(hidden_TD, head_VD, bias_V if bias else None, scale, softcap), targets_T, 0.7)
+    ours = token_logprobs(
+        Logits(hidden_TD, head_VD, bias_V if bias else None, scale, softcap), targets_T, 0.7
+    )
     assert torch.equal(ours[2], logits_TV.argmax(-1) == targets_T)
     torch.testing.assert_close(ours[3], (2 * logp_TV).logsumexp(-1), atol=1e-10, rtol=1e-10)
     for value, naive_value in zip(ours, expected, strict=False):
         torch.testing.assert_close(value, naive_value, atol=1e-10, rtol=1e-10)
     gradients = (
-        torch.autograd.grad(sum((v * w).sum() for v, w in zip(values, weights, strict=False)), inputs)
+        torch.autograd.grad(
+            sum((v * w).sum() for v, w in zip(values, weights, strict=False)), inputs
+        )
         for values in (ours, expected)
     )
     for gradient, naive_gradient in zip(*gradients, strict=True):
@@ -67,16 +73,21 @@ def test_token_logprobs_of_bfloat16_are_float32():
     logprobs_T, entropy_T, correct_T, _ = token_logprobs(Logits(*low), targets_T)
     expected = naive(low[0].detach().double(), low[1].detach().double(), targets_T, 1.0)
     assert logprobs_T.dtype == entropy_T.dtype == torch.float32 and correct_T.dtype == torch.bool
-    torch.testing.assert_close((logprobs_T.double(), entropy_T.double()), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        (logprobs_T.double(), entropy_T.double()), expected, atol=1e-5, rtol=0
+    )
     logprobs_T.sum().backward()
     assert low[0].grad.dtype == torch.bfloat16
 
 
 def test_bfloat16_rounding_errors_are_bounded():
-    """Log-probs and entropies are as exact as float32 sums of a thousand logits. Gradients are rounded to bfloat16
-    twice, as gradients of logits and as results, each time by at most 2^-8."""
+    """Log-probs and entropies are as exact as float32 sums of a thousand logits. Gradients are
+    rounded to bfloat16 twice, as gradients of logits and as results, each time by at most 2^-8."""
     generator = torch.Generator().manual_seed(1)
-    low = [torch.randn(n, 64, generator=generator).bfloat16().requires_grad_() for n in (CPU_CHUNK + 9, 1000)]
+    low = [
+        torch.randn(n, 64, generator=generator).bfloat16().requires_grad_()
+        for n in (CPU_CHUNK + 9, 1000)
+    ]
     exact = [x.detach().double().requires_grad_() for x in low]
     targets_T = torch.randint(1000, (len(low[0]),), generator=generator)
     weights_T = torch.randn(len(low[0]), dtype=torch.float64, generator=generator)
@@ -106,7 +117,9 @@ def test_extreme_logits_do_not_overflow():
     torch.testing.assert_close(logprobs_T, torch.tensor([0.0, -4e4, -torch.tensor(3.0).log()]))
     torch.testing.assert_close(entropy_T, torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]))
     assert correct_T.tolist() == [True, False, True]
-    torch.testing.assert_close(collision_T, torch.tensor([0.0, 0.0, -torch.tensor(3.0).log()]))  # log sum_v p_v^2
+    torch.testing.assert_close(
+        collision_T, torch.tensor([0.0, 0.0, -torch.tensor(3.0).log()])
+    )  # log sum_v p_v^2
     (logprobs_T.sum() + entropy_T.sum()).backward()
     assert hidden_TD.grad.isfinite().all() and head_VD.grad.isfinite().all()
 
@@ -114,8 +127,11 @@ def test_extreme_logits_do_not_overflow():
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [0.0, 1e2, 1e4, 1e6, 1e9])
 def test_large_logits_lose_no_digits(size, compiled):
-    """All logits are near `size`, and exact in float32. Values and gradients are those of float64 whatever the size."""
-    spacing = max(2**-6, torch.finfo(torch.float32).eps * size)  # of float32 numbers of this size, or wider
+    """All logits are near `size`, and exact in float32. Values and gradients are those of float64
+    whatever the size."""
+    spacing = max(
+        2**-6, torch.finfo(torch.float32).eps * size
+    )  # of float32 numbers of this size, or wider
     steps_TV = torch.randn(6, 37, generator=torch.Generator().manual_seed(0)) * 2 / spacing
     logits_TV = (size + steps_TV.round() * spacing).requires_grad_()
     exact_TV = logits_TV.detach().double().requires_grad_()
@@ -123,7 +139,9 @@ def test_large_logits_lose_no_digits(size, compiled):
     ours = token_logprobs(Logits(logits_TV, torch.eye(37)), targets_T, compiled=compiled)
     logp_TV = exact_TV.log_softmax(-1)
     expected = logp_TV.gather(-1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
-    torch.testing.assert_close(ours.collision_T.double(), (2 * logp_TV).logsumexp(-1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        ours.collision_T.double(), (2 * logp_TV).logsumexp(-1), atol=1e-6, rtol=1e-6
+    )
     for value, wanted in zip(ours, expected, strict=False):
         torch.testing.assert_close(value.double(), wanted, atol=1e-6, rtol=1e-6)
         found_TV, wanted_TV = (

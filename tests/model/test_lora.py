@@ -1,4 +1,5 @@
-"""LoRA adapters: gradients, equal weights in trainer, engine and files, the reference, checkpoints, PEFT's format."""
+"""LoRA adapters: gradients, equal weights in trainer, engine and files, the reference, checkpoints,
+PEFT's format."""
 
 import json
 import shutil
@@ -9,26 +10,38 @@ import pytest
 import torch
 import transformers
 from helpers import assert_close_metrics, assert_resumes_exactly, assert_same_weights, metrics, run
-from model.test_policy import ARCHITECTURES, hf_model, samples, separate, small, whole, write_checkpoint
+from model.test_policy import (
+    ARCHITECTURES,
+    hf_model,
+    samples,
+    separate,
+    small,
+    whole,
+    write_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
 import common.model.lora
+import common.model.policy
 from common.config.groups import TrainArgs as Args
 from common.data.packing import pack
-from common.model import memory
+from common.model import capacity
+from common.model.adapter_files import PREFIX, save_adapter
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.lora import PREFIX, LoRALinear, save_adapter
+from common.model.lora import LoRALinear
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
 from common.model.value import load_with_value_model
-from common.rollout.engines import whole_weights
+from common.rollout.engine import whole_weights
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 
 ARGS = Args(dtype="float32", lora_rank=4, lora_alpha=8.0, lr=5e-3)
-MODELS = ARCHITECTURES | dict(untied=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=False)))
+MODELS = ARCHITECTURES | dict(
+    untied=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=False))
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +76,20 @@ def logprobs(model, device) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
-    "name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "gemma3"))]
+    "name",
+    [
+        "untied",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "gemma3")),
+    ],
 )
 def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp_path, device):
-    """The merged weight is W + s B A. Only A and B have gradients, also with tied heads and biases."""
+    """The merged weight is W + s B A. Only A and B have gradients, also with tied heads and
+    biases."""
     path = write_checkpoint(MODELS[name](), tmp_path)
-    policy, plain = move(load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)), hf_model(path)
+    policy, plain = (
+        move(load_policy(path, replace(ARGS, activation_checkpointing=recompute), device)),
+        hf_model(path),
+    )
     for mb in pack(samples(), 100, device):
         (-policy(mb)[0] * mb.loss_mask_T).sum().backward()
     leaves = {name: value.clone().requires_grad_() for name, value in adapters(policy).items()}
@@ -85,7 +106,9 @@ def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp
     torch.cat(losses).sum().backward()
     for name, parameter in policy.hf.named_parameters():
         if name in leaves:
-            torch.testing.assert_close(whole(parameter.grad), leaves[name].grad, atol=2e-5, rtol=1e-4, msg=name)
+            torch.testing.assert_close(
+                whole(parameter.grad), leaves[name].grad, atol=2e-5, rtol=1e-4, msg=name
+            )
         else:
             assert parameter.grad is None and not parameter.requires_grad
 
@@ -93,9 +116,13 @@ def test_gradient_equals_autograd_through_the_merged_weight(name, recompute, tmp
 @pytest.mark.slow
 def test_compiled_blocks_give_equal_numbers(tmp_path, device):
     """Dynamo traces the layer, with the eager backend."""
-    path = write_checkpoint(transformers.Qwen3Config(**small(head_dim=16, num_hidden_layers=1)), tmp_path)
+    path = write_checkpoint(
+        transformers.Qwen3Config(**small(head_dim=16, num_hidden_layers=1)), tmp_path
+    )
     with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
-        plain, compiled = (move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True))
+        plain, compiled = (
+            move(load_policy(path, replace(ARGS, compile=c), device)) for c in (False, True)
+        )
     with torch.compiler.set_stance("default", force_backend="eager"):
         (mb,) = pack(samples(), 1000, device)
         grads = []
@@ -108,8 +135,8 @@ def test_compiled_blocks_give_equal_numbers(tmp_path, device):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, device, monkeypatch):
-    """Equal bit for bit: the matrices of the layers' products, the engine's weights, hf/, and a converted
-    checkpoint."""
+    """Equal bit for bit: the matrices of the layers' products, the engine's weights, hf/, and a
+    converted checkpoint."""
     args = replace(ARGS, dtype=dtype, output_dir=str(tmp_path))
     policy, used, names = move(load_policy(path, args, device)), {}, []
     merge = common.model.lora.merge
@@ -119,7 +146,9 @@ def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, d
         return used[names[-1]]
 
     monkeypatch.setattr(common.model.lora, "merge", recorded)
-    layers = {name: layer for name, layer in policy.hf.named_modules() if isinstance(layer, LoRALinear)}
+    layers = {
+        name: layer for name, layer in policy.hf.named_modules() if isinstance(layer, LoRALinear)
+    }
     hooks = [
         layer.register_forward_pre_hook(lambda *_, name=name: names.append(f"{name}.weight"))
         for name, layer in layers.items()
@@ -135,19 +164,32 @@ def test_trainer_engine_and_files_have_the_same_weights(dtype, path, tmp_path, d
     run.save(1)
     run.export_hf()
     as_model = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000001")))
-    exported, named = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", as_model))
+    exported, named = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", as_model)
+    )
     for weights in (dict(whole_weights(policy, compute)), exported, named):
         assert weights.keys() == stored.keys()
         for name, weight in weights.items():
-            assert torch.equal(weight, used.get(name, stored[name]).to(compute).to(weight.dtype)), name
-            assert torch.equal(weight, stored[name].to(compute).to(weight.dtype)) == (name not in used)
-    assert {f.name for f in (tmp_path / "hf").iterdir()} == {f.name for f in as_model.iterdir()} | {"README.md"}
+            assert torch.equal(weight, used.get(name, stored[name]).to(compute).to(weight.dtype)), (
+                name
+            )
+            assert torch.equal(weight, stored[name].to(compute).to(weight.dtype)) == (
+                name not in used
+            )
+    assert {f.name for f in (tmp_path / "hf").iterdir()} == {f.name for f in as_model.iterdir()} | {
+        "README.md"
+    }
 
 
 def test_new_adapter_is_zero_and_depends_on_the_seed(path, device):
-    plain, policy = load_policy(path, Args(dtype="float32"), device), load_policy(path, ARGS, device)
+    plain, policy = (
+        load_policy(path, Args(dtype="float32"), device),
+        load_policy(path, ARGS, device),
+    )
     assert all(map(torch.equal, logprobs(plain, device), logprobs(policy, device)))
-    again, other = (adapters(load_policy(path, replace(ARGS, seed=seed), device)) for seed in (0, 1))
+    again, other = (
+        adapters(load_policy(path, replace(ARGS, seed=seed), device)) for seed in (0, 1)
+    )
     for name, value in adapters(policy).items():
         assert torch.equal(value, again[name])
         if name.endswith("lora_B"):
@@ -190,7 +232,10 @@ def test_small_steps_accumulate_despite_bfloat16_rounding(path, device):
 @pytest.mark.parametrize(
     ("targets", "layers"),
     [
-        (("all-linear",), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        (
+            ("all-linear",),
+            {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        ),
         (("attention",), {"q_proj", "k_proj", "v_proj", "o_proj"}),
         (("q_proj", "mlp.up_proj"), {"q_proj", "up_proj"}),
     ],
@@ -200,7 +245,9 @@ def test_targets_choose_layers_by_name(targets, layers, path, device, tmp_path):
     assert {name.split(".")[-2] for name in adapters(policy)} == layers
     assert len(adapters(policy)) == 2 * 3 * len(layers)
     save_adapter(policy.hf, path, ARGS, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["target_modules"] == sorted(layers)
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())[
+        "target_modules"
+    ] == sorted(layers)
 
 
 def test_rslora_divides_by_the_root_of_the_rank(path, device):
@@ -212,8 +259,8 @@ def test_rslora_divides_by_the_root_of_the_rank(path, device):
 
 
 def test_reference_is_the_starting_model(path, device, tmp_path):
-    """This includes a run that starts from an adapter. The reference's forward does not change the policy or its
-    gradients."""
+    """This includes a run that starts from an adapter. The reference's forward does not change the
+    policy or its gradients."""
     save_adapter(move(load_policy(path, ARGS, device)).hf, path, ARGS, tmp_path / "adapter")
     args = replace(ARGS, adapter=str(tmp_path / "adapter"))
     policy = load_policy(path, args, device)
@@ -238,7 +285,9 @@ def test_reference_is_the_starting_model(path, device, tmp_path):
     assert all(torch.equal(value, moved[name]) for name, value in adapters(policy).items())
     other = load_reference(policy, args, device, path)  # the base without adapters
     assert not any(p.requires_grad for p in other.parameters())
-    assert all(map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device)))
+    assert all(
+        map(torch.equal, logprobs(other, device), logprobs(load_policy(path, ARGS, device), device))
+    )
 
 
 # ---- the value model ----
@@ -259,12 +308,18 @@ def separate_value_model(values, path, args, device):
 
 @pytest.mark.parametrize("mode", ["in turns", "in turns, recomputed", "one backward, recomputed"])
 def test_value_model_with_shared_base_equals_a_separate_one(mode, path, device):
-    """Numbers and gradients of both models are equal bit for bit, for either order of their backwards."""
+    """Numbers and gradients of both models are equal bit for bit, for either order of their
+    backwards."""
     args = replace(ARGS, activation_checkpointing="recomputed" in mode)
     policy, values = load_with_value_model(path, path, args, device)
     new = load_scalar_model(path, args, device)
-    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(trained(values), trained(new), strict=True))
-    plain, alone = move(load_policy(path, args, device)), separate_value_model(move(values, seed=6), path, args, device)
+    assert all(
+        torch.equal(whole(a), whole(b)) for a, b in zip(trained(values), trained(new), strict=True)
+    )
+    plain, alone = (
+        move(load_policy(path, args, device)),
+        separate_value_model(move(values, seed=6), path, args, device),
+    )
     move(policy)
     for mb in pack(samples(), 100, device):
         for model, value_model in ((policy, values), (plain, alone)):
@@ -284,29 +339,41 @@ def test_value_model_with_shared_base_equals_a_separate_one(mode, path, device):
 
 
 def test_value_model_shares_only_the_frozen_weights(path, device, tmp_path, monkeypatch):
-    """FSDP's shards are counted in bytes, and the memory report counts the adapters. The engine's weights, hf/ and
-    adapter/ do not contain the value model."""
+    """FSDP's shards are counted in bytes, and the memory report counts the adapters. The engine's
+    weights, hf/ and adapter/ do not contain the value model."""
     with monkeypatch.context() as on_gpu:
-        on_gpu.setattr(memory, "capacity_of", lambda device: 2**31)
+        for module in (common.model.policy, capacity):
+            on_gpu.setattr(module, "capacity_of", lambda device: 2**31)
         policy, values = load_with_value_model(path, path, ARGS, device)
-    counted = memory.loaded()[-1]
+    counted = capacity.loaded_shapes()[-1]
     assert counted.trained == 2 * sum(p.numel() for p in trained(policy))
     plain, scalar = load_policy(path, ARGS, device), load_scalar_model(path, ARGS, device)
     move(policy), move(plain), move(values, seed=6)
     units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    held = [p for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+    held = [
+        p
+        for unit in units
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for p in group.fsdp_params
+    ]
     sizes = {p.sharded_param.to_local().data_ptr(): p.sharded_param.to_local().nbytes for p in held}
     added = sum(p.to_local().nbytes for p in trained(scalar))
     assert sum(sizes.values()) == sum(p.to_local().nbytes for p in plain.parameters()) + added
     assert {p.to_local().data_ptr() for p in values.parameters()} < sizes.keys()
     assert policy.state_dict().keys() == plain.state_dict().keys()
     assert dict(policy.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-    pairs = zip(whole_weights(policy, torch.float32), whole_weights(plain, torch.float32), strict=True)
+    pairs = zip(
+        whole_weights(policy, torch.float32), whole_weights(plain, torch.float32), strict=True
+    )
     assert all(ours[0] == theirs[0] and torch.equal(ours[1], theirs[1]) for ours, theirs in pairs)
     for model, name in ((policy, "ours"), (plain, "plain")):
         save_adapter(model.hf, path, replace(ARGS, model=path), tmp_path / name)
-    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours, theirs = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "plain")
+    )
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 # ---- checkpoints ----
@@ -323,15 +390,22 @@ def test_checkpoint_has_only_adapters_and_their_moments(path, device, tmp_path):
             x.fill_(number + 1.5)
     kept = adapters(move(policy))
     run.save(1)
-    stored = FileSystemReader(tmp_path / "checkpoints" / "step_000001").read_metadata().state_dict_metadata
-    assert {name for name in stored if name.startswith("model.")} == {f"model.hf.{name}" for name in kept}
+    stored = (
+        FileSystemReader(tmp_path / "checkpoints" / "step_000001")
+        .read_metadata()
+        .state_dict_metadata
+    )
+    assert {name for name in stored if name.startswith("model.")} == {
+        f"model.hf.{name}" for name in kept
+    }
     assert all("lora_" in name for name in stored if "exp_avg" in name)
     fresh = load_policy(path, args, device)
     again = Checkpointer(args, fresh, other := adamw(fresh, args), load_tokenizer(tiny_model()))
     assert again.load_latest() == 1
     assert all(torch.equal(value, kept[name]) for name, value in adapters(fresh).items())
     assert all(
-        (whole(s["exp_avg"]) == 1.5).all() and (whole(s["exp_avg_sq"]) == 2.5).all() for s in other.state.values()
+        (whole(s["exp_avg"]) == 1.5).all() and (whole(s["exp_avg_sq"]) == 2.5).all()
+        for s in other.state.values()
     )
     shutil.move(path, f"{path}_gone")
     try:
@@ -346,7 +420,8 @@ def test_checkpoint_has_only_adapters_and_their_moments(path, device, tmp_path):
 
 @pytest.mark.parametrize("load", [load_policy, load_scalar_model])
 def test_adapter_folder_gives_the_exported_model(load, path, device, tmp_path):
-    """The exported weight is W + alpha / r B A, as PEFT computes it; a run can start from the folder."""
+    """The exported weight is W + alpha / r B A, as PEFT computes it; a run can start from the
+    folder."""
     args = replace(ARGS, model=path)
     model = move(load(path, args, device))
     export_hf(model, load_tokenizer(tiny_model()), tmp_path / "hf")
@@ -364,10 +439,17 @@ def test_adapter_folder_gives_the_exported_model(load, path, device, tmp_path):
     assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == path
     assert config["task_type"] == ("SEQ_CLS" if scalar else "CAUSAL_LM")
     assert config["modules_to_save"] == (["score"] if scalar else None)
-    assert torch.equal(file.pop(f"{PREFIX}score.weight"), exported["score.weight"]) if scalar else "score" not in file
+    assert (
+        torch.equal(file.pop(f"{PREFIX}score.weight"), exported["score.weight"])
+        if scalar
+        else "score" not in file
+    )
     for name in {name.rpartition(".lora_")[0] for name in file}:
         added = (
-            config["lora_alpha"] / config["r"] * file.pop(f"{name}.lora_B.weight") @ file.pop(f"{name}.lora_A.weight")
+            config["lora_alpha"]
+            / config["r"]
+            * file.pop(f"{name}.lora_B.weight")
+            @ file.pop(f"{name}.lora_A.weight")
         )
         weight = f"{name.removeprefix('base_model.model.')}.weight"
         torch.testing.assert_close(exported[weight], base[weight] + added, atol=1e-6, rtol=0)
@@ -377,7 +459,9 @@ def test_adapter_folder_gives_the_exported_model(load, path, device, tmp_path):
     )
     again = load(path, replace(args, adapter=str(tmp_path / "adapter")), device)
     ours, theirs = (dict(m.hf.named_parameters()) for m in (model, again))
-    assert all(torch.equal(whole(ours[name].detach()), whole(theirs[name].detach())) for name in ours)
+    assert all(
+        torch.equal(whole(ours[name].detach()), whole(theirs[name].detach())) for name in ours
+    )
 
 
 def test_peft_loads_the_adapter(path, device, tmp_path):
@@ -388,19 +472,23 @@ def test_peft_loads_the_adapter(path, device, tmp_path):
     for sample in samples():
         (mb,) = pack([sample], 1000, device)
         with torch.no_grad():
-            torch.testing.assert_close(policy(mb)[0].double(), separate(model, sample, 1.0)[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                policy(mb)[0].double(), separate(model, sample, 1.0)[0], atol=1e-5, rtol=0
+            )
     policy.reshard()
 
 
 def by_peft(folder: Path, drop=(), **changes) -> str:
-    """Write an adapter as PEFT's defaults do, on two layers of each block: bfloat16, with additional config keys."""
+    """Write an adapter as PEFT's defaults do, on two layers of each block: bfloat16, with
+    additional config keys."""
     config = dict(
-        alora_invocation_tokens=None, alpha_pattern={}, auto_mapping=None, base_model_name_or_path="some/base",
-        bias="none", corda_config=None, eva_config=None, exclude_modules=None, fan_in_fan_out=False,
-        inference_mode=True, init_lora_weights=True, layer_replication=None, layers_pattern=None,
-        layers_to_transform=None, loftq_config={}, lora_alpha=8, lora_bias=False, lora_dropout=0.05,
-        megatron_config=None, megatron_core="megatron.core", modules_to_save=None, peft_type="LORA", r=4,
-        rank_pattern={}, revision=None, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM", use_dora=False,
+        alora_invocation_tokens=None, alpha_pattern={}, auto_mapping=None,
+        base_model_name_or_path="some/base", bias="none", corda_config=None, eva_config=None,
+        exclude_modules=None, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
+        layer_replication=None, layers_pattern=None, layers_to_transform=None, loftq_config={},
+        lora_alpha=8, lora_bias=False, lora_dropout=0.05, megatron_config=None,
+        megatron_core="megatron.core", modules_to_save=None, peft_type="LORA", r=4, rank_pattern={},
+        revision=None, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM", use_dora=False,
         use_rslora=False,
     )  # fmt: skip
     generator, tensors = torch.Generator().manual_seed(2), {}
@@ -408,7 +496,9 @@ def by_peft(folder: Path, drop=(), **changes) -> str:
         for name, width in (("q_proj", 64), ("v_proj", 32)):
             layer = f"base_model.model.model.layers.{block}.self_attn.{name}"
             tensors[f"{layer}.lora_A.weight"] = torch.randn(4, 64, generator=generator).bfloat16()
-            tensors[f"{layer}.lora_B.weight"] = torch.randn(width, 4, generator=generator).bfloat16()
+            tensors[f"{layer}.lora_B.weight"] = torch.randn(
+                width, 4, generator=generator
+            ).bfloat16()
     folder.mkdir(parents=True)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in drop}
     tensors |= changes.pop("tensors", {})
@@ -421,7 +511,10 @@ def test_run_starts_from_a_peft_adapter(path, device, tmp_path, capsys):
     args = replace(ARGS, adapter=by_peft(tmp_path / "adapter"), lora_targets=("q_proj", "v_proj"))
     weights = dict(whole_weights(load_policy(path, args, device), torch.float32))
     assert f"--adapter {args.adapter}: made for some/base" in capsys.readouterr().out
-    base, file = load_file(Path(path) / "model.safetensors"), load_file(tmp_path / "adapter/adapter_model.safetensors")
+    base, file = (
+        load_file(Path(path) / "model.safetensors"),
+        load_file(tmp_path / "adapter/adapter_model.safetensors"),
+    )
     for name, weight in base.items():
         layer = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{layer}.lora_A.weight" in file:
@@ -441,13 +534,25 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
             dict(lora_targets=("q_prj",)),
             "--lora_targets q_prj: --model .* has no such linear layer; it has do",
         ),
-        (None, dict(lora_targets=("q_proj", "lm_head")), "--lora_targets lm_head: --model .* has no such linear layer"),
+        (
+            None,
+            dict(lora_targets=("q_proj", "lm_head")),
+            "--lora_targets lm_head: --model .* has no such linear layer",
+        ),
         (None, dict(adapter="/nowhere"), "--adapter /nowhere: cannot read .*No such file"),
         (dict(r=8), {}, "its r is 8, --lora_rank is 4"),
         (dict(lora_alpha=16), {}, "its lora_alpha is 16, --lora_alpha is 8.0"),
         (dict(use_rslora=True), {}, "its use_rslora is True, --lora_rslora is False"),
-        (dict(alpha_pattern=dict(q_proj=3)), {}, "its alpha_pattern is {'q_proj': 3}, which is not supported"),
-        (dict(init_lora_weights="pissa"), {}, "its init_lora_weights is pissa, which is not supported"),
+        (
+            dict(alpha_pattern=dict(q_proj=3)),
+            {},
+            "its alpha_pattern is {'q_proj': 3}, which is not supported",
+        ),
+        (
+            dict(init_lora_weights="pissa"),
+            {},
+            "its init_lora_weights is pissa, which is not supported",
+        ),
         (dict(peft_type="IA3"), {}, r"adapter_config.json is not that of a LoRA adapter"),
         (
             {},
@@ -459,7 +564,11 @@ LAYER = "base_model.model.model.layers.1.self_attn.q_proj"
             dict(lora_targets=("attention",)),
             "no model.layers.0.self_attn.k_proj.lora_A in it; --lora_targets must be its layers",
         ),
-        (dict(drop=(f"{LAYER}.lora_B.weight",)), {}, "no model.layers.1.self_attn.q_proj.lora_B in it; "),
+        (
+            dict(drop=(f"{LAYER}.lora_B.weight",)),
+            {},
+            "no model.layers.1.self_attn.q_proj.lora_B in it; ",
+        ),
         (
             dict(tensors={f"{LAYER}.lora_B.weight": torch.zeros(65, 4)}),
             {},
@@ -484,7 +593,20 @@ def test_mismatched_targets_and_adapters_are_refused(adapter, flags, words, path
 # ---- whole runs ----
 
 ROWS = [dict(prompt=f"{i}+{i}=", chosen=f"{2 * i}", rejected=f"{i}, or so") for i in range(40)]
-STEPS = ("--max_steps", 4, "--batch_size", 8, "--lr", 1e-2, "--eval_every", 0, "--save_every", 2, "--lora_rank", 4)
+STEPS = (
+    "--max_steps",
+    4,
+    "--batch_size",
+    8,
+    "--lr",
+    1e-2,
+    "--eval_every",
+    0,
+    "--save_every",
+    2,
+    "--lora_rank",
+    4,
+)
 NAMES = ("loss", "grad_norm", "num_tokens")
 
 
@@ -510,7 +632,10 @@ def test_one_rank_resumes_a_checkpoint_of_two(sums, tmp_path, main):
     shutil.copytree(tmp_path / "two", again, ignore=lambda *_: ["hf", "adapter", "step_000004"])
     main("sft", *flags, "--output_dir", again)
     assert_close_metrics(tmp_path / "two", again, NAMES, rel=1e-4)
-    adapters = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (tmp_path / "two", again))
+    adapters = (
+        load_file(folder / "adapter" / "adapter_model.safetensors")
+        for folder in (tmp_path / "two", again)
+    )
     for ours, theirs in zip(*(adapter.values() for adapter in adapters), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
@@ -527,7 +652,9 @@ def test_stored_and_online_references_agree(pairs, tmp_path, main):
     flags = (*STEPS, "--beta", 0.5, "--dataset", pairs)
     main("dpo", *flags, "--output_dir", tmp_path / "stored")
     main("dpo", *flags, "--output_dir", tmp_path / "online", "--reference_logprobs", "online")
-    assert_close_metrics(tmp_path / "stored", tmp_path / "online", ("loss", "grad_norm"), rel=1e-4, floor=0.1)
+    assert_close_metrics(
+        tmp_path / "stored", tmp_path / "online", ("loss", "grad_norm"), rel=1e-4, floor=0.1
+    )
     assert metrics(tmp_path / "online")[-1]["rewards/margins"] != 0
 
 
@@ -543,20 +670,28 @@ def test_reward_model_resumes_exactly_and_its_adapter_has_the_head(pairs, tmp_pa
 
 @pytest.fixture(scope="module")
 def model(request):
-    """Return the tiny model with one layer. `small` of tests/conftest.py has the name of a function here."""
+    """Return the tiny model with one layer. `small` of tests/conftest.py has the name of a function
+    here."""
     return request.getfixturevalue("small")[1]
 
 
-ONLINE = ("--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--max_new_tokens", 5, "--lr", 1e-2,
-          "--eval_every", 0, "--save_every", 1, "--keep_last", 2, "--lora_rank", 4, "--beta", 0.1,
-          "--engine", "transformers")  # fmt: skip
+ONLINE = (
+    "--max_steps", 2, "--prompts_per_step", 8, "--samples_per_prompt", 2, "--max_new_tokens", 5,
+    "--lr", 1e-2, "--eval_every", 0, "--save_every", 1, "--keep_last", 2, "--lora_rank", 4,
+    "--beta", 0.1, "--engine", "transformers",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, sums, tmp_path, main):
-    """The checkpoints contain the adapters of the value model and its head; a reference is used too."""
-    (tmp_path / "reward.py").write_text("def digits(completion, row): return sum(map(str.isdigit, completion)) / 5")
+def test_online_runs_resume_exactly_and_agree_with_their_engine(
+    script, model, sums, tmp_path, main
+):
+    """The checkpoints contain the adapters of the value model and its head; a reference is used
+    too."""
+    (tmp_path / "reward.py").write_text(
+        "def digits(completion, row): return sum(map(str.isdigit, completion)) / 5"
+    )
     extra = ("--value_lr", 1e-2, "--minibatches", 1) if script == "ppo" else ()
     flags = (
         *ONLINE,
@@ -582,12 +717,19 @@ def test_online_runs_resume_exactly_and_agree_with_their_engine(script, model, s
 
 @pytest.mark.slow
 def test_ppo_with_a_shared_base_equals_ppo_with_two_bases_bitwise(model, sums, tmp_path, main):
-    """The second value model has the same weights in another folder. Four ranks agree too: two replicas of the models
-    on two ranks each, context groups of two, offloaded to the host."""
+    """The second value model has the same weights in another folder. Four ranks agree too: two
+    replicas of the models on two ranks each, context groups of two, offloaded to the host."""
     copied = shutil.copytree(model, tmp_path / "copied")
     flags = (*ONLINE, "--model", model, "--dataset", sums, "--value_lr", 1e-2, "--minibatches", 2)
     flags += ("--activation_checkpointing", "true")
-    names = ("loss", "grad_norm", "value_loss", "value_grad_norm", "explained_variance", "objective/kl")
+    names = (
+        "loss",
+        "grad_norm",
+        "value_loss",
+        "value_grad_norm",
+        "explained_variance",
+        "objective/kl",
+    )
     main("ppo", *flags, "--output_dir", tmp_path / "one")
     main("ppo", *flags, "--value_model", copied, "--output_dir", tmp_path / "two")
     assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=0)

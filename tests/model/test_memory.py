@@ -1,4 +1,5 @@
-"""The memory of a run on a GPU is predicted; frozen models take half, and `--offload` changes no number."""
+"""The memory of a run on a GPU is predicted; frozen models take half, and `--offload` changes no
+number."""
 
 import dataclasses
 import shutil
@@ -12,10 +13,18 @@ from test_distill import write_teacher
 
 from common.config.groups import TrainArgs
 from common.data.packing import pack
-from common.model import memory
+from common.model import capacity
 from common.model import policy as models
+from common.model.capacity import (
+    GIB,
+    USABLE,
+    keep_activations_that_fit,
+    make_plan,
+    plan_of,
+    refusal,
+)
 from common.model.hub import load_tokenizer
-from common.model.memory import GIB, USABLE, Plan, Shapes, predict, refusal, shapes_of
+from common.model.memory import Plan, Shapes, predict, shapes_of
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.train.checkpoint import export_hf
@@ -30,16 +39,26 @@ def test_frozen_models_use_the_compute_dtype_and_give_equal_numbers(tmp_path, de
     args, load = TrainArgs(dtype="bfloat16"), load_policy if kind == "policy" else load_scalar_model
     path = tiny_model()
     if kind == "scalar":
-        export_hf(load(path, TrainArgs(dtype="float32"), device), load_tokenizer(path), tmp_path / "hf")
+        export_hf(
+            load(path, TrainArgs(dtype="float32"), device), load_tokenizer(path), tmp_path / "hf"
+        )
         path = str(tmp_path / "hf")
     frozen, masters = load(path, args, device, trainable=False), load(path, args, device)
     assert {p.to_local().dtype for p in frozen.parameters()} == {torch.bfloat16}
     assert {p.to_local().dtype for p in masters.parameters()} == {torch.float32}
-    assert any(not torch.equal(p, p.bfloat16().float()) for p in (p.to_local() for p in masters.parameters()))
+    assert any(
+        not torch.equal(p, p.bfloat16().float())
+        for p in (p.to_local() for p in masters.parameters())
+    )
     buffers = dict(masters.named_buffers())
-    assert all(b.dtype == buffers[name].dtype and torch.equal(b, buffers[name]) for name, b in frozen.named_buffers())
+    assert all(
+        b.dtype == buffers[name].dtype and torch.equal(b, buffers[name])
+        for name, b in frozen.named_buffers()
+    )
     (mb,) = pack(samples(vocabulary=300), 1000, device)
-    ours, theirs = ((out,) if torch.is_tensor(out := model(mb)) else out for model in (frozen, masters))
+    ours, theirs = (
+        (out,) if torch.is_tensor(out := model(mb)) else out for model in (frozen, masters)
+    )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -55,9 +74,21 @@ def test_buffers_of_a_frozen_model_stay_float32(tmp_path, device):
 SHORT = ["--max_steps", 2, "--save_every", 1, "--eval_every", 0, "--dtype", "float32"]
 RUNS = {
     "sft": ["--batch_size", 8, *SHORT],
-    "ppo": ["--prompts_per_step", 4, "--minibatches", 2, "--engine", "transformers", "--max_new_tokens", 4, *SHORT],
+    "ppo": [
+        "--prompts_per_step",
+        4,
+        "--minibatches",
+        2,
+        "--engine",
+        "transformers",
+        "--max_new_tokens",
+        4,
+        *SHORT,
+    ],
 }
-CHANGES = dict(sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")], ppo=[("none", "all")])
+CHANGES = dict(
+    sft=[("none", "optimizer"), ("optimizer", "all"), ("all", "none")], ppo=[("none", "all")]
+)
 
 
 @pytest.mark.slow
@@ -69,7 +100,9 @@ def test_offload_changes_no_number_and_may_change_at_a_resume(main, sums, tmp_pa
     for offload, folder in folders.items():
         main(script, *flags, "--offload", offload, "--output_dir", folder)
         assert_same_weights(folders["none"], folder)
-        losses = [[line["loss"] for line in metrics(f) if line["step"]] for f in (folders["none"], folder)]
+        losses = [
+            [line["loss"] for line in metrics(f) if line["step"]] for f in (folders["none"], folder)
+        ]
         assert losses[0] == losses[1] and len(losses[0]) == 2
     for before, after in CHANGES[script]:
         again = tmp_path / f"{before}_{after}"
@@ -99,22 +132,34 @@ def test_offload_all_keeps_weights_and_gradients_on_the_host(device):
 
 # ---- the prediction ----
 
+
+def give_memory(monkeypatch, size: float) -> None:
+    """Let the CPU count as a GPU with so many bytes."""
+    for module in (models, capacity):
+        monkeypatch.setattr(module, "capacity_of", lambda device: size)
+
+
 # Round numbers: 8 blocks of 1e9 weights and 1e9 outside of blocks, half of which is the head.
 MODEL = Shapes(
-    weights=9 * 10**9, trained=9 * 10**9, block=10**9, block_trained=10**9, root=10**9, root_trained=10**9,
-    head=5 * 10**8, layers=8, hidden=4096, queries=4096, keys=1024, key_heads=8, normed=True,
-    inner=12288, experts=0, vocabulary=122070,
+    weights=9 * 10**9, trained=9 * 10**9, block=10**9, block_trained=10**9, root=10**9,
+    root_trained=10**9, head=5 * 10**8, layers=8, hidden=4096, queries=4096, keys=1024, key_heads=8,
+    normed=True, inner=12288, experts=0, vocabulary=122070,
 )  # fmt: skip
 FROZEN = dataclasses.replace(MODEL, trained=0, block_trained=0, root_trained=0)
 PLAN = Plan(ranks=10, pack_tokens=1024, recompute=True)
 
 
 def test_predicted_parts_equal_a_count_by_hand():
-    """9e9 weights on 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if frozen."""
+    """9e9 weights on 10 ranks: 4 bytes each as weight and as gradient, 8 for Adam; 2 bytes if
+    frozen."""
     parts = predict([MODEL, FROZEN], PLAN)
-    assert (parts["weights"], parts["gradients"], parts["Adam"]) == pytest.approx((5.4e9, 3.6e9, 7.2e9))
+    assert (parts["weights"], parts["gradients"], parts["Adam"]) == pytest.approx(
+        (5.4e9, 3.6e9, 7.2e9)
+    )
     both = predict([MODEL, MODEL], PLAN)
-    assert (both["weights"], both["gradients"], both["Adam"]) == pytest.approx((7.2e9, 7.2e9, 14.4e9))
+    assert (both["weights"], both["gradients"], both["Adam"]) == pytest.approx(
+        (7.2e9, 7.2e9, 14.4e9)
+    )
     assert both["activations"] == parts["activations"]  # engine and update alternate
     host = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="optimizer"))
     assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
@@ -128,7 +173,9 @@ def test_prediction_takes_the_larger_of_engine_and_update():
     parts = predict([MODEL], dataclasses.replace(PLAN, engine=100e9))
     assert parts["engine"] == 100e9 and "activations" not in parts and "gradients" not in parts
     assert "engine" not in predict([MODEL], dataclasses.replace(PLAN, engine=1e9))
-    assert predict([MODEL], dataclasses.replace(PLAN, engine=1e9, engine_stays=True))["engine"] == 1e9
+    assert (
+        predict([MODEL], dataclasses.replace(PLAN, engine=1e9, engine_stays=True))["engine"] == 1e9
+    )
 
 
 def test_run_that_exceeds_memory_is_refused_with_remedies():
@@ -137,15 +184,22 @@ def test_run_that_exceeds_memory_is_refused_with_remedies():
     least = needs / USABLE
     assert refusal([MODEL], PLAN, least + 1) is None
     message = refusal([MODEL], PLAN, least - 1)
-    assert message.startswith(f"needs {needs / GIB:.1f} GiB of {least / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4")
+    assert message.startswith(
+        f"needs {needs / GIB:.1f} GiB of {least / GIB:.1f} (weights 3.4, Adam 6.7, gradients 3.4"
+    )
     assert " on each GPU, of which 92% are usable; " in message
-    assert "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in message and "\n" not in message
+    assert (
+        "; --offload optimizer or --lora_rank 16 or 20 GPUs would do" in message
+        and "\n" not in message
+    )
     long = dataclasses.replace(PLAN, pack_tokens=32768, recompute=False)
     message = refusal([MODEL], long, 40e9 / USABLE)
     assert "--activation_checkpointing true or --pack_tokens " in message
     size = int(message.partition("--pack_tokens ")[2].split()[0])
     assert refusal([MODEL], dataclasses.replace(long, pack_tokens=size), 40e9 / USABLE) is None
-    assert refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9 / USABLE) is not None
+    assert (
+        refusal([MODEL], dataclasses.replace(long, pack_tokens=2 * size), 40e9 / USABLE) is not None
+    )
     beside = dataclasses.replace(PLAN, engine=60e9)
     assert "--rollout_ranks above 0" in refusal([MODEL], beside, 65e9 / USABLE)
     assert "no single flag would do" in refusal([MODEL], PLAN, 1e9)
@@ -158,7 +212,9 @@ def test_predicted_shapes_equal_those_of_the_loaded_model(device):
     blocks = [sum(p.numel() for p in block.parameters()) for block in hf.model.layers]
     assert m.weights == m.trained == sum(p.numel() for p in hf.parameters()) == m.root + sum(blocks)
     assert (m.block, m.layers, m.head) == (blocks[0], len(blocks), hf.lm_head.weight.numel())
-    frozen = shapes_of(load_policy(tiny_model(), TrainArgs(dtype="float32"), device, trainable=False).hf)
+    frozen = shapes_of(
+        load_policy(tiny_model(), TrainArgs(dtype="float32"), device, trainable=False).hf
+    )
     assert frozen == dataclasses.replace(m, trained=0, block_trained=0, root_trained=0)
     scalar = shapes_of(load_scalar_model(tiny_model(), TrainArgs(dtype="float32"), device).hf)
     assert scalar.head == 0 and scalar.weights == m.weights + m.hidden
@@ -166,54 +222,67 @@ def test_predicted_shapes_equal_those_of_the_loaded_model(device):
 
 def test_activations_are_recomputed_only_where_they_do_not_fit(device, monkeypatch):
     """Only without the flag, and not for scores with a softcap, whose memory is not predicted."""
-    cuda, kept = torch.device("cuda"), dataclasses.replace(PLAN, ranks=8, pack_tokens=8192, recompute=False)
+    cuda, kept = (
+        torch.device("cuda"),
+        dataclasses.replace(PLAN, ranks=8, pack_tokens=8192, recompute=False),
+    )
     capacity = sum(predict([MODEL], kept).values()) / USABLE
     for flag, model, size, recomputed in (
-        (None, MODEL, capacity + 1, False), (None, MODEL, capacity - 1, True), (None, MODEL, 0, True),
-        (True, MODEL, capacity + 1, True), (False, MODEL, capacity - 1, False),
+        (None, MODEL, capacity + 1, False), (None, MODEL, capacity - 1, True),
+        (None, MODEL, 0, True), (True, MODEL, capacity + 1, True),
+        (False, MODEL, capacity - 1, False),
         (None, dataclasses.replace(MODEL, capped=True), capacity + 1, True),
     ):  # fmt: skip
-        plan = memory.make_plan([model], TrainArgs(activation_checkpointing=flag), 8, cuda, torch.bfloat16, size)
+        plan = make_plan(
+            [model], TrainArgs(activation_checkpointing=flag), 8, cuda, torch.bfloat16, size
+        )
         assert plan == dataclasses.replace(kept, recompute=recomputed)
-    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
-    policy = load_policy(tiny_model(), TrainArgs(dtype="float32", activation_checkpointing=True), device)
-    memory.settle([policy], TrainArgs(dtype="float32", activation_checkpointing=True))
+    give_memory(monkeypatch, 2**31)
+    policy = load_policy(
+        tiny_model(), TrainArgs(dtype="float32", activation_checkpointing=True), device
+    )
+    keep_activations_that_fit([policy], TrainArgs(dtype="float32", activation_checkpointing=True))
     assert policy.hf.is_gradient_checkpointing
-    memory.settle([policy], TrainArgs(dtype="float32"))
+    keep_activations_that_fit([policy], TrainArgs(dtype="float32"))
     assert not policy.hf.is_gradient_checkpointing
 
 
 def test_models_count_while_alive_and_are_refused_before_loading(device, monkeypatch):
     """The second of two models may exceed the memory; a deleted model counts nothing."""
     args, read = TrainArgs(dtype="float32"), []
-    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    give_memory(monkeypatch, 2**31)
     load = models.load_weights
     monkeypatch.setattr(models, "load_weights", lambda *given: read.append(1) or load(*given))
     policy = load_policy(tiny_model(), args, device)
-    one = memory.settle([policy], args)
+    one = keep_activations_that_fit([policy], args)
     assert one.startswith("memory per GPU, activations kept: 0.") and "GiB of 2.0 (" in one
     load_policy(tiny_model(), args, device, trainable=False)
-    assert memory.settle([policy], args) == one and len(read) == 2
-    needs = sum(predict([shapes_of(policy.hf)], memory.plan_of(policy, args, 1)).values())
-    monkeypatch.setattr(memory, "capacity_of", lambda device: needs / USABLE + 2**20)
-    with pytest.raises(ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --activation_checkpo"):
+    assert keep_activations_that_fit([policy], args) == one and len(read) == 2
+    needs = sum(predict([shapes_of(policy.hf)], plan_of(policy, args)).values())
+    give_memory(monkeypatch, needs / USABLE + 2**20)
+    with pytest.raises(
+        ValueError, match="^--reference_model .*: needs .* GiB of .* GPU, .*; --activation_checkpo"
+    ):
         load_policy(tiny_model(), args, device, trainable=False, flag="--reference_model")
     assert len(read) == 2
 
 
 def test_transformers_engine_counts_as_a_copy_of_the_policy(tmp_path, device, monkeypatch):
     """Loading a smaller teacher later does not change the count."""
-    monkeypatch.setattr(memory, "capacity_of", lambda device: 2**31)
+    give_memory(monkeypatch, 2**31)
     args = Args(dtype="float32", engine="transformers")
     policy = load_policy(tiny_model(), args, device)
-    teacher = load_policy(str(write_teacher(tmp_path / "teacher")), args, device, trainable=False, flag="--teacher")
+    teacher = load_policy(
+        str(write_teacher(tmp_path / "teacher")), args, device, trainable=False, flag="--teacher"
+    )
     sizes = [4 * sum(p.numel() for p in model.parameters()) for model in (policy, teacher)]
-    assert sizes[1] < sizes[0] == memory.plan_of(teacher, args, 2**31).engine
+    assert sizes[1] < sizes[0] == plan_of(teacher, args).engine
 
 
 @pytest.mark.slow
 def test_predicted_memory_is_close_to_that_of_fake_tensors():
-    """The tolerance is a tenth, for forward and backward of a training step with FSDP2 on 8 ranks."""
+    """The tolerance is a tenth, for forward and backward of a training step with FSDP2 on 8
+    ranks."""
     models = ("tied", "untied", "context", "distilled")
     done = run(1, "bench/memory_plan.py", "--tokens", 2048, "--check", *models)
     assert done.stdout.count("predicted") == 8

@@ -1,5 +1,6 @@
-"""Mixtures of experts: files name each expert, the model has two parameters per layer, and the numbers are equal.
-test_coverage.py tests the rows of docs/models.md; this file tests the properties of experts."""
+"""Mixtures of experts: files name each expert, the model has two parameters per layer, and the
+numbers are equal. test_coverage.py tests the rows of docs/models.md; this file tests the properties
+of experts."""
 
 import json
 from dataclasses import replace
@@ -12,15 +13,16 @@ from model.test_convert import saved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from bench.completions import complete
 from bench.models import ARGS, checkpoint, rows
-from common.data.packing import pack
+from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
+from common.model.expert_balance import expert_balance
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import EXPERTS
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
-from common.objectives.policy import expert_balance
-from common.rollout.engines import whole_weights
+from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
 from common.train.checkpoint import export_hf
 
@@ -38,7 +40,8 @@ from model.test_moe import *
 from common.parallel import distributed
 path, folder, recompute = sys.argv[1:]
 device, rank, world_size = distributed.setup(0)
-policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute == "True", share_prefix=0), device)
+args = replace(ARGS, activation_checkpointing=recompute == "True", share_prefix=0)
+policy = load_policy(path, args, device)
 mine = rows()[rank::2] if rank < 2 else []
 assert gradient_is_transformers(policy, mine, path, 100, device, world_size)
 export_hf(policy, load_tokenizer(path), Path(folder))
@@ -47,7 +50,8 @@ distributed.cleanup()
 
 
 @pytest.fixture(
-    scope="module", params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS]
+    scope="module",
+    params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS],
 )
 def model_type(request) -> str:
     return request.param
@@ -63,14 +67,17 @@ def whole(tensor):
 
 
 def same(one: dict, other: dict) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(whole(one[name]), other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(whole(one[name]), other[name]) for name in one
+    )
 
 
 # ---- the gradient, by transformers alone ----
 
 
 def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
-    """Return the balance loss of one sequence, arXiv:2412.19437 Eq. 17-20, literally; mean over layers."""
+    """Return the balance loss of one sequence, arXiv:2412.19437 Eq. 17-20, literally; mean over
+    layers."""
     total = 0.0
     for logits_TE in router_logits:
         (T, E), s = logits_TE.shape, logits_TE.softmax(-1)
@@ -82,18 +89,25 @@ def balance(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor
 
 
 def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size=1) -> bool:
-    """Return whether `policy`, with the rows `mine` packed on this rank, and a plain model, one row after the other,
-    have equal gradients of all log-probs plus ten times the balance of every sequence."""
+    """Return whether `policy`, with the rows `mine` packed on this rank, and a plain model, one row
+    after the other, have equal gradients of all log-probs plus ten times the balance of every
+    sequence."""
     policy.watch_experts("")
     for mb in pack([Sample(ids, [True] * len(ids)) for ids in mine], pack_tokens, device):
         logprobs_T = policy(mb)[0]
-        (((logprobs_T * mb.loss_mask_T).sum() + 10 * policy.expert_balance_N.sum()) * world_size).backward()
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").to(device)
+        (
+            ((logprobs_T * mb.loss_mask_T).sum() + 10 * policy.expert_balance_N.sum()) * world_size
+        ).backward()
+    plain = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).to(device)
     for ids in rows():
         ids_T = torch.tensor([ids], device=device)
         out = plain(ids_T[:, :-1], use_cache=False, output_router_logits=True)
         logprobs_T = out.logits[0].log_softmax(-1).gather(-1, ids_T[0, 1:, None])
-        (logprobs_T.sum() + 10 * balance(out.router_logits, plain.config.num_experts_per_tok)).backward()
+        (
+            logprobs_T.sum() + 10 * balance(out.router_logits, plain.config.num_experts_per_tok)
+        ).backward()
     gradient = {name: whole(parameter.grad) for name, parameter in policy.hf.named_parameters()}
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     largest = max(g.abs().max() for g in expected.values())
@@ -105,8 +119,8 @@ def gradient_is_transformers(policy, mine, path, pack_tokens, device, world_size
 
 
 def test_hub_names_are_read_and_written(model_type, path, tmp_path, device):
-    """A file with a name for each expert gives transformers' own weights. Exports and converted checkpoints have the
-    same names and bits."""
+    """A file with a name for each expert gives transformers' own weights. Exports and converted
+    checkpoints have the same names and bits."""
     stored = load_file(Path(path) / "model.safetensors")
     assert DOWN[model_type] in stored
     policy = load_policy(path, ARGS, device)
@@ -134,7 +148,9 @@ def test_missing_or_misshaped_expert_is_refused_by_name(model_type, path, tmp_pa
     name, stored = DOWN[model_type], load_file(Path(path) / "model.safetensors")
     (tmp_path / "config.json").write_text((Path(path) / "config.json").read_text())
     save_file(stored | {name: torch.zeros(2, 3)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{name} \[.*\] expected, the checkpoint has shape \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=rf"{name} \[.*\] expected, the checkpoint has shape \[2, 3\]"
+    ):
         load_policy(str(tmp_path), ARGS, device)
     del stored[name]
     save_file(stored, tmp_path / "model.safetensors")
@@ -149,13 +165,26 @@ def test_scalar_model_with_experts_loads_from_its_export(model_type, path, tmp_p
     value = load_scalar_model(path, ARGS, device)
     export_hf(value, load_tokenizer(path), tmp_path / "hf")
     again = load_scalar_model(str(tmp_path / "hf"), ARGS, device, trainable=False)
-    assert same(value.hf.state_dict(), {name: whole(w) for name, w in again.hf.state_dict().items()})
+    assert same(
+        value.hf.state_dict(), {name: whole(w) for name, w in again.hf.state_dict().items()}
+    )
 
 
 @pytest.mark.slow
 def test_run_with_expert_balancing_resumes_exactly(main, sums, tmp_path):
     path = checkpoint("mixtral", tmp_path / "model")
-    flags = ("--model", path, "--router_aux_loss_coef", 0.5, "--max_steps", 4, "--batch_size", 4, "--save_every", 2)
+    flags = (
+        "--model",
+        path,
+        "--router_aux_loss_coef",
+        0.5,
+        "--max_steps",
+        4,
+        "--batch_size",
+        4,
+        "--save_every",
+        2,
+    )
     flags += ("--lr", 1e-3, "--pack_tokens", 100, "--eval_every", 0, "--dataset", sums)
     main("sft", *flags, "--output_dir", tmp_path / "run")
     assert all(1 < line["expert_balance"] < 2 for line in metrics(tmp_path / "run"))
@@ -167,15 +196,18 @@ def test_run_with_expert_balancing_resumes_exactly(main, sums, tmp_path):
 
 @pytest.mark.parametrize(("pack_tokens", "recompute"), [(63, False), (1000, True)])
 def test_gradient_does_not_depend_on_packing(pack_tokens, recompute, path, device):
-    """With and without recomputation, the gradient equals that of transformers' model, including the balance of
-    experts."""
-    policy = load_policy(path, replace(ARGS, activation_checkpointing=recompute, share_prefix=0), device)
+    """With and without recomputation, the gradient equals that of transformers' model, including
+    the balance of experts."""
+    policy = load_policy(
+        path, replace(ARGS, activation_checkpointing=recompute, share_prefix=0), device
+    )
     assert gradient_is_transformers(policy, rows(), path, pack_tokens, device)
 
 
 def test_balance_loss_equals_its_bounds():
-    """The loss is 1 if the tokens of a sequence are spread evenly, E / k if all choose the same expert with certainty;
-    sequences do not compensate each other. The gradient reduces the logit of the most frequent expert."""
+    """The loss is 1 if the tokens of a sequence are spread evenly, E / k if all choose the same
+    expert with certainty; sequences do not compensate each other. The gradient reduces the logit of
+    the most frequent expert."""
     even, sure = torch.eye(4) * 50, torch.tensor([[50.0, 0, 0, 0]] * 4)
     logits_TE = torch.cat([even, sure]).requires_grad_()
     lengths_N = torch.tensor([4, 4])
@@ -188,8 +220,11 @@ def test_balance_loss_equals_its_bounds():
 def test_balancing_is_refused_without_experts_or_with_shared_prefixes(path, device):
     with pytest.raises(ValueError, match="--router_aux_loss_coef: qwen3 is no mixture of experts"):
         load_policy(tiny_model(), ARGS, device).watch_experts("--router_aux_loss_coef")
-    with pytest.raises(ValueError, match="--router_aux_loss_coef counts how every token is routed; needs --share_pre"):
-        load_policy(path, ARGS, device).watch_experts("--router_aux_loss_coef")
+    policy = load_policy(path, ARGS, device)
+    policy.watch_experts("--router_aux_loss_coef")
+    (mb,) = pack_groups([[Sample([5, 6, 7, 8], [True] * 4)] * 2], 100, device, share_prefix=1)
+    with pytest.raises(ValueError, match="counts how every token is routed; needs --share_prefix"):
+        policy(mb)
 
 
 def test_empty_pack_has_zero_gradient(path, device):
@@ -203,8 +238,8 @@ def test_empty_pack_has_zero_gradient(path, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gradient_and_export_do_not_depend_on_ranks(ranks, path, tmp_path):
-    """Four experts on up to three ranks, one of which has no samples. The gradient equals that of transformers in one
-    process, and the export equals the checkpoint."""
+    """Four experts on up to three ranks, one of which has no samples. The gradient equals that of
+    transformers in one process, and the export equals the checkpoint."""
     (tmp_path / "rank.py").write_text(RANK.format(root=str(ROOT)))
     run(ranks, tmp_path / "rank.py", path, tmp_path / "hf", ranks == 3)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
@@ -225,20 +260,27 @@ def test_bfloat16_passes_the_packing_check(path, device):
     """Log-probs differ from those in float32 by rounding only."""
     (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()], 1000, device)
     with torch.no_grad():
-        exact_T, rounded_T = (load_policy(path, replace(ARGS, dtype=d), device)(mb)[0] for d in ("float32", "bfloat16"))
+        exact_T, rounded_T = (
+            load_policy(path, replace(ARGS, dtype=d), device)(mb)[0]
+            for d in ("float32", "bfloat16")
+        )
     assert (exact_T - rounded_T).abs().median() < 0.1
 
 
 @pytest.mark.slow
 def test_blocks_are_compiled_once_and_without_their_experts(tmp_path, device):
-    """Routing does not trigger compilations after the first two packs, and the numbers are unchanged. Experts have the
-    same code in all of these models."""
-    one_layer = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_moe", tmp_path), num_hidden_layers=1)
+    """Routing does not trigger compilations after the first two packs, and the numbers are
+    unchanged. Experts have the same code in all of these models."""
+    one_layer = AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen3_moe", tmp_path), num_hidden_layers=1
+    )
     one_layer.save_pretrained(tmp_path)
     plain, graphs, counts = load_policy(str(tmp_path), ARGS, device), [], []
     with torch.compiler.set_stance("force_eager"):  # without the compilations of the packing check
         policy = load_policy(str(tmp_path), replace(ARGS, compile=True), device)
-    with torch.compiler.set_stance("default", force_backend=lambda graph, _: graphs.append(graph.code) or graph):
+    with torch.compiler.set_stance(
+        "default", force_backend=lambda graph, _: graphs.append(graph.code) or graph
+    ):
         for start in range(4):
             (mb,) = pack([Sample(ids, [True] * len(ids)) for ids in rows()[start:]], 1000, device)
             logprobs_T = policy(mb)[0]
@@ -258,13 +300,17 @@ def test_transformers_engine_samples_from_the_trained_weights(path, device):
     for parameter in policy.parameters():
         parameter.mul_(1.1)
     engine.load_weights(whole_weights(policy, engine.dtype))
-    groups = engine.generate(rows()[:2], 2, [1, 2], 0.7)
+    groups = complete(engine, rows()[:2], 2, [1, 2], 0.7)
     (mb,) = pack([sample for group in groups for sample in group], 1000, device)
-    assert ((policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-5
+    assert (
+        (policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T).abs() * mb.loss_mask_T
+    ).max() < 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])  # olmoe has the names and the kernel of the first
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "mixtral"]
+)  # olmoe has the names and the kernel of the first
 def test_vllm_samples_from_the_trained_weights(model_type):
     """Weights are loaded twice, as in training: vLLM packs experts for its kernel."""
     pytest.importorskip("vllm")

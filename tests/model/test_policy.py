@@ -1,12 +1,16 @@
-"""The packed forward equals that of the Hugging Face model, and the loaded model equals the checkpoint."""
+"""The packed forward equals that of the Hugging Face model, and the loaded model equals the
+checkpoint."""
 
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from helpers import ROOT
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
@@ -19,20 +23,41 @@ from common.model.tiny import build_tokenizer, tiny_model
 
 ARGS = TrainArgs(dtype="float32")
 WINDOW = 7
-LENGTHS = (18, 41, 41, 6, 64, 2)  # two are equal, so that attention computes them as one batch; most exceed the window
+LENGTHS = (
+    18,
+    41,
+    41,
+    6,
+    64,
+    2,
+)  # two are equal, so that attention computes them as one batch; most exceed the window
 
 
 def small(**extra) -> dict:
-    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
-    ids = dict(num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    sizes = dict(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+    )
+    ids = dict(
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return sizes | ids | extra
 
 
 LLAMA3_ROPE = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32,
-    rope_theta=10000.0,
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32, rope_theta=10000.0,
 )  # fmt: skip
-YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
+YARN_ROPE = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0
+)
 
 ARCHITECTURES = dict(
     qwen3=lambda: transformers.Qwen3Config(**small(head_dim=16, tie_word_embeddings=True)),
@@ -40,7 +65,12 @@ ARCHITECTURES = dict(
     llama_yarn=lambda: transformers.LlamaConfig(**small(rope_parameters=YARN_ROPE)),
     mistral=lambda: transformers.MistralConfig(**small(sliding_window=WINDOW)),
     qwen2=lambda: transformers.Qwen2Config(
-        **small(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, attention_dropout=0.5)
+        **small(
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+            attention_dropout=0.5,
+        )
     ),
     gemma3=lambda: transformers.Gemma3TextConfig(**small(head_dim=16, sliding_window=WINDOW)),
     qwen3_moe=lambda: transformers.Qwen3MoeConfig(
@@ -50,7 +80,8 @@ ARCHITECTURES = dict(
 
 
 def write_checkpoint(config, folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    """Write a model with random weights, also in norms and biases, which are 1 and 0 in a new model."""
+    """Write a model with random weights, also in norms and biases, which are 1 and 0 in a new
+    model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -79,7 +110,9 @@ def samples(lengths=LENGTHS, vocabulary: int = 97) -> list[Sample]:
 
 def separate(model, sample: Sample, temperature: float):
     """Return `(logprobs, entropy, correct)` of one sequence by the plain model."""
-    logits = model(torch.tensor([sample.ids[:-1]]), use_cache=False).logits[0].double() / temperature
+    logits = (
+        model(torch.tensor([sample.ids[:-1]]), use_cache=False).logits[0].double() / temperature
+    )
     logp, targets = logits.log_softmax(-1), torch.tensor(sample.ids[1:])
     logprobs = logp.gather(-1, targets[:, None])[:, 0]
     return logprobs, -(logp.exp() * logp).sum(-1), logits.argmax(-1) == targets
@@ -90,6 +123,17 @@ def whole(tensor):
 
 
 # ---- the packed forward ----
+
+
+def test_a_policy_loads_no_module_of_a_flag():
+    """Adapters, distillation, memory on a GPU, and models that are not built in."""
+    loaded = "[name for name in sys.modules if name.startswith('common.model.')]"
+    code = f"import sys, common.model.hub, common.model.policy; print(*{loaded})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    names = {name.rpartition(".")[2] for name in done.stdout.split()}
+    assert names == {
+        "attention", "flops", "head", "hub", "loading", "logprobs", "packable", "policy",
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -105,8 +149,12 @@ def test_packed_forward_equals_separate_forwards(checkpoint, device, temperature
                 targets = mb.targets_T[begin:end].tolist()
                 (sample,) = [s for s in batch if s.ids[1:] == targets]
                 logprobs, entropy, correct = separate(plain, sample, temperature)
-                torch.testing.assert_close(logprobs_T[begin:end].double(), logprobs, atol=1e-5, rtol=0)
-                torch.testing.assert_close(entropy_T[begin:end].double(), entropy, atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    logprobs_T[begin:end].double(), logprobs, atol=1e-5, rtol=0
+                )
+                torch.testing.assert_close(
+                    entropy_T[begin:end].double(), entropy, atol=1e-5, rtol=0
+                )
                 assert torch.equal(correct_T[begin:end], correct)
                 seen += 1
         assert seen == len(batch)
@@ -127,7 +175,8 @@ def test_window_changes_logprobs(tmp_path, device):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pack_tokens", [63, 100, 1000])
 def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
-    """With and without recomputation, it equals the gradient of the same masked loss by the plain model."""
+    """With and without recomputation, it equals the gradient of the same masked loss by the plain
+    model."""
     path, batch = tiny_model(), samples(vocabulary=300)
     args = TrainArgs(dtype="float32", activation_checkpointing=recompute)
     policy, plain = load_policy(path, args, device), hf_model(path)
@@ -144,7 +193,9 @@ def test_gradient_does_not_depend_on_packing(device, pack_tokens, recompute):
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert expected.keys() == {name for name, _ in policy.hf.named_parameters()}
     for name, parameter in policy.hf.named_parameters():
-        torch.testing.assert_close(whole(parameter.grad), expected[name], atol=2e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            whole(parameter.grad), expected[name], atol=2e-5, rtol=1e-4, msg=name
+        )
 
 
 def test_empty_pack_has_zero_gradient(device):
@@ -205,7 +256,9 @@ def test_missing_or_misshaped_weight_is_refused_by_name(tmp_path, device):
     missing = edited(tmp_path / "missing", lambda weights: weights.pop(name))
     with pytest.raises(ValueError, match=f"{name}.*no such weight"):
         load_policy(missing, ARGS, device)
-    misshaped = edited(tmp_path / "misshaped", lambda weights: weights.update({name: torch.zeros(512, 64)}))
+    misshaped = edited(
+        tmp_path / "misshaped", lambda weights: weights.update({name: torch.zeros(512, 64)})
+    )
     with pytest.raises(ValueError, match=rf"{name} \[512, 128\].*\[512, 64\]"):
         load_policy(misshaped, ARGS, device)
 
@@ -219,7 +272,9 @@ def test_damaged_file_gives_a_one_line_error(tmp_path, device):
 
 
 LEAKING = dict(
-    mamba=lambda: transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=8),
+    mamba=lambda: transformers.MambaConfig(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, state_size=8
+    ),
     lfm2=lambda: transformers.Lfm2Config(**small(layer_types=["conv", "full_attention", "conv"])),
     falcon_h1=lambda: transformers.FalconH1Config(
         **small(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1)
@@ -249,7 +304,8 @@ def test_out_of_memory_error_does_not_refuse_the_architecture(device, monkeypatc
 
 
 def whole_units(model) -> list[str]:
-    """Return the FSDP units of a model that are gathered, or still hold the memory of gathered weights."""
+    """Return the FSDP units of a model that are gathered, or still hold the memory of gathered
+    weights."""
     units = []
     for name, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
@@ -282,7 +338,8 @@ def test_weights_are_gathered_only_from_forward_to_backward(device, kind):
 
 
 def test_fsdp_does_not_copy_the_pack(device):
-    """Every block gets the same object. FSDP would copy a dataclass or tuple, including all samples in it."""
+    """Every block gets the same object. FSDP would copy a dataclass or tuple, including all samples
+    in it."""
     model = load_policy(tiny_model(), ARGS, device)
     (mb,) = pack([Sample(list(range(20)), [True] * 20)], 100, device)
     seen = []
@@ -298,8 +355,9 @@ def test_fsdp_does_not_copy_the_pack(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_blocks_are_compiled_once(small, device, recompute):
-    """After two packs of each kind, with and without shared prefixes, packs of other shapes add no compilation and give
-    the numbers of uncompiled blocks. The backend is eager: the test counts the graphs from Dynamo."""
+    """After two packs of each kind, with and without shared prefixes, packs of other shapes add no
+    compilation and give the numbers of uncompiled blocks. The backend is eager: the test counts the
+    graphs from Dynamo."""
     from torch._dynamo.utils import counters
 
     path = str(small[1])
@@ -311,10 +369,12 @@ def test_blocks_are_compiled_once(small, device, recompute):
         for i in range(12):
             lengths = [generator.randrange(2, 40) for _ in range(2 + i // 2)]
             start = [generator.randrange(3, 90) for _ in range(generator.randrange(2, 30))]
-            batch = [Sample(start + [generator.randrange(3, 90) for _ in range(n)], []) for n in lengths]
+            batch = [
+                Sample(start + [generator.randrange(3, 90) for _ in range(n)], []) for n in lengths
+            ]
             for sample in batch:
                 sample.loss_mask = [True] * len(sample.ids)
-            (mb,) = pack_groups([batch], 1000, device, shortest=i % 2)
+            (mb,) = pack_groups([batch], 1000, device, share_prefix=i % 2)
             logprobs_T = policy(mb)[0]
             torch.testing.assert_close(logprobs_T, plain(mb)[0], atol=1e-5, rtol=0)
             logprobs_T.sum().backward()

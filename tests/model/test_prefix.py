@@ -1,4 +1,5 @@
-"""With shared prefixes, the numbers of every token and the gradient of every parameter are those of whole sequences."""
+"""With shared prefixes, the numbers of every token and the gradient of every parameter are those of
+whole sequences."""
 
 import random
 from functools import partial
@@ -6,20 +7,21 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from helpers import samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 from model.test_policy import ARCHITECTURES, small, write_checkpoint
 from torch import Tensor
 
 from common.config.groups import OnlineArgs
-from common.data import packing
+from common.data import compact
+from common.data.compact import Keys
 from common.data.packing import PackedBatch, pack_groups, pack_minibatches
 from common.data.sample import Sample
 from common.model import attention
 from common.model.flops import forward_flops
 from common.model.policy import PackedModel, Policy, ScalarModel, load_policy
-from common.parallel import placement
-from common.parallel.placement import GroupShape, Keys, place, send_to_computing_rank
+from common.parallel.placement import GroupShape, place
 
 CPU, VOCABULARY = torch.device("cpu"), 97
 CONFIGS = dict(
@@ -27,7 +29,9 @@ CONFIGS = dict(
     llama=lambda: transformers.LlamaConfig(**small(num_key_value_heads=1)),
     mistral=ARCHITECTURES["mistral"],  # a window
     gemma2=lambda: transformers.Gemma2Config(
-        **small(head_dim=16, sliding_window=7, query_pre_attn_scalar=16, final_logit_softcapping=5.0)
+        **small(
+            head_dim=16, sliding_window=7, query_pre_attn_scalar=16, final_logit_softcapping=5.0
+        )
     ),
     experts=ARCHITECTURES["qwen3_moe"],
 )
@@ -38,7 +42,11 @@ CAPPED = 1e-6  # in float64 too: the softmax of capped attention is float32
 def build(name: str, dtype: torch.dtype, cls: type = Policy) -> PackedModel:
     """Return a model with random weights that are large enough to matter."""
     transformers.AttentionInterface.register("packed", attention.packed_attention)
-    auto = transformers.AutoModelForCausalLM if cls is Policy else transformers.AutoModelForSequenceClassification
+    auto = (
+        transformers.AutoModelForCausalLM
+        if cls is Policy
+        else transformers.AutoModelForSequenceClassification
+    )
     config = CONFIGS[name]()
     config.num_labels = 1
     with torch.random.fork_rng(devices=[]):
@@ -69,15 +77,22 @@ def group(prompt: int, completions: list[int], seed: int = 0) -> list[Sample]:
     start = [draw.randrange(3, VOCABULARY) for _ in range(prompt)]
     samples = []
     for i, n in enumerate(completions):
-        ids = start + [3 + i % (VOCABULARY - 3)] + [draw.randrange(3, VOCABULARY) for _ in range(n - 1)]
+        ids = (
+            start
+            + [3 + i % (VOCABULARY - 3)]
+            + [draw.randrange(3, VOCABULARY) for _ in range(n - 1)]
+        )
         samples.append(Sample(ids, [j >= prompt for j in range(prompt + n)]))
     return samples
 
 
 def tree(seed: int = 0) -> list[Sample]:
-    """Return samples that part after 5 tokens, after 9 or 8 of them, and after 8 to 12 tokens of each branch."""
+    """Return samples that part after 5 tokens, after 9 or 8 of them, and after 8 to 12 tokens of
+    each branch."""
     draw = random.Random(seed)
-    trunk, left, right, *leaves = ([draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 4, 3, 6, 2, 1, 7, 4))
+    trunk, left, right, *leaves = (
+        [draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 4, 3, 6, 2, 1, 7, 4)
+    )
     branches = left, left, right, right, []
     paths = [trunk + branch + leaf for branch, leaf in zip(branches, leaves, strict=True)]
     draw.shuffle(paths)
@@ -92,25 +107,33 @@ GROUPS = {
     "a prompt of one token": [group(1, [4, 5, 6])],
     "a prompt of two tokens": [group(2, [4, 5, 6])],
     "identical sequences": [group(6, [8]) * 3],
-    "one is the beginning of the others": [[Sample(list(range(3, 3 + n)), [True] * n) for n in (12, 8, 20)]],
+    "one is the beginning of the others": [
+        [Sample(list(range(3, 3 + n)), [True] * n) for n in (12, 8, 20)]
+    ],
     "completions of one token": [group(13, [1, 1, 1])],
     "a tree": [tree()],
     "a tree on a trunk": [tree(0) + tree(0)[:2], tree(1)],
-    "several": [group(20, [6, 2, 9]), group(5, [40]), group(33, [3, 3, 3, 3]), group(1, [2, 2]), group(17, [25, 1])],
+    "several": [
+        group(20, [6, 2, 9]),
+        group(5, [40]),
+        group(33, [3, 3, 3, 3]),
+        group(1, [2, 2]),
+        group(17, [25, 1]),
+    ],
 }
 
 
-def packs_of(groups: list[list[Sample]], shortest: int) -> list[PackedBatch]:
-    return pack_groups(groups, 100_000, CPU, shortest=shortest)
+def packs_of(groups: list[list[Sample]], share_prefix: int) -> list[PackedBatch]:
+    return pack_groups(groups, 100_000, CPU, share_prefix=share_prefix)
 
 
 def loss_of(model: Policy, mb: PackedBatch, of_samples: list[float]) -> Tensor:
-    """Return a loss of the trained tokens, of whole sequences and of entropies; and of every token, those of prompts
-    too, by its position and the number of its sample."""
+    """Return a loss of the trained tokens, of whole sequences and of entropies; and of every token,
+    those of prompts too, by its position and the number of its sample."""
     logprobs_T, entropy_T, *_ = model(mb, temperature=0.8)
     sums_N = mb.sequence_sums(logprobs_T)
     numbers_T = mb.on_tokens(torch.tensor(of_samples))
-    weights_T = torch.cos(0.1 * mb.targets_T + mb.position_ids_T + numbers_T) * bool(mb.samples)
+    weights_T = torch.cos(0.1 * mb.targets_T + mb.position_ids_T + numbers_T) * bool(mb.num_samples)
     trained = ((logprobs_T.exp() - 0.1 * entropy_T) * mb.loss_mask_T).sum()
     return trained + (logprobs_T * weights_T).sum() + (sums_N**2).sum() / 100
 
@@ -118,23 +141,32 @@ def loss_of(model: Policy, mb: PackedBatch, of_samples: list[float]) -> Tensor:
 def results(model: Policy, packs: list[PackedBatch]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Return the loss, the log-probs of each sample, and the gradients."""
     model.zero_grad()
-    numbers = [float(i) for i in range(sum(len(mb.samples) for mb in packs))]
+    numbers = [float(i) for i in range(sum(mb.num_samples for mb in packs))]
     loss = sum(loss_of(model, mb, numbers) for mb in packs)
     loss.backward()
     logprobs = {}
     for mb in packs:
         with torch.no_grad():
-            of_samples = model(mb, temperature=0.8)[0].split([sample.num_targets for sample in mb.samples])
+            of_samples = model(mb, temperature=0.8)[0].split(
+                [sample.num_targets for sample in samples_of(mb)]
+            )
         logprobs |= dict(zip(mb.index_N.tolist(), of_samples, strict=True))
-    return loss.detach(), [logprobs[i] for i in sorted(logprobs)], [p.grad.clone() for p in model.parameters()]
+    return (
+        loss.detach(),
+        [logprobs[i] for i in sorted(logprobs)],
+        [p.grad.clone() for p in model.parameters()],
+    )
 
 
 def error(found, expected) -> float:
-    """Return the largest error: of the loss and the gradients, relative; of log-probs, in tens of nats."""
+    """Return the largest error: of the loss and the gradients, relative; of log-probs, in tens of
+    nats."""
     largest = max(y.abs().max() for y in expected[2])
     errors = [abs(found[0] / expected[0] - 1)]
     errors += [(x - y).abs().max() / 10 for x, y in zip(found[1], expected[1], strict=True)]
-    return max(errors + [(x - y).abs().max() / largest for x, y in zip(found[2], expected[2], strict=True)])
+    return max(
+        errors + [(x - y).abs().max() / largest for x, y in zip(found[2], expected[2], strict=True)]
+    )
 
 
 # ---- loss and gradients ----
@@ -146,7 +178,9 @@ def test_numbers_and_gradients_are_those_of_whole_sequences(name, dtype):
     model = build(name, dtype)
     limit = max(LIMITS[dtype], CAPPED) if name in ("gemma2", "experts") else LIMITS[dtype]
     for case, groups in GROUPS.items():
-        assert error(results(model, packs_of(groups, 1)), results(model, packs_of(groups, 0))) < limit, case
+        assert (
+            error(results(model, packs_of(groups, 1)), results(model, packs_of(groups, 0))) < limit
+        ), case
 
 
 def wrong_rows(lengths, shared, device, make=Keys) -> Keys:
@@ -165,13 +199,13 @@ class CountsOnce(attention.GatherKeys):
         return total.index_copy_(2, rows_K, gradient), None
 
 
-def restarted(ids, row, owned, compute=placement.TokenIds.computed):
-    tokens = compute(ids, row, owned)
+def restarted(*args, compute=compact.compact_tokens):
+    tokens = compute(*args)
     tokens.position_ids_T = torch.cat([torch.arange(n) for n in tokens.lengths])
     return tokens
 
 
-def beside(lengths, shared, rows_of=placement.rows_of_sequences):
+def beside(lengths, shared, rows_of=compact.rows_of_sequences):
     """Every sequence continues the first one of its group."""
     first, rows = None, rows_of(lengths, shared)
     for n, prefix in enumerate(shared):
@@ -181,7 +215,7 @@ def beside(lengths, shared, rows_of=placement.rows_of_sequences):
 
 
 MUTATIONS = {
-    "rows of keys are off by one": lambda patch: patch.setattr(placement, "Keys", wrong_rows),
+    "rows of keys are off by one": lambda patch: patch.setattr(compact, "Keys", wrong_rows),
     "the mask is aligned at the first key": lambda patch: patch.setattr(
         attention.torch.Tensor, "tril", lambda x, before=0, tril=torch.Tensor.tril: tril(x)
     ),
@@ -192,22 +226,28 @@ MUTATIONS = {
     "keys of a prefix have the gradient of one sequence": lambda patch: patch.setattr(
         attention, "GatherKeys", CountsOnce
     ),
-    "positions start again behind the prefix": lambda patch: patch.setattr(placement.TokenIds, "computed", restarted),
-    "sequences have the prefix of the first one": lambda patch: patch.setattr(placement, "rows_of_sequences", beside),
+    "positions start again behind the prefix": lambda patch: patch.setattr(
+        compact, "compact_tokens", restarted
+    ),
+    "sequences have the prefix of the first one": lambda patch: patch.setattr(
+        compact, "rows_of_sequences", beside
+    ),
     "targets of a prefix have the gradient of one sequence": lambda patch: patch.setattr(
         Policy,
         "forward",
-        lambda self, mb, temperature, forward=Policy.forward: once(forward(self, mb, temperature), mb),
+        lambda self, mb, temperature, forward=Policy.forward: once(
+            forward(self, mb, temperature), mb
+        ),
     ),
 }
 
 
 def once(stats, mb: PackedBatch):
     """Stop the gradient of the tokens that an earlier token of this pack stands for."""
-    if mb.computed.own_T is None:
+    if mb.compact is None:
         return stats
     seen, first = set(), []
-    for i in mb.computed.own_T.tolist():
+    for i in mb.compact.rows_T.tolist():
         first.append(i not in seen)
         seen.add(i)
     return type(stats)(*(torch.where(torch.tensor(first), x_T, x_T.detach()) for x_T in stats))
@@ -238,8 +278,8 @@ def test_recomputed_activations_give_the_same_gradient(name):
 
 def test_scalar_models():
     model, found = build("qwen3", torch.float64, ScalarModel), []
-    for shortest in (1, 0):
-        (mb,) = packs_of(GROUPS["several"], shortest)
+    for share_prefix in (1, 0):
+        (mb,) = packs_of(GROUPS["several"], share_prefix)
         model.zero_grad()
         values_T = model(mb)
         (values_T * torch.cos(mb.targets_T + 0.1 * mb.position_ids_T)).sum().backward()
@@ -253,29 +293,37 @@ def test_scalar_models():
 
 def test_tokens_of_the_prompt_are_computed_once():
     (mb,) = packs_of([group(20, [6, 2, 9])], 1)
-    tokens = mb.computed
+    tokens = mb.model_tokens
     # 20 tokens of the prompt are equal: 19 shared targets. The 20th is read by each of the three.
     assert len(tokens.targets_T) == 19 + 6 + 2 + 9 and len(mb.targets_T) == 3 * 19 + 6 + 2 + 9
     assert tokens.offsets == [0, 25, 27, 36]
     assert tokens.position_ids_T.tolist() == [*range(25), *range(19, 21), *range(19, 28)]
-    assert (tokens.targets_T[tokens.own_T] == mb.targets_T).all()
-    assert (tokens.input_ids_T[tokens.own_T] == mb.input_ids_T).all()
-    assert (tokens.position_ids_T[tokens.own_T] == mb.position_ids_T).all()
-    assert tokens.keys.lengths == [25, 21, 28] and tokens.keys.cu_seqlens_N1.tolist() == [0, 25, 46, 74]
+    assert (tokens.targets_T[tokens.rows_T] == mb.targets_T).all()
+    assert (tokens.input_ids_T[tokens.rows_T] == mb.input_ids_T).all()
+    assert (tokens.position_ids_T[tokens.rows_T] == mb.position_ids_T).all()
+    assert tokens.keys.lengths == [25, 21, 28] and tokens.keys.cu_seqlens_N1.tolist() == [
+        0,
+        25,
+        46,
+        74,
+    ]
 
 
 def test_branches_of_a_tree_are_computed_once():
-    """Lexical order makes neighbours of the samples that share most, whatever their order in the group."""
-    (mb,) = pack_groups([tree()], 100_000, CPU, together=False, shortest=1)
-    assert len(mb.computed.targets_T) == 5 + 4 + 3 + 6 + 2 + 1 + 7 + 4 - 1
-    (mb,) = pack_groups([tree()], 100_000, CPU, together=False, shortest=9)  # only the left branch has 9 ids
-    assert len(mb.computed.targets_T) == len(mb.targets_T) - 8
+    """Lexical order makes neighbours of the samples that share most, whatever their order in the
+    group."""
+    (mb,) = pack_groups([tree()], 100_000, CPU, together=False, share_prefix=1)
+    assert len(mb.model_tokens.targets_T) == 5 + 4 + 3 + 6 + 2 + 1 + 7 + 4 - 1
+    (mb,) = pack_groups(
+        [tree()], 100_000, CPU, together=False, share_prefix=9
+    )  # only the left branch has 9 ids
+    assert len(mb.model_tokens.targets_T) == len(mb.targets_T) - 8
 
 
 def test_prefixes_are_shared_only_if_they_are_long_enough():
-    assert packs_of([group(29, [5, 5])], 30)[0].assigned is None
-    assert packs_of([group(30, [5, 5])], 30)[0].assigned.offsets == [0, 34, 39]
-    assert packs_of([group(30, [5, 5])], 0)[0].assigned is None
+    assert packs_of([group(29, [5, 5])], 30)[0].compact is None
+    assert packs_of([group(30, [5, 5])], 30)[0].compact.offsets == [0, 34, 39]
+    assert packs_of([group(30, [5, 5])], 0)[0].compact is None
 
 
 def test_flops_are_those_of_computed_tokens_and_pairs():
@@ -283,39 +331,36 @@ def test_flops_are_those_of_computed_tokens_and_pairs():
     (mb,) = packs_of([group(20, [6, 2, 9])], 1)
     pairs = 19 * 20 / 2 + sum(n * 19 + n * (n + 1) / 2 for n in (6, 2, 9))
     attention = 4 * config.hidden_size * config.num_hidden_layers * pairs
-    assert forward_flops(config, 1000, mb.computed) == 2 * 1000 * (19 + 17) + attention
+    assert forward_flops(config, 1000, mb.model_tokens) == 2 * 1000 * (19 + 17) + attention
 
 
-def test_repeated_token_gets_the_largest_number_of_its_sequences():
-    (mb,) = packs_of([group(4, [2, 1])], 1)
-    numbers_T = torch.tensor([0, 0, 0, 4, 5, 1, 2, 3, 6])
-    assert send_to_computing_rank(numbers_T, mb.computed).tolist() == [1, 2, 3, 4, 5, 6]
-
-
-SIZES = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=9)), max_size=6)
+SIZES = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=9)), max_size=6
+)
 
 
 @given(SIZES, st.integers(90, 300))
 def test_every_token_is_found_and_packs_have_room(sizes, room):
     groups = [group(prompt, completions, seed) for seed, (prompt, completions) in enumerate(sizes)]
-    packs = pack_groups(groups, room, CPU, together=False, shortest=1)
-    packed = [id(sample) for mb in packs for sample in mb.samples]
+    packs = pack_groups(groups, room, CPU, together=False, share_prefix=1)
+    packed = [id(sample) for mb in packs for sample in samples_of(mb)]
     assert sorted(packed) == sorted(id(sample) for samples in groups for sample in samples)
     for mb in packs:
-        assert len(mb.computed.targets_T) <= room
-        for name in ("input_ids_T", "targets_T", "position_ids_T") if mb.assigned else ():
-            assert (getattr(mb.computed, name)[mb.computed.own_T] == getattr(mb, name)).all()
+        assert len(mb.model_tokens.targets_T) <= room
+        for name in ("input_ids_T", "targets_T", "position_ids_T") if mb.compact else ():
+            assert (getattr(mb.model_tokens, name)[mb.compact.rows_T] == getattr(mb, name)).all()
 
 
 def test_group_that_does_not_fit_is_computed_in_parts(monkeypatch):
     model, groups = build("qwen3", torch.float64), [group(20, [9, 8, 7, 6, 5, 30, 2, 1])]
-    monkeypatch.setattr(packing, "_shortest_prefix", 1)
-    (packs,) = pack_minibatches(groups, 1, 60, CPU)
-    assert len(packs) > 1 and any(mb.assigned for mb in packs)
-    assert sum(len(mb.computed.targets_T) for mb in packs) < sum(sample.num_targets for sample in groups[0])
+    (packs,) = pack_minibatches(groups, range(1), 1, 60, CPU, share_prefix=1)
+    assert len(packs) > 1 and any(mb.compact for mb in packs)
+    assert sum(len(mb.model_tokens.targets_T) for mb in packs) < sum(
+        sample.num_targets for sample in groups[0]
+    )
     assert error(results(model, packs), results(model, packs_of(groups, 0))) < 1e-12
     with pytest.raises(ValueError, match="8 sequences to keep together take 104 tokens"):
-        pack_minibatches(groups, 1, 60, CPU, together=True)
+        pack_minibatches(groups, range(1), 1, 60, CPU, share_prefix=1, together=True)
 
 
 # ---- placement ----
@@ -323,12 +368,16 @@ def test_group_that_does_not_fit_is_computed_in_parts(monkeypatch):
 
 @given(SIZES, st.integers(90, 300), st.integers(1, 4))
 def test_parts_are_the_groups_and_fit(sizes, room, num_bins):
-    groups = [GroupShape([p + n for n in lengths], [0, *[p] * (len(lengths) - 1)]) for p, lengths in sizes]
+    groups = [
+        GroupShape([p + n for n in lengths], [0, *[p] * (len(lengths) - 1)]) for p, lengths in sizes
+    ]
     ranks = [groups[rank::num_bins] for rank in range(num_bins)]
     keyed, rows = place(ranks, num_bins, room, together=False)
     for rank, before in enumerate(ranks):
         after = [part for (owner, _), part in keyed.items() if owner == rank]
-        assert [n for part in after for n in part.lengths] == [n for group in before for n in group.lengths]
+        assert [n for part in after for n in part.lengths] == [
+            n for group in before for n in group.lengths
+        ]
     assert sorted(key for row in rows for keys in row for key in keys) == sorted(keyed)
     assert all(sum(keyed[key].size for key in keys) <= room for row in rows for keys in row)
 
@@ -340,7 +389,8 @@ def test_group_needs_no_more_room_than_its_sequences(prefix, suffixes):
 
 
 def test_few_groups_are_divided_among_many_ranks():
-    """One prompt for each of four ranks, one with long completions: whole groups would make three ranks wait."""
+    """One prompt for each of four ranks, one with long completions: whole groups would make three
+    ranks wait."""
     ranks = [[GroupShape([120 + n] * 8, [0, *[100] * 7])] for n in (900, 30, 30, 30)]
     parts, (row,) = place(ranks, 4, 10_000, together=False)
     costs = [sum(parts[key].cost for key in keys) for keys in row]
@@ -352,11 +402,15 @@ def test_few_groups_are_divided_among_many_ranks():
 
 def test_model_that_fails_the_check_computes_whole_sequences(monkeypatch, tmp_path, device, capsys):
     path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "model")
-    load_policy(path, OnlineArgs(dtype="float32"), device)
-    assert packing.prefixes_are_shared() and capsys.readouterr().out == ""
+    args = OnlineArgs(dtype="float32")
+    load_policy(path, args, device)
+    assert args.share_prefix == 16 and capsys.readouterr().out == ""
     with monkeypatch.context() as patch:
-        patch.setattr(placement, "Keys", wrong_rows)
-        load_policy(path, OnlineArgs(dtype="float32"), device)
-    assert "qwen3 needs every prefix with its sequence; continues as with --share_prefix 0" in capsys.readouterr().out
-    load_policy(path, OnlineArgs(dtype="float32"), device)
-    assert not packing.prefixes_are_shared(), "packs serve all models of a run"
+        patch.setattr(compact, "Keys", wrong_rows)
+        load_policy(path, args, device)
+    assert (
+        "qwen3 needs every prefix with its sequence; continues as with --share_prefix 0"
+        in capsys.readouterr().out
+    )
+    load_policy(path, args, device)
+    assert args.share_prefix == 0, "packs serve all models of a run"

@@ -1,4 +1,5 @@
-"""The built-in models: their tokenizer restores every text, and their weights are the same on every machine."""
+"""The built-in models: their tokenizer restores every text, and their weights are the same on every
+machine."""
 
 import json
 import signal
@@ -45,7 +46,8 @@ def test_weights_do_not_depend_on_the_global_generator(tmp_path, monkeypatch):
 
 
 def test_every_rank_writes_the_whole_model(tmp_path, monkeypatch):
-    """The first rank to finish names the folder. `save_pretrained` would write nothing on rank 1."""
+    """The first rank to finish names the folder. `save_pretrained` would write nothing on rank
+    1."""
     from transformers.distributed import mixin
 
     build_model().save_pretrained(tmp_path / "theirs")
@@ -68,14 +70,17 @@ def test_tiny_sft_solves_two_of_five_held_out_questions():
     rows = arithmetic_rows("test")
     model = AutoModelForCausalLM.from_pretrained(tiny_model("tiny-sft"))
     ids = torch.tensor([TOKENIZER(row["prompt"])["input_ids"] for row in rows])
-    texts = TOKENIZER.batch_decode(model.generate(ids, max_new_tokens=4)[:, 6:], skip_special_tokens=True)
+    texts = TOKENIZER.batch_decode(
+        model.generate(ids, max_new_tokens=4)[:, 6:], skip_special_tokens=True
+    )
     solved = [text == row["answer"] for text, row in zip(texts, rows, strict=True)]
     assert 0.35 < sum(solved) / len(solved) < 0.5 and SFT_WEIGHTS.stat().st_size < 2.5e6
 
 
 @pytest.mark.slow
 def test_recorded_command_makes_tiny_sft(tmp_path):
-    """The file records its command and the loss of every step. The command is stopped after six of its steps."""
+    """The file records its command and the loss of every step. The command is stopped after six of
+    its steps."""
     with safe_open(SFT_WEIGHTS, "pt") as stored:
         recorded = stored.metadata()
     without = ("--eval_every", 0, "--eval_generate", 0, "--eval_new_tokens", 256)

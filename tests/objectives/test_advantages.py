@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo
-from common.objectives.advantages import centre_groups, gae, unequal, whiten
+from common.objectives.advantages import centre_groups, gae, group_std, unequal, whiten
 
 NAN = float("nan")
 reward = st.floats(-100, 100).map(lambda x: round(x, 3))
@@ -43,19 +43,34 @@ def known(values):
 
 @given(triples)
 def test_group_advantages_equal_the_naive_formula(rewards):
-    scaled, centred = (advantages(torch.tensor(rewards)).tolist() for advantages in (group_advantages, centre_groups))
+    scaled, centred = (
+        advantages(torch.tensor(rewards)).tolist()
+        for advantages in (group_advantages, centre_groups)
+    )
     for group, s, c in zip(torch.tensor(rewards).tolist(), scaled, centred, strict=True):
         mean, std = statistics.fmean(group), statistics.stdev(group)
         assert c == pytest.approx([r - mean for r in group], abs=1e-9)
         assert s == pytest.approx([(r - mean) / (std + 1e-6) for r in group], rel=1e-6, abs=1e-6)
 
 
+@given(gappy)
+def test_group_std_is_that_of_the_known_rewards(rewards):
+    """A group with fewer than two rewards has none to compare."""
+    expected = [
+        [statistics.stdev(known(group)) if len(known(group)) > 1 else 0.0] for group in rewards
+    ]
+    torch.testing.assert_close(group_std(double(rewards)), double(expected), rtol=1e-9, atol=1e-9)
+
+
 @given(st.floats(-1e6, 1e6), st.integers(2, 16), st.integers(1, 3))
 def test_equal_rewards_give_exactly_zero_in_every_estimator(reward, n, groups):
     rewards = torch.full((groups, n), reward, dtype=torch.float64)
     for advantages in (
-        group_advantages(rewards), centre_groups(rewards), group_mean_batch_std(rewards), gdpo(rewards[None], [2.0]),
-    ):  # fmt: skip
+        group_advantages(rewards),
+        centre_groups(rewards),
+        group_mean_batch_std(rewards),
+        gdpo(rewards[None], [2.0]),
+    ):
         assert (advantages == 0).all() and advantages.dtype == torch.float64
 
 
@@ -65,7 +80,9 @@ def test_single_correct_sample_has_a_positive_advantage():
 
 
 def test_unequal_selects_groups_with_different_rewards():
-    groups = double([[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1e-12, 0, 0, 0], [NAN, 1, 1, 1], [NAN, 1, 0, 1]])
+    groups = double(
+        [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1e-12, 0, 0, 0], [NAN, 1, 1, 1], [NAN, 1, 0, 1]]
+    )
     assert unequal(groups).tolist() == [True, False, False, True, False, True]
     assert not unequal(double([[NAN, NAN], [1, NAN], [NAN, -1]])).any()
 
@@ -84,7 +101,9 @@ def test_members_of_a_group_share_one_scale():
     rewards = double([[1.0, 0.0, 0.0, 0.3], [5.0, 4.0, -1.0, 4.5]])
     scale = group_advantages(rewards) / centre_groups(rewards)
     torch.testing.assert_close(scale, scale[:, :1].expand(2, 4))
-    torch.testing.assert_close(group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        group_advantages(rewards).std(-1), torch.ones(2).double(), rtol=1e-5, atol=0
+    )
 
 
 def test_advantages_depend_only_on_the_own_group():
@@ -106,7 +125,10 @@ def naive_whiten(values):
 
 def naive_centred(group):
     present = known(group)
-    return [NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - statistics.fmean(present) for r in group]
+    return [
+        NAN if math.isnan(r) else 0.0 if len(set(present)) == 1 else r - statistics.fmean(present)
+        for r in group
+    ]
 
 
 @given(gappy)
@@ -135,20 +157,26 @@ def test_gdpo_normalises_each_reward_then_their_sum(first, second):
     whitened = iter(naive_whiten(known(sums)))
     expected = [0.0 if math.isnan(x) else next(whitened) for x in sums]
     got = gdpo(double(parts), weights).flatten().tolist()
-    if len(known(sums)) > 1 and statistics.stdev(known(sums)) > 1e-9:  # otherwise both sides are rounding errors
+    if (
+        len(known(sums)) > 1 and statistics.stdev(known(sums)) > 1e-9
+    ):  # otherwise both sides are rounding errors
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_gdpo_gives_large_and_small_rewards_equal_weight():
     small, large = double([[1, 0, 1, 0]]), double([[0, 0, 1000, 1000]])
     got = gdpo(torch.stack([small, large]), [1.0, 1.0])
-    torch.testing.assert_close(got, gdpo(torch.stack([small, large / 1000]), [1.0, 1.0]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        got, gdpo(torch.stack([small, large / 1000]), [1.0, 1.0]), rtol=1e-4, atol=1e-4
+    )
     assert (got.round(decimals=3).sign() == torch.tensor([[0, -1, 1, 0]])).all()
 
 
 def test_gdpo_of_one_reward_is_the_whitened_group_advantage():
     rewards = double([[1, 0, 4], [2, 7, 1]])
-    torch.testing.assert_close(gdpo(rewards[None], [3.0]), whiten(3 * group_advantages(rewards), torch.ones(2, 3)))
+    torch.testing.assert_close(
+        gdpo(rewards[None], [3.0]), whiten(3 * group_advantages(rewards), torch.ones(2, 3))
+    )
 
 
 def test_batch_of_one_group_has_the_group_statistics():
@@ -162,13 +190,17 @@ def test_whiten_weights_each_value_by_its_count(pairs):
     values, counts = zip(*pairs, strict=True)
     whitened = iter(naive_whiten([x for x, count in pairs for _ in range(count)]))
     expected = [[next(whitened) for _ in range(count)][0] if count else 0.0 for _, count in pairs]
-    assert whiten(double(values), torch.tensor(counts)).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert whiten(double(values), torch.tensor(counts)).tolist() == pytest.approx(
+        expected, rel=1e-5, abs=1e-5
+    )
 
 
 def test_whitened_values_have_mean_0_and_standard_deviation_1():
     counts = torch.tensor([3, 1, 2])
     tokens = whiten(double([5, -1, 0]), counts).repeat_interleave(counts)
-    assert tokens.mean().item() == pytest.approx(0, abs=1e-12) and tokens.std().item() == pytest.approx(1, rel=1e-5)
+    assert tokens.mean().item() == pytest.approx(
+        0, abs=1e-12
+    ) and tokens.std().item() == pytest.approx(1, rel=1e-5)
 
 
 def test_batch_without_rewards_gives_zeros():
@@ -181,15 +213,23 @@ def test_batch_without_rewards_gives_zeros():
 
 step = st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2))  # trained, reward, value
 unit = st.sampled_from([0.0, 0.3, 0.95, 1.0])
-# a prompt, then tokens of which some are not trained: tool output, or the whole of a masked completion
-packed = st.lists(st.tuples(st.integers(0, 3), st.lists(step, min_size=1, max_size=7), unit), min_size=1, max_size=4)
+# a prompt, then tokens of which some are not trained: tool output, or the whole of a masked
+# completion
+packed = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(step, min_size=1, max_size=7), unit),
+    min_size=1,
+    max_size=4,
+)
 
 
 def naive_gae(rewards, values, gamma, lam):
     """Return the sum over all later deltas of one sequence's trained tokens."""
     values = [*values, 0.0]  # no token follows the last one
     deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
-    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+    return [
+        sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:]))
+        for t in range(len(deltas))
+    ]
 
 
 @given(packed, unit)
@@ -197,21 +237,33 @@ def test_gae_is_the_sum_over_discounted_deltas_of_trained_tokens(sequences, gamm
     stream, expected = [], []  # (reward, value, trained, sequence)
     for n, (prompt, steps, lam) in enumerate(sequences):
         stream += [(7.0, -5.0, False, n)] * prompt + [(r, v, trained, n) for trained, r, v in steps]
-        rewards, values = [r for trained, r, _ in steps if trained], [v for trained, _, v in steps if trained]
+        rewards, values = (
+            [r for trained, r, _ in steps if trained],
+            [v for trained, _, v in steps if trained],
+        )
         advantages = iter(naive_gae(rewards, values, gamma, lam))
-        expected += [0.0] * prompt + [next(advantages) if trained else 0.0 for trained, _, _ in steps]
+        expected += [0.0] * prompt + [
+            next(advantages) if trained else 0.0 for trained, _, _ in steps
+        ]
     rewards, values, mask, ids = zip(*stream, strict=True)
     lambda_N = double([lam for _, _, lam in sequences])
-    got = gae(double(rewards), double(values), torch.tensor(mask), torch.tensor(ids), gamma, lambda_N)
-    assert got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9) and got.dtype == torch.float64
+    got = gae(
+        double(rewards), double(values), torch.tensor(mask), torch.tensor(ids), gamma, lambda_N
+    )
+    assert (
+        got.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9) and got.dtype == torch.float64
+    )
 
 
 def test_gae_equals_a_calculation_by_hand():
-    """Two completions, the first with tool output; the value after the last token is 0 even for a truncated
-    completion."""
+    """Two completions, the first with tool output; the value after the last token is 0 even for a
+    truncated completion."""
     mask_T = torch.tensor([False, True, False, True, False, True])
     ids_T = torch.tensor([0, 0, 0, 0, 1, 1])
-    rewards_T, values_T = torch.tensor([9.0, 0, 9, 1, 9, 2]), torch.tensor([9.0, 0.5, 9, 0.25, 9, 1])
+    rewards_T, values_T = (
+        torch.tensor([9.0, 0, 9, 1, 9, 2]),
+        torch.tensor([9.0, 0.5, 9, 0.25, 9, 1]),
+    )
     got = gae(rewards_T, values_T, mask_T, ids_T, 0.5, double([0.5, 0.5]))
     last = 1 - 0.25
     assert got.tolist() == [0, 0.5 * 0.25 - 0.5 + 0.25 * last, 0, last, 0, 2 - 1]
@@ -225,7 +277,11 @@ def test_gae_without_discount_and_values_is_the_return_on_every_token():
 
 def test_gae_of_a_masked_sequence_is_zero():
     nan_T = torch.full((3,), NAN)
-    assert gae(nan_T, nan_T, torch.zeros(3).bool(), torch.zeros(3).long(), 1.0, torch.ones(0)).tolist() == [0, 0, 0]
+    assert gae(
+        nan_T, nan_T, torch.zeros(3).bool(), torch.zeros(3).long(), 1.0, torch.ones(0)
+    ).tolist() == [0, 0, 0]
     one_T = torch.tensor([NAN, 1.0, NAN])
-    got = gae(one_T, one_T, torch.tensor([False, True, False]), torch.zeros(3).long(), 1.0, torch.ones(1))
+    got = gae(
+        one_T, one_T, torch.tensor([False, True, False]), torch.zeros(3).long(), 1.0, torch.ones(1)
+    )
     assert got.tolist() == [0, 0, 0]

@@ -1,11 +1,12 @@
-"""One case a test: the mistakes that people make in the objectives of the scripts, each with a test that names it.
-exercises/ marks solutions with them."""
+"""One case a test: the mistakes that people make in the objectives of the scripts, each with a test
+that names it. exercises/ marks solutions with them."""
 
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import samples_of
 from test_grpo_objective import flags, weights_of
 
 import dpo
@@ -17,19 +18,18 @@ import rm
 import sft
 from common.config.groups import BaseArgs
 from common.data.encode import Encoder
-from common.data.packing import pack, pack_groups
+from common.data.packing import count_trained, pack, pack_groups
 from common.data.sample import Sample
 from common.model.logprobs import statistics as token_statistics
 from common.model.tiny import build_tokenizer
 from common.objectives.advantages import gae, whiten
 from common.objectives.divergence import forward_kl, jsd, reverse_kl
-from common.objectives.importance import importance_weights
-from common.objectives.policy import kl_estimate
+from common.objectives.importance import Correction, importance_weights
+from common.objectives.kl import kl_estimate
 from common.objectives.preference import Pairs, preference_loss
 from common.objectives.reduction import sequence_mean
 from common.objectives.shaping import KLCoefficient
 from common.parallel import distributed
-from common.rollout.statistics import count_trained
 
 CPU, NAN = torch.device("cpu"), math.nan
 
@@ -39,7 +39,8 @@ def double(x):
 
 
 def gradient(function, *xs):
-    """Return the gradient of the sum of `function` with respect to its first argument, as a list."""
+    """Return the gradient of the sum of `function` with respect to its first argument, as a
+    list."""
     x = double(xs[0]).requires_grad_()
     return torch.autograd.grad(function(x, *xs[1:]).sum(), x)[0].tolist()
 
@@ -52,7 +53,9 @@ def row():
     """Return (token, trained) of each token of `1+1=2`."""
     tokenizer = build_tokenizer()
     encoder = Encoder(tokenizer, BaseArgs(prompt_format="plain"))
-    sample = encoder.sft(dict(prompt="1+1=", completion="2", _source="rows:1"), ("prompt", "completion"))
+    sample = encoder.sft(
+        dict(prompt="1+1=", completion="2", _source="rows:1"), ("prompt", "completion")
+    )
     return list(zip(tokenizer.convert_ids_to_tokens(sample.ids), sample.loss_mask, strict=True))
 
 
@@ -96,7 +99,10 @@ def test_entropy_does_not_depend_on_the_target():
 
 
 def test_entropy_is_never_negative():
-    assert all(entropy >= 0 for entropy in statistics_of([[0.0, gap] for gap in (0.5, 2.0, 5.0)], [0, 0, 0])[1])
+    assert all(
+        entropy >= 0
+        for entropy in statistics_of([[0.0, gap] for gap in (0.5, 2.0, 5.0)], [0, 0, 0])[1]
+    )
 
 
 def test_entropy_is_at_most_log_V():
@@ -108,7 +114,9 @@ def test_entropy_is_at_most_log_V():
 
 def test_sft_losses_fall_as_the_target_becomes_likelier():
     assert all(
-        slope < 0 for name in ("nll", "dft") for slope in gradient(lambda x, n=name: sft.loss(n, x), [-0.5, -0.1])
+        slope < 0
+        for name in ("nll", "dft")
+        for slope in gradient(lambda x, n=name: sft.loss(n, x), [-0.5, -0.1])
     )
 
 
@@ -122,7 +130,9 @@ def test_dft_weight_has_no_gradient():
 
 
 # Prompts of two tokens and 3, 1 and 0 trained ones.
-SAMPLES = [Sample([0] * (2 + n), [False] * 2 + [True] * n) for n in (3, 1)] + [Sample([0] * 4, [False] * 4)]
+SAMPLES = [Sample([0] * (2 + n), [False] * 2 + [True] * n) for n in (3, 1)] + [
+    Sample([0] * 4, [False] * 4)
+]
 
 
 def test_denominators_count_trained_tokens_only():
@@ -140,10 +150,18 @@ def test_denominators_count_all_ranks(monkeypatch):
 
 
 def weights(reduction, samples, pack_tokens=100):
-    """Return the sum of the weights of each sample in its loss, of `samples` in micro-batches, by number of tokens."""
-    counts = torch.tensor(sum(sum(s.loss_mask) for s in samples)), torch.tensor(sum(any(s.loss_mask) for s in samples))
+    """Return the sum of the weights of each sample in its loss, of `samples` in micro-batches, by
+    number of tokens."""
+    counts = (
+        torch.tensor(sum(sum(s.loss_mask) for s in samples)),
+        torch.tensor(sum(any(s.loss_mask) for s in samples)),
+    )
     packs = [(mb, weights_of(mb, reduction, *counts)) for mb in pack(samples, pack_tokens, CPU)]
-    return {len(s.ids): w for mb, w_T in packs for s, w in zip(mb.samples, mb.sequence_sums(w_T).tolist(), strict=True)}
+    return {
+        len(s.ids): w
+        for mb, w_T in packs
+        for s, w in zip(samples_of(mb), mb.sequence_sums(w_T).tolist(), strict=True)
+    }
 
 
 @pytest.mark.parametrize("pack_tokens", [100, 4])
@@ -156,7 +174,9 @@ def test_sequence_mean_counts_no_prompt():
 
 
 def test_masked_completion_has_weight_0():
-    assert all(weights(name, SAMPLES)[4] == 0 for name in ("token", "sequence", "sequence_sum", "constant"))
+    assert all(
+        weights(name, SAMPLES)[4] == 0 for name in ("token", "sequence", "sequence_sum", "constant")
+    )
 
 
 def test_constant_reduction_is_a_mean_over_completions():
@@ -178,7 +198,11 @@ def test_sequence_mean_ignores_other_sequences():
 
 
 def test_reward_loss_falls_as_the_chosen_reward_rises():
-    assert gradient(rm.loss, [0.0], double([0.0])) < [0] < gradient(lambda r, c: rm.loss(c, r), [0.0], double([0.0]))
+    assert (
+        gradient(rm.loss, [0.0], double([0.0]))
+        < [0]
+        < gradient(lambda r, c: rm.loss(c, r), [0.0], double([0.0]))
+    )
 
 
 def test_margin_asks_for_a_larger_difference():
@@ -191,7 +215,9 @@ def test_reward_loss_of_a_confident_mistake_is_finite():
 
 def pair(chosen, rejected, ref_chosen=0.0, ref_rejected=0.0, lengths=(1, 1)):
     """Return one pair, from log-probs of completions."""
-    return Pairs(*(double([x]) for x in (chosen, rejected, ref_chosen, ref_rejected, *lengths, 1.0)))
+    return Pairs(
+        *(double([x]) for x in (chosen, rejected, ref_chosen, ref_rejected, *lengths, 1.0))
+    )
 
 
 def dpo_loss(pairs, **flags):
@@ -203,12 +229,17 @@ def test_dpo_is_ln_2_at_the_reference():
 
 
 def test_dpo_does_not_depend_on_lengths():
-    assert dpo_loss(pair(-3.0, -7.0, -4.0, -5.0, (2, 9))) == pytest.approx(dpo_loss(pair(-3.0, -7.0, -4.0, -5.0)))
+    assert dpo_loss(pair(-3.0, -7.0, -4.0, -5.0, (2, 9))) == pytest.approx(
+        dpo_loss(pair(-3.0, -7.0, -4.0, -5.0))
+    )
 
 
 def test_smoothing_of_a_half_ignores_the_labels():
     """With the largest smoothing that is allowed, a swap of the sides changes almost nothing."""
-    right, wrong = (dpo.loss(x, SimpleNamespace(**DPO, label_smoothing=0.5))[0] for x in (pair(-3, -7), pair(-7, -3)))
+    right, wrong = (
+        dpo.loss(x, SimpleNamespace(**DPO, label_smoothing=0.5))[0]
+        for x in (pair(-3, -7), pair(-7, -3))
+    )
     assert right.item() == pytest.approx(wrong.item())
 
 
@@ -219,14 +250,24 @@ def test_chosen_and_rejected_are_neighbours_in_a_pack():
     samples = [Sample([0] * (2 + n), [False] * 2 + [True] * n) for n in (1, 2, 3, 4)]
     (mb,) = pack_groups([samples[:2], samples[2:]], 100, CPU)
     ref_P2 = torch.arange(4.0).view(2, 2)
-    pairs = dpo.make_pairs(mb, -torch.ones(len(mb.targets_T)), torch.zeros(len(mb.targets_T)), ref_P2, wpo=False)
+    pairs = dpo.make_pairs(
+        mb, -torch.ones(len(mb.targets_T)), torch.zeros(len(mb.targets_T)), ref_P2, wpo=False
+    )
     columns = zip(*(x.tolist() for x in pairs.tensors()), strict=True)
     assert sorted(columns) == [(-3, -4, 2, 3, 3, 4, 1), (-1, -2, 0, 1, 1, 2, 1)]
 
 
 def ipo(pairs, length_normalize=True):
-    rest = dict(label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, simpo_gamma=0.5, discopop_tau=0.05)
-    return preference_loss("ipo", pairs, beta=0.25, length_normalize=length_normalize, **rest).item()
+    rest = dict(
+        label_smoothing=0.0,
+        f_divergence="reverse_kl",
+        f_alpha=0.5,
+        simpo_gamma=0.5,
+        discopop_tau=0.05,
+    )
+    return preference_loss(
+        "ipo", pairs, beta=0.25, length_normalize=length_normalize, **rest
+    ).item()
 
 
 def test_ipo_is_zero_at_its_target():
@@ -234,7 +275,11 @@ def test_ipo_is_zero_at_its_target():
 
 
 def test_ipo_compares_log_ratios_per_token():
-    assert ipo(pair(4.0, -3.0, lengths=(4, 3))) == 0 == ipo(pair(1.0, -1.0, lengths=(4, 3)), length_normalize=False)
+    assert (
+        ipo(pair(4.0, -3.0, lengths=(4, 3)))
+        == 0
+        == ipo(pair(1.0, -1.0, lengths=(4, 3)), length_normalize=False)
+    )
 
 
 def test_ipo_quadruples_at_twice_the_distance():
@@ -245,11 +290,16 @@ KTO = SimpleNamespace(beta=0.5, desirable_weight=3.0, undesirable_weight=1.0)
 
 
 def test_kto_is_half_the_weight_at_the_baseline():
-    assert sorted(kto.loss(double([2.0, 2.0]), torch.tensor([True, False]), 2.0, KTO).tolist()) == [0.5, 1.5]
+    assert sorted(kto.loss(double([2.0, 2.0]), torch.tensor([True, False]), 2.0, KTO).tolist()) == [
+        0.5,
+        1.5,
+    ]
 
 
 def test_kto_raises_desirable_completions_and_lowers_others():
-    desirable, other = gradient(lambda x: kto.loss(x, torch.tensor([True, False]), 0.5, KTO), [0.1, 0.2])
+    desirable, other = gradient(
+        lambda x: kto.loss(x, torch.tensor([True, False]), 0.5, KTO), [0.1, 0.2]
+    )
     assert desirable < 0 < other
 
 
@@ -279,10 +329,9 @@ def test_kto_baseline_bounds_the_mean_not_each_number():
 
 
 def test_kto_baseline_is_that_of_all_ranks(monkeypatch):
-    """A second rank has log-ratios of 3 and 3."""
-    more = {True: 6, False: 2}
-    monkeypatch.setattr(distributed, "all_sum", lambda x: torch.as_tensor(x) + more[isinstance(x, torch.Tensor)])
-    assert kto_baseline([-1.0, -1.0], [-2.0, -2.0]) == 2
+    """A second rank has the other two mismatches, with log-ratios of 3 and 3."""
+    monkeypatch.setattr(distributed, "all_sum", lambda x: x + 6)
+    assert kto_baseline([-1.0, -1.0], [-2.0, -2.0, -4.0, -4.0]) == 2
 
 
 # ---- groups ----
@@ -332,7 +381,9 @@ def test_completion_without_tokens_is_whitened_to_0():
 def clip(rho, A, **changed):
     """Return loss and gradient by log rho of one token."""
     log_rho = double([rho]).log().requires_grad_()
-    loss = grpo.policy_loss(log_rho, double([A]), log_rho, flags(clip_low=0.2, clip_high=0.3, **changed))
+    loss = grpo.policy_loss(
+        log_rho, double([A]), log_rho, flags(clip_low=0.2, clip_high=0.3, **changed)
+    )
     return loss.item(), torch.autograd.grad(loss, log_rho)[0].item() if loss.requires_grad else 0.0
 
 
@@ -353,11 +404,15 @@ def test_clip_pulls_back_a_ratio_that_moved_the_wrong_way(rho, A):
 
 def test_kl_penalty_and_entropy_bonus_have_gradients():
     """The penalty lowers the log-prob of a token that is likelier than under the reference."""
-    logprobs, entropy, one = double([-1.0]).requires_grad_(), double([2.0]).requires_grad_(), torch.tensor(1)
+    logprobs, entropy, one = (
+        double([-1.0]).requires_grad_(),
+        double([2.0]).requires_grad_(),
+        torch.tensor(1),
+    )
     args = flags(loss="reinforce", beta=0.1, entropy_coef=0.5)
     share_T, _ = grpo.loss(
-        logprobs, logprobs.detach(), logprobs.detach(), logprobs.detach() - 1, entropy, double([0.0]),
-        torch.tensor([True]), torch.tensor([0]), one, one, args,
+        logprobs, logprobs.detach(), logprobs.detach(), logprobs.detach() - 1, entropy,
+        double([0.0]), torch.tensor([True]), torch.tensor([0]), one, one, args,
     )  # fmt: skip
     by_logprob, by_entropy = torch.autograd.grad(share_T.sum(), (logprobs, entropy))
     assert by_logprob > 0 and by_entropy.item() == -0.5
@@ -376,7 +431,9 @@ def test_k1_is_positive_where_the_policy_is_likelier():
 
 
 def test_k2_and_k3_agree_near_0():
-    two, three = (kl_estimate(double([-1.0]), double([-1.001]), name).item() for name in ("k2", "k3"))
+    two, three = (
+        kl_estimate(double([-1.0]), double([-1.001]), name).item() for name in ("k2", "k3")
+    )
     assert two == pytest.approx(three, rel=1e-2)
 
 
@@ -405,7 +462,9 @@ def test_beta_does_not_depend_on_the_size_of_a_step():
 
 def gae_of(rewards, values, gamma, lam):
     one_T = torch.ones(len(rewards))
-    return gae(double(rewards), double(values), one_T.bool(), (0 * one_T).long(), gamma, double([lam])).tolist()
+    return gae(
+        double(rewards), double(values), one_T.bool(), (0 * one_T).long(), gamma, double([lam])
+    ).tolist()
 
 
 def test_gae_with_lambda_0_is_the_error_of_one_step():
@@ -427,7 +486,9 @@ def test_value_loss_is_half_the_squared_error():
 @pytest.mark.parametrize("target", [-2.0, 0.5, 3.0])
 def test_value_clip_never_lowers_the_loss(target):
     """The value has moved by 1; the clip is 0.2."""
-    plain, clipped = (ppo.value_loss(double([1.0]), double([0.0]), double([target]), c).item() for c in (0.0, 0.2))
+    plain, clipped = (
+        ppo.value_loss(double([1.0]), double([0.0]), double([target]), c).item() for c in (0.0, 0.2)
+    )
     assert clipped >= plain
 
 
@@ -436,7 +497,7 @@ def test_value_clip_never_lowers_the_loss(target):
 
 def importance(log_ratio, mode="truncate"):
     mask_T, ids_T = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
-    return importance_weights(log_ratio, mask_T, ids_T, level="token", mode=mode, low=0.5, high=4.0, keep=None)
+    return importance_weights(log_ratio, mask_T, ids_T, Correction("token", mode, 0.5, 4.0))
 
 
 def test_importance_weight_is_above_1_where_the_trainer_is_likelier():
@@ -453,7 +514,10 @@ def test_mode_mask_drops_a_token_out_of_bounds():
 
 # ---- divergences ----
 
-STUDENT, TEACHER = double([[0.0, 1.0, -1.0]]).log_softmax(-1), double([[1.0, 0.5, -3.0]]).log_softmax(-1)
+STUDENT, TEACHER = (
+    double([[0.0, 1.0, -1.0]]).log_softmax(-1),
+    double([[1.0, 0.5, -3.0]]).log_softmax(-1),
+)
 SURE = double([[0.0, -1e3, -1e3]]).log_softmax(-1)  # of one token
 
 
@@ -476,7 +540,9 @@ def test_forward_kl_is_a_mean_over_the_teacher():
     assert forward_kl(STUDENT, SURE)[0].item() == pytest.approx(-STUDENT[0, 0].item())
 
 
-@pytest.mark.parametrize("divergence", [reverse_kl, forward_kl, lambda p, q: jsd(p, q, jsd_beta=0.5)])
+@pytest.mark.parametrize(
+    "divergence", [reverse_kl, forward_kl, lambda p, q: jsd(p, q, jsd_beta=0.5)]
+)
 def test_steps_against_the_gradient_approach_the_teacher(divergence):
     before, slope_CV = divergence(STUDENT, TEACHER)
     assert divergence((STUDENT - 0.1 * slope_CV).log_softmax(-1), TEACHER)[0] < before

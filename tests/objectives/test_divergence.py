@@ -20,7 +20,10 @@ CHOSEN = {
 
 def kl(a_TV, b_TV):
     """Return KL(a || b) of probabilities, per token of the vocabulary."""
-    return sum(a_T * (a_T.log() - b_T.log()) for a_T, b_T in zip(a_TV.unbind(1), b_TV.unbind(1), strict=True))
+    return sum(
+        a_T * (a_T.log() - b_T.log())
+        for a_T, b_T in zip(a_TV.unbind(1), b_TV.unbind(1), strict=True)
+    )
 
 
 def naive(name, p_TV, q_TV):
@@ -41,13 +44,16 @@ def test_values_and_gradients_equal_naive_code(name):
     wanted_C = naive(name, logits_CV.softmax(-1), logq_CV.exp())
     value_C, gradient_CV = CHOSEN[name](logits_CV.log_softmax(-1).detach(), logq_CV)
     torch.testing.assert_close(value_C, wanted_C, **EXACT)
-    torch.testing.assert_close(gradient_CV, torch.autograd.grad(wanted_C.sum(), logits_CV)[0], **EXACT)
+    torch.testing.assert_close(
+        gradient_CV, torch.autograd.grad(wanted_C.sum(), logits_CV)[0], **EXACT
+    )
 
 
 @pytest.mark.parametrize("top_k", [1, 4, 11])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_coarsened_values_and_gradients_equal_naive_code(name, top_k):
-    """The value is at most that of the whole distributions; the gradient with respect to all logits is autograd's."""
+    """The value is at most that of the whole distributions; the gradient with respect to all logits
+    is autograd's."""
     logits_CV, logq_CV = draw(5, 11).requires_grad_(), draw(5, 11, seed=4).log_softmax(-1)
     tokens_CK = logq_CV.topk(top_k).indices
     logp_CV = logits_CV.log_softmax(-1)
@@ -58,15 +64,23 @@ def test_coarsened_values_and_gradients_equal_naive_code(name, top_k):
     assert (value_C <= CHOSEN[name](logp_CV.detach(), logq_CV)[0] + 1e-12).all()
     wanted_C = naive(name, logp_CS.exp(), logq_CS.exp())
     gradient_CV = spread_gradient(gradient_CS, logp_CV.detach(), logp_CS.detach(), tokens_CK)
-    torch.testing.assert_close(gradient_CV, torch.autograd.grad(wanted_C.sum(), logits_CV)[0], **EXACT)
+    torch.testing.assert_close(
+        gradient_CV, torch.autograd.grad(wanted_C.sum(), logits_CV)[0], **EXACT
+    )
 
 
 def test_jsd_approaches_the_two_kl_divergences():
-    """jsd is b forward_kl as b goes to 0, and (1 - b) reverse_kl as b goes to 1 (arXiv:2306.13649)."""
+    """jsd is b forward_kl as b goes to 0, and (1 - b) reverse_kl as b goes to 1
+    (arXiv:2306.13649)."""
     generator = torch.Generator().manual_seed(0)
-    logp_CV, logq_CV = (torch.randn(4, 9, dtype=torch.float64, generator=generator).log_softmax(-1) for _ in range(2))
+    logp_CV, logq_CV = (
+        torch.randn(4, 9, dtype=torch.float64, generator=generator).log_softmax(-1)
+        for _ in range(2)
+    )
     for b, other, scale in ((1e-7, forward_kl, 1e-7), (1 - 1e-7, reverse_kl, 1e-7)):
-        for ours, wanted in zip(jsd(logp_CV, logq_CV, jsd_beta=b), other(logp_CV, logq_CV), strict=True):
+        for ours, wanted in zip(
+            jsd(logp_CV, logq_CV, jsd_beta=b), other(logp_CV, logq_CV), strict=True
+        ):
             torch.testing.assert_close(ours / scale, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -82,16 +96,22 @@ def test_divergence_is_zero_for_equal_and_finite_for_distant_distributions():
 
 
 def test_sampled_estimator_is_unbiased():
-    """The expected gradient of the clipped loss with advantage log q - log p, over all tokens of a small vocabulary, is
-    that of KL(p || q)."""
+    """The expected gradient of the clipped loss with advantage log q - log p, over all tokens of a
+    small vocabulary, is that of KL(p || q)."""
     generator = torch.Generator().manual_seed(2)
     logits_V = torch.randn(7, dtype=torch.float64, generator=generator).requires_grad_()
     logq_V = torch.randn(7, dtype=torch.float64, generator=generator).log_softmax(-1)
     logp_V = logits_V.log_softmax(-1)
-    (wanted,) = torch.autograd.grad((logp_V.exp() * (logp_V - logq_V)).sum(), logits_V, retain_graph=True)
+    (wanted,) = torch.autograd.grad(
+        (logp_V.exp() * (logp_V - logq_V)).sum(), logits_V, retain_graph=True
+    )
     expected = torch.zeros_like(wanted)
     for v in range(7):
         advantage = logq_V[v] - logp_V[v].detach()
-        loss = -torch.exp(logp_V[v] - logp_V[v].detach()) * advantage  # PPO's loss on policy: the clip is inactive
-        expected += logp_V[v].exp().detach() * torch.autograd.grad(loss, logits_V, retain_graph=True)[0]
+        loss = (
+            -torch.exp(logp_V[v] - logp_V[v].detach()) * advantage
+        )  # PPO's loss on policy: the clip is inactive
+        expected += (
+            logp_V[v].exp().detach() * torch.autograd.grad(loss, logits_V, retain_graph=True)[0]
+        )
     torch.testing.assert_close(expected, wanted, rtol=1e-12, atol=1e-12)

@@ -1,4 +1,5 @@
-"""Importance weights and masks for off-policy samples: naive ratios, bounds, whole completions, and no gradient."""
+"""Importance weights and masks for off-policy samples: naive ratios, bounds, whole completions, and
+no gradient."""
 
 import math
 
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.objectives.importance import importance_weights, off_policy_mask
+from common.objectives.importance import Correction, importance_weights, off_policy_mask
 
 # ---- single log-ratios ----
 
@@ -15,7 +16,7 @@ from common.objectives.importance import importance_weights, off_policy_mask
 def bounded(log_ratio, mode, low, high):
     """Return the weights of single tokens."""
     mask, ids = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
-    return importance_weights(log_ratio, mask, ids, level="token", mode=mode, low=low, high=high, keep=None)
+    return importance_weights(log_ratio, mask, ids, Correction("token", mode, low, high))
 
 
 @given(
@@ -25,7 +26,9 @@ def bounded(log_ratio, mode, low, high):
 )
 def test_importance_weights_equal_bounded_ratios(log_ratios, bounds, mode):
     low, high = bounds
-    weights = bounded(torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), mode, low, high)
+    weights = bounded(
+        torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True), mode, low, high
+    )
     assert not weights.requires_grad
     for log_ratio, weight in zip(log_ratios, weights.tolist(), strict=True):
         ratio = math.exp(log_ratio)
@@ -40,7 +43,9 @@ def test_importance_weights_include_their_bounds():
 
 
 def test_extreme_ratio_is_truncated_or_masked_to_a_finite_weight():
-    weights = [bounded(torch.tensor([200.0]), mode, 0.0, 2.0).item() for mode in ("truncate", "mask")]
+    weights = [
+        bounded(torch.tensor([200.0]), mode, 0.0, 2.0).item() for mode in ("truncate", "mask")
+    ]
     assert weights == [2.0, 0.0]
 
 
@@ -48,8 +53,10 @@ def test_extreme_ratio_is_truncated_or_masked_to_a_finite_weight():
 
 # Two completions with trainer / engine ratios 1, 4, 1/2 and 3, 3. Prompts have extreme ratios.
 RATIOS = torch.tensor([9.0, 1, 4, 0.5, 9, 3, 3])
-MASK, IDS = torch.tensor([False, True, True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1, 1])
-DEFAULTS = dict(level="token", mode="truncate", low=0.0, high=2.0, keep=None)
+MASK, IDS = (
+    torch.tensor([False, True, True, True, False, True, True]),
+    torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+)
 
 
 @pytest.mark.parametrize(
@@ -64,29 +71,39 @@ DEFAULTS = dict(level="token", mode="truncate", low=0.0, high=2.0, keep=None)
         (dict(level="sequence", high=100.0), [2, 2, 2, 9, 9]),
         (dict(level="sequence", high=4.0), [2, 2, 2, 4, 4]),
         (dict(level="sequence", mode="mask", high=4.0), [2, 2, 2, 0, 0]),
-        (dict(keep=(0.5, 2.0), high=5.0), [1, 4, 0.5, 0, 0]),  # 2^(1/3) and 3
-        (dict(keep=(1.5, 4.0), high=5.0), [0, 0, 0, 3, 3]),
-        (dict(level="sequence", high=100.0, keep=(0.5, 2.0)), [2, 2, 2, 0, 0]),
+        (dict(filter=(0.5, 2.0), high=5.0), [1, 4, 0.5, 0, 0]),  # 2^(1/3) and 3
+        (dict(filter=(1.5, 4.0), high=5.0), [0, 0, 0, 3, 3]),
+        (dict(level="sequence", high=100.0, filter=(0.5, 2.0)), [2, 2, 2, 0, 0]),
     ],
 )
 def test_weights_follow_level_mode_and_bounds(flags, expected):
-    weights_T = importance_weights(RATIOS.log().requires_grad_(), MASK, IDS, **DEFAULTS | flags)
+    correction = Correction(**dict(level="token") | flags)
+    weights_T = importance_weights(RATIOS.log().requires_grad_(), MASK, IDS, correction)
     assert weights_T[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert not weights_T.requires_grad
 
 
-@pytest.mark.parametrize("flags", [{}, dict(level="sequence"), dict(keep=(0.5, 2.0))])
+@pytest.mark.parametrize("flags", [{}, dict(level="sequence"), dict(filter=(0.5, 2.0))])
 def test_weights_without_trained_tokens_are_finite(flags):
-    log_ratio_T, none_T, ids_T = torch.tensor([-3.0, 1e4, 1.0]), torch.zeros(3).bool(), torch.tensor([0, 0, 1])
-    assert importance_weights(log_ratio_T, none_T, ids_T, **DEFAULTS | flags).isfinite().all()
+    log_ratio_T, none_T, ids_T = (
+        torch.tensor([-3.0, 1e4, 1.0]),
+        torch.zeros(3).bool(),
+        torch.tensor([0, 0, 1]),
+    )
+    correction = Correction(**dict(level="token") | flags)
+    assert importance_weights(log_ratio_T, none_T, ids_T, correction).isfinite().all()
 
 
 # ---- off-policy sequence masking ----
 
 logprob = st.integers(-512, 0).map(lambda k: k / 64)  # no mean equals a threshold
-token = st.tuples(st.booleans(), logprob, logprob)  # trained, log-prob under the policy, log-prob under the engine
+token = st.tuples(
+    st.booleans(), logprob, logprob
+)  # trained, log-prob under the policy, log-prob under the engine
 completions = st.lists(
-    st.tuples(st.sampled_from([-2.0, 0.0, 1.0]), st.lists(token, min_size=1, max_size=5)), min_size=1, max_size=5
+    st.tuples(st.sampled_from([-2.0, 0.0, 1.0]), st.lists(token, min_size=1, max_size=5)),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -96,16 +113,22 @@ def test_off_policy_mask_equals_naive_code(completions, threshold):
     for n, (advantage, tokens) in enumerate(completions):
         drift = [rollout - logprob for trained, logprob, rollout in tokens if trained]
         dropped = advantage < 0 and sum(drift) / max(1, len(drift)) > threshold
-        stream += [(trained, logprob, rollout, advantage, n) for trained, logprob, rollout in tokens]
+        stream += [
+            (trained, logprob, rollout, advantage, n) for trained, logprob, rollout in tokens
+        ]
         expected += [not dropped] * len(tokens)
-    mask, logprobs, rollout_logprobs, advantages, ids = (torch.tensor(column) for column in zip(*stream, strict=True))
-    got = off_policy_mask(rollout_logprobs - logprobs.requires_grad_(), advantages, mask, ids, threshold)
+    mask, logprobs, rollout_logprobs, advantages, ids = (
+        torch.tensor(column) for column in zip(*stream, strict=True)
+    )
+    got = off_policy_mask(
+        rollout_logprobs - logprobs.requires_grad_(), advantages, mask, ids, threshold
+    )
     assert got.tolist() == expected and got.dtype == torch.bool and not got.requires_grad
 
 
 def test_off_policy_mask_drops_completions_with_negative_advantage_and_fallen_logprob():
-    """Three completions of two trained tokens. The log-probs of the first and third fell by 1 and 0, those of the
-    second rose; the advantages of the first two are negative. Prompts differ."""
+    """Three completions of two trained tokens. The log-probs of the first and third fell by 1 and
+    0, those of the second rose; the advantages of the first two are negative. Prompts differ."""
     mask_T, ids_T = torch.tensor([False, True, True] * 3), torch.arange(3).repeat_interleave(3)
     logprobs_T = torch.tensor([9.0, -2, -1, 9, 0, 0, 9, -2, -1])
     streams = torch.tensor([-1.0, -1, 1]).repeat_interleave(3), mask_T, ids_T

@@ -1,4 +1,5 @@
-"""Preference objectives equal their formulas in naive 100-digit arithmetic, values and gradients, also at extremes."""
+"""Preference objectives equal their formulas in naive 100-digit arithmetic, values and gradients,
+also at extremes."""
 
 import math
 from functools import partial
@@ -23,11 +24,13 @@ from common.objectives.preference import (
 
 mp = MPContext()
 mp.dps = 100
-STEP = mp.mpf(10) ** -40  # step of central differences: exact beyond float64, even where third derivatives reach e^180
+STEP = (
+    mp.mpf(10) ** -40
+)  # step of central differences: exact beyond float64, even where third derivatives reach e^180
 
 FLAGS = dict(
-    beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, length_normalize=True, simpo_gamma=0.5,
-    discopop_tau=0.05,
+    beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, length_normalize=True,
+    simpo_gamma=0.5, discopop_tau=0.05,
 )  # fmt: skip
 # the objectives that read label_smoothing, and those that read f_divergence and f_alpha
 SMOOTHED = {"sigmoid", "robust", "exo_pair"}
@@ -121,8 +124,8 @@ def naive_losses(name, rows, args):
 
 
 def assert_equals_naive(loss_N, inputs, naive, rows):
-    """Compare each value, and the gradient of their sum with respect to `inputs`, which are the first columns of
-    `rows`."""
+    """Compare each value, and the gradient of their sum with respect to `inputs`, which are the
+    first columns of `rows`."""
     rows = [[mp.mpf(x) for x in row] for row in rows]
 
     def derivative(i, column):
@@ -147,7 +150,8 @@ LENGTHS = st.integers(1, 9)
 
 
 def rows_of(logps, offset=0.0, lengths=LENGTHS, max_size=3):
-    """Draw pairs (pc, pr, rc, rr, nc, nr) whose log-probs subtract without rounding and have a unique sorted order."""
+    """Draw pairs (pc, pr, rc, rr, nc, nr) whose log-probs subtract without rounding and have a
+    unique sorted order."""
     policy = logps.map(lambda logp: logp - offset)
     gap, lc, lr = lambda r: r[0] - r[1], lambda r: r[0] - r[2], lambda r: r[1] - r[3]
     row = st.tuples(policy, policy, logps, logps, lengths, lengths)
@@ -162,7 +166,9 @@ ONE_TOKEN_ROWS = rows_of(LOGPS, lengths=st.just(1))
 EQUAL_ROWS = st.lists(
     st.tuples(LOGPS, LOGPS, LENGTHS), min_size=1, max_size=3, unique_by=lambda row: row[0] - row[1]
 ).map(lambda rows: [(p, p, ref, ref, n, n) for p, ref, n in rows])
-BETAS = st.integers(1, 60).map(lambda k: k / (10 * math.pi))  # irrational: no z is on the kink of the hinge, at 1
+BETAS = st.integers(1, 60).map(
+    lambda k: k / (10 * math.pi)
+)  # irrational: no z is on the kink of the hinge, at 1
 
 
 def arguments(*names, **flags):
@@ -179,7 +185,9 @@ def arguments(*names, **flags):
     drawn = st.fixed_dictionaries(drawn | {k: st.just(v) for k, v in flags.items()})
     divergences = st.just({})
     if DIVERGENT & set(names):
-        named = st.sampled_from([{"f_divergence": kind} for kind in ("reverse_kl", "forward_kl", "js")])
+        named = st.sampled_from(
+            [{"f_divergence": kind} for kind in ("reverse_kl", "forward_kl", "js")]
+        )
         orders = st.sampled_from([0.0, 1.0]) | st.floats(-1, 2)
         divergences = named | orders.map(lambda alpha: {"f_divergence": "alpha", "f_alpha": alpha})
     return st.builds(lambda one, other: flags_of(**one, **other), drawn, divergences)
@@ -206,7 +214,12 @@ def tensor(values):
 
 def pairs_of(rows, weights=None):
     chosen, rejected, *others = (tensor(column) for column in zip(*rows, strict=True))
-    return Pairs(chosen.requires_grad_(), rejected.requires_grad_(), *others, tensor(weights or [1] * len(rows)))
+    return Pairs(
+        chosen.requires_grad_(),
+        rejected.requires_grad_(),
+        *others,
+        tensor(weights or [1] * len(rows)),
+    )
 
 
 def gradients(loss_N, pairs):
@@ -216,7 +229,9 @@ def gradients(loss_N, pairs):
 def check(name, rows, args):
     pairs = pairs_of(rows)
     inputs = pairs.chosen_logps, pairs.rejected_logps
-    assert_equals_naive(bind(name, args)(pairs), inputs, lambda rows: naive_losses(name, rows, args), rows)
+    assert_equals_naive(
+        bind(name, args)(pairs), inputs, lambda rows: naive_losses(name, rows, args), rows
+    )
 
 
 # ---- every objective ----
@@ -224,8 +239,10 @@ def check(name, rows, args):
 every_objective = pytest.mark.parametrize("name", READS)
 
 
-OTHERS = dict(beta=0.3, label_smoothing=0.2, f_divergence="js", length_normalize=False, simpo_gamma=0.1,
-              discopop_tau=0.4)  # fmt: skip
+OTHERS = dict(
+    beta=0.3, label_smoothing=0.2, f_divergence="js", length_normalize=False, simpo_gamma=0.1,
+    discopop_tau=0.4,
+)  # fmt: skip
 
 
 @every_objective
@@ -235,10 +252,15 @@ def test_table_lists_exactly_the_flags_that_change_an_objective(name):
     changed = {
         flag
         for flag, value in OTHERS.items()
-        if not torch.equal(bind(name, base)(pairs), bind(name, SimpleNamespace(**vars(base) | {flag: value}))(pairs))
+        if not torch.equal(
+            bind(name, base)(pairs),
+            bind(name, SimpleNamespace(**vars(base) | {flag: value}))(pairs),
+        )
     }
     assert changed == set(READS[name]) - {"f_alpha"}
-    with_alpha = [flags_of(label_smoothing=0.1, f_divergence="alpha", f_alpha=alpha) for alpha in (0.3, 0.7)]
+    with_alpha = [
+        flags_of(label_smoothing=0.1, f_divergence="alpha", f_alpha=alpha) for alpha in (0.3, 0.7)
+    ]
     one, other = (bind(name, flags)(pairs) for flags in with_alpha)
     assert torch.equal(one, other) == ("f_alpha" not in READS[name])
 
@@ -277,7 +299,10 @@ def test_value_and_gradient_of_one_token_equal_naive_code(name, data):
 def test_permuting_pairs_permutes_losses(name, data):
     rows, args = data.draw(ROWS), data.draw(arguments(name))
     order = data.draw(st.permutations(range(len(rows))))
-    before, after = bind(name, args)(pairs_of(rows)), bind(name, args)(pairs_of([rows[i] for i in order]))
+    before, after = (
+        bind(name, args)(pairs_of(rows)),
+        bind(name, args)(pairs_of([rows[i] for i in order])),
+    )
     torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
 
 
@@ -303,7 +328,9 @@ def test_robust_loss_without_smoothing_is_the_sigmoid_loss(rows, args):
     pairs = pairs_of(rows)
     robust, sigmoid = bind("robust", args)(pairs), bind("sigmoid", args)(pairs)
     assert torch.equal(robust, sigmoid)
-    assert torch.equal(torch.stack(gradients(robust, pairs)), torch.stack(gradients(sigmoid, pairs)))
+    assert torch.equal(
+        torch.stack(gradients(robust, pairs)), torch.stack(gradients(sigmoid, pairs))
+    )
 
 
 @settings(max_examples=20)
@@ -312,26 +339,43 @@ def test_length_normalization_changes_nothing_for_one_token(rows, beta):
     pairs, per_token = pairs_of(rows), flags_of(beta=beta)
     summed = flags_of(beta=beta, length_normalize=False)
     assert torch.equal(bind("ipo", per_token)(pairs), bind("ipo", summed)(pairs))
-    torch.testing.assert_close(bind("sigmoid_norm", per_token)(pairs), bind("sigmoid", per_token)(pairs))
+    torch.testing.assert_close(
+        bind("sigmoid_norm", per_token)(pairs), bind("sigmoid", per_token)(pairs)
+    )
 
 
 def test_aot_matches_sorted_gaps_and_keeps_the_order_of_the_policy():
-    rows = [(-1, -4, -9, -2, 1, 1), (-2, -3, -1, -1, 1, 1), (-3, -5, -1, -6, 1, 1)]  # gaps 3, 1, 2 and -7, 0, 5
+    rows = [
+        (-1, -4, -9, -2, 1, 1),
+        (-2, -3, -1, -1, 1, 1),
+        (-3, -5, -1, -6, 1, 1),
+    ]  # gaps 3, 1, 2 and -7, 0, 5
     losses = bind("aot", flags_of(beta=0.3))(pairs_of(rows)).tolist()
-    assert losses == pytest.approx([math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12)
+    assert losses == pytest.approx(
+        [math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12
+    )
 
 
 def test_aot_unpaired_matches_sorted_log_ratios_and_keeps_the_order_of_the_chosen():
-    rows = [(-1, -9, -4, -2, 1, 1), (-2, -1, -3, -1, 1, 1), (-3, -1, -5, -6, 1, 1)]  # lc 3, 1, 2 and lr -7, 0, 5
+    rows = [
+        (-1, -9, -4, -2, 1, 1),
+        (-2, -1, -3, -1, 1, 1),
+        (-3, -1, -5, -6, 1, 1),
+    ]  # lc 3, 1, 2 and lr -7, 0, 5
     losses = bind("aot_unpaired", flags_of(beta=0.3))(pairs_of(rows)).tolist()
-    assert losses == pytest.approx([math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12)
+    assert losses == pytest.approx(
+        [math.log1p(math.exp(-0.3 * delta)) for delta in (3 - 5, 1 + 7, 2 - 0)], abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ["simpo", "orpo", "cpo"])
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
 def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, beta):
-    loss, without = bind(name, flags_of(beta=beta)), [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows]
+    loss, without = (
+        bind(name, flags_of(beta=beta)),
+        [(pc, pr, 0, 0, nc, nr) for pc, pr, _, _, nc, nr in rows],
+    )
     assert torch.equal(loss(pairs_of(rows)), loss(pairs_of(without)))
 
 
@@ -343,7 +387,12 @@ def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, be
 @given(u=st.lists(st.floats(-25, 25), min_size=1, max_size=6), alpha=st.floats(-1, 2))
 def test_f_divergence_value_and_gradient_equal_naive_code(kind, u, alpha):
     args, u_N = flags_of(f_divergence=kind, f_alpha=alpha), tensor(u).requires_grad_()
-    assert_equals_naive(f(u_N, kind, alpha), [u_N], lambda rows: [naive_f(u, args) for (u,) in rows], [(x,) for x in u])
+    assert_equals_naive(
+        f(u_N, kind, alpha),
+        [u_N],
+        lambda rows: [naive_f(u, args) for (u,) in rows],
+        [(x,) for x in u],
+    )
 
 
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.5, 1 - 1e-12, 1.0, 3.0])
@@ -376,7 +425,9 @@ def test_alpha_divergence_is_a_kl_at_0_and_1(name, alpha, kind, rows, beta):
 @given(rows=ROWS, beta=BETAS)
 def test_implicit_rewards_equal_naive_code(name, length_normalize, rows, beta):
     per_token, referenced = rewards_per_token(name, length_normalize), name not in REFERENCE_FREE
-    rewards = implicit_rewards(pairs_of(rows), per_token=per_token, referenced=referenced, beta=beta)
+    rewards = implicit_rewards(
+        pairs_of(rows), per_token=per_token, referenced=referenced, beta=beta
+    )
     for side, reward_N in enumerate(rewards):
         assert not reward_N.requires_grad
         for row, reward in zip(rows, reward_N.tolist(), strict=True):

@@ -11,7 +11,9 @@ from naive import columns
 from common.objectives.reduction import sequence_mean, sequence_sum
 
 streams = st.lists(
-    st.lists(st.tuples(st.booleans(), st.floats(-50, 50)), min_size=1, max_size=5), min_size=1, max_size=5
+    st.lists(st.tuples(st.booleans(), st.floats(-50, 50)), min_size=1, max_size=5),
+    min_size=1,
+    max_size=5,
 )
 
 
@@ -25,10 +27,14 @@ def test_sequence_sums_and_means_count_only_trained_tokens(sequences):
         means += [math.fsum(trained) / max(1, len(trained))] * len(sequence)
         grads += [float(is_trained) * len(sequence) for is_trained, _ in sequence]
     mask_T = torch.tensor([is_trained for is_trained, _ in tokens])
-    ids_T = torch.arange(len(sequences)).repeat_interleave(torch.tensor([len(sequence) for sequence in sequences]))
+    ids_T = torch.arange(len(sequences)).repeat_interleave(
+        torch.tensor([len(sequence) for sequence in sequences])
+    )
     x_T = columns((x if is_trained else math.nan,) for is_trained, x in tokens)[0].requires_grad_()
     sum_T, mean_T = sequence_sum(x_T, mask_T, ids_T), sequence_mean(x_T, mask_T, ids_T)
-    assert sum_T.tolist() == pytest.approx(sums, abs=1e-9) and mean_T.tolist() == pytest.approx(means, abs=1e-9)
+    assert sum_T.tolist() == pytest.approx(sums, abs=1e-9) and mean_T.tolist() == pytest.approx(
+        means, abs=1e-9
+    )
     assert torch.autograd.grad(sum_T.sum(), x_T)[0].tolist() == grads
 
 

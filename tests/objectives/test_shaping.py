@@ -15,10 +15,16 @@ NAN = float("nan")
 
 @pytest.mark.parametrize(
     ("scale", "clip", "expected"),
-    [(1.0, 0.0, [1, -4, NAN, 0.25]), (2.0, 0.0, [2, -8, NAN, 0.5]), (2.0, 1.5, [1.5, -1.5, NAN, 0.5])],
+    [
+        (1.0, 0.0, [1, -4, NAN, 0.25]),
+        (2.0, 0.0, [2, -8, NAN, 0.5]),
+        (2.0, 1.5, [1.5, -1.5, NAN, 0.5]),
+    ],
 )
 def test_rewards_are_scaled_then_clipped_and_missing_ones_stay_missing(scale, clip, expected):
-    got = shape_rewards(torch.tensor([[1.0, -4.0, NAN, 0.25]]).double(), reward_scale=scale, reward_clip=clip)
+    got = shape_rewards(
+        torch.tensor([[1.0, -4.0, NAN, 0.25]]).double(), reward_scale=scale, reward_clip=clip
+    )
     assert got[0].tolist() == pytest.approx(expected, nan_ok=True)
 
 

@@ -1,7 +1,8 @@
-"""The collectives of a step on 8 and 64 ranks, without these ranks: fake tensors and a fake process group.
+"""The collectives of a step on 8 and 64 ranks, without these ranks: fake tensors and a fake process
+group.
 
-NCCL hangs if two ranks of a group make different collectives, or the same ones in another order or of another size.
-"""
+NCCL hangs if two ranks of a group make different collectives, or the same ones in another order or
+of another size."""
 
 import json
 
@@ -10,7 +11,8 @@ from helpers import ROOT, run
 
 BLOCKS = 2
 
-# Program that prints, for each rank, the collectives of forward and backward: name, sizes of tensors, size of group.
+# Program that prints, for each rank, the collectives of forward and backward: name, sizes of
+# tensors, size of group.
 PROGRAM = f"""
 import json, os, sys
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
@@ -32,14 +34,18 @@ distributed.set_timeout = lambda *_: None  # fake groups have no timeout
 class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if "c10d" in function.namespace:
-            tensors = [list(x.shape) for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            leaves = torch.utils._pytree.tree_leaves(args)
+            tensors = [list(x.shape) for x in leaves if isinstance(x, torch.Tensor)]
             groups = [x for x in args if isinstance(x, torch.ScriptObject)]
             sizes = [dist.ProcessGroup.unbox(group).size() for group in groups[:1]]
             seen.append([function._schema.name, tensors, *sizes])
         return function(*args, **(kwargs or {{}}))
 
-name, flags, folder = "mixtral" if sys.argv[1] == "experts" else "qwen3", json.loads(sys.argv[2]), sys.argv[3]
-AutoConfig.for_model(name, **SIZES | ARCHITECTURES[name] | dict(num_hidden_layers={BLOCKS})).save_pretrained(folder)
+name = "mixtral" if sys.argv[1] == "experts" else "qwen3"
+flags = json.loads(sys.argv[2])
+folder = sys.argv[3]
+sizes = SIZES | ARCHITECTURES[name] | dict(num_hidden_layers={BLOCKS})
+AutoConfig.for_model(name, **sizes).save_pretrained(folder)
 device, steps = torch.device("cpu"), {{8: [], 64: []}}
 for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 1)):
     args = TrainArgs(dtype="bfloat16", **dict(shard_ranks=world) | flags)
@@ -51,7 +57,7 @@ for world, rank in ((world, rank) for world in steps for rank in (0, 1, world - 
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy.to_empty(device=device)
         ids = torch.arange(16) % 30
-        others = dict(loss_mask_T=ids.bool(), sequence_ids_T=ids, samples=[], index_N=ids[:0])
+        others = dict(loss_mask_T=ids.bool(), index_N=ids[:0])
         mb = PackedBatch(ids, ids, ids, [16 * args.context_ranks], **others)
         mb.context_group = context._context_group
         with Recorder():
@@ -82,10 +88,19 @@ def test_all_ranks_make_the_same_collectives(mode, flags, tmp_path):
     for world, (first, *others) in json.loads(done.stdout.splitlines()[-1]).items():
         assert first and all(other == first for other in others)
         names = [name for name, *_ in first]
-        gathers, reductions = (sum(word in name for name in names) for word in ("allgather_base", "reduce_scatter"))
+        gathers, reductions = (
+            sum(word in name for name in names) for word in ("allgather_base", "reduce_scatter")
+        )
         assert gathers == 1 + 2 * BLOCKS  # the root once; each block in forward and backward
         assert reductions == BLOCKS + (mode != "lora")  # the root has no adapters
-        sizes = {size for name, _, *size_of_group in first if "allgather_base" in name for size in size_of_group}
+        sizes = {
+            size
+            for name, _, *size_of_group in first
+            if "allgather_base" in name
+            for size in size_of_group
+        }
         assert sizes == {flags.get("shard_ranks", int(world))}
-        assert any("alltoall" in name or "all_to_all" in name for name in names) == (mode == "context")
+        assert any("alltoall" in name or "all_to_all" in name for name in names) == (
+            mode == "context"
+        )
         assert any("allreduce" in name for name in names) == (mode == "hybrid")

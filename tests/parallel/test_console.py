@@ -1,4 +1,5 @@
-"""Text of models, data and file names reaches a terminal without its control characters, in any encoding."""
+"""Text of models, data and file names reaches a terminal without its control characters, in any
+encoding."""
 
 import io
 import sys
@@ -26,7 +27,9 @@ def test_other_text_is_unchanged():
     assert visible(text) == text
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", rb"\u27e6\xe9\udcff"), ("latin-1", b"\\u27e6\xe9\\udcff")])
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", rb"\u27e6\xe9\udcff"), ("latin-1", b"\\u27e6\xe9\\udcff")]
+)
 def test_every_encoding_prints_every_text(encoding, shown, monkeypatch):
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])

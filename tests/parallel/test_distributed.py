@@ -1,5 +1,5 @@
-"""Reductions and gathers are equal on all ranks, a signal to one rank stops all, a seed depends on all its parts, and
-a process ends with its exit code and at most one line."""
+"""Reductions and gathers are equal on all ranks, a signal to one rank stops all, a seed depends on
+all its parts, and a process ends with its exit code and at most one line."""
 
 import os
 import runpy
@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT, ended, run, start
 
 from bench.fault_cases.shim import shim
-from common.parallel import distributed
+from common.parallel import distributed, signals
 
 RANK = f"""
 import sys
@@ -35,9 +35,11 @@ seen = dict(
     mine=mine.item(),
     sum=distributed.all_sum(rank + 0.5).item(), whole=distributed.all_sum(rank + 1).item(),
     max=distributed.all_max(torch.tensor([rank, -rank])).tolist(),
-    objects=distributed.gather_objects(dict(rank=rank)), dict=distributed.gather_dict({{rank: "x" * rank}}),
+    objects=distributed.gather_objects(dict(rank=rank)),
+    dict=distributed.gather_dict({{rank: "x" * rank}}),
     world=(size, distributed.world_size()), same=torch.rand(1).item(),
-    packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)), before=distributed.stop_requested(),
+    packs=len(pack([Sample([1, 2, 3], [True] * 3)] * (5 * rank), 4, device)),
+    before=distributed.stop_requested(),
 )
 problems = []
 here = Path(sys.argv[2], str(rank))  # a folder for each rank, as on machines without a shared one
@@ -69,7 +71,9 @@ def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
     assert (seen["sum"], seen["whole"], seen["max"], seen["world"]) == (2.0, 3, [1, 0], (2, 2))
     assert seen["objects"] == [dict(rank=0), dict(rank=1)] and seen["dict"] == {0: "", 1: "x"}
     assert seen["packs"] == 2  # one rank owns five samples, both together compute four at a time
-    no_folder, not_shared = seen["problems"]  # the first arises on rank 0 only, the second on rank 1 only
+    no_folder, not_shared = seen[
+        "problems"
+    ]  # the first arises on rank 0 only, the second on rank 1 only
     assert no_folder.startswith(f"--output_dir {tmp_path}/file/run: ")
     assert not_shared == (
         f"--output_dir run: files of rank 0 are not visible on {socket.gethostname()}; "
@@ -80,34 +84,45 @@ def test_two_ranks_agree_on_reductions_stops_and_errors(tmp_path):
 
 
 def test_reduction_on_one_rank_is_the_identity(device):
-    assert distributed.all_sum(2).dtype == torch.int64 and distributed.all_sum(0.5).dtype == torch.float64
+    assert (
+        distributed.all_sum(2).dtype == torch.int64
+        and distributed.all_sum(0.5).dtype == torch.float64
+    )
     value = torch.ones(2, requires_grad=True)
-    assert distributed.all_sum(value).tolist() == [1, 1] and not distributed.all_sum(value).requires_grad
+    assert (
+        distributed.all_sum(value).tolist() == [1, 1]
+        and not distributed.all_sum(value).requires_grad
+    )
     assert distributed.gather_objects("x") == ["x"] and distributed.gather_dict({1: 2}) == {1: 2}
 
 
 def test_folded_seed_depends_on_every_part_and_their_order():
-    seeds = [distributed.fold_seed(*parts) for parts in ((0,), (1,), (0, 1), (1, 0), (0, 0, 1), (11,), (1, 1))]
+    seeds = [
+        distributed.fold_seed(*parts)
+        for parts in ((0,), (1,), (0, 1), (1, 0), (0, 0, 1), (11,), (1, 1))
+    ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**32 for seed in seeds)
-    assert distributed.fold_seed(1, 2, 3) == 3922471037  # must stay constant: resumed runs depend on it
+    assert (
+        distributed.fold_seed(1, 2, 3) == 3922471037
+    )  # must stay constant: resumed runs depend on it
 
 
 def test_requested_stop_has_the_effect_of_a_signal(device, monkeypatch):
-    monkeypatch.setattr(distributed, "_stop_signal", None)
-    assert not distributed.stop_signalled() and not distributed.stop_requested()
-    distributed.request_stop()
-    assert distributed.stop_signalled() and distributed.stop_requested()
+    monkeypatch.setattr(signals, "received", None)
+    assert not signals.stop_signalled() and not distributed.stop_requested()
+    signals.request_stop()
+    assert signals.stop_signalled() and distributed.stop_requested()
 
 
 def test_second_signal_ends_the_process(monkeypatch):
-    monkeypatch.setattr(distributed, "_stop_signal", None)
+    monkeypatch.setattr(signals, "received", None)
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        distributed.install_signal_handlers()
+        signals.install_signal_handlers()
         signal.raise_signal(signal.SIGTERM)
-        assert distributed.stop_signalled() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signals.stop_signalled() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         handler = signal.getsignal(signal.SIGINT)
-        with pytest.raises(KeyError), distributed.signals_end_the_process():
+        with pytest.raises(KeyError), signals.signals_end_the_process():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
             raise KeyError
         assert signal.getsignal(signal.SIGINT) is handler
@@ -140,8 +155,11 @@ class LostStore:
         ),
     ],
 )
-def test_error_is_one_line_on_each_machine(rank, local_rank, store, error, printed, monkeypatch, capfd):
-    """The machine of rank 0 has the store. If it is lost, the ranks of other machines have only each other."""
+def test_error_is_one_line_on_each_machine(
+    rank, local_rank, store, error, printed, monkeypatch, capfd
+):
+    """The machine of rank 0 has the store. If it is lost, the ranks of other machines have only
+    each other."""
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(distributed, "_launch_rank", rank)
     monkeypatch.setattr(distributed, "_store", store)
@@ -179,7 +197,11 @@ def test_vanished_working_directory_is_one_line(alone, capfd, tmp_path, monkeypa
     assert exit_of(failing(os.getcwd), capfd) == (1, f"error: {where}\n")
     missing = failing(lambda: exec(compile("open('run/metrics.jsonl')", "sft.py", "exec")))
     code, shown = exit_of(missing, capfd)
-    assert code == 1 and shown.startswith("error: run/metrics.jsonl: it was deleted") and shown.count("\n") == 1
+    assert (
+        code == 1
+        and shown.startswith("error: run/metrics.jsonl: it was deleted")
+        and shown.count("\n") == 1
+    )
 
 
 def test_failing_hook_neither_hides_the_error_nor_keeps_the_process(alone, capfd, monkeypatch):
@@ -195,7 +217,9 @@ def test_failing_hook_neither_hides_the_error_nor_keeps_the_process(alone, capfd
 
 def test_error_controls_no_terminal(alone, capfd):
     assert exit_of(distributed.RunError("row \x1b[2J"), capfd) == (1, "error: row \\x1b[2J\n")
-    code, shown = exit_of(failing(lambda: {}["\x1b]0;a\x07\u202e"]), capfd)  # a bug, with its traceback
+    code, shown = exit_of(
+        failing(lambda: {}["\x1b]0;a\x07\u202e"]), capfd
+    )  # a bug, with its traceback
     assert code == 1 and "Traceback" in shown and "\x1b" not in shown and "\u202e" not in shown
 
 
@@ -221,17 +245,21 @@ distributed.leave()
 
 
 def test_process_ends_well_while_a_thread_of_gloo_is_late(tmp_path):
-    """After its threads and exit hooks, in the order of Python. A late thread frees its tensor when the last hook has
-    begun: Python without `leave` kills it, and the process aborts."""
+    """After its threads and exit hooks, in the order of Python. A late thread frees its tensor when
+    the last hook has begun: Python without `leave` kills it, and the process aborts."""
     (tmp_path / "rank.py").write_text(LEAVING)
     done = ended(start(1, tmp_path / "rank.py", LD_PRELOAD=shim()))
-    assert (done.returncode, done.stdout) == (0, "end thread\nsecond hook\nfirst hook\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "end thread\nsecond hook\nfirst hook\n"), (
+        done.stderr
+    )
 
 
 def test_program_that_runs_a_script_ends_the_process(tmp_path):
     """Here pytest, which has an exit code and a report."""
     distributed.leave()
-    (tmp_path / "script.py").write_text("from common.parallel import distributed\ndistributed.leave()\nover = True\n")
+    (tmp_path / "script.py").write_text(
+        "from common.parallel import distributed\ndistributed.leave()\nover = True\n"
+    )
     assert runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")["over"]
 
 

@@ -21,10 +21,11 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.train.optim import adamw, optimizer_step
 from common.data.packing import pack
-from common.rollout.engines import whole_weights
+from common.rollout.engine import whole_weights
 
 device, rank, size = distributed.setup(0)
-folder, batch = Path(sys.argv[1]), samples((18, 41, 41, 6, 64, 2, 90, 33, 12, 77, 5, 8), vocabulary=300)
+folder = Path(sys.argv[1])
+batch = samples((18, 41, 41, 6, 64, 2, 90, 33, 12, 77, 5, 8), vocabulary=300)
 
 
 def begin(shard_ranks):
@@ -45,9 +46,14 @@ def backward(model, pack_tokens):
 
 
 def stepped(model, pack_tokens, max_grad_norm=1e9):
-    "Return the gradients that the optimizer gets, their norm before clipping, and the number of packs."
-    seen, sgd = {{}}, torch.optim.SGD(model.parameters())
-    sgd.register_step_pre_hook(lambda *_: seen.update({{n: whole(p.grad) for n, p in model.named_parameters()}}))
+    "Return the optimizer's gradients, their norm before clipping, and the number of packs."
+    seen = {{}}
+    sgd = torch.optim.SGD(model.parameters())
+
+    def keep_gradients(*_):
+        seen.update({{n: whole(p.grad) for n, p in model.named_parameters()}})
+
+    sgd.register_step_pre_hook(keep_gradients)
     loss, packs = backward(model, pack_tokens)
     norm = optimizer_step(model, sgd, 0.0, max_grad_norm, loss)
     return seen, norm, packs
@@ -59,23 +65,27 @@ def difference(one, other):
 
 
 def moments(model, optimizer):
-    return [whole(optimizer.state[p][name]) for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    names = ("exp_avg", "exp_avg_sq")
+    return [whole(optimizer.state[p][name]) for p in model.parameters() for name in names]
 
 
 layouts = list(dict.fromkeys((size, 2, 1)))  # first of all plain FSDP
-models = {{shard_ranks: begin(shard_ranks)[1] for shard_ranks in layouts}}  # steps at rate 0 leave them unchanged
+# Steps at rate 0 leave the models unchanged.
+models = {{shard_ranks: begin(shard_ranks)[1] for shard_ranks in layouts}}
 for pack_tokens in (90, 1000):
     plain, norm, packs = stepped(models[layouts[0]], pack_tokens)
     assert (packs > 1) == (pack_tokens == 90)
     for shard_ranks in layouts[1:]:
         model = models[shard_ranks]
         assert {{p.device_mesh.size() for p in model.parameters()}} == {{shard_ranks}}
-        groups = [model.copies.get_group(), *(p.device_mesh.get_group() for p in model.parameters())]
-        assert {{group._get_backend(device).options._timeout.days for group in groups}} == {{1}}  # as of all ranks
+        groups = [p.device_mesh.get_group() for p in model.parameters()]
+        backends = [group._get_backend(device) for group in [model.copies.get_group(), *groups]]
+        assert {{backend.options._timeout.days for backend in backends}} == {{1}}  # as of all ranks
         hybrid, its_norm, _ = stepped(model, pack_tokens)
         assert difference(hybrid, plain) < 1e-6 and abs(its_norm / norm - 1) < 1e-6
         clipped, its_norm, _ = stepped(model, pack_tokens, norm / 2)
-        assert difference(clipped, {{n: g / 2 for n, g in plain.items()}}) < 1e-5 and abs(its_norm / norm - 1) < 1e-6
+        assert difference(clipped, {{n: g / 2 for n, g in plain.items()}}) < 1e-5
+        assert abs(its_norm / norm - 1) < 1e-6
         average, optim.average_over_copies = optim.average_over_copies, lambda model: None
         assert difference(stepped(model, pack_tokens)[0], plain) > 0.1, "negative control"
         optim.average_over_copies = average
@@ -95,11 +105,10 @@ if not folder.is_dir():
     for _ in range(2):
         optimizer_step(model, optimizer, 1e-3, 1.0, backward(model, 90)[0])
     writer.save(2)
+    state = [[whole(p.detach()) for p in model.parameters()], moments(model, optimizer)]
     if rank == 0:
         torch.save(plain, folder / "gradient.pt")
-        torch.save([[whole(p.detach()) for p in model.parameters()], moments(model, optimizer)], folder / "state.pt")
-    else:
-        [whole(p.detach()) for p in model.parameters()], moments(model, optimizer)
+        torch.save(state, folder / "state.pt")
     distributed.barrier()
 weights, adam = torch.load(folder / "state.pt")
 for shard_ranks in layouts:
@@ -107,8 +116,10 @@ for shard_ranks in layouts:
     assert reader.load_latest() == 2
     assert all(map(torch.equal, (whole(p.detach()) for p in model.parameters()), weights))
     assert all(map(torch.equal, moments(model, optimizer), adam))
-    to_engine, state = dict(whole_weights(model, torch.float32)), model.hf.state_dict()
-    assert to_engine.keys() == state.keys() and all(torch.equal(to_engine[n], whole(w)) for n, w in state.items())
+    to_engine = dict(whole_weights(model, torch.float32))
+    state = model.hf.state_dict()
+    assert to_engine.keys() == state.keys()
+    assert all(torch.equal(to_engine[n], whole(w)) for n, w in state.items())
     reader.save(2)  # for the next layout to read
 if rank == 0:
     print("layouts", layouts)
@@ -118,24 +129,38 @@ distributed.cleanup()
 
 @pytest.mark.slow
 def test_replicas_train_like_one_model(small, tmp_path):
-    """Gradients, norms and clipping agree, with one and with several packs. Every layout resumes the checkpoints of
-    every other, also with more and fewer ranks; the engine gets the model's weights."""
+    """Gradients, norms and clipping agree, with one and with several packs. Every layout resumes
+    the checkpoints of every other, also with more and fewer ranks; the engine gets the model's
+    weights."""
     (tmp_path / "rank.py").write_text(RANK)
     for ranks, layouts in ((4, "[4, 2, 1]"), (2, "[2, 1]")):
         done = run(ranks, tmp_path / "rank.py", tmp_path / "run", small[1])
         assert f"layouts {layouts}" in done.stdout
-        assert f"hybrid sharding: {ranks} copies of each model, each on 1 of the {ranks} ranks" in done.stdout
+        assert (
+            f"hybrid sharding: {ranks} copies of each model, each on 1 of the {ranks} ranks"
+            in done.stdout
+        )
 
 
 @pytest.mark.slow
 def test_ppo_with_replicas_trains_like_one_model(small, tmp_path):
     """PPO trains two models in one loop. The engine agrees with the trainer at every rollout."""
-    flags = (*small, "--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--max_steps", 2,
-             "--lr", 1e-3, "--minibatches", 2, "--epochs_per_rollout", 1,
-             "--engine", "transformers", "--pack_tokens", 40, "--eval_every", 0, "--check_every", 1)  # fmt: skip
+    flags = (
+        *small, "--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8,
+        "--max_steps", 2, "--lr", 1e-3, "--minibatches", 2, "--epochs_per_rollout", 1,
+        "--engine", "transformers", "--pack_tokens", 40, "--eval_every", 0, "--check_every", 1,
+    )  # fmt: skip
     for name, extra in (("one", ()), ("two", ("--shard_ranks", 1))):
         run(2, "ppo.py", *flags, *extra, "--output_dir", tmp_path / name)
-    names = ("loss", "value_loss", "grad_norm", "value_grad_norm", "entropy", "objective/kl", "reward")
+    names = (
+        "loss",
+        "value_loss",
+        "grad_norm",
+        "value_grad_norm",
+        "entropy",
+        "objective/kl",
+        "reward",
+    )
     assert_close_metrics(tmp_path / "one", tmp_path / "two", names, rel=1e-4, floor=1e-3)
     for line in metrics(tmp_path / "two"):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
@@ -147,8 +172,16 @@ def test_ppo_with_replicas_trains_like_one_model(small, tmp_path):
         ("aaaa", 4, ""),
         ("aabb", 2, ""),
         ("aabbcc", 2, ""),
-        ("aaabb", 5, "machines with unequal or scattered ranks (3, 2): every model is sharded over all 5\n"),
-        ("abab", 4, "machines with unequal or scattered ranks (2, 2): every model is sharded over all 4\n"),
+        (
+            "aaabb",
+            5,
+            "machines with unequal or scattered ranks (3, 2): every model is sharded over all 5\n",
+        ),
+        (
+            "abab",
+            4,
+            "machines with unequal or scattered ranks (2, 2): every model is sharded over all 4\n",
+        ),
     ],
 )
 def test_default_replica_lies_on_one_machine(hosts, ranks, message, monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""Several machines, here two torchruns on one: one trains, one generates, and a killed torchrun ends all ranks."""
+"""Several machines, here two torchruns on one: one trains, one generates, and a killed torchrun
+ends all ranks."""
 
 import contextlib
 import os
@@ -14,26 +15,38 @@ from helpers import ROOT, alive, environment, kill, logged, metrics, until
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ("--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8, "--engine", "transformers",
-         "--eval_every", 0, "--log_every", 1, "--save_every", 100_000, "--rollout_ranks", 1)  # fmt: skip
+FLAGS = (
+    "--prompts_per_step", 4, "--samples_per_prompt", 2, "--max_new_tokens", 8,
+    "--engine", "transformers", "--eval_every", 0, "--log_every", 1, "--save_every", 100_000,
+    "--rollout_ranks", 1,
+)  # fmt: skip
 
 
 class Node:
     """torchrun with one rank."""
 
     def __init__(self, index: int, port: int, script: str, *flags: object, folder: Path):
-        launch = ("--nnodes=2", f"--node_rank={index}", "--nproc_per_node=1", "--master_addr=127.0.0.1",
-                  f"--master_port={port}")  # fmt: skip
+        launch = (
+            "--nnodes=2",
+            f"--node_rank={index}",
+            "--nproc_per_node=1",
+            "--master_addr=127.0.0.1",
+            f"--master_port={port}",
+        )
         program = [sys.executable, "-m", "torch.distributed.run"]
         line = [*program, *launch, ROOT / script, *map(str, flags), "--output_dir", folder]
         self.output = folder.with_name(f"{folder.name}_{index}.txt")
         with self.output.open("w") as file:
-            self.agent = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+            self.agent = subprocess.Popen(
+                line, cwd=ROOT, env=environment(), stdout=file, stderr=subprocess.STDOUT
+            )
 
     @property
     def rank(self) -> int:
         """Return the process id of the rank."""
-        return int(Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0])
+        return int(
+            Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()[0]
+        )
 
 
 @contextlib.contextmanager
@@ -50,10 +63,14 @@ def two_nodes(script: str, *flags: object, folder: Path) -> Iterator[list[Node]]
             node.agent.wait()
 
 
-def test_one_node_trains_the_other_generates_and_ranks_end_after_their_torchrun_is_killed(small, tmp_path):
+def test_one_node_trains_the_other_generates_and_ranks_end_after_their_torchrun_is_killed(
+    small, tmp_path
+):
     """The ranks get a stop signal and save, which stops the ranks of the other machine."""
     folder = tmp_path / "run"
-    with two_nodes("online_dpo.py", *small, "--max_steps", 100_000, "--epochs", 1e6, folder=folder) as nodes:
+    with two_nodes(
+        "online_dpo.py", *small, "--max_steps", 100_000, "--epochs", 1e6, folder=folder
+    ) as nodes:
         until(lambda: logged(folder, 2))
         ranks = [node.rank for node in nodes]
         try:

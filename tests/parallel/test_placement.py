@@ -1,4 +1,5 @@
-"""For every assignment of sequences to ranks, the owner gets the streams, and the gradient is that of one process."""
+"""For every assignment of sequences to ranks, the owner gets the streams, and the gradient is that
+of one process."""
 
 import json
 
@@ -17,11 +18,15 @@ LENGTHS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=2), max_siz
 
 @given(LENGTHS, st.integers(1, 5), st.integers(60, 200))
 def test_every_group_is_assigned_once_to_one_bin_within_the_limit(groups, num_bins, max_tokens):
-    lengths = {(i % 3, i // 3): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)}
+    lengths = {
+        (i % 3, i // 3): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)
+    }
     rows = assign(lengths, num_bins, max_tokens)
     assert {len(row) for row in rows} == {num_bins}
     assert sorted(key for row in rows for keys in row for key in keys) == sorted(lengths)
-    assert all(sum(sum(lengths[key].lengths) for key in keys) <= max_tokens for row in rows for keys in row)
+    assert all(
+        sum(sum(lengths[key].lengths) for key in keys) <= max_tokens for row in rows for keys in row
+    )
 
 
 @given(LENGTHS, st.integers(2, 5))
@@ -29,20 +34,30 @@ def test_costs_of_bins_without_a_limit_differ_by_at_most_one_group(groups, num_b
     shapes = {(0, i): GroupShape(group, [0] * len(group)) for i, group in enumerate(groups)}
     (row,) = assign(shapes, num_bins, 10_000)
     costs = [sum(shapes[key].cost for key in keys) for keys in row]
-    assert max(costs) - min(costs) <= max((shape.cost for shape in shapes.values()), default=0) + 1e-9
+    assert (
+        max(costs) - min(costs) <= max((shape.cost for shape in shapes.values()), default=0) + 1e-9
+    )
 
 
 def test_number_of_rows_is_minimal():
     lengths = {
         (0, i): GroupShape([n], [0]) for i, n in enumerate((60, 50, 50, 40, 30, 30, 20, 20))
     }  # 300: three full bins of 100
-    assert len(assign(lengths, 1, 100)) == 3 and len(assign(lengths, 2, 100)) == 2 and len(assign({}, 4, 100)) == 1
+    assert (
+        len(assign(lengths, 1, 100)) == 3
+        and len(assign(lengths, 2, 100)) == 2
+        and len(assign({}, 4, 100)) == 1
+    )
 
 
 def test_oversized_group_is_refused_and_names_the_flag():
-    with pytest.raises(ValueError, match="^--pack_tokens 10: a sequence has 12 tokens; raise --pack_tokens or"):
+    with pytest.raises(
+        ValueError, match="^--pack_tokens 10: a sequence has 12 tokens; raise --pack_tokens or"
+    ):
         assign({(0, 0): GroupShape([12], [0])}, 2, 10)
-    with pytest.raises(ValueError, match="^--pack_tokens 10: 2 sequences to keep together take 12 tokens"):
+    with pytest.raises(
+        ValueError, match="^--pack_tokens 10: 2 sequences to keep together take 12 tokens"
+    ):
         assign({(0, 0): GroupShape([6, 6], [0, 0])}, 2, 10)
 
 
@@ -65,8 +80,12 @@ folder, context, recompute = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] ==
 shortest = int(sys.argv[5])
 device, rank, ranks = distributed.setup(0)
 CONFIGS = dict(
-    qwen3=transformers.Qwen3Config(**small(num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)),
-    llama=transformers.LlamaConfig(**small(num_attention_heads=4, num_key_value_heads=1, rope_parameters=LLAMA3_ROPE)),
+    qwen3=transformers.Qwen3Config(
+        **small(num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
+    ),
+    llama=transformers.LlamaConfig(
+        **small(num_attention_heads=4, num_key_value_heads=1, rope_parameters=LLAMA3_ROPE)
+    ),
     mistral=transformers.MistralConfig(**small(sliding_window=7, num_key_value_heads=4)),
 )
 generator = torch.Generator().manual_seed(0)
@@ -76,8 +95,11 @@ def random_ids(n):
     return torch.randint(3, 97, (n,), generator=generator).tolist()
 
 # More than pack_tokens; some groups begin with equal tokens.
-for start, rests in ((0, [18]), (20, [21, 1, 21]), (6, [1, 3]), (50, [14, 14]), (0, [2]), (9, [150, 24, 3, 90, 68])):
-    begin, group = random_ids(start), []
+for start, rests in (
+    (0, [18]), (20, [21, 1, 21]), (6, [1, 3]), (50, [14, 14]), (0, [2]), (9, [150, 24, 3, 90, 68]),
+):
+    begin = random_ids(start)
+    group = []
     for rest in rests:
         ids = begin + random_ids(rest)
         group.append(Sample(ids, [j > len(ids) // 3 for j in range(len(ids))]))
@@ -96,9 +118,12 @@ for name, config in CONFIGS.items():
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     distributed.barrier()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     expected = 0.0
-    for s, advantage in zip(samples, advantages.tolist(), strict=True) if distributed.is_main() else ():
+    each = zip(samples, advantages.tolist(), strict=True)
+    for s, advantage in each if distributed.is_main() else ():
         logp_TV = plain(torch.tensor([s.ids[:-1]]), use_cache=False).logits[0].log_softmax(-1)
         logprobs_T = logp_TV.gather(-1, torch.tensor(s.ids[1:])[:, None])[:, 0]
         mask_T = torch.tensor(s.loss_mask[1:])
@@ -108,30 +133,33 @@ for name, config in CONFIGS.items():
         expected += loss.item()
     args = TrainArgs(dtype="float32", context_ranks=context, activation_checkpointing=recompute)
     policy = load_policy(str(path), args, device)
-    mine = torch.tensor([first[i] + k for i in range(rank, len(groups), ranks) for k in range(len(groups[i]))]).long()
-    packs = pack_groups(groups[rank::ranks], 160 // context + 5, device, together=False, shortest=shortest)
+    tokens = 160 // context + 5
+    packs = pack_groups(groups[rank::ranks], tokens, device, shortest, together=False)
     total = 0.0
     for mb in packs:
         logprobs_T, entropy_T, correct_T, collision_T = policy(mb)
         assert correct_T.dtype == torch.bool and len(correct_T) == len(mb.targets_T)
         means_T = sequence_mean(logprobs_T, mb.loss_mask_T, mb.sequence_ids_T)
-        loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages[mine]))
+        loss = loss_of(logprobs_T, entropy_T, mb.loss_mask_T, means_T, mb.on_tokens(advantages))
         (loss * ranks).backward()
         total += loss.item()
-    gradient = {name_: policy.hf.get_parameter(name_).grad.full_tensor() for name_, _ in plain.named_parameters()}
+    gradient = {}
+    for name_, _ in plain.named_parameters():
+        gradient[name_] = policy.hf.get_parameter(name_).grad.full_tensor()
     total = float(distributed.all_sum(total))
-    computed = [len(mb.computed.targets_T) for mb in packs]
+    computed = [len(mb.model_tokens.targets_T) for mb in packs]
     pairs = [[a, b] for a, b in zip(samples[rank::ranks][::2], samples[rank::ranks][1::2])]
     scalar = load_scalar_model(str(path), args, device)
     for mb in pack_groups(pairs, 300, device):
         values_T = scalar(mb)
         assert len(values_T) == len(mb.targets_T) and values_T.requires_grad
     found[name] = dict(computed=distributed.gather_objects(computed))
-    found[name]["owned"] = distributed.gather_objects([len(mb.targets_T) * bool(mb.samples) for mb in packs])
+    owned = [len(mb.targets_T) * bool(mb.num_samples) for mb in packs]
+    found[name]["owned"] = distributed.gather_objects(owned)
     if distributed.is_main():
         norm = max(p.grad.abs().max().item() for p in plain.parameters())
-        worst = max((gradient[name_] - p.grad).abs().max().item() for name_, p in plain.named_parameters()) / norm
-        found[name] |= dict(loss=abs(total / expected - 1), gradient=worst)
+        worst = max((gradient[n] - p.grad).abs().max().item() for n, p in plain.named_parameters())
+        found[name] |= dict(loss=abs(total / expected - 1), gradient=worst / norm)
 if distributed.is_main():
     (folder / "found.json").write_text(json.dumps(found))
 distributed.cleanup()
@@ -141,11 +169,11 @@ distributed.cleanup()
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, context, recompute, shortest",
-    [(3, 1, "no", 0), (3, 1, "recompute", 8), (4, 2, "recompute", 1), (4, 4, "no", 0)],
+    [(3, 1, "recompute", 8), (4, 2, "recompute", 1), (4, 4, "no", 0)],
 )
 def test_gradient_equals_that_of_plain_transformers(ranks, context, recompute, shortest, tmp_path):
-    """Cases: any assignment to ranks, shared prefixes, losses of tokens and of whole sequences, one key head, windows,
-    recomputed blocks, and a sequence that does not fit on one rank."""
+    """Cases: any assignment to ranks, shared prefixes, losses of tokens and of whole sequences, one
+    key head, windows, recomputed blocks, and a sequence that does not fit on one rank."""
     (tmp_path / "ranks.py").write_text(RANKS)
     run(ranks, tmp_path / "ranks.py", ROOT, tmp_path, context, recompute, shortest)
     for name, found in json.loads((tmp_path / "found.json").read_text()).items():
@@ -169,12 +197,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     "script, ranks, flags, both",
     [
-        ("dpo", 4, ("--context_ranks", 2, "--pack_tokens", 40), ("--batch_size", 16, "--reference_logprobs", "online")),
+        (
+            "dpo",
+            4,
+            ("--context_ranks", 2, "--pack_tokens", 40),
+            ("--batch_size", 16, "--reference_logprobs", "online"),
+        ),
         ("ppo", 4, ("--context_ranks", 2, "--pack_tokens", 100), ("--samples_per_prompt", 4)),
         (
             "grpo",
             3,
-            ("--context_ranks", 2, "--rollout_ranks", 1, "--max_staleness", 0, "--pack_tokens", 100),
+            (
+                "--context_ranks",
+                2,
+                "--rollout_ranks",
+                1,
+                "--max_staleness",
+                0,
+                "--pack_tokens",
+                100,
+            ),
             ("--samples_per_prompt", 4),
         ),
         (
@@ -185,31 +227,49 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ),
     ],
 )
-def test_scripts_with_context_ranks_train_like_one_rank(main, script, ranks, flags, both, small, tmp_path):
-    """Two context groups of two ranks, or one beside a dedicated rollout rank, with shared prefixes on many ranks only.
-    Cases include two replicas of a model, with adapters, on the host. Torch checks that all ranks of a group make the
-    same collectives in the same order: NCCL hangs where they do not."""
+def test_scripts_with_context_ranks_train_like_one_rank(
+    main, script, ranks, flags, both, small, tmp_path
+):
+    """Two context groups of two ranks, or one beside a dedicated rollout rank, with shared prefixes
+    on many ranks only. Cases include two replicas of a model, with adapters, on the host. Torch
+    checks that all ranks of a group make the same collectives in the same order: NCCL hangs where
+    they do not."""
     if script == "dpo":  # with the flags of the built-in task
         data = ("--lr", 3e-3, "--warmup_steps", 10, "--beta", 1, "--sft_weight", 1)
     else:
         data = ("--engine", "transformers", "--prompts_per_step", 16, "--max_new_tokens", 16)
-    steps = (*small, "--max_steps", 2, "--eval_size", 8, "--dtype", "float32", "--save_every", 100, *data, *both)
+    steps = (
+        *small,
+        "--max_steps",
+        2,
+        "--eval_size",
+        8,
+        "--dtype",
+        "float32",
+        "--save_every",
+        100,
+        *data,
+        *both,
+    )
     main(script, *steps, "--share_prefix", 0, "--output_dir", tmp_path / "one")
     (tmp_path / "checked.py").write_text(CHECKED)
     flags = (*flags, "--share_prefix", 1, "--output_dir", tmp_path / "many")
     run(ranks, tmp_path / "checked.py", ROOT / f"{script}.py", *steps, *flags)
-    assert_close_metrics(tmp_path / "one", tmp_path / "many", ("loss", "grad_norm"), rel=1e-4, floor=0.1)
+    assert_close_metrics(
+        tmp_path / "one", tmp_path / "many", ("loss", "grad_norm"), rel=1e-4, floor=0.1
+    )
     one, many = weights(tmp_path / "one"), weights(tmp_path / "many")
     assert all((one[name] - many[name]).abs().max() < 1e-4 for name in one)
 
 
 def test_context_ranks_must_divide_ranks_and_heads(device):
-    from common.config.groups import TrainArgs
-    from common.config.launch import check_ranks
+    from common.config.groups import TrainArgs, check_ranks
     from common.model.policy import load_policy
     from common.model.tiny import tiny_model
 
     with pytest.raises(ValueError, match="^--context_ranks 3 must divide the 4 training ranks$"):
         check_ranks(TrainArgs(context_ranks=3), 4)
-    with pytest.raises(ValueError, match="--context_ranks 3: does not divide the 4 attention heads of --model "):
+    with pytest.raises(
+        ValueError, match="--context_ranks 3: does not divide the 4 attention heads of --model "
+    ):
         load_policy(tiny_model(), TrainArgs(context_ranks=3), device)

@@ -33,9 +33,11 @@ def opened(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterat
 
 
 @contextmanager
-def watched(target: str, size: int, seconds: float = PATIENCE, **named) -> Iterator[tuple[Pool, list[int]]]:
-    """Yield a pool and the numbers of its processes without the server, taken every 10 ms. Check that no process is
-    left."""
+def watched(
+    target: str, size: int, seconds: float = PATIENCE, **named
+) -> Iterator[tuple[Pool, list[int]]]:
+    """Yield a pool and the numbers of its processes without the server, taken every 10 ms. Check
+    that no process is left."""
     before, counts, done = set(descendants(os.getpid())), [], threading.Event()
 
     def look() -> None:
@@ -57,9 +59,10 @@ def watched(target: str, size: int, seconds: float = PATIENCE, **named) -> Itera
 
 
 class StillClock(Clock):
-    """Clock of processes.py that advances only while every busy process of these pools is at a call numbered in
-    `hanging`. Only these calls exceed their deadline, however slow the machine is. `reached` returns whether they have
-    begun, which is necessary where calls run at the same time."""
+    """Clock of processes.py that advances only while every busy process of these pools is at a call
+    numbered in `hanging`. Only these calls exceed their deadline, however slow the machine is.
+    `reached` returns whether they have begun, which is necessary where calls run at the same
+    time."""
 
     def __init__(
         self,
@@ -81,7 +84,11 @@ class StillClock(Clock):
         return _Poll(self)
 
     def only_hanging(self) -> bool:
-        at_work = [pool.processes for pool in self.pools if any(process.asked for process in pool.processes)]
+        at_work = [
+            pool.processes
+            for pool in self.pools
+            if any(process.asked for process in pool.processes)
+        ]
         busy = [process for process in chain(*at_work) if process.asked or process.is_async is None]
         at = [list(process.asked)[: None if process.is_async else 1] for process in busy]
         return bool(at) and all(self.hanging & set(numbers) for numbers in at) and self.reached()

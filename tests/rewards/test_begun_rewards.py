@@ -1,4 +1,5 @@
-"""Rewards that begin before their result is required: order, time limits, errors, and the end of the thread."""
+"""Rewards that begin before their result is required: order, time limits, errors, and the end of
+the thread."""
 
 import gc
 import os
@@ -13,9 +14,9 @@ from helpers import PATIENCE, ROOT, alive, descendants, until
 
 from common.metrics.meter import Meter
 from common.rewards.processes import Pool
-from common.rewards.scoring import Rewards
+from common.rewards.total import Rewards
 from tests.rewards.pools import StillClock
-from tests.rewards.test_scoring import ROW, groups, make, user_file
+from tests.rewards.test_total import ROW, groups, make, user_file
 
 CODE = """
 import os
@@ -23,10 +24,12 @@ def each(completion, row):
     if completion == "raise": raise KeyError("oops")
     if completion == "late":
         while True: pass
-    return {"bad": float("nan"), "none": None}.get(completion, (len(completion), dict(words=len(completion.split()))))
+    fine = len(completion), dict(words=len(completion.split()))
+    return {"bad": float("nan"), "none": None}.get(completion, fine)
 
 def rank(completions, row, ids):
-    return [sorted(completions).index(text) for text in completions] if "raise" not in completions else [1]
+    if "raise" in completions: return [1]
+    return [sorted(completions).index(text) for text in completions]
 
 def in_turn(completion, row):
     if not os.path.exists(row["here"]): open(row["here"], "w").close()
@@ -62,10 +65,12 @@ def scored(rewards, batch) -> tuple:
 
 
 def test_begun_rewards_equal_synchronous_rewards(monkeypatch, tmp_path):
-    """Rewards are collected in any order, in parts, by other threads, partly never, and beside groups of another
-    size."""
+    """Rewards are collected in any order, in parts, by other threads, partly never, and beside
+    groups of another size."""
     file = user_file(tmp_path, CODE)
-    args = Args(reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=5)
+    args = Args(
+        reward=(f"{file}:each", "gsm8k", f"{file}:rank"), max_reward_errors=1, reward_timeout=5
+    )
     rewards = Rewards(args, [ROW], None, torch.device("cpu"))
     LateClock(monkeypatch, rewards.pools)
     expected = scored(rewards, groups(*TEXTS))
@@ -82,7 +87,10 @@ def test_begun_rewards_equal_synchronous_rewards(monkeypatch, tmp_path):
 
 
 def test_collecting_waits_only_for_the_given_groups(tmp_path):
-    rows = [dict(here=str(tmp_path / f"here{i}"), open=str(tmp_path / f"open{i}"), _source="a:1") for i in range(2)]
+    rows = [
+        dict(here=str(tmp_path / f"here{i}"), open=str(tmp_path / f"open{i}"), _source="a:1")
+        for i in range(2)
+    ]
     rewards = make((f"{user_file(tmp_path, CODE)}:at_gate",), rows=rows)
     first, second = groups(["1"], ["2"])
     first[0].row, second[0].row = rows
@@ -92,7 +100,7 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
     (tmp_path / "open0").touch()
     assert rewards([first], Meter())[0].tolist() == [[1]]
     until((tmp_path / "here1").exists)
-    assert not rewards.begun[id(second[0])].results.done()
+    assert not rewards.begun[id(second[0])].function_results.done()
     (tmp_path / "open1").touch()
     assert rewards([second], Meter())[0].tolist() == [[2]]
 
@@ -100,8 +108,12 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
 def test_groups_with_smaller_order_are_scored_first(tmp_path):
     """A step needs its oldest prompts; prompts of later steps may wait."""
     names = ["gate", "last", "middle", "first"]
-    rows = [dict(here=str(tmp_path / name), open=str(tmp_path / "open"), _source="a:1") for name in names]
+    rows = [
+        dict(here=str(tmp_path / name), open=str(tmp_path / "open"), _source="a:1")
+        for name in names
+    ]
     rewards = make((f"{user_file(tmp_path, CODE)}:in_turn",), rows=rows)
+    rewards.pools[0].size = 1  # two processes would run two groups at the same time
     batch = [group for name in names for group in groups([name] * 4)]
     for group, row in zip(batch, rows, strict=True):
         for sample in group:
@@ -113,11 +125,15 @@ def test_groups_with_smaller_order_are_scored_first(tmp_path):
     (tmp_path / "open").touch()
     rewards(batch, Meter())
     began = sorted((tmp_path / name).stat().st_mtime_ns for name in names)
-    assert began == [(tmp_path / name).stat().st_mtime_ns for name in ("gate", "first", "middle", "last")]
+    assert began == [
+        (tmp_path / name).stat().st_mtime_ns for name in ("gate", "first", "middle", "last")
+    ]
 
 
 def test_hanging_group_delays_only_itself(monkeypatch, tmp_path):
-    args = Args(reward=(f"{user_file(tmp_path, CODE)}:each",), max_reward_errors=0.5, reward_timeout=5)
+    args = Args(
+        reward=(f"{user_file(tmp_path, CODE)}:each",), max_reward_errors=0.5, reward_timeout=5
+    )
     rewards = Rewards(args, [ROW], None, torch.device("cpu"))
     hangs, fine = groups(["late"], ["abc"])
     LateClock(monkeypatch, rewards.pools, (both_begun := threading.Event()).is_set)
@@ -126,7 +142,11 @@ def test_hanging_group_delays_only_itself(monkeypatch, tmp_path):
     rewards.begin([fine])
     both_begun.set()
     total, _, _ = rewards([hangs, fine], meter := Meter())
-    assert total[0].isnan().all() and total[1].tolist() == [3] and meter.reduce()["reward/timeout_fraction"] == 0.5
+    assert (
+        total[0].isnan().all()
+        and total[1].tolist() == [3]
+        and meter.reduce()["reward/timeout_fraction"] == 0.5
+    )
 
 
 def test_exception_reaches_the_caller_and_spares_other_groups():
@@ -155,7 +175,8 @@ batch = groups(*[["while True: pass"]] * 9)
 for (sample,) in batch: sample.row = dict(_source="a:1", tests=["assert f()"])
 programs.begin(batch)
 until(lambda: descendants(os.getpid()))
-functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=[ROW | dict(tests=["assert f()"])])
+rows = [ROW | dict(tests=["assert f()"])]
+functions = make(({str(user_file(tmp_path, CODE)) + ":at_gate"!r}, "code"), rows=rows)
 batch = groups(*[["late"]] * 9)
 for (sample,) in batch: sample.row = dict(here={str(began)!r}, open="nowhere", tests=["assert f()"])
 functions.begin(batch)
@@ -164,7 +185,9 @@ assert functions.pools[0].server.process.pid in descendants(os.getpid())
 print(*descendants(os.getpid()), flush=True)
 raise SystemExit(3)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (3, "")
     until(lambda: not any(alive(int(pid)) for pid in done.stdout.split()))
 
@@ -180,4 +203,9 @@ def test_threads_and_processes_end_with_their_owner(tmp_path):
     assert set(threading.enumerate()) - threads and set(descendants(os.getpid())) - processes
     del rewards
     gc.collect()
-    until(lambda: not set(threading.enumerate()) - threads and not set(descendants(os.getpid())) - processes)
+    until(
+        lambda: (
+            not set(threading.enumerate()) - threads
+            and not set(descendants(os.getpid())) - processes
+        )
+    )

@@ -6,13 +6,19 @@ import pytest
 from helpers import PATIENCE, Clock
 
 from common.rewards import code_reward
-from common.rewards.code_reward import extract_program, fraction, passes, same, same_output
+from common.rewards.code_reward import fraction, passes, same, same_output
+from common.rewards.program_text import extract_program
+from common.rewards.test_cases import parse_tests
 from common.sandbox import process, program
 from common.sandbox.program import Limits, Outcome
 
 pytestmark = pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))
 LIMITS = Limits(seconds=PATIENCE)
 SHORT = Limits(seconds=0.2)  # for endless programs
+
+
+def program_in(completion: str, columns: dict) -> str:
+    return extract_program(completion, columns, parse_tests(columns))
 
 
 def fenced(code: str) -> str:
@@ -89,8 +95,11 @@ CLASSES = row(
 )
 FORMS = {
     "stdin": (STDIN, "print(sum(map(int, input().split())))", "print(3)"),
-    "stdin main": (STDIN, 'def main(): print(eval(input().replace(" ", "+")))\nif __name__ == "__main__": main()',
-    "main()"),
+    "stdin main": (
+        STDIN,
+        'def main(): print(eval(input().replace(" ", "+")))\nif __name__ == "__main__": main()',
+        "main()",
+    ),
     "calls": (
         CALLS,
         "def pairs(values): return (tuple(sorted(values)), {'n': float(len(values))})",
@@ -98,34 +107,64 @@ FORMS = {
     ),
     "apps stdin": (APPS_STDIN, "print(int(input()) ** 2, end='  \\n\\n')", "print(4)"),
     "apps call": (APPS_CALL, "def square(x): return x * x", "def square(x): return 4"),
-    "apps method": (APPS_CALL, "class Solution:\n    def square(self, x): return [x * x]", "class Solution: pass"),
-    "mbpp": (MBPP, "def similar(a, b): return tuple(set(a) & set(b))", "def similar(a, b): return set(a) & set(b)"),
+    "apps method": (
+        APPS_CALL,
+        "class Solution:\n    def square(self, x): return [x * x]",
+        "class Solution: pass",
+    ),
+    "mbpp": (
+        MBPP,
+        "def similar(a, b): return tuple(set(a) & set(b))",
+        "def similar(a, b): return set(a) & set(b)",
+    ),
     "mbpp built-in name": (
         row(test_list=["assert sum(10, 15) == 6", "assert sum(100, 150) == 93"]),
-        "def sum(a, b): return __builtins__['sum'](d for d in range(1, min(a, b)) if a % d == b % d == 0)",
+        "def sum(a, b): return __builtins__['sum'](d for d in range(1, min(a, "
+        "b)) if a % d == b % d == 0)",
         "def sum(a, b): return 6",
     ),
     "humaneval body": (HUMANEVAL, "    return -xs[0] / xs[1]\n", "    return 0\n"),
-    "humaneval function": (HUMANEVAL, fenced("def find_zero(xs):\n    return -xs[0] / xs[1]"), fenced("def f(): pass")),
+    "humaneval function": (
+        HUMANEVAL,
+        fenced("def find_zero(xs):\n    return -xs[0] / xs[1]"),
+        fenced("def f(): pass"),
+    ),
     "humaneval without prompt": (
-        HUMANEVAL | dict(prompt=[dict(role="user", content="find the zero")], test="import math\n" + HUMANEVAL["test"]),
+        HUMANEVAL
+        | dict(
+            prompt=[dict(role="user", content="find the zero")],
+            test="import math\n" + HUMANEVAL["test"],
+        ),
         HUMANEVAL_PROMPT + "    return -xs[0] / xs[1]\n",
         HUMANEVAL_PROMPT + "    return 1\n",
     ),
     "exceptions": (
-        row(tests=["try:\n    f(0)\nexcept ZeroDivisionError as e:\n    ok = 'zero' in str(e)\nassert ok",
-                   "try:\n    f('')\nexcept ValueError as e:\n    pass\nelse:\n    assert False"]),
-        "class Own(ValueError): pass\ndef f(x):\n    if x == '': raise Own('mine')\n    return 1 / x",
+        row(
+            tests=[
+                "try:\n    f(0)\nexcept ZeroDivisionError as e:\n    ok = 'zero' in str(e)\n"
+                "assert ok",
+                "try:\n    f('')\nexcept ValueError as e:\n    pass\nelse:\n    assert False",
+            ]
+        ),
+        "class Own(ValueError): pass\ndef f(x):\n    if x == '': raise Own('mine')\n"
+        "    return 1 / x",
         "def f(x): pass",
     ),
     "helpers": (
-        row(tests=["def twice(x):\n    return f(f(x))\n"
-                   "assert all(twice(i) == i for i in range(5)) and {f(1): 2}[-1] == 2"]),
+        row(
+            tests=[
+                "def twice(x):\n    return f(f(x))\n"
+                "assert all(twice(i) == i for i in range(5)) and {f(1): 2}[-1] == 2"
+            ]
+        ),
         "def f(x): return -x",
         "def f(x): return x + 1",
     ),
     "tuples are not lists in asserts": (
-        row(tests=["assert f() == (1, [2])"]), "def f(): return (1, [2])", "def f(): return [1, [2]]"),
+        row(tests=["assert f() == (1, [2])"]),
+        "def f(): return (1, [2])",
+        "def f(): return [1, [2]]",
+    ),
     "arguments are copies": (
         row(tests=["x = [2, 1]\nassert f(x) == [1, 2] and x == [2, 1]"]),
         "def f(x):\n    x.sort()\n    return x",
@@ -133,7 +172,8 @@ FORMS = {
     ),
     "classes": (
         CLASSES,
-        "class Stack:\n    def __init__(self, x): self.items = [x]\n    def push(self, x): self.items.append(x)\n"
+        "class Stack:\n    def __init__(self, x): self.items = [x]\n"
+        "    def push(self, x): self.items.append(x)\n"
         "    def pop(self): return self.items.pop()\n"
         "def total(stacks, more): return sum(sum(s.items) for s in [*stacks, more])",
         "class Stack:\n    def __init__(self, x): self.items = []\n    push = pop = print",
@@ -145,54 +185,113 @@ FORMS = {
         "class Solution:\n    def square(self, x: Listt[int]): return x * x",
     ),
     "apps annotations": (
-        APPS_CALL, "def square(x: List[int]): return x * x", "def square(x: Listt[int]): return x * x"),
+        APPS_CALL,
+        "def square(x: List[int]): return x * x",
+        "def square(x: Listt[int]): return x * x",
+    ),
     "humaneval from __future__": (
-        HUMANEVAL, fenced("from __future__ import annotations\ndef find_zero(xs: Listt):\n    return -xs[0] / xs[1]"),
-        fenced("from __future__ import annotations\ndef find_zero(xs): pass")),
+        HUMANEVAL,
+        fenced(
+            "from __future__ import annotations\ndef find_zero(xs: Listt):\n"
+            "    return -xs[0] / xs[1]"
+        ),
+        fenced("from __future__ import annotations\ndef find_zero(xs): pass"),
+    ),
     "humaneval stub without a body": (
-        row(prompt="def f(x):\n    # adds one\n", entry_point="f", test="def check(c):\n    assert c(1) == 2\n"),
-        fenced("def f(x):\n    return x + 1"), fenced("def f(x): return x")),
+        row(
+            prompt="def f(x):\n    # adds one\n",
+            entry_point="f",
+            test="def check(c):\n    assert c(1) == 2\n",
+        ),
+        fenced("def f(x):\n    return x + 1"),
+        fenced("def f(x): return x"),
+    ),
     "humaneval prose behind": (
-        HUMANEVAL, "    return -xs[0] / xs[1]\n\nIt's the root of a line.\nFor others not.", "It's -xs[0] / xs[1]"),
+        HUMANEVAL,
+        "    return -xs[0] / xs[1]\n\nIt's the root of a line.\nFor others not.",
+        "It's -xs[0] / xs[1]",
+    ),
     "humaneval cut off": (
-        HUMANEVAL, "    return -xs[0] / xs[1]\n\n\ndef other(x):\n    if x ==", "    return 1\n\n\ndef other(x):"),
+        HUMANEVAL,
+        "    return -xs[0] / xs[1]\n\n\ndef other(x):\n    if x ==",
+        "    return 1\n\n\ndef other(x):",
+    ),
     "StopIteration": (
         row(tests=["try:\n    f([])\nexcept StopIteration:\n    ok = True\nassert ok"]),
-        "def f(x): return next(iter(x))", "def f(x): raise RuntimeError"),
+        "def f(x): return next(iter(x))",
+        "def f(x): raise RuntimeError",
+    ),
     "KeyError": (
-        row(tests=["try:\n    f('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)"]),
-        "def f(x): return {}[x]", "def f(x): return {}[x + 'k']"),
+        row(
+            tests=[
+                "try:\n    f('k')\nexcept KeyError as e:\n    args = e.args\nassert args == ('k',)"
+            ]
+        ),
+        "def f(x): return {}[x]",
+        "def f(x): return {}[x + 'k']",
+    ),
     "a range is no list": (
-        row(tests=["assert f(3) == [0, 1, 2]"]), "def f(n): return list(range(n))", "def f(n): return range(n)"),
+        row(tests=["assert f(3) == [0, 1, 2]"]),
+        "def f(n): return list(range(n))",
+        "def f(n): return range(n)",
+    ),
     "a generator is no JSON list": (
-        row(tests=[dict(function="f", args=[2], result=[0, 1])]), "def f(n): return [0, 1]",
-        "def f(n): yield from [0, 1]"),
+        row(tests=[dict(function="f", args=[2], result=[0, 1])]),
+        "def f(n): return [0, 1]",
+        "def f(n): yield from [0, 1]",
+    ),
     "generators": (
-        row(tests=["assert list(f(3)) == [0, 1, 2]"]), "def f(n): yield from range(n)", "def f(n): yield from [n]"),
+        row(tests=["assert list(f(3)) == [0, 1, 2]"]),
+        "def f(n): yield from range(n)",
+        "def f(n): yield from [n]",
+    ),
     "attributes": (
-        row(test_list=["root.left = Node(2)\nassert height(root) == 2"], test_setup_code="root = Node(1)"),
+        row(
+            test_list=["root.left = Node(2)\nassert height(root) == 2"],
+            test_setup_code="root = Node(1)",
+        ),
         "class Node:\n    def __init__(self, x): self.left = None\n"
         "def height(n): return 1 + height(n.left) if n else 0",
-        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1"),
+        "class Node:\n    def __init__(self, x): self.left = None\ndef height(n): return 1",
+    ),
     "built-in name on one side": (
         row(test_list=["assert set(filter([1, 2])) == set([1])", "assert [3] == filter([3, 4])"]),
-        "def filter(x): return x[:1]", "def filter(x): return x\ndef set(x): return 0"),
+        "def filter(x): return x[:1]",
+        "def filter(x): return x\ndef set(x): return 0",
+    ),
     "long questions and answers": (
-        row(tests=["x = list(range(300_000))\nassert sum(f(x)) == 0", f"assert f([1]) == '{'x' * 1_500_000}'"]),
-        "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000", "def f(x): return x"),
+        row(
+            tests=[
+                "x = list(range(300_000))\nassert sum(f(x)) == 0",
+                f"assert f([1]) == '{'x' * 1_500_000}'",
+            ]
+        ),
+        "def f(x): return [0, 0] if len(x) > 1 else 'x' * 1_500_000",
+        "def f(x): return x",
+    ),
     "long results": (
-        row(tests=[dict(function="f", args=[], result=["x"] * 300_000)]), "def f(): return ['x'] * 300_000",
-        "def f(): return ['x']"),
+        row(tests=[dict(function="f", args=[], result=["x"] * 300_000)]),
+        "def f(): return ['x'] * 300_000",
+        "def f(): return ['x']",
+    ),
     "mixed": (
-        row(tests=["assert f(1) == 2", dict(function="f", args=[2], result=3), dict(input="", output="")]),
+        row(
+            tests=[
+                "assert f(1) == 2",
+                dict(function="f", args=[2], result=3),
+                dict(input="", output=""),
+            ]
+        ),
         "def f(x): return x + 1",
         "def f(x): return 2",
     ),
-}  # fmt: skip
+}
 EACH = ["stdin", "calls", "apps call", "mbpp", "humaneval body", "classes", "mixed"]
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS])
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.slow] * (f not in EACH)) for f in FORMS]
+)
 def test_right_program_passes_and_wrong_program_fails(form):
     columns, right, wrong = FORMS[form]
     assert passes(right, columns, LIMITS) == 1, "the right program fails"
@@ -210,7 +309,10 @@ def test_fraction_counts_passed_tests():
     assert fraction("def square(x): return 4", APPS_CALL, LIMITS) == 0.5
     assert fraction("def similar(a, b): return ()", MBPP, LIMITS) == pytest.approx(1 / 3)
     assert fraction("def similar(a, b): exit", MBPP, LIMITS) == 0
-    assert fraction("import os\ndef square(x): return 4 if x == 2 else os._exit(0)", APPS_CALL, LIMITS) == 0.5
+    assert (
+        fraction("import os\ndef square(x): return 4 if x == 2 else os._exit(0)", APPS_CALL, LIMITS)
+        == 0.5
+    )
 
 
 def test_program_that_exited_passes_no_later_test():
@@ -227,7 +329,11 @@ def test_tests_share_one_time_limit(monkeypatch):
     def run(source, stdin, limits, unsafe):
         """Advance the clock by half a second for every input."""
         given.append(limits.seconds)
-        return Outcome("ok", stdin, 0.5) if limits.seconds > 0.5 else Outcome("time limit", "", limits.seconds)
+        return (
+            Outcome("ok", stdin, 0.5)
+            if limits.seconds > 0.5
+            else Outcome("time limit", "", limits.seconds)
+        )
 
     monkeypatch.setattr(code_reward, "run_program", run)
     tests = [dict(input=str(i), output=str(i)) for i in range(6)]
@@ -236,7 +342,9 @@ def test_tests_share_one_time_limit(monkeypatch):
     assert passes("", row(tests=tests[:2]), Limits(seconds=1.4)) == 1
     mixed = [*tests[:3], "assert f(1) == 1", dict(function="f", args=[1], result=1)]
     monkeypatch.setattr(code_reward, "Program", None)  # not started: no time is left
-    assert fraction("def f(x): return x", row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(2 / 5)
+    assert fraction("def f(x): return x", row(tests=mixed), Limits(seconds=1.4)) == pytest.approx(
+        2 / 5
+    )
 
 
 def test_start_of_the_judge_does_not_count_as_program_time(monkeypatch):
@@ -248,7 +356,10 @@ def test_start_of_the_judge_does_not_count_as_program_time(monkeypatch):
         return judge
 
     monkeypatch.setattr(code_reward, "start_judge", slowly)
-    assert passes("def f(x): return x", row(tests=["assert f(1) == 1"] * 2), LIMITS) == 1 and clock.ahead > 0
+    assert (
+        passes("def f(x): return x", row(tests=["assert f(1) == 1"] * 2), LIMITS) == 1
+        and clock.ahead > 0
+    )
 
 
 def test_program_is_monitored_while_the_judge_computes(monkeypatch):
@@ -270,24 +381,26 @@ def f(x):
     monkeypatch.setattr(process.ProgramError, "__init__", watch)
     test = "import time\nassert f(1) == 1\ntime.sleep({})"
     assert passes(source, row(tests=[test.format(9999)]), LIMITS) == 0 and kinds == ["disk limit"]
-    assert passes(source.replace("1000", "10"), row(tests=[test.format(0.1)]), LIMITS) == 1 and kinds == ["disk limit"]
+    assert passes(
+        source.replace("1000", "10"), row(tests=[test.format(0.1)]), LIMITS
+    ) == 1 and kinds == ["disk limit"]
 
 
-@pytest.mark.parametrize("program", ["__ask__(1)", "def f(x): return __ask__(1)", "__ask__({'call': 'f'})"])
+@pytest.mark.parametrize(
+    "program", ["__ask__(1)", "def f(x): return __ask__(1)", "__ask__({'call': 'f'})"]
+)
 def test_question_from_the_program_is_a_wrong_answer(program):
     assert passes(program, row(tests=["assert f(1) == 1"]), LIMITS) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "same"),
-    [
-        ("1 2 \n3\n\n", "1 2\n3", 1), ("1  2", "1 2", 0), ("1\n2", "1 2", 0), ("x", "X", 0),
-        ("0.33333333", "0.3333333", 1), ("0.3333", "0.3333333", 0), ("a 1e3\nb", "a 1000.0005\nb", 1), ("0", "1e-7", 1),
-        ("1000000.5", "1000000.9", 1), ("1000000.5", "1000003.9", 0), ("-0.0", "0.0", 1), ("2", "2.0", 1),
-        ("2.0", "2", 0), ("2", "3.0", 0), ("1_0.0", "10.0", 0), ("nan", "nan", 1), ("nan", "1.0", 0),
-        ("0.5", "half", 0), ("1e999", "2e999", 0), ("0.5 0.5", "0.5", 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "expected", "same"), [
+    ("1 2 \n3\n\n", "1 2\n3", 1), ("1  2", "1 2", 0), ("1\n2", "1 2", 0), ("x", "X", 0),
+    ("0.33333333", "0.3333333", 1), ("0.3333", "0.3333333", 0), ("a 1e3\nb", "a 1000.0005\nb", 1),
+    ("0", "1e-7", 1), ("1000000.5", "1000000.9", 1), ("1000000.5", "1000003.9", 0),
+    ("-0.0", "0.0", 1), ("2", "2.0", 1), ("2.0", "2", 0), ("2", "3.0", 0), ("1_0.0", "10.0", 0),
+    ("nan", "nan", 1), ("nan", "1.0", 0), ("0.5", "half", 0), ("1e999", "2e999", 0),
+    ("0.5 0.5", "0.5", 0),
+])  # fmt: skip
 def test_output_equals_the_expected_one_up_to_the_last_digits_of_floats(text, expected, same):
     assert same_output(text, expected) == same
 
@@ -320,7 +433,7 @@ def test_output_equals_the_expected_one_up_to_the_last_digits_of_floats(text, ex
     ],
 )
 def test_program_is_extracted_from_the_completion(completion, program):
-    assert extract_program(completion, STDIN) == program
+    assert program_in(completion, STDIN) == program
 
 
 @pytest.mark.parametrize(
@@ -330,86 +443,113 @@ def test_program_is_extracted_from_the_completion(completion, program):
 )  # fmt: skip
 def test_block_that_defines_a_tested_name_is_extracted(columns, name):
     solution, usage = f"def {name}(*args): return 1\n", f"print({name}(1))"
-    for code in (solution, solution.replace(name, "helper") + f"{name} = helper\n", f"class Solution:\n    {solution}"):
-        program = extract_program(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
+    for code in (
+        solution,
+        solution.replace(name, "helper") + f"{name} = helper\n",
+        f"class Solution:\n    {solution}",
+    ):
+        program = program_in(fenced(code) + "\nUse it so:\n" + fenced(usage), columns)
         assert program.strip().endswith(code.strip()) and usage not in program
-    assert usage in extract_program(fenced("x = 1") + fenced(usage), columns)
+    assert usage in program_in(fenced("x = 1") + fenced(usage), columns)
 
 
 READS = "a, b = map(int, input().split())\nprint(a + b)"
-SOLVES = "import sys\n\ndef solve(text):\n    return sum(map(int, text.split()))\n\nprint(solve(sys.stdin.read()))"
+SOLVES = (
+    "import sys\n\ndef solve(text):\n    return sum(map(int, text.split()))\n\n"
+    "print(solve(sys.stdin.read()))"
+)
 NO_PROGRAMS = {
     "assert": (SOLVES, 'assert solve("1 2") == 3'),
     "call": (SOLVES, 'print(solve("1 2"))'),
-    "replaced stdin": (SOLVES, "import io, sys\nsys.stdin = io.StringIO('1 2')\nprint(solve(sys.stdin.read()))"),
+    "replaced stdin": (
+        SOLVES,
+        "import io, sys\nsys.stdin = io.StringIO('1 2')\nprint(solve(sys.stdin.read()))",
+    ),
     "test function": (SOLVES, "def test():\n    assert solve('1 2') == 3\n\ntest()"),
     "comments": (READS, "# 1 2\n# 3"),
     "other program": (READS, "print(1 + 2)"),
-    "loop over cases": (READS, "for text, result in [('1 2', 3)]:\n    assert sum(map(int, text.split())) == result"),
+    "loop over cases": (
+        READS,
+        "for text, result in [('1 2', 3)]:\n    assert sum(map(int, text.split())) == result",
+    ),
     "renamed input": ("import sys\ninput = sys.stdin.readline\n" + READS, "print(3)"),
     "open(0)": ("print(sum(map(int, open(0).read().split())))", "print(3)"),
-    "imported stdin": ("from sys import stdin\nprint(sum(map(int, stdin.read().split())))", "print(3)"),
+    "imported stdin": (
+        "from sys import stdin\nprint(sum(map(int, stdin.read().split())))",
+        "print(3)",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", NO_PROGRAMS)
 def test_program_for_stdin_is_no_test_or_example_behind_it(kind):
     program, other = NO_PROGRAMS[kind]
-    assert extract_program(fenced(program) + fenced(other), STDIN) == program + "\n"
-    assert extract_program(fenced(READS) + fenced(program) + fenced(other), STDIN) == program + "\n"
-    assert extract_program(fenced(other) + fenced(program), STDIN) == program + "\n"
-    assert extract_program(fenced(other), STDIN) == other + "\n"
+    assert program_in(fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert program_in(fenced(READS) + fenced(program) + fenced(other), STDIN) == program + "\n"
+    assert program_in(fenced(other) + fenced(program), STDIN) == program + "\n"
+    assert program_in(fenced(other), STDIN) == other + "\n"
 
 
 def test_program_without_input_uses_no_name_of_another_block():
     prints, silent = "def f():\n    return 7\n\nprint(f())", row(tests=[dict(input="", output="7")])
-    assert extract_program(fenced(prints) + fenced("assert f() == 7"), silent) == prints + "\n"
-    assert extract_program(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
+    assert program_in(fenced(prints) + fenced("assert f() == 7"), silent) == prints + "\n"
+    assert program_in(fenced(prints) + fenced("print(7)"), silent) == "print(7)\n"
     for output in ("7", "# 7", "result = 7"):
-        assert extract_program(fenced(prints) + fenced(output), silent) == prints + "\n"
+        assert program_in(fenced(prints) + fenced(output), silent) == prints + "\n"
+
+
+def test_last_valid_block_is_the_program_if_the_tests_show_no_name():
+    columns = row(tests=[dict(function="A.f", args=[], result=1)])
+    blocks = fenced("class A: f = int") + fenced("A.f(")
+    assert program_in(blocks, columns) == "class A: f = int\n"
 
 
 def test_prompt_is_prepended_only_if_it_is_a_stub():
     body = "    return 0"
-    assert extract_program(body, HUMANEVAL) == HUMANEVAL_PROMPT + "\n" + body
-    for prompt in ("Write find_zero.", [dict(role="user", content="x")], "def other():\n    pass\n", None):
-        assert extract_program(body, HUMANEVAL | dict(prompt=prompt)) == body
-    assert extract_program(body, STDIN | dict(prompt=HUMANEVAL_PROMPT)) == body
+    assert program_in(body, HUMANEVAL) == HUMANEVAL_PROMPT + "\n" + body
+    for prompt in (
+        "Write find_zero.",
+        [dict(role="user", content="x")],
+        "def other():\n    pass\n",
+        None,
+    ):
+        assert program_in(body, HUMANEVAL | dict(prompt=prompt)) == body
+    assert program_in(body, STDIN | dict(prompt=HUMANEVAL_PROMPT)) == body
 
 
 # ---- comparison ----
 
 
-@pytest.mark.parametrize(
-    "value, expected, result",
-    [
-        (1, 1, 1), (1, 1.0, 1), (1.0, 1, 1), (True, 1, 0), (1, True, 0), (True, True, 1), (0, False, 0), (None, None,
-         1),
-        (None, False, 0), ("1", 1, 0), ("a", "a", 1), (b"a", "a", 0), ((1, (2,)), [1, [2]], 1), ([1], [1, 2], 0),
-         ({1}, [1], 0),
-        ([True], [1], 0), ({"a": (1,)}, {"a": [1]}, 1), ({1: 2}, {"1": 2}, 0), ({"a": 1}, {"a": 1, "b": 2}, 0), ({},
-         [], 0),
-        (float("nan"), float("nan"), 1), (0.1 + 0.2, 0.3, 0), (10**400, 1e300, 0), (1j, 1, 0), ("", None, 0), ([],
-         None, 0),
-        (frozenset(), [], 0), (2**53 + 1, float(2**53), 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("value, expected, result", [
+    (1, 1, 1), (1, 1.0, 1), (1.0, 1, 1), (True, 1, 0), (1, True, 0), (True, True, 1), (0, False, 0),
+    (None, None, 1), (None, False, 0), ("1", 1, 0), ("a", "a", 1), (b"a", "a", 0),
+    ((1, (2,)), [1, [2]], 1), ([1], [1, 2], 0), ({1}, [1], 0), ([True], [1], 0),
+    ({"a": (1,)}, {"a": [1]}, 1), ({1: 2}, {"1": 2}, 0), ({"a": 1}, {"a": 1, "b": 2}, 0),
+    ({}, [], 0), (float("nan"), float("nan"), 1), (0.1 + 0.2, 0.3, 0), (10**400, 1e300, 0),
+    (1j, 1, 0), ("", None, 0), ([], None, 0), (frozenset(), [], 0), (2**53 + 1, float(2**53), 0),
+])  # fmt: skip
 def test_values_are_compared_exactly(value, expected, result):
     assert same(value, expected) == result
 
 
-@pytest.mark.parametrize(
-    "printed, expected, reward",
-    [("1\n2", "1\n2\n", 1), ("1  \n2\n\n\n", "1\n2", 1), ("1\r\n2", "1\n2", 1), ("1 2", "1\n2", 0), (" 1", "1", 0),
-     ("1\n\n2", "1\n2", 0), ("\n1", "1", 0), ("", "", 1), ("é\u202e𝒳", "é\u202e𝒳", 1), ("1", "", 0), ("1.0", "1", 0)],
-)  # fmt: skip
+@pytest.mark.parametrize("printed, expected, reward", [
+    ("1\n2", "1\n2\n", 1), ("1  \n2\n\n\n", "1\n2", 1), ("1\r\n2", "1\n2", 1), ("1 2", "1\n2", 0),
+    (" 1", "1", 0), ("1\n\n2", "1\n2", 0), ("\n1", "1", 0), ("", "", 1),
+    ("é\u202e𝒳", "é\u202e𝒳", 1), ("1", "", 0), ("1.0", "1", 0),
+])  # fmt: skip
 def test_stdout_is_compared_line_by_line(printed, expected, reward):
-    assert passes(f"print({printed!r}, end='')", row(tests=[dict(input="", output=expected)]), LIMITS) == reward
+    assert (
+        passes(f"print({printed!r}, end='')", row(tests=[dict(input="", output=expected)]), LIMITS)
+        == reward
+    )
 
 
 def test_long_expected_output_fits_the_output_limit():
     tests = [dict(input="", output="x" * 5000)]
-    assert passes("print('x' * 5000)", row(tests=tests), Limits(seconds=PATIENCE, output_bytes=1000)) == 1
+    assert (
+        passes("print('x' * 5000)", row(tests=tests), Limits(seconds=PATIENCE, output_bytes=1000))
+        == 1
+    )
 
 
 # ---- tests that cannot run ----
@@ -422,10 +562,15 @@ def test_long_expected_output_fits_the_output_limit():
         (dict(tests=["import nothing_like_this\nassert f(1)"]), "ModuleNotFoundError"),
         (dict(tests=["assert f(1) == y"]), "it needs the value of y, which it does not define"),
         (dict(tests=["assert f(lambda x: x) == 1"]), "a function cannot be passed to the program"),
-        (dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"), "ModuleNotFoundError"),
+        (
+            dict(test_list=["assert f(1)"], test_setup_code="import nothing_like_this"),
+            "ModuleNotFoundError",
+        ),
     ],
 )
-@pytest.mark.parametrize("program", ["def f(x): return 1", "def f(x): return x", "def f(x): raise NameError('f')"])
+@pytest.mark.parametrize(
+    "program", ["def f(x): return 1", "def f(x): return x", "def f(x): raise NameError('f')"]
+)
 def test_malformed_tests_are_errors_for_every_program(columns, message, program):
     with pytest.raises(ValueError, match=f"^train.jsonl:7: the test cannot run: .*{message}"):
         passes(program, row(**columns), LIMITS)
@@ -500,7 +645,8 @@ import child, sys
 child.encode = lambda *a: True
 def f(x): return 0
 """,
-    "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass Remote: pass\ndef f(x): return 0",
+    "own check": "def check(candidate): pass\ndef judge(*a): return True\nclass Remote: pass\n"
+    "def f(x): return 0",
     "forged lines on all descriptors": f"""
 import os
 def flood():
@@ -560,13 +706,20 @@ KINDS = {
     "stdin": row(tests=[dict(input="5\n", output="7\n")]),
     "call": row(tests=[dict(function="f", args=[5], result=7)]),
     "call of a list": row(tests=[dict(function="f", args=[5], result=[7])]),
-    "asserts": row(tests=["assert f(5) == 7", "assert abs(f(5) - 7) < 1e-6", "assert not f(5) != 7 and f(5) in {7}"]),
+    "asserts": row(
+        tests=[
+            "assert f(5) == 7",
+            "assert abs(f(5) - 7) < 1e-6",
+            "assert not f(5) != 7 and f(5) in {7}",
+        ]
+    ),
     "mbpp": row(test_list=["assert set([f(5)]) == {7}"], test_imports=["import math"]),
     "humaneval": row(
-        entry_point="f", prompt='def f(x):\n    """Gives 7."""\n',
-        test="def check(candidate):\n    assert candidate(5) == 7\n"
+        entry_point="f",
+        prompt='def f(x):\n    """Gives 7."""\n',
+        test="def check(candidate):\n    assert candidate(5) == 7\n",
     ),
-}  # fmt: skip
+}
 
 
 ENDLESS = {"prints the right answer and never ends", "sleeps", "sleeps when called"}

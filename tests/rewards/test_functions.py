@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from common.rewards.functions import (
     FINAL_ANSWER,
     REWARDS,
-    arithmetic,
     boxed,
-    countdown,
     exact_match,
     format,
     gsm8k,
@@ -26,11 +24,11 @@ from common.rewards.functions import (
     last_boxed,
     length,
     repetition,
-    split,
     tag_format,
     to_number,
 )
-from common.rewards.registry import BUILT_IN
+from common.rewards.puzzles import arithmetic, countdown, split
+from common.rewards.registry import load_reward
 from common.rewards.thoughts import answer_of
 
 # ---- equal answers ----
@@ -163,7 +161,9 @@ def test_gsm8k_compares_numbers(a, b):
 def test_to_number_is_exact():
     assert to_number("0.1") + to_number("0.2") == to_number("0.3")
     assert to_number("-1,234.50") == to_number("-1234.5")
-    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [None] * 8
+    assert [to_number(text) for text in ("", "x", "1 2", "1.2.3", "--1", "1e3", "nan", "inf")] == [
+        None
+    ] * 8
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,10 @@ def test_last_boxed_balances_braces():
     assert last_boxed("none") is None and last_boxed(r"\boxed{1") is None
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0), ("#### 5 x", 0),
-     ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0)],
-)  # fmt: skip
+@pytest.mark.parametrize("completion, reward", [
+    ("#### 5", 1), ("so\n#### 5\n", 1), ("A: $5", 1), ("so\nA: -1,000.5", 1), ("so #### 5", 0),
+    ("#### 5 x", 0), ("#### x", 0), ("5", 0), ("", 0), ("#### 5\nA\n", 0),
+])  # fmt: skip
 def test_format_scores_the_tags(completion, reward):
     assert format(completion, {}) == reward
 
@@ -215,18 +214,18 @@ def test_exact_match_compares_the_stripped_text():
 
 # ---- types of the column `answer` ----
 
-READ_ANSWER = dict(exact_match="{}", characters="{}", gsm8k="#### {}", gsm8k_flexible="{}", boxed=r"\boxed{{{}}}")
+READ_ANSWER = dict(
+    exact_match="{}", characters="{}", gsm8k="#### {}", gsm8k_flexible="{}", boxed=r"\boxed{{{}}}"
+)
 
 
 @pytest.mark.parametrize("name", READ_ANSWER)
-@pytest.mark.parametrize(
-    ("value", "right", "wrong"),
-    [
-        ("18", ["18"], ["8"]), (18, ["18"], ["8"]), (18.0, ["18"], ["8"]), (0.5, ["0.5"], ["5"]),
-        (1e-5, ["0.00001"], ["1"]), (1e22, [f"1{'0' * 22}"], ["1"]), (-0.0, ["0"], ["1"]), (["18"], ["18"], ["8"]),
-        (["18", 20, 0.5], ["18", "20", "0.5"], ["8"]), (1e23, [f"1{'0' * 23}"], ["1"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "right", "wrong"), [
+    ("18", ["18"], ["8"]), (18, ["18"], ["8"]), (18.0, ["18"], ["8"]), (0.5, ["0.5"], ["5"]),
+    (1e-5, ["0.00001"], ["1"]), (1e22, [f"1{'0' * 22}"], ["1"]), (-0.0, ["0"], ["1"]),
+    (["18"], ["18"], ["8"]), (["18", 20, 0.5], ["18", "20", "0.5"], ["8"]),
+    (1e23, [f"1{'0' * 23}"], ["1"]),
+])  # fmt: skip
 def test_answer_column_may_be_text_a_number_or_a_list_of_alternatives(name, value, right, wrong):
     reward, row = REWARDS[name], dict(answer=value, _source="rows:1")
     reward.check(row)
@@ -241,16 +240,23 @@ def test_whole_number_may_be_larger_than_any_float():
 
 
 @pytest.mark.parametrize("name", [*READ_ANSWER, "math"])
-@pytest.mark.parametrize("value", [True, [], [None], [["18"]], {"a": 1}, math.nan, [18, math.inf], [False]])
+@pytest.mark.parametrize(
+    "value", [True, [], [None], [["18"]], {"a": 1}, math.nan, [18, math.inf], [False]]
+)
 def test_answers_of_other_types_are_refused(name, value):
-    with pytest.raises(ValueError, match="rows:1: column answer: expected text, a number, or a list of them, got "):
-        BUILT_IN[name].check(dict(answer=value, _source="rows:1"))
+    with pytest.raises(
+        ValueError, match="rows:1: column answer: expected text, a number, or a list of them, got "
+    ):
+        load_reward(name).check(dict(answer=value, _source="rows:1"))
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_flexible"])
 @pytest.mark.parametrize("value", ["eighteen", "", "1/2", '["18"]', "#### 18 or 20", ["18", "x"]])
 def test_answers_without_a_number_are_refused_where_numbers_are_compared(name, value):
-    with pytest.raises(ValueError, match="rows:1: column answer: expected a number, or text with `#### number`, got '"):
+    with pytest.raises(
+        ValueError,
+        match="rows:1: column answer: expected a number, or text with `#### number`, got '",
+    ):
         REWARDS[name].check(dict(answer=value, _source="rows:1"))
     REWARDS[name].check(dict(answer="so\n#### 1,800", _source="rows:1"))
 
@@ -258,7 +264,9 @@ def test_answers_without_a_number_are_refused_where_numbers_are_compared(name, v
 @needs_gsm8k
 def test_gsm8k_accepts_every_gold_answer_of_the_dataset():
     """Every gold answer is right for its row, and wrong for the next row with another answer."""
-    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line]
+    answers = [
+        json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").split("\n") if line
+    ]
     gold = [answer.rpartition("####")[2].strip().replace(",", "") for answer in answers]
     assert len(answers) > 7000
     different = 0
@@ -376,13 +384,20 @@ def test_countdown_accepts_every_correct_expression(data):
         i = data.draw(st.integers(0, len(parts) - 2))
         (a, x), (b, y) = parts[i : i + 2]
         op = data.draw(st.sampled_from("+-*/" if y else "+-*"))
-        parts[i : i + 2] = [(f"({a} {op} {b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else None}[op])]
+        parts[i : i + 2] = [
+            (f"({a} {op} {b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / y if y else None}[op])
+        ]
     [(text, value)] = parts
     shuffled = data.draw(st.permutations(nums))
     found, numbers = arithmetic(text)
     assert found == value and sorted(numbers) == sorted(nums)
     if value.denominator == 1:
-        for written in (text, f"<answer>{text}</answer>", f"{text} = {int(value)}", text.replace("*", "×")):
+        for written in (
+            text,
+            f"<answer>{text}</answer>",
+            f"{text} = {int(value)}",
+            text.replace("*", "×"),
+        ):
             assert countdown(written, dict(nums=shuffled, target=int(value))) == 1
             assert countdown(written, dict(nums=shuffled, target=int(value) + 1)) == 0
             assert countdown(written, dict(nums=shuffled + [0], target=int(value))) == 0
@@ -398,8 +413,17 @@ def test_arithmetic_raises_nothing_on_its_alphabet(text):
 
 def test_arithmetic_bounds_length_and_size():
     assert arithmetic("(" * 99 + "1" + ")" * 99) == (1, [1])
-    assert arithmetic("1" + "+1" * 99)[0] == 100 and arithmetic("1" + "+1" * 100)[0] is None  # 199, 201 characters
-    for text in ("(" * 200, "(" * 100 + ")" * 100, "-" * 199 + "1", "9" * 10_000, "1(" * 100, "(1)" * 60):
+    assert (
+        arithmetic("1" + "+1" * 99)[0] == 100 and arithmetic("1" + "+1" * 100)[0] is None
+    )  # 199, 201 characters
+    for text in (
+        "(" * 200,
+        "(" * 100 + ")" * 100,
+        "-" * 199 + "1",
+        "9" * 10_000,
+        "1(" * 100,
+        "(1)" * 60,
+    ):
         assert arithmetic(text)[0] is None
     assert arithmetic("9" * 100 + "*" + "9" * 99)[0] == (10**100 - 1) * (10**99 - 1)
 
@@ -413,7 +437,10 @@ def test_arithmetic_bounds_length_and_size():
         (dict(target=3, nums=[1, 2.0]), "column nums"),
         (dict(target=3, nums=[1, True]), "column nums"),
         (dict(target=3, numbers=[1, -2]), "column nums"),
-        (dict(target="3", nums=[1, 2]), "rows.jsonl:7: column target: expected an integer, got '3'"),
+        (
+            dict(target="3", nums=[1, 2]),
+            "rows.jsonl:7: column target: expected an integer, got '3'",
+        ),
         (dict(target=3.5, nums=[1, 2]), "column target"),
     ],
 )
@@ -431,11 +458,11 @@ def test_countdown_accepts_well_formed_rows():
 # ---- splits ----
 
 
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [("40+7", 1), ("7+40", 1), ("1+46", 1), (" 46+1\n", 1), ("40+8", 0), ("0+47", 0), ("47+0", 0), ("007+40", 0),
-     ("48+-1", 0), ("40+7+0", 0), ("40 + 7", 0), ("47", 0), ("", 0), ("40+7=47", 0), ("٤٠+7", 0), ("50-3", 0)],
-)  # fmt: skip
+@pytest.mark.parametrize(("completion", "reward"), [
+    ("40+7", 1), ("7+40", 1), ("1+46", 1), (" 46+1\n", 1), ("40+8", 0), ("0+47", 0), ("47+0", 0),
+    ("007+40", 0), ("48+-1", 0), ("40+7+0", 0), ("40 + 7", 0), ("47", 0), ("", 0), ("40+7=47", 0),
+    ("٤٠+7", 0), ("50-3", 0),
+])  # fmt: skip
 def test_split_accepts_every_pair_with_the_sum_in_one_form(completion, reward):
     assert split(completion, dict(target=47)) == reward
 
@@ -448,18 +475,19 @@ def test_split_accepts_all_pairs(n, data):
 
 
 def test_split_refuses_a_target_that_is_no_whole_number():
-    with pytest.raises(ValueError, match="rows.jsonl:7: column target: expected an integer, got '47'"):
+    with pytest.raises(
+        ValueError, match="rows.jsonl:7: column target: expected an integer, got '47'"
+    ):
         split.check(dict(target="47", _source="rows.jsonl:7"))
 
 
 # ---- the form of a completion ----
 
 
-@pytest.mark.parametrize(
-    "completion, target, reward",
-    [("a b c", 3, 0), ("a b c", 5, -2), ("a b c", 1, -2), (" a\n\tb  ", 2, 0), ("", 0, 0), ("", 4, -4),
-     ("a b", None, -2), ("a-b, c.", 2, 0), ("a b c", 2.5, -0.5)],
-)  # fmt: skip
+@pytest.mark.parametrize("completion, target, reward", [
+    ("a b c", 3, 0), ("a b c", 5, -2), ("a b c", 1, -2), (" a\n\tb  ", 2, 0), ("", 0, 0),
+    ("", 4, -4), ("a b", None, -2), ("a-b, c.", 2, 0), ("a b c", 2.5, -0.5),
+])  # fmt: skip
 def test_length_reward_follows_its_ramp(completion, target, reward):
     assert length(completion, dict(target_length=target)) == reward
     if not target:
@@ -471,18 +499,22 @@ def test_length_refuses_malformed_rows():
         length.check(dict(target_length=good, _source="x"))
     length.check(dict(_source="x"))
     for bad in ("12", -1, math.nan, math.inf, True, [1]):
-        with pytest.raises(ValueError, match="rows:2: column target_length: expected a number of words, got "):
+        with pytest.raises(
+            ValueError, match="rows:2: column target_length: expected a number of words, got "
+        ):
             length.check(dict(target_length=bad, _source="rows:2"))
 
 
-@pytest.mark.parametrize(
-    "completion, reward",
-    [("", 0), ("a", 0), ("a a", 0), ("a a a", 0), ("a b c", 0), ("a a a a", -1 / 2), ("a b c d e f", 0),
-     ("a b c a b c", -1 / 4), ("a b\nc  a b c a b c", -4 / 7), ("a b a b a b", -2 / 4), ("A b c a b c", 0)],
-)  # fmt: skip
+@pytest.mark.parametrize("completion, reward", [
+    ("", 0), ("a", 0), ("a a", 0), ("a a a", 0), ("a b c", 0), ("a a a a", -1 / 2),
+    ("a b c d e f", 0), ("a b c a b c", -1 / 4), ("a b\nc  a b c a b c", -4 / 7),
+    ("a b a b a b", -2 / 4), ("A b c a b c", 0),
+])  # fmt: skip
 def test_repetition_scores_repeated_ngrams(completion, reward):
     assert repetition(completion, {}) == pytest.approx(reward)
-    assert math.copysign(1, repetition(completion, {})) == (1 if reward == 0 else -1)  # 0, not -0, in tables
+    assert math.copysign(1, repetition(completion, {})) == (
+        1 if reward == 0 else -1
+    )  # 0, not -0, in tables
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30))
@@ -533,14 +565,47 @@ FULL_ROW = dict(
     kwargs=[{}, dict(keywords=["x"])],
     _source="rows.jsonl:1",
 )
-SINGLE_TURN = "exact_match gsm8k boxed format countdown split length repetition tag_format ifeval".split()
+SINGLE_TURN = (
+    "exact_match gsm8k boxed format countdown split length repetition tag_format ifeval".split()
+)
 RANGES = dict(length=(-math.inf, 0), repetition=(-1, 0))
-PIECES = ["<think>", "</think>", "<answer>", "</answer>", "####", "A:", "\\boxed{", "{", "}", "1", "1,", "/", ".", " "]
-PIECES += ["\n", "*", "$", "-", "(", ")", "3+5", "=8", "×", "x", "\x00", "\ufeff", "٣", "😀", "\u2028"]
+PIECES = [
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "####",
+    "A:",
+    "\\boxed{",
+    "{",
+    "}",
+    "1",
+    "1,",
+    "/",
+    ".",
+    " ",
+]
+PIECES += [
+    "\n",
+    "*",
+    "$",
+    "-",
+    "(",
+    ")",
+    "3+5",
+    "=8",
+    "×",
+    "x",
+    "\x00",
+    "\ufeff",
+    "٣",
+    "😀",
+    "\u2028",
+]
 
 
 def test_function_names_equal_their_flag_values():
-    assert all(REWARDS[name].__name__ == name for name in SINGLE_TURN)
+    assert all(load_reward(name).__name__ == name for name in SINGLE_TURN)
 
 
 @pytest.mark.parametrize("name", SINGLE_TURN)
@@ -549,15 +614,38 @@ def test_random_text_gets_a_reward_in_range(name, text):
     low, high = RANGES.get(name, (0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        value = REWARDS[name](text, FULL_ROW)
+        value = load_reward(name)(text, FULL_ROW)
     assert isinstance(value, float) and low <= value <= high
 
 
 SIZE = 100_000
 WILD = {
     repr(piece): piece * (SIZE // len(piece))
-    for piece in ["a", " ", "\n", "(", "[", "{", "<think>", "</think>", "<answer>", "</answer>", "<answer> ", "#### ",
-                  "\\boxed{", "1", "1,", "a ", "a b ", "\nA: 1", "1+", "-", "A:", "\x00", "9/"]
+    for piece in [
+        "a",
+        " ",
+        "\n",
+        "(",
+        "[",
+        "{",
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<answer> ",
+        "#### ",
+        "\\boxed{",
+        "1",
+        "1,",
+        "a ",
+        "a b ",
+        "\nA: 1",
+        "1+",
+        "-",
+        "A:",
+        "\x00",
+        "9/",
+    ]
 } | {
     "spaces after ####": "####" + " " * SIZE + "x",
     "stars after ####": "####" + " *" * (SIZE // 2) + "x",
@@ -569,26 +657,35 @@ WILD = {
     "spaces between tags": "<think></think>" + " " * SIZE + "<answer>1</answer>x",
     "spaces in the answer": "<think></think><answer>" + " " * SIZE + "</answer>",
     "random": "".join(random.Random(0).choices(PIECES, k=SIZE // 3)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SINGLE_TURN)
 @pytest.mark.parametrize("kind", WILD)
 def test_long_random_text_takes_linear_time(name, kind):
     started = time.process_time()
-    value = REWARDS[name](WILD[kind], FULL_ROW)
-    assert time.process_time() - started < 10  # measured CPU time: under 0.05 s; quadratic would be minutes
+    value = load_reward(name)(WILD[kind], FULL_ROW)
+    assert (
+        time.process_time() - started < 10
+    )  # measured CPU time: under 0.05 s; quadratic would be minutes
     assert math.isfinite(value)
 
 
-@given(st.lists(st.sampled_from(["####", "A:", " ", "*", "-", "+", "$", "1", "23", ",", ".", "/", "\n", "x"])))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["####", "A:", " ", "*", "-", "+", "$", "1", "23", ",", ".", "/", "\n", "x"]
+        )
+    )
+)
 def test_linear_gsm8k_pattern_equals_the_plain_one(pieces):
     plain = re.compile(FINAL_ANSWER.pattern.replace("*+", "*"))
     assert FINAL_ANSWER.findall("".join(pieces)) == plain.findall("".join(pieces))
 
 
 @pytest.mark.parametrize(
-    ("completion", "worth"), [("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0)]
+    ("completion", "worth"),
+    [("12", 1), ("1", 0.5), ("13", 0.5), ("123", 2 / 3), ("21", 0), ("", 0)],
 )
 def test_characters_reward_compares_positions(completion, worth):
     assert REWARDS["characters"](completion, dict(answer="12")) == pytest.approx(worth)

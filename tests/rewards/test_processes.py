@@ -1,4 +1,5 @@
-"""Pools of processes: order of the answers, deadlines, deaths, failing loads, and a killed parent."""
+"""Pools of processes: order of the answers, deadlines, deaths, failing loads, and a killed
+parent."""
 
 import os
 import select
@@ -46,18 +47,22 @@ def test_answer_to_no_question_ends_the_process():
 
 
 def test_nonpositive_sizes_are_refused():
-    for size, seconds, named in ((0, 1, {}), (1, 0, {}), (1, float("nan"), {}), (1, 1, dict(memory_gib=0)),
-                                 (1, 1, dict(start_seconds=-1))):  # fmt: skip
+    for size, seconds, named in (
+        (0, 1, {}),
+        (1, 0, {}),
+        (1, float("nan"), {}),
+        (1, 1, dict(memory_gib=0)),
+        (1, 1, dict(start_seconds=-1)),
+    ):
         with pytest.raises(AssertionError, match="positive"):
             Pool(DO, size, seconds, **named)
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    "how, text",
-    [(("leave", 3), "exit 3"), (("leave", 0), "exit 0"), (("segfault",), "SIGSEGV"), (("kill",), "SIGKILL"),
-     (("close_all",), "it closed a file that it had not opened")],
-)  # fmt: skip
+@pytest.mark.parametrize("how, text", [
+    (("leave", 3), "exit 3"), (("leave", 0), "exit 0"), (("segfault",), "SIGSEGV"),
+    (("kill",), "SIGKILL"), (("close_all",), "it closed a file that it had not opened"),
+])  # fmt: skip
 def test_dying_process_loses_only_its_call(how, text, shared, tmp_path):
     with watched(DO, 2, shared=shared) as (pool, counts):
         calls = [("value", i) for i in range(60)]
@@ -74,7 +79,10 @@ def test_dying_process_loses_only_its_call(how, text, shared, tmp_path):
 
 
 def test_only_hanging_calls_are_killed(monkeypatch, tmp_path):
-    calls, hanging = [("value", i) for i in range(80)], {10: "spin", 11: "power", 40: "deaf", 79: "spin"}
+    calls, hanging = (
+        [("value", i) for i in range(80)],
+        {10: "spin", 11: "power", 40: "deaf", 79: "spin"},
+    )
     for i, how in hanging.items():
         calls[i] = (how,)
     with watched(DO, 2, 0.6) as (pool, counts):
@@ -134,12 +142,19 @@ def test_slow_parent_loses_no_call(monkeypatch):
 def test_children_of_a_hanging_call_are_killed(monkeypatch, tmp_path):
     file = tmp_path / "pid"
     with opened(DO, 1, 10.0) as pool:
-        StillClock(monkeypatch, [pool], {0}, reached=lambda: file.is_file() and file.read_text().endswith(" "))
+        StillClock(
+            monkeypatch,
+            [pool],
+            {0},
+            reached=lambda: file.is_file() and file.read_text().endswith(" "),
+        )
         assert pool.map([("spawn_and_hang", str(file))])[0].timed_out
         until(lambda: not any(map(alive, map(int, file.read_text().split()))))
 
 
-@pytest.mark.parametrize("target, call", [(DO, ("spawn",)), (WAIT, (0.0, "spawn"))], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "target, call", [(DO, ("spawn",)), (WAIT, (0.0, "spawn"))], ids=["sync", "async"]
+)
 def test_children_of_a_call_end_with_it(target, call):
     with opened(target, 1) as pool:
         for result in pool.map([call] * 2):
@@ -171,7 +186,10 @@ def test_large_rows_do_not_block_the_parent(monkeypatch):
 
 # ---- loading ----
 
-COUNTED = "import os\nready = []\ndef f(x): return x, ready\nf.prepare = lambda: ready.append(os.getpid())"
+COUNTED = (
+    "import os\nready = []\ndef f(x): return x, ready\n"
+    "f.prepare = lambda: ready.append(os.getpid())"
+)
 
 
 def test_deadline_excludes_start_and_imports(monkeypatch, tmp_path):
@@ -186,7 +204,11 @@ def test_deadline_excludes_start_and_imports(monkeypatch, tmp_path):
 
         monkeypatch.setattr(Process, "_messages", slowly)
         results = pool.map([(1,), (2,)])
-        assert [r.value[0] for r in results] == [1, 2] and not any(errors(results)) and clock.ahead == 50
+        assert (
+            [r.value[0] for r in results] == [1, 2]
+            and not any(errors(results))
+            and clock.ahead == 50
+        )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -194,25 +216,37 @@ def test_file_is_loaded_in_each_process_or_once_for_all(shared, tmp_path):
     (tmp_path / "slow.py").write_text(COUNTED)
     with opened(f"{tmp_path}/slow.py:f", 2, shared=shared) as pool:
         ready = {tuple(result.value[1]) for result in pool.map([(i,) for i in range(50)])}
-        assert all(len(pids) == 1 for pids in ready) and (ready == {(pool.server.process.pid,)}) == shared
+        assert (
+            all(len(pids) == 1 for pids in ready)
+            and (ready == {(pool.server.process.pid,)}) == shared
+        )
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    "code, text",
-    [("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
-     ("def f(:", "SyntaxError"), ("raise SystemExit('stop')", "SystemExit: stop"), ("x = 1", "AttributeError"),
-     ("while True: pass", "not loaded within 0.3 s"), ("import os; os._exit(4)", "the process died"),
-     ("def f(): pass\ndef prepare(): raise OSError('no')\nf.prepare = prepare", "OSError: no")],
-)  # fmt: skip
+@pytest.mark.parametrize("code, text", [
+    ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    ("def f(:", "SyntaxError"),
+    ("raise SystemExit('stop')", "SystemExit: stop"),
+    ("x = 1", "AttributeError"),
+    ("while True: pass", "not loaded within 0.3 s"),
+    ("import os; os._exit(4)", "the process died"),
+    ("def f(): pass\ndef prepare(): raise OSError('no')\nf.prepare = prepare", "OSError: no"),
+])  # fmt: skip
 def test_unloadable_file_is_an_error_of_every_call(monkeypatch, tmp_path, code, text, shared):
     (tmp_path / "bad.py").write_text(code)
     target, started = f"{tmp_path}/bad.py:f", []
-    monkeypatch.setattr(module, "Process", lambda *arguments: started.append(Process(*arguments)) or started[-1])
-    with watched(target, 2, shared=shared, start_seconds=0.3 if "while" in code else PATIENCE) as (pool, counts):
+    monkeypatch.setattr(
+        module, "Process", lambda *arguments: started.append(Process(*arguments)) or started[-1]
+    )
+    with watched(target, 2, shared=shared, start_seconds=0.3 if "while" in code else PATIENCE) as (
+        pool,
+        counts,
+    ):
         for error in errors(pool.map([()] * 100)):
             assert error.startswith(f"{target} cannot be loaded: ") and text in error
-        assert len(started) == 3  # not 100; and not 1, because another process may have been killed by it
+        assert (
+            len(started) == 3
+        )  # not 100; and not 1, because another process may have been killed by it
     assert max(counts) <= 3
 
 
@@ -240,7 +274,8 @@ def f(): return 3
 
 
 def test_blocked_event_loop_is_killed(monkeypatch, tmp_path):
-    """Concurrent calls exceed the deadline too; calls that were answered before or sent afterwards succeed."""
+    """Concurrent calls exceed the deadline too; calls that were answered before or sent afterwards
+    succeed."""
     began = tmp_path / "began"
     calls = [(0.0,)] * 70 + [(0.0, "block", str(began))] + [(0.0,)] * 130
     with watched(WAIT, 2) as (pool, counts):
@@ -298,8 +333,8 @@ def test_interrupted_map_leaves_no_answers_for_the_next():
 
 
 def test_processes_end_after_their_parent_is_killed(tmp_path):
-    """Processes are in C code that holds the GIL, in a wait, or idle, and have children; a fork of the parent may
-    survive."""
+    """Processes are in C code that holds the GIL, in a wait, or idle, and have children; a fork of
+    the parent may survive."""
     files = [tmp_path / name for name in ("power", "deaf", "spawn_and_hang")]
     code = f"""
 import os, sys, time
@@ -313,7 +348,9 @@ pool.map([(file.rpartition("/")[2], file) for file in {list(map(str, files))!r}]
     with subprocess.Popen([sys.executable, "-c", code], stdout=PIPE) as parent:
         until(lambda: all(file.is_file() for file in files) and files[2].read_text().endswith(" "))
         children = descendants(parent.pid)
-        [other] = [pid for pid in children if code.encode() in open(f"/proc/{pid}/cmdline", "rb").read()]
+        [other] = [
+            pid for pid in children if code.encode() in open(f"/proc/{pid}/cmdline", "rb").read()
+        ]
         parent.kill()
         try:
             until(lambda: not any(alive(pid) for pid in children if pid != other))

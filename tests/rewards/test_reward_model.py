@@ -1,4 +1,5 @@
-"""Reward models: their scores are those of transformers on the conversation in the model's chat template."""
+"""Reward models: their scores are those of transformers on the conversation in the model's chat
+template."""
 
 import json
 
@@ -12,8 +13,8 @@ from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
 from common.parallel.distributed import RunError
-from common.rewards.reward_model import short_names
-from common.rewards.scoring import Rewards
+from common.rewards.registry import short_names
+from common.rewards.total import Rewards
 from common.train.checkpoint import export_hf
 
 TEMPLATE = (
@@ -32,16 +33,22 @@ def save_classifier(folder, template: str | None = TEMPLATE, context: int = 256)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*alphabet, "th", "in", "an"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("i", "n"), ("a", "n")]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
     )
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=context, num_labels=1, pad_token_id=None,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, num_labels=1,
+        pad_token_id=None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -59,16 +66,23 @@ def by_transformers(folder, ids: list[int]) -> float:
     return float(model(input_ids=torch.tensor([ids])).logits)
 
 
-def sampled(tokenizer, row: dict, prompt: str, text: str, finish_reason: str = "stop") -> Completion:
-    prompt, ids = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (prompt, text))
+def sampled(
+    tokenizer, row: dict, prompt: str, text: str, finish_reason: str = "stop"
+) -> Completion:
+    prompt, ids = (
+        tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in (prompt, text)
+    )
     ids = prompt + ids + [tokenizer.eos_token_id] * (finish_reason == "stop")
     mask = [i >= len(prompt) for i in range(len(ids))]
-    return Completion(ids, mask, prompt_length=len(prompt), text=text, finish_reason=finish_reason, row=row)
+    return Completion(
+        ids, mask, prompt_length=len(prompt), text=text, finish_reason=finish_reason, row=row
+    )
 
 
 @pytest.fixture
 def asked(device):
-    """Return the policy's tokenizer, rows of messages and of a question, and two completions of each."""
+    """Return the policy's tokenizer, rows of messages and of a question, and two completions of
+    each."""
     tokenizer = load_tokenizer(resolve_model("tiny"))
     rows = [
         dict(prompt=[dict(role="user", content="What is in the bath?")], _source="a:1"),
@@ -77,7 +91,9 @@ def asked(device):
     texts = (("thin things", "an ant"), ("", "nothing, and then a long answer"))
     groups = []
     for row, of_row in zip(rows, texts, strict=True):
-        prompt = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], tokenize=False, add_generation_prompt=True
+        )
         groups.append([sampled(tokenizer, row, prompt, text) for text in of_row])
     return tokenizer, rows, groups
 
@@ -108,15 +124,22 @@ def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_p
             messages = [*sample.row["prompt"], dict(role="assistant", content=sample.text)]
             whole = theirs.apply_chat_template(messages, return_dict=True)["input_ids"]
             assert theirs.decode(whole).endswith("<|im_end|>\n")
-            assert parts["model/other/hf"][i, j] == pytest.approx(by_transformers(other, whole), abs=1e-4)
+            assert parts["model/other/hf"][i, j] == pytest.approx(
+                by_transformers(other, whole), abs=1e-4
+            )
             # a model of rm.py gets the same ids as in its training
-            assert parts["model/trained/hf"][i, j] == pytest.approx(by_transformers(trained, whole[:-1]), abs=1e-4)
-            assert parts["model/ours/hf"][i, j] == pytest.approx(by_transformers(ours, sample.ids), abs=1e-4)
+            assert parts["model/trained/hf"][i, j] == pytest.approx(
+                by_transformers(trained, whole[:-1]), abs=1e-4
+            )
+            assert parts["model/ours/hf"][i, j] == pytest.approx(
+                by_transformers(ours, sample.ids), abs=1e-4
+            )
 
 
 GROUP = """
 def f(completions, row, ids):
-    return [(float(len(i)), {"long": 1.0, "rare": 2.0} if "long" in c else {}) for c, i in zip(completions, ids)]
+    rare = {"long": 1.0, "rare": 2.0}
+    return [(float(len(i)), rare if "long" in c else {}) for c, i in zip(completions, ids)]
 """
 
 
@@ -132,8 +155,11 @@ def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
     ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "mine.py").write_text(GROUP)
-    flags = ("--dataset", tmp_path / "rows.jsonl", "--completions", tmp_path / "texts.jsonl", "--reward",
-             f"{tmp_path}/mine.py:f", f"model:{other}", f"model:{ours}", "--reward_model", other)  # fmt: skip
+    flags = (
+        "--dataset", tmp_path / "rows.jsonl", "--completions", tmp_path / "texts.jsonl",
+        "--reward", f"{tmp_path}/mine.py:f", f"model:{other}", f"model:{ours}",
+        "--reward_model", other,
+    )  # fmt: skip
     main("eval", *flags, "--output_dir", tmp_path / "1")
     run(2, "eval.py", *flags, "--output_dir", tmp_path / "2")
     one, two = (json.loads((tmp_path / ranks / "results.json").read_text()) for ranks in "12")
@@ -145,7 +171,10 @@ def test_scores_do_not_depend_on_ranks(asked, main, device, tmp_path):
 
 
 def test_plain_prompt_is_text_and_truncated_completion_has_no_eos(device, tmp_path):
-    tokenizer, other = load_tokenizer(resolve_model("tiny")), save_classifier(tmp_path / "other", template=None)
+    tokenizer, other = (
+        load_tokenizer(resolve_model("tiny")),
+        save_classifier(tmp_path / "other", template=None),
+    )
     row = dict(question="What then?", _source="a:1")
     group = [sampled(tokenizer, row, "What then?\n", "nothing", how) for how in ("stop", "length")]
     args = Args(reward=(f"model:{other}",), prompt_format="plain", dtype="float32")
@@ -153,38 +182,59 @@ def test_plain_prompt_is_text_and_truncated_completion_has_no_eos(device, tmp_pa
     theirs = load_tokenizer(str(other))
     ids = theirs("What then?\nnothing")["input_ids"]
     expected = [by_transformers(other, ids + [theirs.eos_token_id]), by_transformers(other, ids)]
-    assert parts["model"][0].tolist() == pytest.approx(expected, abs=1e-4) and expected[0] != expected[1]
+    assert (
+        parts["model"][0].tolist() == pytest.approx(expected, abs=1e-4)
+        and expected[0] != expected[1]
+    )
 
 
 def test_unreadable_sequence_has_no_reward(asked, device, tmp_path):
-    """The sequence exceeds the model's context, in its ids or in the policy's, exceeds --pack_tokens, or is refused by
-    the template."""
+    """The sequence exceeds the model's context, in its ids or in the policy's, exceeds
+    --pack_tokens, or is refused by the template."""
     tokenizer, rows, groups = asked
     other = save_classifier(tmp_path / "other", context=50)
     args = Args(reward=(f"model:{other}",), max_reward_errors=0.3, dtype="float32")
     rewards, meter = Rewards(args, rows, tokenizer, device), Meter()
     total, _, _ = rewards(groups, meter)
-    assert total.isnan().tolist() == [[False, False], [False, True]] and meter.reduce()["reward/error_fraction"] == 0.25
+    assert (
+        total.isnan().tolist() == [[False, False], [False, True]]
+        and meter.reduce()["reward/error_fraction"] == 0.25
+    )
     with pytest.raises(
-        RunError, match=r"of 2 .*model on a:2: .*other: a sequence of \d+ tokens is longer than its con"
+        RunError,
+        match=r"of 2 .*model on a:2: .*other: a sequence of \d+ tokens is longer than its con",
     ):
         rewards(groups[1:], Meter())
     rows[1]["prompt"][0]["role"] = "system"
     with pytest.raises(
-        RunError, match=r"model on a:2: .*other: its chat template refuses the messages: no system turns"
+        RunError,
+        match=r"model on a:2: .*other: its chat template refuses the messages: no system turns",
     ):
         rewards(groups[1:], Meter())
-    args = Args(reward=(f"model:{other}",), pack_tokens=30, max_new_tokens=8, max_reward_errors=0.5, dtype="float32")
+    args = Args(
+        reward=(f"model:{other}",),
+        pack_tokens=30,
+        max_new_tokens=8,
+        max_reward_errors=0.5,
+        dtype="float32",
+    )
     with pytest.raises(RunError, match=r"a sequence of \d+ tokens is longer than --pack_tokens"):
         Rewards(args, rows, tokenizer, device)(groups[:1], Meter())
 
 
 def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, tmp_path):
     tokenizer, rows, _ = asked
-    bare, other = save_classifier(tmp_path / "bare", template=None), save_classifier(tmp_path / "other")
+    bare, other = (
+        save_classifier(tmp_path / "bare", template=None),
+        save_classifier(tmp_path / "other"),
+    )
     for flags, path, words in (
         (dict(), bare, "prompts are messages, but its tokenizer has no chat template"),
-        (dict(system_prompt="Be brief."), other, "its chat template refuses the messages: no system turns"),
+        (
+            dict(system_prompt="Be brief."),
+            other,
+            "its chat template refuses the messages: no system turns",
+        ),
         (
             dict(environment="calculator"),
             other,
@@ -206,7 +256,10 @@ def test_model_that_cannot_read_the_prompts_is_refused_at_start(asked, device, t
         (["gsm8k", "a/b.py:f", "model:runs/a/hf"], ["gsm8k", "f", "model"]),
         (["model:runs/a/hf", "model:runs/b/hf/"], ["model/a/hf", "model/b/hf"]),
         (["model:org/one", "model:org/two", "gsm8k"], ["model/one", "model/two", "gsm8k"]),
-        (["model:a/x/hf", "model:b/x/hf", "model:hf"], ["model/a/x/hf", "model/b/x/hf", "model/hf"]),
+        (
+            ["model:a/x/hf", "model:b/x/hf", "model:hf"],
+            ["model/a/x/hf", "model/b/x/hf", "model/hf"],
+        ),
     ],
 )
 def test_model_names_are_the_shortest_unique_ones(names, short):

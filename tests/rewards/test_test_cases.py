@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from common.rewards import test_cases as forms  # pytest would collect some of its functions as tests
+from common.rewards import (
+    test_cases as forms,
+)  # pytest would collect some of its functions as tests
 from common.rewards.test_cases import AssertTest, CallTest, StdinTest, parse_tests, stub
 
 
@@ -12,38 +14,40 @@ def row(**columns) -> dict:
     return dict(_source="train.jsonl:7", **columns)
 
 
-METHOD = "getattr(Solution(), 'f') if 'Solution' in globals() else f"
 STUB = 'def f(x):\n    """Adds one."""\n'
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
 
 
-# (columns, the chosen column, the tests, the names of which a program must define one)
+# (columns, the tests, the names of which a program must define one)
 FORMS = [
-    (dict(tests=[dict(input="1", output="2")]), "tests", [StdinTest("1", "2")], set()),
-    (dict(tests=json.dumps([dict(input="1", output="2")])), "tests", [StdinTest("1", "2")], set()),
-    (dict(tests=[dict(function="f", result=None)]), "tests", [CallTest("f", [], {}, [None])], {"f"}),
-    (dict(tests=[dict(function="a.f", args=[1], kwargs=dict(x=2), result=3)]), "tests",
+    (dict(tests=[dict(input="1", output="2")]), [StdinTest("1", "2")], set()),
+    (dict(tests=json.dumps([dict(input="1", output="2")])), [StdinTest("1", "2")], set()),
+    (dict(tests=[dict(function="f", result=None)]), [CallTest("f", [], {}, [None])], {"f"}),
+    (dict(tests=[dict(function="a.f", args=[1], kwargs=dict(x=2), result=3)]),
      [CallTest("a.f", [1], dict(x=2), [3])], set()),
-    (dict(tests=["assert f(1) == g.h(2)", dict(input="", output="")]), "tests",
+    (dict(tests=["assert f(1) == g.h(2)", dict(input="", output="")]),
      [AssertTest("assert f(1) == g.h(2)"), StdinTest("", "")], {"f"}),
-    (dict(input_output=dict(inputs=["1", ["2", "3"]], outputs=["4", ["5"]])), "input_output",
+    (dict(input_output=dict(inputs=["1", ["2", "3"]], outputs=["4", ["5"]])),
      [StdinTest("1", "4"), StdinTest("2\n3", "5")], set()),
-    (dict(input_output=dict(inputs=[[1], [2]], outputs=[3, [4]], fn_name="f")), "input_output",
-     [CallTest(METHOD, [1], {}, [3]), CallTest(METHOD, [2], {}, [[4]])], {"f"}),
-    (dict(input_output=json.dumps(dict(inputs=[[1], [2]], outputs=[[3], [4]], fn_name="f"))), "input_output",
-     [CallTest(METHOD, [1], {}, [[3], 3]), CallTest(METHOD, [2], {}, [[4], 4])], {"f"}),  # wrapped, or not
-    (dict(test_list=["assert f(1)", "assert g(2)"], test_setup_code="x = 1", test_imports=["import math"]), "test_list",
-     [AssertTest("assert f(1)", "import math\nx = 1"), AssertTest("assert g(2)", "import math\nx = 1")], {"f", "g"}),
-    (dict(test=CHECK, entry_point="f", prompt=STUB), "test", [AssertTest(f"{CHECK}\n\ncheck(f)\n", STUB, "f")], {"f"}),
-    (dict(test=CHECK, entry_point="f", prompt="Write f."), "test",
+    (dict(input_output=dict(inputs=[[1], [2]], outputs=[3, [4]], fn_name="f")),
+     [CallTest("f", [1], {}, [3], True), CallTest("f", [2], {}, [[4]], True)], {"f"}),
+    (dict(input_output=json.dumps(dict(inputs=[[1], [2]], outputs=[[3], [4]], fn_name="f"))),
+     # wrapped, or not
+     [CallTest("f", [1], {}, [[3], 3], True), CallTest("f", [2], {}, [[4], 4], True)], {"f"}),
+    (dict(test_list=["assert f(1)", "assert g(2)"], test_setup_code="x = 1",
+          test_imports=["import math"]),
+     [AssertTest("assert f(1)", "import math\nx = 1"),
+      AssertTest("assert g(2)", "import math\nx = 1")], {"f", "g"}),
+    (dict(test=CHECK, entry_point="f", prompt=STUB),
+     [AssertTest(f"{CHECK}\n\ncheck(f)\n", STUB, "f")], {"f"}),
+    (dict(test=CHECK, entry_point="f", prompt="Write f."),
      [AssertTest(f"{CHECK}\n\ncheck(f)\n", "", "f")], {"f"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("columns, column, tests, names", FORMS)
-def test_columns_are_parsed_into_tests(columns, column, tests, names):
-    assert parse_tests(row(**columns)) == tests and forms.tests_column(columns) == column
-    assert forms.tested_names(row(**columns)) == names
+@pytest.mark.parametrize("columns, tests, names", FORMS)
+def test_columns_are_parsed_into_tests(columns, tests, names):
+    assert parse_tests(row(**columns)) == tests and forms.tested_names(tests) == names
     nulls = dict.fromkeys(["input_output", "tests", "test_list", "test"])
     assert parse_tests(row(**nulls | columns)) == tests, "a table gives every row all columns"
 
@@ -60,8 +64,7 @@ def test_null_keys_of_a_table_are_ignored():
      ("Write f.", ""), ("def g(x): pass", ""), ([dict(role="user", content=STUB)], ""), (None, "")],
 )  # fmt: skip
 def test_stub_is_extracted_from_the_prompt(prompt, source):
-    assert stub(dict(test=CHECK, entry_point="f", prompt=prompt)) == source
-    assert stub(dict(tests=["assert f(1)"], prompt=prompt)) == "", "only HumanEval's is"
+    assert stub(prompt, "f") == source
 
 
 # ---- malformed rows ----
@@ -88,22 +91,40 @@ def test_stub_is_extracted_from_the_prompt(prompt, source):
         (dict(tests=[dict(input="1", output=1)]), r"tests\[0\]: output is not a str"),
         (dict(tests=[dict(function="f", args=[1])]), r"tests\[0\] lacks result"),
         (dict(tests=[dict(function="f", args="1", result=1)]), r"tests\[0\]: args is not a list"),
-        (dict(tests=[dict(function="f", kwargs=[], result=1)]), r"tests\[0\]: kwargs is not a dict"),
-        (dict(tests=[dict(function="f(", args=[], result=1)]), r"tests\[0\]: function does not parse"),
+        (
+            dict(tests=[dict(function="f", kwargs=[], result=1)]),
+            r"tests\[0\]: kwargs is not a dict",
+        ),
+        (
+            dict(tests=[dict(function="f(", args=[], result=1)]),
+            r"tests\[0\]: function does not parse",
+        ),
         (dict(tests=[dict(function="f", args=[], result=1, output="1")]), "unknown keys output"),
         (dict(input_output="x"), "input_output is not JSON"),
         (dict(input_output=[]), "input_output is a list, not an object"),
         (dict(input_output=dict(inputs=["1"])), "needs lists inputs and outputs"),
         (dict(input_output=dict(inputs=["1"], outputs=[])), "has 1 inputs and 0 outputs"),
         (dict(input_output=dict(inputs=[], outputs=[])), "input_output is empty"),
-        (dict(input_output=dict(inputs=[1], outputs=["1"])), r"inputs\[0\] is neither text nor a list of lines"),
-        (dict(input_output=dict(inputs=[1], outputs=[1], fn_name="f")), "inputs are lists of arguments"),
-        (dict(input_output=dict(inputs=[[1]], outputs=[1], fn_name="f()")), "fn_name is not a name"),
+        (
+            dict(input_output=dict(inputs=[1], outputs=["1"])),
+            r"inputs\[0\] is neither text nor a list of lines",
+        ),
+        (
+            dict(input_output=dict(inputs=[1], outputs=[1], fn_name="f")),
+            "inputs are lists of arguments",
+        ),
+        (
+            dict(input_output=dict(inputs=[[1]], outputs=[1], fn_name="f()")),
+            "fn_name is not a name",
+        ),
         (dict(test_list=[]), "test_list is empty"),
         (dict(test_list="assert f(1)"), "test_list is not a list of strings"),
         (dict(test_list=["assert f(1"]), r"test_list\[0\] does not parse"),
         (dict(test_list=["assert f(1)"], test_setup_code="x ="), "test_setup_code does not parse"),
-        (dict(test_list=["assert f(1)"], test_imports="import math"), "test_imports is not a list of strings"),
+        (
+            dict(test_list=["assert f(1)"], test_imports="import math"),
+            "test_imports is not a list of strings",
+        ),
         (dict(test="def check(candidate): pass"), "entry_point is not a name"),
         (dict(test="def check(candidate): pass", entry_point="f()"), "entry_point is not a name"),
         (dict(test="assert f(1)", entry_point="f"), r"test does not define check\(candidate\)"),

@@ -1,4 +1,5 @@
-"""Thoughts are no answers: the built-in rewards, `--thoughts`, and the marks of the chat templates of common models."""
+"""Thoughts are no answers: the built-in rewards, `--thoughts`, and the marks of the chat templates
+of common models."""
 
 import pytest
 import torch
@@ -8,25 +9,24 @@ from helpers import PATIENCE
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.tiny import build_tokenizer
-from common.rewards.functions import REWARDS
-from common.rewards.scoring import Rewards
+from common.rewards.registry import BUILT_IN, load_reward
 from common.rewards.thoughts import Thoughts, answer_of
+from common.rewards.total import Rewards
 from common.sandbox import program
 
 RIGHT = r"\boxed{18}"
 
 
-@pytest.mark.parametrize(
-    ("text", "inside", "answer"),
-    [
-        ("18", False, "18"), ("<think>7</think> 18", False, " 18"), ("<think>18", False, ""), ("<think>18", True, ""),
-        ("7</think> 18", True, " 18"), ("7</think> 18", False, " 18"), ("18", True, ""), ("", False, ""),
-        ("<think>18</think>", False, ""), ("<think>a<think>b</think>c</think>18", False, "18"),
-        ("<think>7</think> 8 <think>no</think> 18", False, " 18"), ("<think>7</think> 18 <think>no", False, ""),
-        ("7\n</think>\n\n    18\n", False, "    18\n"), ("\n18", False, "\n18"),
-        ("18 <think>or not", False, ""), ("if a < think > b", False, "if a < think > b"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "inside", "answer"), [
+    ("18", False, "18"), ("<think>7</think> 18", False, " 18"), ("<think>18", False, ""),
+    ("<think>18", True, ""), ("7</think> 18", True, " 18"), ("7</think> 18", False, " 18"),
+    ("18", True, ""), ("", False, ""), ("<think>18</think>", False, ""),
+    ("<think>a<think>b</think>c</think>18", False, "18"),
+    ("<think>7</think> 8 <think>no</think> 18", False, " 18"),
+    ("<think>7</think> 18 <think>no", False, ""), ("7\n</think>\n\n    18\n", False, "    18\n"),
+    ("\n18", False, "\n18"), ("18 <think>or not", False, ""),
+    ("if a < think > b", False, "if a < think > b"),
+])  # fmt: skip
 def test_answer_is_behind_the_last_thought(text, inside, answer):
     assert answer_of(text, inside) == answer
 
@@ -37,15 +37,27 @@ def test_answer_is_behind_the_last_thought(text, inside, answer):
 def rows_of(name: str) -> dict:
     instructions = dict(instruction_id_list=["punctuation:no_comma"], kwargs=[{}])
     tests = [dict(input="", output="18\n")]
-    return dict(answer="18", target=18, nums=[9, 9], tests=tests, _source="rows:1", reward=name) | instructions
+    return (
+        dict(answer="18", target=18, nums=[9, 9], tests=tests, _source="rows:1", reward=name)
+        | instructions
+    )
 
 
 TEXTS = {
-    "exact_match": "18", "characters": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18", "boxed": RIGHT, "math": RIGHT,
-    "format": "#### 18", "countdown": "9+9", "split": "9+9", "ifeval": "no such mark",
-    "code": "```python\nprint(18)\n```", "code_fraction": "```python\nprint(18)\n```",
+    "exact_match": "18", "characters": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
+    "boxed": RIGHT, "math": RIGHT, "format": "#### 18", "countdown": "9+9", "split": "9+9",
+    "ifeval": "no such mark", "code": "```python\nprint(18)\n```",
+    "code_fraction": "```python\nprint(18)\n```",
 }  # fmt: skip
-FOUND_ANYWHERE = ("gsm8k", "gsm8k_flexible", "boxed", "math", "code", "code_fraction", "ifeval")  # in `<think>` too
+FOUND_ANYWHERE = (
+    "gsm8k",
+    "gsm8k_flexible",
+    "boxed",
+    "math",
+    "code",
+    "code_fraction",
+    "ifeval",
+)  # in `<think>` too
 WRONG = "perhaps ,\n```python\nprint(7)\n```\n#### 7 or \\boxed{7}\n7"
 
 
@@ -54,7 +66,13 @@ def test_thoughts_are_no_answers(name):
     if name.startswith("code") and program.problem() is not None:
         pytest.skip(program.problem())
     row, right = rows_of(name), TEXTS[name]
-    texts = [f"<think>{WRONG}</think>\n{right}", f"<think>{right}", f"<think>{right}</think>", right, WRONG]
+    texts = [
+        f"<think>{WRONG}</think>\n{right}",
+        f"<think>{right}",
+        f"<think>{right}</think>",
+        right,
+        WRONG,
+    ]
     group = [Completion([1, 2], [False, True], text=text, row=row) for text in texts]
     for thoughts in ("cut", "keep"):
         args = Args(reward=(name,), thoughts=thoughts, reward_timeout=PATIENCE, reward_workers=2)
@@ -68,8 +86,8 @@ def test_thoughts_are_no_answers(name):
 
 
 def test_every_builtin_reward_reads_the_answer_or_says_what_it_reads():
-    form = {name for name, function in REWARDS.items() if hasattr(function, "reads")}
-    assert form == {"length", "repetition", "tag_format"} and set(TEXTS) >= set(REWARDS) - form
+    form = {name for name in BUILT_IN if hasattr(load_reward(name), "reads")}
+    assert form == {"length", "repetition", "tag_format"} and set(TEXTS) >= set(BUILT_IN) - form
 
 
 def test_user_defined_reward_reads_all_of_the_text(tmp_path):
@@ -92,20 +110,28 @@ USER = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
 # template, prompt, the mark that it opens, completion with a thought: its answer is " 18"
 TEMPLATES = {
     "none": (None, "?", "", "<think>7</think> 18"),
-    "R1": (USER + "{{ '<|turn|>\n<think>\n' }}", "?<|turn|>\n<think>\n", "<think>", "7\n</think> 18"),
-    "Qwen3 without thoughts": (USER + "<think>\n\n</think>\n\n", "?<think>\n\n</think>\n\n", "", " 18"),
+    "R1": (
+        USER + "{{ '<|turn|>\n<think>\n' }}", "?<|turn|>\n<think>\n", "<think>", "7\n</think> 18",
+    ),
+    "Qwen3 without thoughts": (
+        USER + "<think>\n\n</think>\n\n", "?<think>\n\n</think>\n\n", "", " 18",
+    ),
     "Seed": ("<seed:think></seed:think>", "?", "", "<seed:think>7</seed:think> 18"),
     "EXAONE": ("<thought>\n", "?<thought>\n", "<thought>", "7</thought> 18"),
     "K2": ("</ifm|think_fast>", "?", "", "<ifm|think_fast>7</ifm|think_fast> 18"),
     "Mistral": ("{{ '[THINK]' + t + '[/THINK]' }}", "[INST]?[/INST]", "", "[THINK]7[/THINK] 18"),
     "gpt-oss": (
         "<|start|>assistant<|channel|>final<|message|>", "?<|start|>assistant", "",
-        "<|channel|>analysis<|message|>7<|end|><|start|>assistant<|channel|>final<|message|> 18"),
+        "<|channel|>analysis<|message|>7<|end|><|start|>assistant<|channel|>final<|message|> 18",
+    ),
     "gpt-oss, opened": (
-        "<|channel|>analysis<|message|>", "?<|channel|>analysis<|message|>", "<|channel|>analysis<|message|>",
-        "7<|channel|>final<|message|> 18"),
+        "<|channel|>analysis<|message|>", "?<|channel|>analysis<|message|>",
+        "<|channel|>analysis<|message|>", "7<|channel|>final<|message|> 18",
+    ),
     "Gemma": ("<|channel>thought\n<channel|>", "?", "", "<|channel>thought\n7<channel|> 18"),
-    "Command": ("<|END_THINKING|>", "?<|START_THINKING|>", "<|START_THINKING|>", "7<|END_THINKING|> 18"),
+    "Command": (
+        "<|END_THINKING|>", "?<|START_THINKING|>", "<|START_THINKING|>", "7<|END_THINKING|> 18",
+    ),
     "named templates": (dict(default="", tool_use="[THINK]"), "?", "", "[THINK]7[/THINK] 18"),
 }  # fmt: skip
 
@@ -133,8 +159,11 @@ def test_tag_that_the_prompt_opens_counts_as_written():
     tokenizer, text = build_tokenizer(), "9 + 9</think>\n<answer>18</answer>"
     args = Args(reward=("tag_format", "length", "repetition"))
     rewards = Rewards(args, [rows_of("")], tokenizer, torch.device("cpu"))
-    samples = [sample_of(tokenizer, prompt, text) for prompt in ("?\n<think>\n", "? Use <think>.\n", "?</think>")]
-    parts = rewards([samples], Meter()).parts
+    samples = [
+        sample_of(tokenizer, prompt, text)
+        for prompt in ("?\n<think>\n", "? Use <think>.\n", "?</think>")
+    ]
+    parts = rewards([samples], Meter()).by_name
     assert parts["tag_format"].tolist() == [[1, 0, 0]]
     assert parts["length"].tolist() == [[-4] * 3] and parts["repetition"].tolist() == [[0] * 3]
 
@@ -142,7 +171,9 @@ def test_tag_that_the_prompt_opens_counts_as_written():
 def test_last_turn_of_an_episode_is_opened_by_its_own_prompt():
     tokenizer = build_tokenizer()
     thoughts = Thoughts(tokenizer, cut=True)
-    first, reply = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("?", "on\n<think>"))
+    first, reply = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("?", "on\n<think>")
+    )
     mask = [False] * len(first) + [True] + [False] * len(reply) + [True]
     sample = Completion([*first, 5, *reply, 5], mask, len(first), text="18", turns=2)
     assert thoughts.opened(sample) == "<think>" and thoughts.answer(sample) == ""

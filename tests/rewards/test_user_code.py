@@ -1,4 +1,5 @@
-"""User files: errors name the problem, signals are restored, and the parameters of a reward determine its form."""
+"""User files: errors name the problem, signals are restored, and the parameters of a reward
+determine its form."""
 
 import json
 import signal
@@ -58,7 +59,9 @@ def test_functions_and_classes_are_loaded_from_a_file(folder):
 
 
 def test_hanging_file_can_be_interrupted_and_handlers_are_restored(tmp_path):
-    (tmp_path / "asks.py").write_text("import signal\nseen = signal.getsignal(signal.SIGTERM)\ndef f(): return seen\n")
+    (tmp_path / "asks.py").write_text(
+        "import signal\nseen = signal.getsignal(signal.SIGTERM)\ndef f(): return seen\n"
+    )
     before = signal.signal(signal.SIGTERM, handler := lambda *_: None)
     try:
         assert load_callable("--reward", f"{tmp_path}/asks.py:f")() == signal.SIG_DFL
@@ -71,12 +74,13 @@ def test_hanging_file_can_be_interrupted_and_handlers_are_restored(tmp_path):
 
 SIBLINGS = {
     "mine.py": "import first_helper\nimport json\ndef f(completion, row):\n    import late_helper\n"
-               "    return first_helper.g(completion) + late_helper.ONE\n",
-    "first_helper.py": "import yaml\nfrom second_helper import part\ndef g(text): return part.TWO * len(text)\n",
+    "    return first_helper.g(completion) + late_helper.ONE\n",
+    "first_helper.py": "import yaml\nfrom second_helper import part\n"
+    "def g(text): return part.TWO * len(text)\n",
     "late_helper.py": "ONE = 1.0\n",
     "second_helper/__init__.py": "",
     "second_helper/part.py": "TWO = 2.0\n",
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -102,7 +106,11 @@ def test_name_of_another_module_is_not_replaced_and_is_reported_once(siblings, c
     for name in ("json", "yaml", "unread"):
         (siblings / f"{name}.py").write_text("raise RuntimeError\n")
     spec = f"{siblings}/mine.py:f"
-    assert load_callable("--reward", spec)("abc", {}) == load_callable("--reward", spec)("abc", {}) == 7
+    assert (
+        load_callable("--reward", spec)("abc", {})
+        == load_callable("--reward", spec)("abc", {})
+        == 7
+    )
     with opened(spec, 1) as pool:
         assert pool.map([("abc", {})])[0].value == 7
     lines = capsys.readouterr().out.splitlines()
@@ -151,11 +159,19 @@ def test_parameters_determine_the_form(function, form):
         (lambda completion, row, *, ids: 0, "too many positional arguments"),
         (lambda row, completion: 0, "'row' stands elsewhere"),
         (Judge, "it is a class; name a function, or an object that can be called"),
-        (lambda completion, answer: 0, "'answer' gets the whole row; call it row, and read row\\['answer'\\]"),
-        (type("OfNumber", (Judge,), dict(columns=5))(), "its attribute columns is 5, not a tuple of names"),
+        (
+            lambda completion, answer: 0,
+            "'answer' gets the whole row; call it row, and read row\\['answer'\\]",
+        ),
+        (
+            type("OfNumber", (Judge,), dict(columns=5))(),
+            "its attribute columns is 5, not a tuple of names",
+        ),
     ],
 )
 def test_unknown_parameters_are_refused(function, words):
-    with pytest.raises(ValueError, match=f"^--reward mine.py:f: .*or \\(completions, row\\).*: {words}") as error:
+    with pytest.raises(
+        ValueError, match=f"^--reward mine.py:f: .*or \\(completions, row\\).*: {words}"
+    ) as error:
         reward_form("mine.py:f", function, ("prompt", "answer"))
     assert "\n" not in str(error.value)

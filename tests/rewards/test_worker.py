@@ -24,8 +24,10 @@ REFUSE = f"{USER_FILE}:refuse_async"
 
 
 def test_function_is_loaded_and_prepared_once(tmp_path):
-    (tmp_path / "a.py").write_text("count = 0\ndef f(): return count\ndef g(): return count\n"
-                                   "def prepare():\n    global count\n    count += 1\nf.prepare = prepare")  # fmt: skip
+    (tmp_path / "a.py").write_text(
+        "count = 0\ndef f(): return count\ndef g(): return count\n"
+        "def prepare():\n    global count\n    count += 1\nf.prepare = prepare"
+    )
     target = str(tmp_path / "a.py")
     for _ in range(2):
         assert load(f"{target}:f")() == load(f"{target}:g")() == 1
@@ -39,12 +41,11 @@ class Silent(Exception):
         raise self
 
 
-@pytest.mark.parametrize(
-    "error, line",
-    [(ValueError("one\ntwo"), "ValueError: one"), (ValueError("\n one\n"), "ValueError: one"), (KeyError(), "KeyError"),
-     (KeyError("x"), "KeyError: 'x'"), (Silent(), "Silent: (its text cannot be had)"),
-     (OSError("x" * 999), "OSError: " + "x" * 500)],
-)  # fmt: skip
+@pytest.mark.parametrize("error, line", [
+    (ValueError("one\ntwo"), "ValueError: one"), (ValueError("\n one\n"), "ValueError: one"),
+    (KeyError(), "KeyError"), (KeyError("x"), "KeyError: 'x'"),
+    (Silent(), "Silent: (its text cannot be had)"), (OSError("x" * 999), "OSError: " + "x" * 500),
+])  # fmt: skip
 def test_errors_are_formatted_on_one_line(error, line):
     assert one_line(error) == line
 
@@ -64,8 +65,19 @@ def test_memory_limit_is_added_to_the_present_use():
 def test_server_ends_if_its_parent_died_before_it_started():
     """A fork of the parent may hold the connection open."""
     ours, theirs = socket.socketpair()
-    setup = dict(path=sys.path, control=theirs.fileno(), parent=os.getppid(), target=DO, shared=False, memory_gib=1)
-    line = [sys.executable, worker.__file__, json.dumps(setup | dict(grace=0.0))]  # its parent is this process
+    setup = dict(
+        path=sys.path,
+        control=theirs.fileno(),
+        parent=os.getppid(),
+        target=DO,
+        shared=False,
+        memory_gib=1,
+    )
+    line = [
+        sys.executable,
+        worker.__file__,
+        json.dumps(setup | dict(grace=0.0)),
+    ]  # its parent is this process
     with ours, theirs:
         assert subprocess.run(line, pass_fds=[theirs.fileno()], timeout=PATIENCE).returncode == 0
 
@@ -74,12 +86,24 @@ def test_server_ends_if_its_parent_died_before_it_started():
 
 
 def test_exception_of_a_function_is_reported_on_one_line():
-    calls = ["recurse", "leave_politely", "interrupt", "refuse", "lines", "function", "mine", "nothing"]
+    calls = [
+        "recurse",
+        "leave_politely",
+        "interrupt",
+        "refuse",
+        "lines",
+        "function",
+        "mine",
+        "nothing",
+    ]
     with watched(DO, 1) as (pool, _):
-        results = pool.map([(call,) for call in calls] + [("value", threading.Lock()), ("value", 3)])
+        results = pool.map(
+            [(call,) for call in calls] + [("value", threading.Lock()), ("value", 3)]
+        )
         texts = [
-            "RecursionError: maximum", "SystemExit: 5", "KeyboardInterrupt", "Refuses: (its text cannot be had)",
-            "ValueError: one", "the result cannot be pickled: ", "the result cannot be unpickled: ",
+            "RecursionError: maximum", "SystemExit: 5", "KeyboardInterrupt",
+            "Refuses: (its text cannot be had)", "ValueError: one",
+            "the result cannot be pickled: ", "the result cannot be unpickled: ",
             "KeyError: 'nothing'", "ValueError: the call cannot be pickled: TypeError",
         ]  # fmt: skip
         for error, text in zip(errors(results), texts, strict=False):
@@ -131,7 +155,10 @@ def test_worker_imports_little_and_finds_the_modules_of_the_parent(tmp_path, mon
 
 
 def test_workers_draw_different_random_numbers(tmp_path):
-    code = "import numpy.random, random, time\ndef f(name):\n    time.sleep(0.01)\n    return eval(name).random()"
+    code = (
+        "import numpy.random, random, time\ndef f(name):\n    time.sleep(0.01)\n"
+        "    return eval(name).random()"
+    )
     (tmp_path / "draw.py").write_text(code)
     with opened(f"{tmp_path}/draw.py:f", 3, shared=True) as pool:
         for name in ("numpy.random", "random"):
@@ -146,20 +173,28 @@ def test_async_calls_run_together_in_one_process():
         results = [r.value for r in pool.map([(0.0, "meet", 64)] * 64 + [(0.0,)] * 36)]
         most, loops, pids = max(r[1] for r in results), results[-1][2], {r[3] for r in results}
         assert most == 64 and loops == 1 and len(pids) == 1
-        assert pool.map([(0.0,)])[0].value[1:] == (64, 1, *pids)  # the loop stays, with the clients that are tied to it
+        assert pool.map([(0.0,)])[0].value[1:] == (
+            64,
+            1,
+            *pids,
+        )  # the loop stays, with the clients that are tied to it
 
 
 @pytest.mark.slow
 def test_async_calls_fail_separately():
     with opened(WAIT, 2, 1.5) as pool:
-        results = pool.map([(0.0,), (9999.0,), (0.0, "own"), (0.0, "exit"), (0.0,), (0.0, "stubborn"), (0.0,)])
+        results = pool.map(
+            [(0.0,), (9999.0,), (0.0, "own"), (0.0, "exit"), (0.0,), (0.0, "stubborn"), (0.0,)]
+        )
         late, missing = "no answer within 1.5 s", None
         assert [error and re.sub(r" \(line \d+\)$", "", error) for error in errors(results)] == [
             missing, late, "TimeoutError: from a server", "SystemExit: mine", missing, late, missing
         ]  # fmt: skip
         assert [r.timed_out for r in results] == [False, True, False, False, False, True, False]
         pid = pool.map([(0.0,)])[0].value[3]
-        assert pool.map([(9999.0,)])[0].timed_out and pool.map([(0.0,)])[0].value[3] == pid  # cancelled, not killed
+        assert (
+            pool.map([(9999.0,)])[0].timed_out and pool.map([(0.0,)])[0].value[3] == pid
+        )  # cancelled, not killed
     with opened(REFUSE, 2, 1.5) as pool:
         (error,) = errors(pool.map([()]))
         assert re.fullmatch(r"Refuses: \(its text cannot be had\) \(line \d+\)", error)

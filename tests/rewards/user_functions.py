@@ -1,4 +1,5 @@
-"""A user's file, for the tests of the pool and of its processes: functions that compute, hang, crash, print, fork."""
+"""A user's file, for the tests of the pool and of its processes: functions that compute, hang,
+crash, print, fork."""
 
 import asyncio
 import contextlib
@@ -67,10 +68,15 @@ def flood(line):
 
 
 def spawn():
-    """Start a child, one in a session of its own, and an orphan in another; return their process ids."""
-    children = [subprocess.Popen(["sleep", "9999"], start_new_session=own).pid for own in (False, True)]
+    """Start a child, one in a session of its own, and an orphan in another; return their process
+    ids."""
+    children = [
+        subprocess.Popen(["sleep", "9999"], start_new_session=own).pid for own in (False, True)
+    ]
     orphan = "sleep 9999 >/dev/null & echo $!"
-    return *children, int(subprocess.run(orphan, shell=True, start_new_session=True, stdout=-1).stdout)
+    return *children, int(
+        subprocess.run(orphan, shell=True, start_new_session=True, stdout=-1).stdout
+    )
 
 
 def meet(folder, number):
@@ -82,7 +88,13 @@ def meet(folder, number):
 
 
 def where():
-    return "torch" in sys.modules, sys.path, os.getcwd(), os.getsid(0), sorted(m for m in sys.modules if "common" in m)
+    return (
+        "torch" in sys.modules,
+        sys.path,
+        os.getcwd(),
+        os.getsid(0),
+        sorted(m for m in sys.modules if "common" in m),
+    )
 
 
 # ---- functions that raise ----
@@ -184,7 +196,8 @@ running, most, loops = 0, 0, set()
 
 
 async def wait(seconds=0.0, how="sleep", what=None):
-    """Return the seconds, the maximum number of concurrent calls so far, the number of event loops, and the process."""
+    """Return the seconds, the maximum number of concurrent calls so far, the number of event loops,
+    and the process."""
     global running, most
     running, most = running + 1, max(most, running + 1)
     try:

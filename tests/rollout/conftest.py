@@ -11,17 +11,19 @@ from conftest import NEW_TOKENS, Args
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine
-from common.rollout.engines import make_engine, whole_weights
+from common.rollout.engine import Engine, make_engine, whole_weights
 
-RANK_0_OF_1 = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
-                   MASTER_PORT="0")  # fmt: skip
+RANK_0_OF_1 = dict(
+    RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+    MASTER_PORT="0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def engines(device) -> Iterator[dict[str, Engine]]:
-    """Return a cache of engines by kind for all tests: vLLM takes seconds to start and cannot start twice in a process.
-    They are closed at the very end, because vLLM's shutdown leaves the process group."""
+    """Return a cache of engines by kind for all tests: vLLM takes seconds to start and cannot start
+    twice in a process. They are closed at the very end, because vLLM's shutdown leaves the process
+    group."""
     started: dict[str, Engine] = {}
     yield started
     for engine in started.values():
@@ -34,15 +36,21 @@ def engine(request, engines, device) -> Engine:
     if kind == "vllm":
         pytest.importorskip("vllm")
     if kind not in engines:
-        tokenizer, args = load_tokenizer(path), Args(dtype="float32", engine=kind, max_new_tokens=NEW_TOKENS)
+        tokenizer, args = (
+            load_tokenizer(path),
+            Args(dtype="float32", engine=kind, max_new_tokens=NEW_TOKENS),
+        )
         with mock.patch.dict(os.environ, RANK_0_OF_1):
-            engines[kind] = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+            engines[kind] = make_engine(
+                path, args, eos_token_ids(path, tokenizer), tokenizer, device
+            )
     return engines[kind]
 
 
 @pytest.fixture(scope="module")
 def policy(device) -> Policy:
-    """Return a policy whose weights all differ from the checkpoint and the engine, the tied embedding too."""
+    """Return a policy whose weights all differ from the checkpoint and the engine, the tied
+    embedding too."""
     policy = load_policy(tiny_model(), Args(dtype="float32"), device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Both engines sample from exactly the trainer's weights, and completions depend only on their seeds."""
+"""Both engines sample from exactly the trainer's weights, and completions depend only on their
+seeds."""
 
 import contextlib
 import random
@@ -10,6 +11,7 @@ import torch
 from conftest import NEW_TOKENS, Args
 from transformers import AutoModelForCausalLM
 
+from bench.completions import complete
 from common.data.packing import pack
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
@@ -17,8 +19,13 @@ from common.model.hub import context_length, load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.rollout import engine as base
-from common.rollout.engine import Engine, Request, empty_completion
-from common.rollout.engines import make_engine, whole_weights
+from common.rollout.engine import (
+    Engine,
+    Request,
+    empty_completion,
+    make_engine,
+    whole_weights,
+)
 from common.rollout.vllm_engine import lost_asleep
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
@@ -35,11 +42,14 @@ def flat(groups: list[list[Completion]]) -> list[Completion]:
 
 @torch.no_grad()
 def difference(policy: Policy, groups: list[list[Completion]], temperature: float, device) -> float:
-    """Return the largest difference between the log-probs of engine and trainer on sampled tokens."""
+    """Return the largest difference between the log-probs of engine and trainer on sampled
+    tokens."""
     worst = 0.0
     for mb in pack(flat(groups), 1000, device):
         logprobs_T, *_ = policy(mb, temperature=temperature)
-        worst = max(worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item())
+        worst = max(
+            worst, ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max().item()
+        )
     return worst
 
 
@@ -48,7 +58,9 @@ def scaled(policy: Policy, name: str, factor: float) -> Iterator[None]:
     """Scale a weight of the policy inside the context, by a factor that can be undone exactly."""
 
     def scale(by: float) -> None:
-        policy.reshard()  # a forward without a backward keeps the root's weights gathered, and would not see the change
+        # a forward without a backward keeps the root's weights gathered, and would not see the
+        # change
+        policy.reshard()
         with torch.no_grad():
             dict(policy.named_parameters(remove_duplicate=False))[name].to_local().mul_(by)
 
@@ -61,7 +73,8 @@ def scaled(policy: Policy, name: str, factor: float) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_prompt_is_computed_once_for_its_group_and_again_for_new_weights(engines, engine, policy):
-    """vLLM caches whole blocks. Prompts of two groups share a cache as long as the weights stay the same."""
+    """vLLM caches whole blocks. Prompts of two groups share a cache as long as the weights stay the
+    same."""
     if engine is not engines.get("vllm"):
         pytest.skip("only vLLM caches prompts")
     block = engine.llm.llm_engine.vllm_config.cache_config.block_size
@@ -71,7 +84,7 @@ def test_prompt_is_computed_once_for_its_group_and_again_for_new_weights(engines
         engine.load_weights(whole_weights(policy, engine.dtype), version)
         for _ in range(2):
             meter = Meter()
-            engine.generate([prompt], 8, [1], 1.0)
+            complete(engine, [prompt], 8, [1], 1.0)
             engine.measure(meter)
             rates.append(meter.reduce()["engine/prefix_hit_rate"] * size / block)
     assert rates == pytest.approx([7 / 8, 1, 7 / 8, 1])
@@ -79,12 +92,16 @@ def test_prompt_is_computed_once_for_its_group_and_again_for_new_weights(engines
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_engine_and_trainer_agree_on_the_synced_weights(synced, policy, device, temperature):
-    groups = synced.generate(prompts(synced), 4, SEEDS, temperature)
+    groups = complete(synced, prompts(synced), 4, SEEDS, temperature)
     assert difference(policy, groups, temperature, device) < 1e-4
-    assert difference(policy, groups, temperature * 1.1, device) > 1e-3  # the temperature has an effect
+    assert (
+        difference(policy, groups, temperature * 1.1, device) > 1e-3
+    )  # the temperature has an effect
 
 
-def submitted(engine: Engine, count: int, temperature: float = 1.0, limits: list[int] | None = None) -> list[Request]:
+def submitted(
+    engine: Engine, count: int, temperature: float = 1.0, limits: list[int] | None = None
+) -> list[Request]:
     given, limits = prompts(engine), limits or [NEW_TOKENS] * count
     empty = [empty_completion(given[i % len(given)]) for i in range(count)]
     requests = [Request(empty[i], limits[i], 1000 * i, temperature) for i in range(count)]
@@ -95,7 +112,7 @@ def submitted(engine: Engine, count: int, temperature: float = 1.0, limits: list
 
 def finish(engine: Engine, requests: list[Request]) -> list[Completion]:
     while not all(request.has_ended for request in requests):
-        engine.step()
+        engine.advance()
     return [request.completion for request in requests]
 
 
@@ -105,7 +122,7 @@ def test_in_flight_requests_continue_under_new_weights_and_record_versions(synce
     for _ in range(
         1 if type(synced).__name__ == "TransformersEngine" else 5
     ):  # the engine samples 64 sequences to their ends
-        synced.step()
+        synced.advance()
     with scaled(policy, "hf.lm_head.weight", 2.0):
         synced.load_weights(whole_weights(policy, synced.dtype), version=7)
         packs = pack(finish(synced, requests), 1000, device)
@@ -118,99 +135,122 @@ def test_in_flight_requests_continue_under_new_weights_and_record_versions(synce
         by_new_T, sampled_T = mb.versions_T == 7, mb.loss_mask_T
         own.append((torch.where(by_new_T, new_T, old_T) - mb.rollout_logprobs_T)[sampled_T].abs())
         other.append((torch.where(by_new_T, old_T, new_T) - mb.rollout_logprobs_T)[sampled_T].abs())
-        assert set(mb.versions_T[sampled_T].tolist()) <= {0, 7} and (mb.versions_T[~sampled_T] == -1).all()
+        assert (
+            set(mb.versions_T[sampled_T].tolist()) <= {0, 7}
+            and (mb.versions_T[~sampled_T] == -1).all()
+        )
     assert torch.cat(own).max() < 1e-4 and torch.cat(other).mean() > 1e-2
-    spread = {(request.completion.version, max(request.completion.versions)) for request in requests}
+    spread = {
+        (request.completion.version, max(request.completion.versions)) for request in requests
+    }
     assert {(0, 7), (7, 7)} & spread and (0, 0) in spread | {(0, 0)}
 
 
 def test_interrupted_requests_end_as_uninterrupted_ones(synced):
-    whole = synced.generate(prompts(synced), 1, [0] * len(TEXTS), 0.0)
+    whole = complete(synced, prompts(synced), 1, [0] * len(TEXTS), 0.0)
     requests = submitted(synced, len(TEXTS), temperature=0.0)
     while not all(request.has_ended for request in requests):
-        synced.step()
+        synced.advance()
         synced.interrupt()
     assert [request.completion.ids for request in requests] == [s.ids for s in flat(whole)]
 
 
-def test_smaller_priorities_run_first_and_closed_admission_runs_only_begun_requests(synced, monkeypatch):
+def test_smaller_priorities_run_first_and_closed_admission_runs_only_begun_requests(
+    synced, monkeypatch
+):
     monkeypatch.setattr(base, "SLOTS", 2)
     requests = submitted(synced, 4)
     requests[3].priority, ended = -1, []
     while len(ended) < 2:
-        ended += synced.step()
+        ended += synced.advance()
     assert requests[3] in ended and requests[0] in ended
     synced.admits_new = False
     while synced.running:
-        ended += synced.step()
-    assert synced.step() == []
+        ended += synced.advance()
+    assert synced.advance() == []
     synced.admits_new = True
     while len(ended) < 4:
-        ended += synced.step()
+        ended += synced.advance()
 
 
 def test_unsynced_weights_are_detected(synced, policy, device):
-    """Negative control: the same comparison detects weights that did not arrive, also if only the tied head is old."""
-    groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
+    """Negative control: the same comparison detects weights that did not arrive, also if only the
+    tied head is old."""
+    groups = complete(synced, prompts(synced), 4, SEEDS, 1.0)
     with scaled(policy, "hf.lm_head.weight", 2.0):
-        stale = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
+        stale = difference(policy, complete(synced, prompts(synced), 4, SEEDS, 1.0), 1.0, device)
         synced.load_weights(whole_weights(policy, synced.dtype))
-        fresh = difference(policy, synced.generate(prompts(synced), 4, SEEDS, 1.0), 1.0, device)
+        fresh = difference(policy, complete(synced, prompts(synced), 4, SEEDS, 1.0), 1.0, device)
     assert stale > 1e-2 and fresh < 1e-4
     synced.load_weights(whole_weights(policy, synced.dtype))
-    again = synced.generate(prompts(synced), 4, SEEDS, 1.0)
+    again = complete(synced, prompts(synced), 4, SEEDS, 1.0)
     assert [s.ids for s in flat(again)] == [s.ids for s in flat(groups)]
 
 
 def test_prefixes_of_old_weights_are_not_reused(synced, policy, device):
     """The same prompt is sampled before and after a change, which would expose a stale KV cache."""
     prompt = [prompts(synced)[3] * 6]
-    synced.generate(prompt, 2, [1], 1.0)
+    complete(synced, prompt, 2, [1], 1.0)
     with scaled(policy, "hf.model.layers.0.self_attn.v_proj.weight", -1.0):
         synced.load_weights(whole_weights(policy, synced.dtype))
-        assert difference(policy, synced.generate(prompt, 2, [1], 1.0), 1.0, device) < 1e-4
+        assert difference(policy, complete(synced, prompt, 2, [1], 1.0), 1.0, device) < 1e-4
 
 
 def test_completions_do_not_depend_on_the_split_of_prompts(synced):
-    together = synced.generate(prompts(synced), 3, SEEDS, 1.0)
-    apart = [synced.generate([prompt], 3, [seed], 1.0)[0] for prompt, seed in zip(prompts(synced), SEEDS, strict=True)]
-    fewer = synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    together = complete(synced, prompts(synced), 3, SEEDS, 1.0)
+    apart = [
+        complete(synced, [prompt], 3, [seed], 1.0)[0]
+        for prompt, seed in zip(prompts(synced), SEEDS, strict=True)
+    ]
+    fewer = complete(synced, prompts(synced), 2, SEEDS, 1.0)
     for a, b, c in zip(together, apart, fewer, strict=True):
-        assert [s.ids for s in a] == [s.ids for s in b] and [s.ids for s in a[:2]] == [s.ids for s in c]
+        assert [s.ids for s in a] == [s.ids for s in b] and [s.ids for s in a[:2]] == [
+            s.ids for s in c
+        ]
         for x, y in zip(a, b, strict=True):
             assert x.rollout_logprobs == pytest.approx(y.rollout_logprobs, abs=1e-5)
 
 
 def test_seeds_determine_the_samples(synced):
-    """Samples of one prompt differ, equal prompts with other seeds differ, and equal seeds give equal samples."""
-    groups = synced.generate(prompts(synced), 4, SEEDS, 1.0)
+    """Samples of one prompt differ, equal prompts with other seeds differ, and equal seeds give
+    equal samples."""
+    groups = complete(synced, prompts(synced), 4, SEEDS, 1.0)
     assert len({tuple(s.ids) for s in groups[0]}) == 4
-    assert TEXTS[0] == TEXTS[4] and not {tuple(s.ids) for s in groups[0]} & {tuple(s.ids) for s in groups[4]}
-    same, other, next_to_it = synced.generate([prompts(synced)[0]] * 3, 4, [7, 7, 8], 1.0)
+    assert TEXTS[0] == TEXTS[4] and not {tuple(s.ids) for s in groups[0]} & {
+        tuple(s.ids) for s in groups[4]
+    }
+    same, other, next_to_it = complete(synced, [prompts(synced)[0]] * 3, 4, [7, 7, 8], 1.0)
     assert [s.ids for s in same] == [s.ids for s in other]
     assert not {tuple(s.ids) for s in same} & {tuple(s.ids) for s in next_to_it}
 
 
 def test_fields_of_a_completion_are_consistent(synced):
-    """Ids, mask and log-probs have equal lengths; an EOS ends a completion, belongs to it and is trained."""
+    """Ids, mask and log-probs have equal lengths; an EOS ends a completion, belongs to it and is
+    trained."""
     given = prompts(synced)
     reasons = set()
-    for prompt, group in zip(given, synced.generate(given, 16, SEEDS, 1.6), strict=True):
+    for prompt, group in zip(given, complete(synced, given, 16, SEEDS, 1.6), strict=True):
         assert len(group) == 16
         for s in group:
             completion = s.completion_ids
             assert s.ids[: s.prompt_length] == prompt and 1 <= len(completion) <= NEW_TOKENS
             assert s.loss_mask == [False] * len(prompt) + [True] * len(completion)
-            assert len(s.rollout_logprobs) == len(s.ids) and s.rollout_logprobs[: len(prompt)] == [0.0] * len(prompt)
+            assert len(s.rollout_logprobs) == len(s.ids) and s.rollout_logprobs[: len(prompt)] == [
+                0.0
+            ] * len(prompt)
             assert all(logprob < 0 for logprob in s.rollout_logprobs[len(prompt) :])
             ends = [i for i, token in enumerate(completion) if token in synced.eos_ids]
             assert ends in ([], [len(completion) - 1])
             assert s.finish_reason == ("stop" if ends else "length")
             assert ends or len(completion) == NEW_TOKENS
-            assert s.text == synced.tokenizer.decode([i for i in completion if i not in synced.silent_ids])
+            assert s.text == synced.tokenizer.decode(
+                [i for i in completion if i not in synced.silent_ids]
+            )
             reasons.add((s.finish_reason, completion[-1] if ends else None))
     assert len(synced.eos_ids) == 2
-    assert reasons == {("length", None)} | {("stop", eos) for eos in synced.eos_ids}  # every EOS ends a completion
+    assert reasons == {("length", None)} | {
+        ("stop", eos) for eos in synced.eos_ids
+    }  # every EOS ends a completion
 
 
 def test_requests_have_separate_length_limits(synced):
@@ -225,17 +265,26 @@ def test_requests_have_separate_length_limits(synced):
 
 
 def test_temperature_0_is_greedy(synced, policy, device):
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval().to(device)
-    weights = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in policy.hf.state_dict().items()}
+    plain = (
+        AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval().to(device)
+    )
+    weights = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for name, t in policy.hf.state_dict().items()
+    }
     plain.load_state_dict(weights)
-    groups = synced.generate(prompts(synced), 1, [0] * len(TEXTS), 0.0)
+    groups = complete(synced, prompts(synced), 1, [0] * len(TEXTS), 0.0)
     for prompt, (sample,) in zip(prompts(synced), groups, strict=True):
         ids = list(prompt)
-        while len(ids) < len(prompt) + NEW_TOKENS and (len(ids) == len(prompt) or ids[-1] not in synced.eos_ids):
+        while len(ids) < len(prompt) + NEW_TOKENS and (
+            len(ids) == len(prompt) or ids[-1] not in synced.eos_ids
+        ):
             with torch.no_grad():
                 ids.append(int(plain(torch.tensor([ids], device=device)).logits[0, -1].argmax()))
         assert sample.ids == ids
-    assert difference(policy, groups, 1.0, device) < 1e-4  # greedy log-probs are those at temperature 1
+    assert (
+        difference(policy, groups, 1.0, device) < 1e-4
+    )  # greedy log-probs are those at temperature 1
 
 
 def test_tensors_lost_during_sleep_are_named(synced):
@@ -256,12 +305,16 @@ def test_tensors_lost_during_sleep_are_named(synced):
 
 
 def test_empty_prompt_list_gives_no_completions(synced):
-    assert synced.generate([], 4, [], 1.0) == []
+    assert complete(synced, [], 4, [], 1.0) == []
 
 
 def test_global_generators_are_unchanged(synced, policy):
     def draw():
-        return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+        return (
+            torch.rand(3).tolist(),
+            np.random.rand(3).tolist(),
+            [random.random() for _ in range(3)],
+        )
 
     def seed():
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
@@ -269,19 +322,23 @@ def test_global_generators_are_unchanged(synced, policy):
     seed()
     expected = draw()
     seed()
-    synced.generate(prompts(synced), 2, SEEDS, 1.0)
+    complete(synced, prompts(synced), 2, SEEDS, 1.0)
     assert draw() == expected
 
 
 def test_sampling_follows_the_distribution(synced, policy, device):
-    """Compare first tokens of many samples with the exact probabilities, at a temperature other than 1."""
+    """Compare first tokens of many samples with the exact probabilities, at a temperature other
+    than 1."""
     prompt, count, temperature = prompts(synced)[0], 2000, 0.5
     requests = [Request(empty_completion(prompt), 1, 5 + i, temperature) for i in range(count)]
     for request in requests:
         synced.submit(request)
     tokens = torch.tensor([completion.ids[-1] for completion in finish(synced, requests)])
     counts = torch.bincount(tokens, minlength=len(synced.tokenizer))
-    everything = [Sample(ids=[*prompt, token], loss_mask=[True] * (len(prompt) + 1)) for token in range(len(counts))]
+    everything = [
+        Sample(ids=[*prompt, token], loss_mask=[True] * (len(prompt) + 1))
+        for token in range(len(counts))
+    ]
     with torch.no_grad():
         (mb,) = pack(everything, 10**5, device)
         last = (mb.cu_seqlens_N1[1:] - 1).long()
@@ -305,4 +362,6 @@ def test_engine_flag_selects_the_engine(device, monkeypatch):
 
 def test_context_is_the_smaller_of_model_and_pack():
     assert context_length(tiny_model(), Args(pack_tokens=8192)) == 2048
-    assert context_length(tiny_model(), Args(pack_tokens=1000)) == 1001  # the last token is only a target
+    assert (
+        context_length(tiny_model(), Args(pack_tokens=1000)) == 1001
+    )  # the last token is only a target

@@ -1,4 +1,5 @@
-"""Environments in processes: they answer like built-in ones, and a failing one does not affect the others."""
+"""Environments in processes: they answer like built-in ones, and a failing one does not affect the
+others."""
 
 import inspect
 import os
@@ -54,7 +55,8 @@ def fine(turn: int) -> Answer:
 
 @pytest.fixture
 def doers(tmp_path):
-    """Yield environments that evaluate the model's turns. Check that no process and no file is left open at the end."""
+    """Yield environments that evaluate the model's turns. Check that no process and no file is left
+    open at the end."""
     (tmp_path / "doer.py").write_text(USER_FILE)
     before, files = set(descendants(os.getpid())), open_files()
     environments = Environments(f"{tmp_path / 'doer.py'}:Doer", 10.0, start_timeout=PATIENCE)
@@ -91,8 +93,12 @@ def test_pooled_environment_answers_like_a_built_in_one(tmp_path):
     made = [inspect.getsource(thing) for thing in (environments.asked, environments.GuessNumber)]
     (tmp_path / "guess.py").write_text("\n".join(["import re", "Message = dict", *made]))
     asked = [dict(role="user", content="guess")]
-    rows = [dict(prompt="guess", number=37, _prompt=asked), dict(prompt="guess", number=5, _prompt=asked),
-            dict(prompt="guess", _prompt=asked), dict(prompt="other", number=1, _prompt=asked)]  # fmt: skip
+    rows = [
+        dict(prompt="guess", number=37, _prompt=asked),
+        dict(prompt="guess", number=5, _prompt=asked),
+        dict(prompt="guess", _prompt=asked),
+        dict(prompt="other", number=1, _prompt=asked),
+    ]
     turns = [["50", "20", "?", "37"], ["5"], ["1", "2"], ["1"]]
     said = []
     for name in ("guess_number", f"{tmp_path / 'guess.py'}:GuessNumber"):
@@ -108,12 +114,18 @@ def test_pooled_environment_answers_like_a_built_in_one(tmp_path):
     (failed,) = said[1][2]  # its error names a line of the user's file
     assert failed.error.startswith("reset: KeyError: 'number' (line ")
     said[1][2] = [failed._replace(error=failed.error.partition(" (line")[0])]
-    assert said[0] == said[1] and [a.reward for a in said[0][0]] == [0, 0, 0, 1] and said[0][1] == [Answer([], 1, True)]
+    assert (
+        said[0] == said[1]
+        and [a.reward for a in said[0][0]] == [0, 0, 0, 1]
+        and said[0][1] == [Answer([], 1, True)]
+    )
     assert [a.messages for a in said[0][0][:3]] == [
         [dict(role="user", content=c)] for c in ("lower", "higher", "a number!")
     ]
     assert said[0][2] == [Answer([], 0.0, True, "reset: KeyError: 'number'")]
-    assert said[0][3][0].error == "reset: ValueError: not the same messages as at the start of the run"
+    assert (
+        said[0][3][0].error == "reset: ValueError: not the same messages as at the start of the run"
+    )
 
 
 RAISE_OR_DIE = {
@@ -128,15 +140,26 @@ RAISE_OR_DIE = {
 RETURN = {
     "'no tuple'": "ValueError: too many values to unpack (expected 3)",
     "([], 'x', False)": "ValueError: could not convert string to float: 'x'",
-    "([threading.Lock()], 0, False)": "the result cannot be pickled: TypeError: cannot pickle '_thread.lock' object",
-    "([Odd()], 0, False)": "the result cannot be unpickled: ValueError: invalid literal for int() with base 10: 'odd'",
+    "([threading.Lock()], 0, False)": "the result cannot be pickled: TypeError: "
+    "cannot pickle '_thread.lock' object",
+    "([Odd()], 0, False)": "the result cannot be unpickled: ValueError: "
+    "invalid literal for int() with base 10: 'odd'",
 }
 
 
 def where(error: str, code: str) -> str:
-    """Return the end of an error that the user's file raised in the line that begins with `code`."""
-    lines = [number for number, line in enumerate(USER_FILE.splitlines(), 1) if line.strip().startswith(code)]
-    return f" (line {lines[0]})" if error in RAISE_OR_DIE.values() and not error.startswith("the process") else ""
+    """Return the end of an error that the user's file raised in the line that begins with
+    `code`."""
+    lines = [
+        number
+        for number, line in enumerate(USER_FILE.splitlines(), 1)
+        if line.strip().startswith(code)
+    ]
+    return (
+        f" (line {lines[0]})"
+        if error in RAISE_OR_DIE.values() and not error.startswith("the process")
+        else ""
+    )
 
 
 def test_error_ends_only_its_episode(doers, capfd):
@@ -153,12 +176,18 @@ def test_error_ends_only_its_episode(doers, capfd):
         doers.step(201, FINE)
     found = all_answers(doers)
     for number, error in enumerate((RAISE_OR_DIE | RETURN).values()):
-        assert found[number] == [fine(1), Answer([], 0.0, True, f"step 2: {error}{where(error, 'return eval(')}")]
+        assert found[number] == [
+            fine(1),
+            Answer([], 0.0, True, f"step 2: {error}{where(error, 'return eval(')}"),
+        ]
         doers.step(number, FINE)  # is not answered any more
     for number, error in enumerate(RAISE_OR_DIE.values(), 100):
-        assert found[number] == [Answer([], 0.0, True, f"reset: {error}{where(error, 'if example.get(')}")]
+        assert found[number] == [
+            Answer([], 0.0, True, f"reset: {error}{where(error, 'if example.get(')}")
+        ]
     assert [answer.error for answer in found[200]] == [
-        "reset: ValueError: the call cannot be pickled: TypeError: cannot pickle '_thread.lock' object"
+        "reset: ValueError: the call cannot be pickled: TypeError: "
+        "cannot pickle '_thread.lock' object"
     ]
     assert found[201] == [fine(1), fine(2), fine(3)] and doers.outstanding == 0
     doers.close()
@@ -176,7 +205,9 @@ def test_process_that_dies_after_its_answer_is_the_error_of_the_next_step(doers)
 
 
 def test_output_and_forks_do_not_affect_answers(doers, capfd):
-    doers.reset(0, row(do="print('hello'), os.write(1, b'directly'), subprocess.run(['echo', 'far'])"))
+    doers.reset(
+        0, row(do="print('hello'), os.write(1, b'directly'), subprocess.run(['echo', 'far'])")
+    )
     doers.step(0, f"(os.fork(), {FINE})[1:]")
     assert all_answers(doers) == {0: [fine(1)]}
     doers.close()
@@ -214,8 +245,13 @@ def test_only_a_hanging_environment_is_terminated(doers, monkeypatch, tmp_path):
 
 
 def test_slow_parent_loses_no_answer(doers, monkeypatch, tmp_path):
-    """An answer that arrived before the parent polls is valid; the time limit of the next turn starts then."""
-    clock, here, there = Clock(monkeypatch, environment_pool, processes), tmp_path / "here", tmp_path / "there"
+    """An answer that arrived before the parent polls is valid; the time limit of the next turn
+    starts then."""
+    clock, here, there = (
+        Clock(monkeypatch, environment_pool, processes),
+        tmp_path / "here",
+        tmp_path / "there",
+    )
     doers.reset(0, row())
     pid_of(doers, 0)
     doers.step(0, FINE)
@@ -229,7 +265,9 @@ def test_slow_parent_loses_no_answer(doers, monkeypatch, tmp_path):
 
 def test_environments_run_concurrently(doers, tmp_path):
     for number in range(2):
-        doers.reset(number, row(here=str(tmp_path / f"{number}"), there=str(tmp_path / f"{1 - number}")))
+        doers.reset(
+            number, row(here=str(tmp_path / f"{number}"), there=str(tmp_path / f"{1 - number}"))
+        )
         doers.step(number, f"(touch(self.row['here']), wait_for(self.row['there']), ({FINE}))[2]")
     assert all_answers(doers) == {0: [fine(1)], 1: [fine(1)]}
 
@@ -243,7 +281,11 @@ def test_environment_that_does_not_read_blocks_no_other(doers, monkeypatch, tmp_
     for number in range(2):
         doers.step(number, f"[completion], len(completion), True{spaces}")
     ((number, answer),) = doers.answers(PATIENCE)
-    assert number == 1 and answer.messages[0].endswith(spaces) and answer.reward == len(answer.messages[0])
+    assert (
+        number == 1
+        and answer.messages[0].endswith(spaces)
+        and answer.reward == len(answer.messages[0])
+    )
     clock.ahead += 11
     assert doers.answers(PATIENCE) == [(0, Answer([], 0.0, True, "reset: no answer within 10 s"))]
 
@@ -266,7 +308,10 @@ def test_finished_episode_gives_no_answer_and_cleans_up(doers, tmp_path):
 def test_processes_of_an_environment_end_with_it(doers, tmp_path):
     for number, then in enumerate(("([], 0, True)", "os._exit(0)", "([], 0, True)")):
         doers.reset(number, row(pid=str(tmp_path / str(number))))
-        start = "open(self.row['pid'], 'w').write(str(subprocess.Popen(['sleep', '9999'], start_new_session=True).pid))"
+        start = (
+            "open(self.row['pid'], 'w').write(str(subprocess.Popen(['sleep', '9999'], "
+            "start_new_session=True).pid))"
+        )
         doers.step(number, f"({start}, {then})[1]")
     all_answers(doers)
     pids = [int((tmp_path / str(number)).read_text()) for number in range(3)]
@@ -287,7 +332,9 @@ def test_pool_runs_hundreds_of_episodes(doers):
     assert len(set(pids)) == 200 and all(map(alive, pids))
     for number in range(200):
         doers.step(number, f"[], {number}, True")
-    assert {number: answer.reward for number, [answer] in all_answers(doers).items()} == {n: n for n in range(200)}
+    assert {number: answer.reward for number, [answer] in all_answers(doers).items()} == {
+        n: n for n in range(200)
+    }
     for number in range(200):
         doers.end(number)
     until(lambda: not any(map(alive, pids)))
@@ -310,10 +357,17 @@ def test_dead_server_is_replaced(doers):
 
 @pytest.mark.parametrize(
     "code, error",
-    [("import nothing_of_this_name", "doer.py:Doer cannot be loaded: ModuleNotFoundError: No module named"),
-     ("raise SystemExit('stop')", "doer.py:Doer cannot be loaded: SystemExit: stop"), ("x = 1", "AttributeError"),
-     ("import os; os._exit(4)", "the process died"), ("while True: pass", "not loaded within 60 s")],
-)  # fmt: skip
+    [
+        (
+            "import nothing_of_this_name",
+            "doer.py:Doer cannot be loaded: ModuleNotFoundError: No module named",
+        ),
+        ("raise SystemExit('stop')", "doer.py:Doer cannot be loaded: SystemExit: stop"),
+        ("x = 1", "AttributeError"),
+        ("import os; os._exit(4)", "the process died"),
+        ("while True: pass", "not loaded within 60 s"),
+    ],
+)
 def test_file_that_fails_to_reload_gives_errors(doers, monkeypatch, tmp_path, code, error):
     (tmp_path / "doer.py").write_text(code)
     doers.start_timeout, clock = 60, Clock(monkeypatch, environment_pool, processes)
@@ -321,7 +375,9 @@ def test_file_that_fails_to_reload_gives_errors(doers, monkeypatch, tmp_path, co
         doers.reset(number, row())
     clock.ahead += 61 if "while" in code else 0
     found = all_answers(doers)
-    assert error in found[0][0].error and all(found[n][0].error.startswith("reset: ") for n in range(3))
+    assert error in found[0][0].error and all(
+        found[n][0].error.startswith("reset: ") for n in range(3)
+    )
     (tmp_path / "doer.py").write_text(USER_FILE)
     doers.server.close()
     doers.reset(3, row())
@@ -331,14 +387,16 @@ def test_file_that_fails_to_reload_gives_errors(doers, monkeypatch, tmp_path, co
 
 @pytest.mark.slow
 def test_processes_end_after_their_parent_is_killed(tmp_path):
-    """Processes are idle or in an endless loop and have children; a fork of the parent may survive."""
+    """Processes are idle or in an endless loop and have children; a fork of the parent may
+    survive."""
     (tmp_path / "doer.py").write_text(USER_FILE)
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from common.rollout.environment_pool import Environments
 doers = Environments({str(tmp_path / "doer.py")!r} + ":Doer", 9999.0)
-for number, do in enumerate(("1", "[0 for _ in iter(int, 1)]", "subprocess.Popen(['sleep', '9999'])")):
+actions = ("1", "[0 for _ in iter(int, 1)]", "subprocess.Popen(['sleep', '9999'])")
+for number, do in enumerate(actions):
     doers.reset(number, dict(prompt="?", _prompt=[dict(role="user", content="?")], do=do))
 if os.fork() == 0: time.sleep(9999)
 print("begun", flush=True)

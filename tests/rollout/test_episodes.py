@@ -1,5 +1,5 @@
-"""Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine completions, limits
-hold; the built-in environments; training on episodes."""
+"""Episodes: sampled tokens are unchanged, replies of environments have no loss, seeds determine
+completions, limits hold; the built-in environments; training on episodes."""
 
 import contextlib
 import json
@@ -18,9 +18,15 @@ from common.data.packing import pack
 from common.data.sample import Completion
 from common.data.tasks import SOLVED_BOARD, TASKS, move_hole
 from common.metrics.meter import Meter
-from common.rewards.scoring import Rewards
+from common.rewards.total import Rewards
 from common.rollout import engine as base
-from common.rollout.environments import ENVIRONMENTS, Calculator, GuessNumber, SlidingPuzzle, load_environment
+from common.rollout.environments import (
+    ENVIRONMENTS,
+    Calculator,
+    GuessNumber,
+    SlidingPuzzle,
+    load_environment,
+)
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
 
@@ -39,10 +45,13 @@ class Counter:
             raise KeyError("second turn")
         if self.trouble == "form":
             return "no tuple"
-        said = [{"role": "tool", "content": f"{self.done}: {len(completion)}"}, {"role": "user", "content": "on"}]
+        result = {"role": "tool", "content": f"{self.done}: {len(completion)}"}
+        said = [result, {"role": "user", "content": "on"}]
         return said, 0.5 ** self.done, self.done == self.turns
 """
-ROWS = [dict(prompt=f"{i}?", turns=turns, _source=f"rows:{i}") for i, turns in enumerate([1, 2, 3, 9])]
+ROWS = [
+    dict(prompt=f"{i}?", turns=turns, _source=f"rows:{i}") for i, turns in enumerate([1, 2, 3, 9])
+]
 
 
 @pytest.fixture
@@ -53,9 +62,12 @@ def user_file(tmp_path):
 
 @contextlib.contextmanager
 def short_turns(engine):
-    """Return a model of which any lower-case letter ends a turn; the untrained model hardly ever ends one."""
+    """Return a model of which any lower-case letter ends a turn; the untrained model hardly ever
+    ends one."""
     eos_ids = engine.eos_ids
-    engine.eos_ids = eos_ids + [engine.tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"]
+    engine.eos_ids = eos_ids + [
+        engine.tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"
+    ]
     try:
         yield
     finally:
@@ -67,7 +79,9 @@ class Play:
 
     def __init__(self, engine, environment, rows=ROWS, **flags):
         flags = dict(environment_timeout=PATIENCE) | flags  # answers in these tests are fast
-        self.args = Args(environment=environment, reward=("environment",), max_new_tokens=200, **flags)
+        self.args = Args(
+            environment=environment, reward=("environment",), max_new_tokens=200, **flags
+        )
         rows = [dict(row) for row in rows]
         columns = prompt_columns(self.args, rows)
         self.encoder = Encoder(engine.tokenizer, self.args)
@@ -100,12 +114,19 @@ def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_f
     assert {s.turns for s in flat(groups)} >= {1, 2, 3}
     for row, prompt, group in zip(play.rows, play.prompts, groups, strict=True):
         for sample in group:
-            assert sample.ids[: sample.prompt_length] == prompt and len(sample.ids) == len(sample.loss_mask)
+            assert sample.ids[: sample.prompt_length] == prompt and len(sample.ids) == len(
+                sample.loss_mask
+            )
             pieces, text = spans(sample), synced.tokenizer.decode
-            assert [sampled for sampled, _ in pieces] == [i % 2 == 0 for i in range(2 * sample.turns - 1)]
+            assert [sampled for sampled, _ in pieces] == [
+                i % 2 == 0 for i in range(2 * sample.turns - 1)
+            ]
             for turn, (_, ids) in enumerate(pieces[1::2], 1):
                 spoken = text([i for i in pieces[2 * turn - 2][1] if i not in synced.silent_ids])
-                said = [dict(role="tool", content=f"{turn}: {len(spoken)}"), dict(role="user", content="on")]
+                said = [
+                    dict(role="tool", content=f"{turn}: {len(spoken)}"),
+                    dict(role="user", content="on"),
+                ]
                 assert ids == play.encoder.reply(said)
             assert sample.text == text([i for i in pieces[-1][1] if i not in synced.silent_ids])
             assert sample.transcript == text(sample.ids[sample.prompt_length :])
@@ -115,13 +136,16 @@ def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_f
                 ends += [at - 1] if sampled else []
             stepped = ends if sample.finish_reason == "stop" else ends[: len(sample.turn_rewards)]
             assert [index for index, _ in sample.turn_rewards] == stepped
-            assert [reward for _, reward in sample.turn_rewards] == [0.5**t for t in range(1, len(stepped) + 1)]
+            assert [reward for _, reward in sample.turn_rewards] == [
+                0.5**t for t in range(1, len(stepped) + 1)
+            ]
             if sample.finish_reason == "stop":
                 assert sample.turns == row["turns"]
 
 
 def test_conversation_is_rendered_as_by_the_template(synced, user_file):
-    """If every turn ends with the template's end of turn, the ids are those of the whole rendered conversation."""
+    """If every turn ends with the template's end of turn, the ids are those of the whole rendered
+    conversation."""
     play = Play(synced, user_file)
     end = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
     messages, ids = [dict(role="user", content="5?")], []
@@ -131,7 +155,9 @@ def test_conversation_is_rendered_as_by_the_template(synced, user_file):
         said = [dict(role="tool", content="x y"), dict(role="user", content="\nand?")]
         ids += play.encoder.reply(said)
         messages += [dict(role="assistant", content=turn), *said]
-    whole = synced.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole = synced.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     assert synced.tokenizer.decode(ids) == whole and ids == synced.tokenizer(whole)["input_ids"]
 
 
@@ -142,7 +168,9 @@ def test_engine_and_trainer_agree_on_every_sampled_token(synced, policy, user_fi
     for mb in pack(flat(groups), 2000, device):
         logprobs_T, *_ = policy(mb, temperature=1.0)
         assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4
-        assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (mb.rollout_logprobs_T[mb.loss_mask_T] < 0).all()
+        assert (mb.rollout_logprobs_T[~mb.loss_mask_T] == 0).all() and (
+            mb.rollout_logprobs_T[mb.loss_mask_T] < 0
+        ).all()
 
 
 def test_begun_episodes_can_be_finished_without_new_ones(synced, user_file, monkeypatch):
@@ -151,14 +179,16 @@ def test_begun_episodes_can_be_finished_without_new_ones(synced, user_file, monk
     play = Play(synced, user_file)
     with short_turns(synced):
         for request in play.requests():
-            play.episodes.begin(request)
-        done = play.episodes.step()
-        done += play.episodes.finish()
-        assert not synced.running and not play.episodes.playing and play.episodes.busy
+            play.episodes.add(request)
+        done = play.episodes.advance()
+        done += play.episodes.finish_begun()
+        assert (
+            not synced.running and not play.episodes.turns.playing and play.episodes.are_in_flight
+        )
         assert not any(request.has_begun for request in play.episodes.sampling)
         synced.version = 1
-        while play.episodes.busy:
-            done += play.episodes.step()
+        while play.episodes.are_in_flight:
+            done += play.episodes.advance()
     synced.version = 0
     versions = {tuple(sorted({*sample.versions} - {-1})) for _, group in done for sample in group}
     assert versions == {(0,), (1,)} and sorted(number for number, _ in done) == [0, 1, 2, 3]
@@ -169,20 +199,34 @@ def test_episodes_do_not_depend_on_the_split_of_prompts(synced, user_file):
     together, apart = play(), [play(slice(i, i + 1))[0] for i in range(len(ROWS))]
     assert [s.ids for s in flat(together)] == [s.ids for s in flat(apart)]
     assert [s.turn_rewards for s in flat(together)] == [s.turn_rewards for s in flat(apart)]
-    texts = [tuple(ids for sampled, ids in map(tuple, spans(s)) if sampled) for s in together[3] if s.turns > 1]
+    texts = [
+        tuple(ids for sampled, ids in map(tuple, spans(s)) if sampled)
+        for s in together[3]
+        if s.turns > 1
+    ]
     assert len({str(t) for t in texts}) == len(texts), "samples of a prompt are not the same"
 
 
 def test_limits_on_turns_and_tokens_hold(synced, user_file):
     groups = Play(synced, user_file, max_turns=2)()
-    assert {s.turns for s in flat(groups[1:])} <= {1, 2} and any(s.turns == 2 for s in flat(groups[2:]))
-    assert all(s.finish_reason == "length" for s in flat(groups[2:])) and all(s.loss_mask[-1] for s in flat(groups))
-    assert all(len(s.turn_rewards) == 2 for s in flat(groups[2:]) if s.turns == 2 and len(s.completion_ids) < 190)
+    assert {s.turns for s in flat(groups[1:])} <= {1, 2} and any(
+        s.turns == 2 for s in flat(groups[2:])
+    )
+    assert all(s.finish_reason == "length" for s in flat(groups[2:])) and all(
+        s.loss_mask[-1] for s in flat(groups)
+    )
+    assert all(
+        len(s.turn_rewards) == 2
+        for s in flat(groups[2:])
+        if s.turns == 2 and len(s.completion_ids) < 190
+    )
     play = Play(synced, user_file)
     play.args.max_new_tokens = 60
     groups = play()
     assert all(len(s.completion_ids) <= 60 and s.loss_mask[-1] for s in flat(groups))
-    assert all(s.finish_reason == "length" for s in groups[3]) and any(s.turns > 1 for s in flat(groups))
+    assert all(s.finish_reason == "length" for s in groups[3]) and any(
+        s.turns > 1 for s in flat(groups)
+    )
 
 
 def test_exception_in_an_environment_is_an_error_of_its_completion(synced, user_file, device):
@@ -196,12 +240,20 @@ def test_exception_in_an_environment_is_an_error_of_its_completion(synced, user_
     play.rows[3]["prompt"] = "another"  # a different reset than at the start of the run
     groups = play()
     first = [s for s in groups[0] if s.finish_reason == "stop"]
-    assert first and all(re.fullmatch(r"step 2: KeyError: 'second turn' \(line \d+\)", s.error) for s in first)
-    assert all(
-        re.fullmatch(r"reset: RuntimeError: no reset \(line \d+\)", s.error) and not s.turn_rewards for s in groups[1]
+    assert first and all(
+        re.fullmatch(r"step 2: KeyError: 'second turn' \(line \d+\)", s.error) for s in first
     )
-    assert all(s.error.startswith("step 1: ValueError") for s in groups[2] if s.finish_reason == "stop")
-    assert all(s.error == "reset: ValueError: not the same messages as at the start of the run" for s in groups[3])
+    assert all(
+        re.fullmatch(r"reset: RuntimeError: no reset \(line \d+\)", s.error) and not s.turn_rewards
+        for s in groups[1]
+    )
+    assert all(
+        s.error.startswith("step 1: ValueError") for s in groups[2] if s.finish_reason == "stop"
+    )
+    assert all(
+        s.error == "reset: ValueError: not the same messages as at the start of the run"
+        for s in groups[3]
+    )
     assert not any(s.error for s in flat(groups[4:])) and any(s.turns > 1 for s in flat(groups[4:]))
     args = Args(environment=user_file, reward=("environment",), max_reward_errors=0.9)
     total, _, _ = Rewards(args, play.rows, synced.tokenizer, device)(groups, Meter())
@@ -213,7 +265,8 @@ def test_exception_in_an_environment_is_an_error_of_its_completion(synced, user_
 
 
 def play_demonstration(name: str, row: dict) -> float:
-    """Play the demonstration of a row; the environment must answer as in the row. Return the sum of rewards."""
+    """Play the demonstration of a row; the environment must answer as in the row. Return the sum of
+    rewards."""
     environment, total = load_environment(name)(), 0.0
     assert environment.reset(row) == row["prompt"] == row["messages"][:1]
     assert row["messages"][-1]["role"] == "assistant"
@@ -233,7 +286,11 @@ def test_tasks_fit_their_environments(name):
         rows = TASKS[name](split)
         assert rows == TASKS[name](split) and len(rows) >= 200
         scores = [play_demonstration(name, row) for row in rows[:300]]
-        assert (0.1 < sum(scores) / len(scores) < 0.2) if name == "calculator" else all(s == 1 for s in scores)
+        assert (
+            (0.1 < sum(scores) / len(scores) < 0.2)
+            if name == "calculator"
+            else all(s == 1 for s in scores)
+        )
     assert not TASKS[name]("train")[:200] == TASKS[name]("test")[:200]
 
 
@@ -246,19 +303,33 @@ def test_calculator_evaluates_expressions():
 
     assert step("<calc>3*4</calc>") == ("3*4=12", 0, False)
     assert step("so <calc> (3+5)/16</calc>") == ("(3+5)/16=1/2", 0, False)
-    for bad in ("<calc>3**4</calc>", "<calc>", "<calc>3*</calc>", "<calc>1/0</calc>", "<calc>__import__('os')</calc>",
-                "<calc>9*" * 50, "<calc></calc>", "<calc>" + "(" * 9000 + "</calc>"):  # fmt: skip
+    for bad in (
+        "<calc>3**4</calc>",
+        "<calc>",
+        "<calc>3*</calc>",
+        "<calc>1/0</calc>",
+        "<calc>__import__('os')</calc>",
+        "<calc>9*" * 50,
+        "<calc></calc>",
+        "<calc>" + "(" * 9000 + "</calc>",
+    ):
         told, reward, done = step(bad)
         assert told.startswith("error") and reward == 0 and not done, bad
     assert step("it is 12") == (None, 1, True) and step("13 - no, 12.0") == (None, 1, True)
-    assert step("12 or 13") == (None, 0, True) and step("") == (None, 0, True) and step("-12") == (None, 0, True)
+    assert (
+        step("12 or 13") == (None, 0, True)
+        and step("") == (None, 0, True)
+        and step("-12") == (None, 0, True)
+    )
     assert step("9" * 10_000) == (None, 0, True) and step("0.5", answer="1/2")[1] == 0
 
 
 def test_guess_number_compares_guesses():
     environment = GuessNumber()
     environment.reset(dict(prompt="?", number=17))
-    words = [environment.step(text)[0][0]["content"] for text in ("20", "I say 3", "what?", "9" * 10_000)]
+    words = [
+        environment.step(text)[0][0]["content"] for text in ("20", "I say 3", "what?", "9" * 10_000)
+    ]
     assert words == ["lower", "higher", "a number!", "lower"]
     assert environment.step("17") == ([], 1.0, True)
 
@@ -284,44 +355,56 @@ def test_sliding_puzzle_is_solved_by_the_reversed_moves():
 # ---- names and rows ----
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("chess", "unknown; there are calculator, guess_number, sliding_puzzle, path/to/file.py:Class"),
-        ("{}/absent.py:A", "no file"), ("{}/file.py:Absent", "has no function Absent"),
-        ("{}/file.py:Half", "not a class with the methods reset and step"), ("{}/file.py:f", "not a class"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "words"), [
+    ("chess", "unknown; there are calculator, guess_number, sliding_puzzle, path/to/file.py:Class"),
+    ("{}/absent.py:A", "no file"),
+    ("{}/file.py:Absent", "has no function Absent"),
+    ("{}/file.py:Half", "not a class with the methods reset and step"),
+    ("{}/file.py:f", "not a class"),
+])  # fmt: skip
 def test_bad_environment_names_are_refused(name, words, tmp_path):
-    (tmp_path / "file.py").write_text("class Half:\n    def reset(self, example): ...\ndef f(): ...\n")
+    (tmp_path / "file.py").write_text(
+        "class Half:\n    def reset(self, example): ...\ndef f(): ...\n"
+    )
     with pytest.raises(ValueError, match=words):
         load_environment(name.format(tmp_path))
 
 
 def test_bad_rows_are_refused_by_name(tmp_path, user_file):
     args = Args(environment=user_file, reward=("environment",))
-    with pytest.raises(ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"):
+    with pytest.raises(
+        ValueError, match=r"rows:2: --environment .*Counter fails in reset: KeyError: 'turns'"
+    ):
         prompt_maker(args)(dict(prompt="a", _source="rows:2"))
     (tmp_path / "silent.py").write_text(
         "class A:\n    def reset(self, example): return []\n    def step(self, c): ...\n"
     )
     args.environment = f"{tmp_path / 'silent.py'}:A"
-    with pytest.raises(ValueError, match="rows:0: --environment .*A: reset returns no list of messages"):
+    with pytest.raises(
+        ValueError, match="rows:0: --environment .*A: reset returns no list of messages"
+    ):
         prompt_maker(args)(dict(ROWS[0]))
     for flags in (dict(environment="calculator"), dict(reward=("environment",)), dict(max_turns=3)):
-        with pytest.raises(ValueError, match="need each other|--max_turns 3 has no effect without --environment"):
+        with pytest.raises(
+            ValueError, match="need each other|--max_turns 3 has no effect without --environment"
+        ):
             Args(**flags)
 
 
 def test_prompt_template_is_filled_from_the_row():
     rows = [dict(problem="1+1", level=3, _source="a:1"), dict(problem="2+2", _source="a:2")]
     args = Args(prompt_template="{problem}={{}}")
-    assert prompt_columns(args, rows) == ("_prompt",) and list(map(prompt_maker(args), rows)) == ["1+1={}", "2+2={}"]
+    assert prompt_columns(args, rows) == ("_prompt",) and list(map(prompt_maker(args), rows)) == [
+        "1+1={}",
+        "2+2={}",
+    ]
     rows[1]["level"] = None
     for template, words in (
-        ("{level}", "a:2: --prompt_template: no column level"), ("{problem", "--prompt_template: expected '}'"),
-        ("{}", "--prompt_template: {} names no column"), ("{problem.x}", "a:1: .*no attribute 'x'"),
-    ):  # fmt: skip
+        ("{level}", "a:2: --prompt_template: no column level"),
+        ("{problem", "--prompt_template: expected '}'"),
+        ("{}", "--prompt_template: {} names no column"),
+        ("{problem.x}", "a:1: .*no attribute 'x'"),
+    ):
         with pytest.raises(ValueError, match=words):
             list(map(prompt_maker(Args(prompt_template=template)), rows))
 
@@ -340,14 +423,17 @@ def flags(small, tmp_path_factory):
     return (
         "--model", talkative(folder / "model", small[1]), "--dataset", folder / "rows.jsonl",
         "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
-        "--environment", f"{folder / 'counter.py'}:Counter", "--reward", "environment", "--max_turns", 3,
-        "--max_new_tokens", 120, "--max_steps", 2, "--prompts_per_step", 4, "--samples_per_prompt", 4,
-        "--lr", 1e-4, "--eval_every", 2, "--log_every", 1, "--max_logprob_difference", 1e-4, "--engine", "transformers",
+        "--environment", f"{folder / 'counter.py'}:Counter", "--reward", "environment",
+        "--max_turns", 3, "--max_new_tokens", 120, "--max_steps", 2, "--prompts_per_step", 4,
+        "--samples_per_prompt", 4, "--lr", 1e-4, "--eval_every", 2, "--log_every", 1,
+        "--max_logprob_difference", 1e-4, "--engine", "transformers",
     )  # fmt: skip
 
 
-NUMBERS = ("loss", "grad_norm", "reward", "reward_std", "completions/mean_length", "completions/mean_turns",
-           "num_tokens", "eval/reward", "entropy")  # fmt: skip
+NUMBERS = (
+    "loss", "grad_norm", "reward", "reward_std", "completions/mean_length",
+    "completions/mean_turns", "num_tokens", "eval/reward", "entropy",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +456,9 @@ def test_gradient_with_turn_rewards_does_not_depend_on_ranks(flags, main, tmp_pa
     main("ppo", *flags, "--output_dir", tmp_path / "1")
     run(2, "ppo.py", *flags, "--pack_tokens", 300, "--output_dir", tmp_path / "2")
     names = tuple(name for name in NUMBERS if name != "reward_std")
-    assert_close_metrics(tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=0.1)  # the loss is 0 up to rounding
+    assert_close_metrics(
+        tmp_path / "1", tmp_path / "2", names, rel=1e-5, floor=0.1
+    )  # the loss is 0 up to rounding
 
 
 TWICE = """
@@ -391,8 +479,10 @@ def test_each_turn_learns_from_its_reward(flags, main, tmp_path):
     """The reward of a turn is its fraction of letters, and each letter ends a turn."""
     (tmp_path / "twice.py").write_text(TWICE)
     environment = f"{tmp_path / 'twice.py'}:Twice"
-    extra = ("--environment", environment, "--max_steps", 17, "--prompts_per_step", 4, "--samples_per_prompt", 8,
-             "--lr", 5e-3, "--max_new_tokens", 60, "--eval_every", 0)  # fmt: skip
+    extra = (
+        "--environment", environment, "--max_steps", 17, "--prompts_per_step", 4,
+        "--samples_per_prompt", 8, "--lr", 5e-3, "--max_new_tokens", 60, "--eval_every", 0,
+    )  # fmt: skip
     main("grpo", *flags, *extra, "--output_dir", tmp_path / "out")
     rewards = [line["reward"] for line in metrics(tmp_path / "out")]
     assert rewards[0] < 1 and rewards[-1] > 1.5, rewards  # at most 2

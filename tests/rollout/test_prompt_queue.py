@@ -1,4 +1,5 @@
-"""The prompt queue: the rows of each step, their division among ranks, oversampling, staleness, stop and resume."""
+"""The prompt queue: the rows of each step, their division among ranks, oversampling, staleness,
+stop and resume."""
 
 from collections import Counter
 from itertools import chain
@@ -18,7 +19,10 @@ class Simulation:
 
     def __init__(self, ranks: int = 1, prefetch_steps: int = 0, **flags):
         args = Args(prompts_per_step=4, **flags)
-        self.queues = [PromptQueue(RowOrder(ROWS, 0), args, rank, ranks, prefetch_steps) for rank in range(ranks)]
+        self.queues = [
+            PromptQueue(RowOrder(ROWS, 0), args, rank, ranks, prefetch_steps)
+            for rank in range(ranks)
+        ]
         self.turns, self.complete = Counter(), set()
 
     def step(self, number: int, total: int = ENDLESS, size: int | None = None) -> list[list[int]]:
@@ -60,24 +64,37 @@ def test_every_row_is_drawn_once_per_epoch():
     for number in range(5):
         rows += run.step(number)[0]
         assert epochs_of(run.queues[0].cursor) == dict(epoch=pytest.approx(4 * (number + 1) / ROWS))
-    assert set(rows[:ROWS]) == set(rows[ROWS:]) and len(set(rows)) == ROWS and rows[:ROWS] != rows[ROWS:]
+    assert (
+        set(rows[:ROWS]) == set(rows[ROWS:])
+        and len(set(rows)) == ROWS
+        and rows[:ROWS] != rows[ROWS:]
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("prefetch_steps", [0, 2])
 def test_rows_of_a_step_do_not_depend_on_ranks_or_sizes(ranks, prefetch_steps):
-    """Some sizes are below the number of ranks: some ranks then have no prompt, and no prompt is left behind."""
-    one, several = Simulation(prefetch_steps=prefetch_steps), Simulation(ranks, prefetch_steps=prefetch_steps)
+    """Some sizes are below the number of ranks: some ranks then have no prompt, and no prompt is
+    left behind."""
+    one, several = (
+        Simulation(prefetch_steps=prefetch_steps),
+        Simulation(ranks, prefetch_steps=prefetch_steps),
+    )
     for number, sizes in enumerate([(4,), (4, 1, 3), (None,), (2, 1), (4,)]):
         for size in sizes:
             (rows,), shares = one.step(number, size=size), several.step(number, size=size)
-            assert len(rows) == (size or 4) and one.queues[0].in_flight == several.queues[0].in_flight
+            assert (
+                len(rows) == (size or 4) and one.queues[0].in_flight == several.queues[0].in_flight
+            )
             for queue, share in zip(several.queues, shares, strict=True):
                 assert share == [rows[i] for i in queue.positions]
             positions = chain(*(queue.positions for queue in several.queues))
             assert sorted(positions) == [*one.queues[0].positions]
     in_flight = one.queues[0].in_flight
-    assert len(in_flight) == 4 * prefetch_steps and max(in_flight, default=22) == 22 + 4 * prefetch_steps
+    assert (
+        len(in_flight) == 4 * prefetch_steps
+        and max(in_flight, default=22) == 22 + 4 * prefetch_steps
+    )
     assert several.state_dict() == one.state_dict()
 
 
@@ -100,7 +117,9 @@ def test_oversampling_takes_the_oldest_complete_prompts_and_leaves_the_others():
     taken = [run.step(number, total=5)[0] for number in range(5)]
     drawn = [row for number in range(5) for row in whole.step(number, total=5)[0]]
     assert sorted(taken[0]) == sorted(drawn[:6])[:4]
-    assert taken[0] == [row for row in drawn[:6] if row in taken[0]], "in the order in which they were drawn"
+    assert taken[0] == [row for row in drawn[:6] if row in taken[0]], (
+        "in the order in which they were drawn"
+    )
     assert Counter(chain(*taken)) == Counter(drawn), "none is lost, none comes twice"
     assert run.state_dict() == whole.state_dict()
 
@@ -111,7 +130,9 @@ def test_oversampling_takes_equally_many_prompts_from_each_rank():
     for number in range(6):
         for size in (4, 3, 1):
             assert [len(share) for share in run.step(number, size=size)] == [-(-size // 2)] * 2
-            assert sorted(chain(*(queue.positions for queue in run.queues))) == [*range(size + size % 2)]
+            assert sorted(chain(*(queue.positions for queue in run.queues))) == [
+                *range(size + size % 2)
+            ]
         taken += run.taken
         assert len(run.queues[0].pending) <= 5
     assert len(set(taken)) == len(taken) == 6 * 10 and max(taken) < 70
@@ -123,14 +144,16 @@ def test_prompt_is_taken_before_it_exceeds_the_staleness(staleness):
     for number in range(12):
         before = run.queues[0].in_flight.copy()
         run.step(number, total=12)
-        begun |= dict.fromkeys({*run.queues[0].in_flight, *run.taken} - before.keys() - begun.keys(), number)
+        begun |= dict.fromkeys(
+            {*run.queues[0].in_flight, *run.taken} - before.keys() - begun.keys(), number
+        )
         ages += [number - begun[prompt] for prompt in run.taken]
     assert max(ages) == staleness
 
 
 def test_oversampling_favours_no_length_over_a_run():
-    """Ten epochs have every row ten times. If a step dropped the remaining prompts, short ones would be more
-    frequent."""
+    """Ten epochs have every row ten times. If a step dropped the remaining prompts, short ones
+    would be more frequent."""
     run, dropping, kept = Simulation(oversample=1.5), Simulation(oversample=1.5), []
     taken = [row for number in range(25) for row in run.step(number, total=25)[0]]
     assert set(Counter(taken).values()) == {10}
@@ -156,7 +179,8 @@ def test_restored_queue_draws_the_same_prompts():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_remaining_prompts_are_resumed_once_each(ranks):
-    """The resumed run may have another number of ranks, one of which may have more of the remaining prompts."""
+    """The resumed run may have another number of ranks, one of which may have more of the remaining
+    prompts."""
     run, taken = Simulation(oversample=1.5), []
     for number in range(3):
         run.step(number, total=10)

@@ -1,5 +1,5 @@
-"""Dedicated rollout ranks: a run equal to that with a colocated engine, bounded staleness, no prompt lost by a kill,
-and no hang when a rank of either role dies."""
+"""Dedicated rollout ranks: a run equal to that with a colocated engine, bounded staleness, no
+prompt lost by a kill, and no hang when a rank of either role dies."""
 
 import json
 import os
@@ -9,11 +9,20 @@ from collections import Counter
 import helpers
 import pytest
 import yaml
-from helpers import Ranks, assert_close_metrics, assert_same_weights, logged, metrics, run, until, weights
+from helpers import (
+    Ranks,
+    assert_close_metrics,
+    assert_same_weights,
+    logged,
+    metrics,
+    run,
+    until,
+    weights,
+)
 from test_grpo import REWARD
 
 import rloo
-from common.config.launch import flags_of
+from common.config.groups import flags_of
 from common.model.hub import load_tokenizer
 from common.train.run_folder import prepare_output_dir
 from tests.rewards.test_reward_model import by_transformers, save_classifier
@@ -32,10 +41,10 @@ def flags(small, tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
     return (
-        *small[:2],
-        "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl", "--eval_split", "train",
-        "--reward", f"{folder / 'reward.py'}:digits", "--prompts_per_step", PROMPTS, "--samples_per_prompt", 4,
-        "--max_new_tokens", 8, "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--save_every", 2,
+        *small[:2], "--dataset", folder / "rows.jsonl", "--eval_dataset", folder / "eval.jsonl",
+        "--eval_split", "train", "--reward", f"{folder / 'reward.py'}:digits",
+        "--prompts_per_step", PROMPTS, "--samples_per_prompt", 4, "--max_new_tokens", 8,
+        "--lr", 1e-4, "--eval_every", 3, "--log_every", 1, "--save_every", 2,
     )  # fmt: skip
 
 
@@ -53,7 +62,9 @@ def lines(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(colocated, flags, tmp_path):
+def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signal(
+    colocated, flags, tmp_path
+):
     """The signal to a rollout rank stops all ranks, and the same command resumes."""
     flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", 0)
     with Ranks(2, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
@@ -64,46 +75,93 @@ def test_dedicated_rank_without_staleness_equals_the_colocated_run_after_a_signa
     assert "resuming from" in run(2, "rloo.py", *flags, "--output_dir", tmp_path).stdout
     assert_same_weights(colocated, tmp_path)
     assert lines(colocated) == lines(tmp_path)
-    numbers = ("loss", "kl", "grad_norm", "reward", "eval/solved", "eval/reward", "epoch", "num_tokens")
+    numbers = (
+        "loss",
+        "kl",
+        "grad_norm",
+        "reward",
+        "eval/solved",
+        "eval/reward",
+        "epoch",
+        "num_tokens",
+    )
     assert_close_metrics(colocated, tmp_path, numbers, rel=0)
 
 
 def test_dedicated_vllm_rank_equals_the_colocated_run(flags, tmp_path):
-    """Weights are sent by parameter from two shards to a vLLM engine that must agree with the trainers."""
+    """Weights are sent by parameter from two shards to a vLLM engine that must agree with the
+    trainers."""
     flags = (*flags, "--engine", "vllm", "--max_steps", 2)
     run(3, "rloo.py", *flags, "--rollout_ranks", 1, "--max_staleness", 0, "--output_dir", tmp_path)
     for line in metrics(tmp_path)[1:]:
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4 and line["sampling/staleness/max"] == 0
+        assert (
+            line["sampling/sampling_logp_difference/max"] < 1e-4
+            and line["sampling/staleness/max"] == 0
+        )
     run(1, "rloo.py", *flags, "--output_dir", tmp_path / "colocated")
-    assert [line["completion"] for line in lines(tmp_path)] == [x["completion"] for x in lines(tmp_path / "colocated")]
+    assert [line["completion"] for line in lines(tmp_path)] == [
+        x["completion"] for x in lines(tmp_path / "colocated")
+    ]
     one, other = weights(tmp_path), weights(tmp_path / "colocated")
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-5
 
 
 def test_staleness_is_bounded_and_a_kill_loses_no_prompt(flags, tmp_path):
     staleness = 3
-    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_staleness", staleness, "--output_dir", tmp_path)
+    flags = (
+        *flags,
+        *FAST,
+        "--rollout_ranks",
+        1,
+        "--max_staleness",
+        staleness,
+        "--output_dir",
+        tmp_path,
+    )
     helpers.run_and_kill(2, "rloo.py", *flags, folder=tmp_path, after_step=3, at="os.rename")
     assert not (tmp_path / "hf").exists(), "killed too late"
     run(2, "rloo.py", *flags)
     ages = [line["step"] - 1 - line["version"] for line in lines(tmp_path)]
     assert 0 < max(ages) <= staleness and min(ages) == 0, Counter(ages)
     uses = Counter(line["prompt"] for line in lines(tmp_path))
-    assert len(uses) == STEPS * PROMPTS and set(uses.values()) == {4}, "each prompt of the epoch once, four samples"
+    assert len(uses) == STEPS * PROMPTS and set(uses.values()) == {4}, (
+        "each prompt of the epoch once, four samples"
+    )
     for line in metrics(tmp_path)[1:]:
         stale = line["sampling/staleness/max"] > 0
-        assert stale == (line["sampling/sampling_logp_difference/max"] > 1e-4), "old weights, other probabilities"
-        assert 0 <= line["idle/rollout_ranks"] <= 1 and 0 < line["idle/training_ranks"] < 1 and "engine/running" in line
+        assert stale == (line["sampling/sampling_logp_difference/max"] > 1e-4), (
+            "old weights, other probabilities"
+        )
+        assert (
+            0 <= line["idle/rollout_ranks"] <= 1
+            and 0 < line["idle/training_ranks"] < 1
+            and "engine/running" in line
+        )
 
 
-@pytest.mark.parametrize("extra", [("--engine", "vllm", "--oversample", 1.5), (*FAST, "--partial_rollouts", "false")])
+@pytest.mark.parametrize(
+    "extra", [("--engine", "vllm", "--oversample", 1.5), (*FAST, "--partial_rollouts", "false")]
+)
 def test_every_step_sends_new_weights_to_in_flight_completions(extra, flags, tmp_path):
-    """The number of interrupted completions depends on timing. test_engine.py shows that a token has the log-prob of
-    its weights, and test_episodes.py that begun episodes can be finished first."""
-    flags = (*flags, "--max_new_tokens", 100, "--max_steps", 4, "--eval_every", 0, "--rollout_ranks", 1)
+    """The number of interrupted completions depends on timing. test_engine.py shows that a token
+    has the log-prob of its weights, and test_episodes.py that begun episodes can be finished
+    first."""
+    flags = (
+        *flags,
+        "--max_new_tokens",
+        100,
+        "--max_steps",
+        4,
+        "--eval_every",
+        0,
+        "--rollout_ranks",
+        1,
+    )
     run(2, "rloo.py", *flags, *extra, "--max_staleness", 2, "--output_dir", tmp_path)
     lines = metrics(tmp_path)
-    assert all(line["sampling/version_spread/max"] <= line["sampling/staleness/max"] <= 2 for line in lines)
+    assert all(
+        line["sampling/version_spread/max"] <= line["sampling/staleness/max"] <= 2 for line in lines
+    )
     assert "vllm" in extra or all(line["sampling/version_spread/max"] == 0 for line in lines)
     assert {line["what"] for line in timeline(tmp_path, 1)} >= {"sample", "weights"}
     assert {line["what"] for line in timeline(tmp_path, 0)} >= {"rollout", "train", "step", "sync"}
@@ -111,8 +169,26 @@ def test_every_step_sends_new_weights_to_in_flight_completions(extra, flags, tmp
 
 def test_reward_models_score_complete_groups_during_sampling(flags, tmp_path):
     judge, folder = save_classifier(tmp_path / "judge"), tmp_path / "run"
-    extra = ("--reward", f"model:{judge}", "--max_new_tokens", 60, "--max_steps", 3, "--eval_every", 0)
-    where = ("--rollout_ranks", 1, "--max_staleness", 2, "--oversample", 1.5, "--output_dir", folder)
+    extra = (
+        "--reward",
+        f"model:{judge}",
+        "--max_new_tokens",
+        60,
+        "--max_steps",
+        3,
+        "--eval_every",
+        0,
+    )
+    where = (
+        "--rollout_ranks",
+        1,
+        "--max_staleness",
+        2,
+        "--oversample",
+        1.5,
+        "--output_dir",
+        folder,
+    )
     run(3, "rloo.py", *flags, *extra, *where)
     tokenizer = load_tokenizer(str(judge))
     for line in lines(folder)[::7]:
@@ -125,15 +201,21 @@ def test_reward_models_score_complete_groups_during_sampling(flags, tmp_path):
 
 
 def timeline(folder, rank: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"timeline/rank_{rank}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / f"timeline/rank_{rank}.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "rollout_ranks", "script", "extra"), [
-    (2, 1, "grpo.py", ()), (2, 1, "dapo.py", ("--max_draws", 3)), (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
+    (2, 1, "dapo.py", ("--max_draws", 3)),
+    (3, 1, "ppo.py", ("--value_warmup_steps", 1)),
     (2, 1, "reinforce.py", ("--preset", "reinforce++_baseline")), (4, 2, "online_dpo.py", ()),
     (2, 1, "distill.py", ("--teacher", "tiny")),
 ])  # fmt: skip
-def test_every_online_script_runs_with_rollout_ranks(ranks, rollout_ranks, script, extra, flags, tmp_path):
+def test_every_online_script_runs_with_rollout_ranks(
+    ranks, rollout_ranks, script, extra, flags, tmp_path
+):
     where = ("--rollout_ranks", rollout_ranks, "--max_steps", 3, "--output_dir", tmp_path)
     run(ranks, script, *flags, *FAST, *extra, *where)
     assert [line["step"] for line in metrics(tmp_path)] == [0, 1, 2, 3]
@@ -142,10 +224,22 @@ def test_every_online_script_runs_with_rollout_ranks(ranks, rollout_ranks, scrip
 
 
 @pytest.mark.parametrize(
-    "victim, message", [(0, "error: training rank 0 is gone: "), (2, "error: rollout rank 2 is gone: ")]
+    "victim, message",
+    [(0, "error: training rank 0 is gone: "), (2, "error: rollout rank 2 is gone: ")],
 )
 def test_dead_rank_of_either_role_ends_the_job(victim, message, flags, tmp_path):
-    flags = (*flags, *FAST, "--rollout_ranks", 1, "--max_steps", 5000, "--epochs", 1000, "--eval_every", 0)
+    flags = (
+        *flags,
+        *FAST,
+        "--rollout_ranks",
+        1,
+        "--max_steps",
+        5000,
+        "--epochs",
+        1000,
+        "--eval_every",
+        0,
+    )
     with Ranks(3, "rloo.py", *flags, "--output_dir", tmp_path) as ranks:
         until(lambda: logged(tmp_path, 2))
         os.kill(ranks.pids[victim], signal.SIGKILL)
@@ -173,6 +267,8 @@ def test_rollout_ranks_end_if_trainers_fail_at_start(flags, tmp_path):
     bad = ("--reward", "boxed", "gsm8k", "nonsense", "--rollout_ranks", 1, "--output_dir", tmp_path)
     with Ranks(2, "rloo.py", *flags, *FAST, *bad) as ranks:
         stderr = ranks.end().stderr
-        assert all(process.exitcode is not None for process in ranks.processes), "a signal did not end a rank"
+        assert all(process.exitcode is not None for process in ranks.processes), (
+            "a signal did not end a rank"
+        )
     (error,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith("error: --reward nonsense")

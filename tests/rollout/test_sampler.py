@@ -1,5 +1,5 @@
-"""Colocated sampling: prompts and seeds, weights and their versions, stop and resume. The engine is a stand-in that
-records its calls."""
+"""Colocated sampling: prompts and seeds, weights and their versions, stop and resume. The engine is
+a stand-in that records its calls."""
 
 from itertools import groupby
 from types import SimpleNamespace
@@ -17,18 +17,19 @@ from common.rollout import engine as base
 from common.rollout import sampler as module
 from common.rollout.engine import SEED_SPACING
 from common.rollout.prompts import Prompts
-from common.rollout.remote_sampler import make_sampler
-from common.rollout.sampler import LocalSampler
+from common.rollout.sampler import LocalSampler, make_sampler
 
 ROWS = 10
 
 
 class Engine(base.Engine):
-    """Engine whose turn samples one token of each request until there is one more than the prompt's id. `calls` has the
-    names of the called methods."""
+    """Engine whose turn samples one token of each request until there is one more than the prompt's
+    id. `calls` has the names of the called methods."""
 
     def __init__(self, args):
-        super().__init__("", args, [], load_tokenizer(tiny_model()), torch.device("cpu"), trained=False)
+        super().__init__(
+            "", args, [], load_tokenizer(tiny_model()), torch.device("cpu"), trained=False
+        )
 
     def _start(self, path):
         self.calls, self.seeds = [], {}
@@ -46,15 +47,17 @@ class Engine(base.Engine):
     def _load(self, weights):
         self.calls.append(f"load {weights}")
 
-    def _begin(self, name, request):
+    def _admit(self, name, request):
         if not request.num_sampled:
             self.seeds.setdefault(request.priority, request.seed)
 
-    def _advance(self):
+    def _sample(self):
         self.calls.append(f"step {next(iter(self.running.values())).temperature:g}")
         for request in self.running.values():
             ended = request.num_sampled >= request.completion.ids[0]
-            self.append_output(request, [request.seed % SEED_SPACING], [-1.0], "stop" if ended else None)
+            self.append_output(
+                request, [request.seed % SEED_SPACING], [-1.0], "stop" if ended else None
+            )
 
 
 @pytest.fixture
@@ -93,8 +96,12 @@ def test_completions_have_the_row_seed_and_version_of_their_step(make):
     for number in range(5):
         groups = step(sampler, number)
         assert len(set(rows(groups))) == 4 and [len(group) for group in groups] == [2] * 4
-        assert {v for group in groups for s in group for v in s.versions[1:] + [s.version]} == {number}
-    seeds = [distributed.fold_seed(0, number, i) * SEED_SPACING for number in range(5) for i in range(4)]
+        assert {v for group in groups for s in group for v in s.versions[1:] + [s.version]} == {
+            number
+        }
+    seeds = [
+        distributed.fold_seed(0, number, i) * SEED_SPACING for number in range(5) for i in range(4)
+    ]
     assert sampler.engine.seeds == dict(enumerate(seeds)) and len(set(seeds)) == 20
 
 
@@ -104,7 +111,10 @@ def test_order_of_your_own_chooses_the_prompts(make):
             self._order = [*reversed(range(self.num_rows))]
 
     sampler = make(order=Backwards(ROWS, seed=0))
-    assert [rows(step(sampler, number)) for number in range(2)] == [["9?", "8?", "7?", "6?"], ["5?", "4?", "3?", "2?"]]
+    assert [rows(step(sampler, number)) for number in range(2)] == [
+        ["9?", "8?", "7?", "6?"],
+        ["5?", "4?", "3?", "2?"],
+    ]
     resumed = make(order=Backwards(ROWS, seed=0))
     resumed.load_state_dict(sampler.state_dict())
     assert rows(step(resumed, 2)) == ["1?", "0?", "9?", "8?"]
@@ -125,20 +135,32 @@ def test_engine_loads_current_weights_before_sampling_and_sleeps_after(make):
 
 def test_held_out_prompts_are_divided_among_ranks(make):
     samplers = [make(rank, 3) for rank in range(3)]
-    shares = [each.sample_now(0, each.prompts, list(range(ROWS)), n=1, temperature=0.0) for each in samplers]
-    assert [rows(share) for share in shares] == [[f"{i}?" for i in range(rank, ROWS, 3)] for rank in range(3)]
-    seeds = [sorted(seed // SEED_SPACING for seed in each.engine.seeds.values()) for each in samplers]
+    shares = [
+        each.sample_now(0, each.prompts, list(range(ROWS)), n=1, temperature=0.0)
+        for each in samplers
+    ]
+    assert [rows(share) for share in shares] == [
+        [f"{i}?" for i in range(rank, ROWS, 3)] for rank in range(3)
+    ]
+    seeds = [
+        sorted(seed // SEED_SPACING for seed in each.engine.seeds.values()) for each in samplers
+    ]
     assert seeds == [list(range(rank, ROWS, 3)) for rank in range(3)]
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_remaining_completions_continue_under_the_next_weights_within_the_staleness(make, staleness):
+def test_remaining_completions_continue_under_the_next_weights_within_the_staleness(
+    make, staleness
+):
     sampler, metrics = make(oversample=1.5, max_staleness=staleness, samples_per_prompt=1), []
     for number in range(12):
         meter = Meter()
         for (sample,) in sampler.rollout(number, 12, meter):
             versions = sample.versions[1:]
-            assert versions == sorted(versions) and number - staleness <= versions[0] <= versions[-1] <= number
+            assert (
+                versions == sorted(versions)
+                and number - staleness <= versions[0] <= versions[-1] <= number
+            )
             assert sample.version == versions[0]
         metrics.append(meter.reduce())
     assert max(line["sampling/staleness/max"] for line in metrics) == staleness

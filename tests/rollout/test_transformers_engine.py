@@ -1,5 +1,5 @@
-"""The transformers engine: properties that vLLM gets from its flags. test_engine.py tests the properties of both
-engines."""
+"""The transformers engine: properties that vLLM gets from its flags. test_engine.py tests the
+properties of both engines."""
 
 import json
 import shutil
@@ -7,11 +7,12 @@ import shutil
 import torch
 from conftest import NEW_TOKENS, Args
 
+from bench.completions import complete
 from common.data.packing import pack
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engines import make_engine
+from common.rollout.engine import make_engine
 
 
 @torch.no_grad()
@@ -20,14 +21,26 @@ def test_generation_config_of_the_model_is_ignored(tmp_path, device):
     path = tmp_path / "model"
     shutil.copytree(tiny_model(), path)
     config = json.loads((path / "generation_config.json").read_text())
-    config |= dict(do_sample=True, temperature=0.3, top_k=5, top_p=0.5, repetition_penalty=1.5, no_repeat_ngram_size=2)
+    config |= dict(
+        do_sample=True,
+        temperature=0.3,
+        top_k=5,
+        top_p=0.5,
+        repetition_penalty=1.5,
+        no_repeat_ngram_size=2,
+    )
     (path / "generation_config.json").write_text(json.dumps(config))
-    args, tokenizer = Args(dtype="float32", engine="transformers", max_new_tokens=NEW_TOKENS), load_tokenizer(path)
+    args, tokenizer = (
+        Args(dtype="float32", engine="transformers", max_new_tokens=NEW_TOKENS),
+        load_tokenizer(path),
+    )
     engine, policy = (
         make_engine(str(path), args, eos_token_ids(str(path), tokenizer), tokenizer, device),
         load_policy(str(path), args, device),
     )
-    groups = engine.generate([tokenizer("1+1=")["input_ids"], tokenizer("a")["input_ids"]], 4, [1, 2], 1.0)
+    groups = complete(
+        engine, [tokenizer("1+1=")["input_ids"], tokenizer("a")["input_ids"]], 4, [1, 2], 1.0
+    )
     for mb in pack([sample for group in groups for sample in group], 1000, device):
         logprobs_T, *_ = policy(mb, temperature=1.0)
         assert ((logprobs_T - mb.rollout_logprobs_T).abs() * mb.loss_mask_T).max() < 1e-4

@@ -1,9 +1,10 @@
 # ruff: noqa: E501 (the programs)
-"""Programs that try to escape from the sandbox, and the expected outcome of each. Standard library only:
-`test_program.py` runs those whose outcome may depend on the user or the interpreter a second time, with others.
+"""Programs that try to escape from the sandbox, and the expected outcome of each. Standard library
+only: `test_program.py` runs those whose outcome may depend on the user or the interpreter a second
+time, with others.
 
-A program prints ESCAPED when a forbidden action succeeds; BAIT is replaced by a folder beside the program's folder that
-it may neither read nor change, PARENT by the process id of its parent."""
+A program prints ESCAPED when a forbidden action succeeds; BAIT is replaced by a folder beside the
+program's folder that it may neither read nor change, PARENT by the process id of its parent."""
 
 import contextlib
 import json
@@ -446,8 +447,8 @@ while True: pass
     "unknown coding": "# coding: escaped\nprint('ESCAPED')",
 }  # fmt: skip
 HOSTILE = ATTACKS | TROUBLES
-# Possible endings of `run_program`; all others must end "ok". Programs that may reach the time limit have a
-# short one. "*": any ending, for any limit.
+# Possible endings of `run_program`; all others must end "ok". Programs that may reach the time
+# limit have a short one. "*": any ending, for any limit.
 EXPECTED = {
     "subprocess": {"ok"},
     "fork bomb": {"time limit"}, "thread bomb": {"time limit", "thread limit", "memory limit"},
@@ -486,7 +487,10 @@ def every_other_call() -> str:
 
     some = [numbers[0] for numbers, _ in [*SOME.values(), *OPEN.values()]]
     known = {numbers[0] for numbers in ALLOWED.values()} | {*some, CLONE3[0]}
-    known |= {335, 336}  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
+    known |= {
+        335,
+        336,
+    }  # uretprobe and uprobe: the kernel bypasses the filter and kills other callers
     return f"""
 if x86:
     for number in range(480):
@@ -515,25 +519,44 @@ def state_of(folder: str) -> list:
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else None
         found.append(
-            (str(path), status.st_mode, status.st_uid, status.st_mtime_ns, status.st_size, content, os.listxattr(path))
+            (
+                str(path),
+                status.st_mode,
+                status.st_uid,
+                status.st_mtime_ns,
+                status.st_size,
+                content,
+                os.listxattr(path),
+            )
         )
     return found
 
 
 def own_state() -> list:
-    """Return every property of this process that a program could change, except its open files: other tests have
-    some."""
+    """Return every property of this process that a program could change, except its open files:
+    other tests have some."""
     limits = [
-        resource.getrlimit(getattr(resource, name)) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")
+        resource.getrlimit(getattr(resource, name))
+        for name in sorted(dir(resource))
+        if name.startswith("RLIMIT_")
     ]
     escaped = [
-        p for d in ("/tmp", "/dev/shm", "/var/tmp", "/etc", str(Path.home()), ".") for p in Path(d).glob("x-escaped*")
+        p
+        for d in ("/tmp", "/dev/shm", "/var/tmp", "/etc", str(Path.home()), ".")
+        for p in Path(d).glob("x-escaped*")
     ]
-    return [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getaffinity(0), os.getcwd(), limits, escaped]
+    return [
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0),
+        os.getcwd(),
+        limits,
+        escaped,
+    ]
 
 
 def left_over() -> list[str]:
-    """Return the folders of programs, and the child processes that still run or were not waited for."""
+    """Return the folders of programs, and the child processes that still run or were not waited
+    for."""
     folders = [p for p in os.listdir(tempfile.gettempdir()) if p.startswith("onefile-sandbox-")]
     processes = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -578,9 +601,17 @@ def run_all(names: Iterable[str]) -> dict[str, list[str]]:
     from common.sandbox.program import run_program
 
     os.environ["HOSTILE_TEST"] = SECRET
-    with tempfile.TemporaryDirectory(prefix="bait-") as bait, tempfile.TemporaryDirectory() as tempfile.tempdir:
+    with (
+        tempfile.TemporaryDirectory(prefix="bait-") as bait,
+        tempfile.TemporaryDirectory() as tempfile.tempdir,
+    ):
         Path(bait, "file").write_text(SECRET, encoding="utf-8")
-        before, own, threads, left = state_of(bait), own_state(), threading.active_count(), set(left_over())
+        before, own, threads, left = (
+            state_of(bait),
+            own_state(),
+            threading.active_count(),
+            set(left_over()),
+        )
         with ThreadPoolExecutor(6) as pool:
             wrong = dict(zip(names, pool.map(lambda name: attack(name, bait), names), strict=True))
         bad = []

@@ -43,13 +43,12 @@ class Items(list):
 
 Point = namedtuple("Point", "x y")
 VALUES = [
-    0, -1, 2**63, -(2**63), -(2**63) - 1, 10**5000, True, False, None, 0.5, -0.0, math.inf, -math.inf, 1e-320, 1j,
-    complex(-0.0, 1),
-    "", "é𝒳", "\ud800", "\udc00\ud800", "\ud83d\ude00", "\x00\n\u2028", '"\\', b"", b"\xff\x00", [], (), set(),
-    frozenset(), {},
-    [1, (2, [3])], {1: "a", "1": "b", (1, 2): [3], None: 4, 2.5: 5, frozenset({1}): 6, b"x": 7}, {(1, (2,)),
-    frozenset({3})},
-    {"value": 1}, {"tuple": [1]}, {"error": [[], ""]}, [[[[]]]], list(range(1000)),
+    0, -1, 2**63, -(2**63), -(2**63) - 1, 10**5000, True, False, None, 0.5, -0.0, math.inf,
+    -math.inf, 1e-320, 1j, complex(-0.0, 1), "", "é𝒳", "\ud800", "\udc00\ud800", "\ud83d\ude00",
+    "\x00\n\u2028", '"\\', b"", b"\xff\x00", [], (), set(), frozenset(), {}, [1, (2, [3])],
+    {1: "a", "1": "b", (1, 2): [3], None: 4, 2.5: 5, frozenset({1}): 6, b"x": 7},
+    {(1, (2,)), frozenset({3})}, {"value": 1}, {"tuple": [1]}, {"error": [[], ""]}, [[[[]]]],
+    list(range(1000)),
 ]  # fmt: skip
 
 
@@ -67,8 +66,17 @@ def identical(a: object, b: object) -> bool:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()) | st.binary(),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters())
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
 )
 
 
@@ -97,7 +105,20 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner)
         | st.dictionaries(
-            st.sampled_from(["tuple", "set", "frozenset", "dict", "int", "str", "bytes", "complex", "object", "x"]),
+            st.sampled_from(
+                [
+                    "tuple",
+                    "set",
+                    "frozenset",
+                    "dict",
+                    "int",
+                    "str",
+                    "bytes",
+                    "complex",
+                    "object",
+                    "x",
+                ]
+            ),
             inner,
         )
     ),
@@ -144,12 +165,12 @@ def test_values_are_exchanged_exactly():
 
 
 @confined
-@pytest.mark.parametrize(
-    "result, value",
-    [("(i for i in (1, 2))", [1, 2]), ("map(str, [1])", ["1"]), ("range(3)", [0, 1, 2]), ("{1: 2}.items()", [(1, 2)]),
-     ("{1: 2}.keys()", [1]), ("{1: 2}.values()", [2]), ("__import__('collections').deque([1])", [1]), ("zip('a', 'b')",
-     [("a", "b")]), ("range(100_000)", list(range(100_000)))],
-)  # fmt: skip
+@pytest.mark.parametrize("result, value", [
+    ("(i for i in (1, 2))", [1, 2]), ("map(str, [1])", ["1"]), ("range(3)", [0, 1, 2]),
+    ("{1: 2}.items()", [(1, 2)]), ("{1: 2}.keys()", [1]), ("{1: 2}.values()", [2]),
+    ("__import__('collections').deque([1])", [1]), ("zip('a', 'b')", [("a", "b")]),
+    ("range(100_000)", list(range(100_000))),
+])  # fmt: skip
 def test_iterable_results_are_iterators(result, value):
     """Such a result equals no list, as in the program."""
     with Program(f"def f(): return {result}", LIMITS) as program:
@@ -167,7 +188,10 @@ def test_errors_name_the_raised_exception():
     source = "class Own(KeyError): pass\ndef f(x): raise Own('no', x)"
     with Program(source, LIMITS) as program, pytest.raises(ProgramError) as error:
         program.call("f", [1])
-    assert error.value.types[:3] == ("Own", "KeyError", "LookupError") and error.value.message == "('no', 1)"
+    assert (
+        error.value.types[:3] == ("Own", "KeyError", "LookupError")
+        and error.value.message == "('no', 1)"
+    )
     assert str(error.value) == "raised: Own: ('no', 1)"
 
 

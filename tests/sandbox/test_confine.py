@@ -1,5 +1,5 @@
-"""Confinement: system calls and files that a confined process may use, and missing layers. Hostile programs are in
-hostile.py and test_program.py."""
+"""Confinement: system calls and files that a confined process may use, and missing layers. Hostile
+programs are in hostile.py and test_program.py."""
 
 import re
 import subprocess
@@ -20,7 +20,9 @@ LIMITS = Limits(seconds=PATIENCE)
 def test_privileges_are_dropped(monkeypatch):
     """The child reads its own status before it loses access."""
     look = "print(open('/proc/self/status').read(), 'dumpable', libc.prctl(3), flush=True)"
-    start = process.START.replace("child.main", f"confine.restrict_files = lambda libc: {look}; child.main")
+    start = process.START.replace(
+        "child.main", f"confine.restrict_files = lambda libc: {look}; child.main"
+    )
     monkeypatch.setattr(process, "START", start)
     seen = run_program("", "", LIMITS).stdout
     for name in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
@@ -32,15 +34,29 @@ def test_privileges_are_dropped(monkeypatch):
 @confined
 def test_standard_library_can_be_imported():
     """The test imports every available module, except those with side effects at import."""
-    skip = {"antigravity", "this", "idlelib", "turtledemo", "test", "lib2to3", "msilib", "nt", "tkinter", "turtle"}
+    skip = {
+        "antigravity",
+        "this",
+        "idlelib",
+        "turtledemo",
+        "test",
+        "lib2to3",
+        "msilib",
+        "nt",
+        "tkinter",
+        "turtle",
+    }
     names = sorted(name for name in sys.stdlib_module_names - skip if not name.startswith("_"))
     source = (
-        f"import importlib\nfailed = {{}}\nfor name in {names!r}:\n    try: importlib.import_module(name)\n"
+        f"import importlib\nfailed = {{}}\nfor name in {names!r}:\n"
+        "    try: importlib.import_module(name)\n"
         "    except BaseException as e: failed[name] = repr(e)\nprint(failed)"
     )
     python = getattr(sys, "_base_executable", sys.executable)
     free = subprocess.run(
-        [python, "-I", "-S", "-B", "-X", "utf8", "-W", "ignore", "-c", source], capture_output=True, text=True
+        [python, "-I", "-S", "-B", "-X", "utf8", "-W", "ignore", "-c", source],
+        capture_output=True,
+        text=True,
     )
     outcome = run_program(source, "", LIMITS)
     assert outcome.status == "ok" and outcome.stdout == free.stdout
@@ -63,12 +79,17 @@ def test_problem_detects_a_missing_layer(monkeypatch, layer):
             run_program("print(1)")
         assert run_program("print(1)", "", LIMITS, unsafe=True).stdout == "1\n"
         left = "import os; os.fork()" if layer == "restrict_files" else "open('/etc/passwd')"
-        assert run_program(left, "", LIMITS, unsafe=True).status == "exit code 1", "the other layers still hold"
+        assert run_program(left, "", LIMITS, unsafe=True).status == "exit code 1", (
+            "the other layers still hold"
+        )
 
 
 # ---- the filter of system calls ----
 
-HEADERS = {0: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", 1: "/usr/include/asm-generic/unistd.h"}
+HEADERS = {
+    0: "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
+    1: "/usr/include/asm-generic/unistd.h",
+}
 
 
 @pytest.mark.parametrize("column", HEADERS)
@@ -78,7 +99,10 @@ def test_system_call_numbers_equal_the_kernel_headers(column):
         pytest.skip(f"no {HEADERS[column]}")
     text = Path(HEADERS[column]).read_text()
     found = dict(re.findall(r"#define (__NR(?:3264)?_\w+) (\d+)\b", text))
-    numbers = {name.removeprefix("__NR3264_").removeprefix("__NR_"): int(number) for name, number in found.items()}
+    numbers = {
+        name.removeprefix("__NR3264_").removeprefix("__NR_"): int(number)
+        for name, number in found.items()
+    }
     renamed = {"newfstatat": "fstatat"} if column == 1 else {}
     some = {name: row for name, (row, _) in (confine.SOME | confine.OPEN).items()}
     tables = confine.ALLOWED | some | {"clone3": confine.CLONE3}
@@ -93,7 +117,9 @@ def test_filter_of_the_other_architecture_is_valid():
     """The jumps stay inside the filter, and every path ends in a verdict."""
     for machine in confine.ARCHITECTURES:
         code = confine.seccomp_filter(machine)
-        steps = [(code[i] | code[i + 1] << 8, code[i + 2], code[i + 3]) for i in range(0, len(code), 8)]
+        steps = [
+            (code[i] | code[i + 1] << 8, code[i + 2], code[i + 3]) for i in range(0, len(code), 8)
+        ]
         for i, (operation, yes, no) in enumerate(steps):
             if operation & 7 == 5:
                 assert i + 1 + max(yes, no) < len(steps)

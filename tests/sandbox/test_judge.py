@@ -1,4 +1,5 @@
-"""The judge, with a stand-in for the program under test: its questions and its handling of the answers."""
+"""The judge, with a stand-in for the program under test: its questions and its handling of the
+answers."""
 
 from pathlib import Path
 
@@ -21,10 +22,13 @@ def server():
 
 @pytest.fixture
 def judge(server):
-    """`judge(source, answers, ...)` returns the verdict and the questions asked. An answer is a value, the message of
-    the program's process about an object, or the names of the classes of an exception."""
+    """`judge(source, answers, ...)` returns the verdict and the questions asked. An answer is a
+    value, the message of the program's process about an object, or the names of the classes of an
+    exception."""
 
-    def run(source: str, answers: list, setup: str = "", candidate: str | None = None) -> tuple[bool | str, list]:
+    def run(
+        source: str, answers: list, setup: str = "", candidate: str | None = None
+    ) -> tuple[bool | str, list]:
         left, questions = list(answers), []
 
         def answer(question: dict) -> dict:
@@ -42,7 +46,11 @@ def judge(server):
 
 
 def call(expression: str, *args: object, **kwargs: object) -> dict:
-    return dict(call=expression, args=encode(list(args)), kwargs={name: encode(v) for name, v in kwargs.items()})
+    return dict(
+        call=expression,
+        args=encode(list(args)),
+        kwargs={name: encode(v) for name, v in kwargs.items()},
+    )
 
 
 def test_case_passes_if_nothing_is_raised(judge):
@@ -80,7 +88,9 @@ def test_equality_does_not_depend_on_the_program(judge):
     assert judge("assert f() == 1", [thing])[0] is False
     assert judge("a = f()\nassert a == a and a != f()", [thing, thing])[0] is True
     assert judge("assert not f()", [thing])[0] is False
-    assert judge("assert f().__len__() == 1", [thing])[0] is False  # names with underscores belong to the stand-in
+    assert (
+        judge("assert f().__len__() == 1", [thing])[0] is False
+    )  # names with underscores belong to the stand-in
 
 
 class Own(KeyError):
@@ -94,13 +104,15 @@ class Wide(UnicodeDecodeError):
         super().__init__("utf-8", b"", 0, 1, "x")
 
 
-@pytest.mark.parametrize(
-    "raised, caught",
-    [(ZeroDivisionError("x"), "ZeroDivisionError"), (Own("x"), "KeyError"), (Wide(), "UnicodeError"),
-     (type("Own", (Exception,), {})("x"), "Exception"), (StopIteration("x"), "StopIteration")],
-)  # fmt: skip
+@pytest.mark.parametrize("raised, caught", [
+    (ZeroDivisionError("x"), "ZeroDivisionError"), (Own("x"), "KeyError"), (Wide(), "UnicodeError"),
+    (type("Own", (Exception,), {})("x"), "Exception"), (StopIteration("x"), "StopIteration"),
+])  # fmt: skip
 def test_exception_becomes_its_most_derived_built_in_class(judge, raised, caught):
-    source = "try:\n    f()\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == " + repr(caught)
+    source = (
+        "try:\n    f()\nexcept BaseException as e:\n    kind = type(e).__name__\nassert kind == "
+        + repr(caught)
+    )
     assert judge(source, [raised])[0] is True
 
 
@@ -118,8 +130,14 @@ def test_malformed_answer_is_wrong(judge, malformed):
         ("assert 1 == 1", "it calls no function of the program"),
         ("assert f(1) == y", "it needs the value of y, which it does not define"),
         ("assert isinstance(f(1), Thing)", "it needs the value of Thing, which it does not define"),
-        ("try:\n    f()\nexcept Own:\n    pass\nassert 1", "it needs the value of Own, which it does not define"),
-        ("import nothing_like_this\nassert f()", "ModuleNotFoundError: No module named 'nothing_like_this'"),
+        (
+            "try:\n    f()\nexcept Own:\n    pass\nassert 1",
+            "it needs the value of Own, which it does not define",
+        ),
+        (
+            "import nothing_like_this\nassert f()",
+            "ModuleNotFoundError: No module named 'nothing_like_this'",
+        ),
         ("assert f(lambda x: x)", "a function cannot be passed to the program"),
         (
             "try:\n    f(open)\nexcept TypeError:\n    pass\nassert True",
@@ -136,9 +154,15 @@ def test_unrunnable_test_gives_the_reason_without_questions(judge, source, why):
 @pytest.mark.parametrize(
     "source, asked",
     [
-        ("assert sum(10, 15) == 6", call("sum", 10, 15)),  # a built-in name: the first innermost call on the left
+        (
+            "assert sum(10, 15) == 6",
+            call("sum", 10, 15),
+        ),  # a built-in name: the first innermost call on the left
         ("assert set(filter([1])) == set([6])", call("filter", [1])),
-        ("assert math.floor(f(2.5)) == 6", call("f", 2.5)),  # modules of the standard library need no import
+        (
+            "assert math.floor(f(2.5)) == 6",
+            call("f", 2.5),
+        ),  # modules of the standard library need no import
         ("def helper(x):\n    return f(x)\nassert helper(1) == 6", call("f", 1)),
         ("assert [f(i) for i in (1,)] == [6]", call("f", 1)),
     ],

@@ -1,4 +1,5 @@
-"""One confined process from its parent's view: start, limits, and an end that leaves nothing behind."""
+"""One confined process from its parent's view: start, limits, and an end that leaves nothing
+behind."""
 
 import os
 import resource
@@ -15,7 +16,10 @@ from helpers import PATIENCE, PIPE, ROOT, Clock, alive, descendants, open_files,
 from common.sandbox import process, program
 from common.sandbox.program import Limits, Program, ProgramError, run_program
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(program.problem() is not None, reason=str(program.problem()))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(program.problem() is not None, reason=str(program.problem())),
+]
 LIMITS = Limits(seconds=PATIENCE)
 
 
@@ -34,12 +38,18 @@ def test_slow_start_does_not_count_as_program_time(monkeypatch):
     outcome = run_program("print(1)", "", Limits(seconds=seconds / 2))
     assert outcome == program.Outcome("ok", "1\n") and outcome.seconds < seconds / 2
     seconds = process.START_SECONDS + 1
-    with pytest.raises(RuntimeError, match="the interpreter for a program did not start: time limit"):
+    with pytest.raises(
+        RuntimeError, match="the interpreter for a program did not start: time limit"
+    ):
         run_program("print(1)", "", LIMITS)
 
 
 def test_outcome_reports_the_seconds_of_the_run(monkeypatch):
-    clock, wait, started = Clock(monkeypatch, process, program), process.Child.wait, time.monotonic()
+    clock, wait, started = (
+        Clock(monkeypatch, process, program),
+        process.Child.wait,
+        time.monotonic(),
+    )
 
     def slowly(child):
         clock.ahead += 7
@@ -55,10 +65,14 @@ def test_missing_disk_or_descriptors_raise_a_runtime_error(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", "/nothing/like/this")
         for run in (lambda: run_program("print(1)"), lambda: Program("x = 1").__enter__()):
-            with pytest.raises(RuntimeError, match="a program could not be started: .*nothing/like/this"):
+            with pytest.raises(
+                RuntimeError, match="a program could not be started: .*nothing/like/this"
+            ):
                 run()
     kept = [os.dup(0)]
-    while kept[-1] != len(kept) + before - 2:  # until no lower number is free: the limit is on numbers
+    while (
+        kept[-1] != len(kept) + before - 2
+    ):  # until no lower number is free: the limit is on numbers
         kept.append(os.dup(0))
     outcomes = []
     for room in range(1, 25):  # at any point where the descriptors run out
@@ -94,18 +108,26 @@ def test_missing_disk_or_descriptors_raise_a_runtime_error(monkeypatch):
         ("print('x' * 1001)", dict(output_bytes=1000), "output limit"),
         ("print('x' * 999)", dict(output_bytes=1000), "ok"),
         ("open('x', 'wb').write(bytes(3 << 20))", dict(file_mib=2), "exit code 1"),
-        ("for i in range(9): open(str(i), 'wb').write(bytes(1 << 20))\nimport time; time.sleep(9999)", dict(disk_mib=5),
-         "disk limit"),
-        ("for i in range(9): open(str(i), 'wb')\nimport time; time.sleep(9999)", dict(files=5), "disk limit"),
+        (
+            "for i in range(9): open(str(i), 'wb').write(bytes(1 << 20))\n"
+            "import time; time.sleep(9999)",
+            dict(disk_mib=5),
+            "disk limit",
+        ),
+        (
+            "for i in range(9): open(str(i), 'wb')\nimport time; time.sleep(9999)",
+            dict(files=5),
+            "disk limit",
+        ),
     ],
-)  # fmt: skip
+)
 def test_exceeded_limits_give_their_status(source, limits, status):
     assert run_program(source, "", Limits(**dict(seconds=PATIENCE) | limits)).status == status
 
 
 def test_number_of_threads_is_limited():
-    """With small stacks they stay below the memory limit. Python's threads need more, so the program creates them with
-    raw calls."""
+    """With small stacks they stay below the memory limit. Python's threads need more, so the
+    program creates them with raw calls."""
     source = """
 import ctypes, time
 libc = ctypes.CDLL(None)
@@ -122,7 +144,9 @@ print("done")
 
 
 def test_unread_requests_end_at_the_deadline():
-    with Program("import time, threading\ndef f(x): time.sleep(9999)", Limits(seconds=2)) as program:
+    with Program(
+        "import time, threading\ndef f(x): time.sleep(9999)", Limits(seconds=2)
+    ) as program:
         with pytest.raises(ProgramError, match="time limit"):
             program.call("f", ["x" * 5_000_000])
     with Program("import os\ndef f(x): os.closerange(3, 100)", LIMITS) as program:
@@ -180,5 +204,7 @@ def test_interrupted_runs_leave_nothing_behind(monkeypatch):
 
 def test_programs_run_concurrently():
     with ThreadPoolExecutor(8) as pool:
-        outcomes = list(pool.map(lambda i: run_program("print(int(input()) * 2)", str(i), LIMITS), range(40)))
+        outcomes = list(
+            pool.map(lambda i: run_program("print(int(input()) * 2)", str(i), LIMITS), range(40))
+        )
     assert [outcome.stdout for outcome in outcomes] == [f"{2 * i}\n" for i in range(40)]

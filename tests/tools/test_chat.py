@@ -20,7 +20,7 @@ from model.test_lora import ARGS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.model.lora import save_adapter
+from common.model.adapter_files import save_adapter
 from common.model.policy import load_policy
 from common.model.tiny import build_tokenizer, tiny_model
 from common.train.checkpoint import export_hf
@@ -52,9 +52,14 @@ def chat(monkeypatch, capsys) -> Callable[..., tuple[str, str]]:
 
 def greedy(path: str | Path, prompt: str, tokens: int) -> str:
     """Return the completion of plain transformers."""
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(path),
+        AutoModelForCausalLM.from_pretrained(path),
+    )
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+    )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -63,7 +68,9 @@ def rendered(*turns: str, system: str = "") -> str:
     roles = [("user", "assistant")[i % 2] for i in range(len(turns))]
     messages = [dict(role=role, content=text) for role, text in zip(roles, turns, strict=True)]
     messages = [dict(role="system", content=system)] * bool(system) + messages
-    return build_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return build_tokenizer().apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,9 @@ def trained(tmp_path_factory, device) -> Path:
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
-                parameter.to_local().add_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
+                parameter.to_local().add_(
+                    torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape)
+                )
     export_hf(policy, AutoTokenizer.from_pretrained(tiny_model()), folder / "hf")
     save_adapter(policy.hf, tiny_model(), ARGS, folder / "adapter")
     return folder
@@ -91,20 +100,44 @@ def test_conversation_is_that_of_plain_transformers_until_it_is_reset(chat):
 
 
 def test_spaces_at_the_end_of_a_line_belong_to_a_plain_prompt(chat):
-    options = ("--model", "tiny", "--temperature", 0, "--max_new_tokens", 6, "--prompt_format", "plain")
+    options = (
+        "--model",
+        "tiny",
+        "--temperature",
+        0,
+        "--max_new_tokens",
+        6,
+        "--prompt_format",
+        "plain",
+    )
     answers = [greedy(tiny_model(), prompt, 6) for prompt in ("1+1= ", "1+1=")]
-    assert chat("1+1= \n1+1=\n", *options)[0] == "".join(f"{text}\n" for text in answers) and len({*answers}) == 2
+    assert (
+        chat("1+1= \n1+1=\n", *options)[0] == "".join(f"{text}\n" for text in answers)
+        and len({*answers}) == 2
+    )
 
 
 def test_adapter_gives_the_answers_of_the_merged_model_beside_those_of_the_base(chat, trained):
     options = ("--prompt_format", "plain", "--temperature", 0, "--max_new_tokens", 8)
-    shown = chat("1+1=\n", "--model", "tiny", "--adapter", trained / "adapter", "--compare", "tiny", *options)[0]
+    shown = chat(
+        "1+1=\n", "--model", "tiny", "--adapter", trained / "adapter", "--compare", "tiny", *options
+    )[0]
     merged, base = greedy(trained / "hf", "1+1=", 8), greedy(tiny_model(), "1+1=", 8)
     assert shown == f"tiny:\n{merged}\ntiny:\n{base}\n" and merged != base
 
 
 def test_answers_depend_on_the_seed_alone(chat):
-    options = ("--model", "tiny", "--compare", "tiny", "--max_new_tokens", 20, "--prompt_format", "plain", "--seed")
+    options = (
+        "--model",
+        "tiny",
+        "--compare",
+        "tiny",
+        "--max_new_tokens",
+        20,
+        "--prompt_format",
+        "plain",
+        "--seed",
+    )
     one, same, other = (chat(b"\xff?\n", *options, seed)[0] for seed in (1, 1, 2))
     assert one == same != other
     first, second = one.split("tiny:\n")[1:]
@@ -121,16 +154,28 @@ def test_environment_answers_the_model_until_its_end(chat, tmp_path):
         "        self.turn += 1\n"
         "        return [dict(role='tool', content=f'turn {self.turn}')], 0.5, self.turn == 4\n"
     )
-    options = ("--model", "tiny", "--max_new_tokens", 3, "--environment", f"{tmp_path}/echo.py:Echo")
+    options = (
+        "--model",
+        "tiny",
+        "--max_new_tokens",
+        3,
+        "--environment",
+        f"{tmp_path}/echo.py:Echo",
+    )
     shown, notes = chat("hi\n", *options, "--row", '{"start": 2}')
     assert re.findall("tool: .*", shown) == ["tool: turn 3", "tool: turn 4"]
     assert "[the episode ends after 2 turns with reward 1]" in notes
     assert "[KeyError: 'start']" in chat("hi\n", *options)[1]
-    assert "user: " in chat("\n", "--model", "tiny", "--max_new_tokens", 3, "--environment", "guess_number")[0]
+    assert (
+        "user: "
+        in chat("\n", "--model", "tiny", "--max_new_tokens", 3, "--environment", "guess_number")[0]
+    )
 
 
 def test_lines_of_the_page_for_transformers_give_the_same_answer(chat, capsys):
-    (code,) = re.findall("```python\n(from transformers.*?)```", (ROOT / "docs" / "after.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        "```python\n(from transformers.*?)```", (ROOT / "docs" / "after.md").read_text(), re.DOTALL
+    )
     exec(code.replace("runs/sft/hf", tiny_model()), {})
     expected = capsys.readouterr().out
     options = ("--model", "tiny", "--temperature", 0, "--max_new_tokens", 256)
@@ -138,7 +183,9 @@ def test_lines_of_the_page_for_transformers_give_the_same_answer(chat, capsys):
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_answers_and_environments_control_no_terminal_in_any_encoding(encoding, chat, tmp_path, monkeypatch):
+def test_answers_and_environments_control_no_terminal_in_any_encoding(
+    encoding, chat, tmp_path, monkeypatch
+):
     (tmp_path / "hostile.py").write_text(
         "class Hostile:\n"
         "    def reset(self, row):\n"
@@ -146,16 +193,28 @@ def test_answers_and_environments_control_no_terminal_in_any_encoding(encoding, 
         "    def step(self, completion):\n"
         "        return [dict(role='tool', content='\x1b[2J⟦é')], 0.0, True\n"
     )
-    options = ("--model", talking(tmp_path / "model", "\x1b"), "--temperature", 0, "--max_new_tokens", 3)
+    options = (
+        "--model",
+        talking(tmp_path / "model", "\x1b"),
+        "--temperature",
+        0,
+        "--max_new_tokens",
+        3,
+    )
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
     chat("hi\n", *options, "--environment", f"{tmp_path}/hostile.py:Hostile")
     shown = "⟦é".encode(encoding, "backslashreplace").decode(encoding)
-    assert out.buffer.getvalue().decode(encoding) == rf"\x1b\x1b\x1b{chr(10)}tool: \x1b[2J{shown}{chr(10)}"
+    assert (
+        out.buffer.getvalue().decode(encoding)
+        == rf"\x1b\x1b\x1b{chr(10)}tool: \x1b[2J{shown}{chr(10)}"
+    )
 
 
 def test_line_beyond_the_context_is_dropped_and_the_next_one_is_answered(chat):
-    shown, notes = chat(f"{'x' * 3000}\nhi\n", "--model", "tiny", "--temperature", 0, "--max_new_tokens", 4)
+    shown, notes = chat(
+        f"{'x' * 3000}\nhi\n", "--model", "tiny", "--temperature", 0, "--max_new_tokens", 4
+    )
     assert "tokens do not fit in the context of tiny, 2048; the line is dropped" in notes
     assert shown == f"{greedy(tiny_model(), rendered('hi'), 4)}\n"
 
@@ -166,10 +225,16 @@ def test_line_beyond_the_context_is_dropped_and_the_next_one_is_answered(chat):
         ((), "the following arguments are required: --model"),
         (("--model", "/absent"), "--model /absent: no such folder"),
         (("--model", "tiny", "--compare", ""), "--compare: the name is empty"),
-        (("--model", "tiny", "--adapter", "/absent"), "--adapter /absent: cannot read the checkpoint"),
+        (
+            ("--model", "tiny", "--adapter", "/absent"),
+            "--adapter /absent: cannot read the checkpoint",
+        ),
         (("--model", "tiny", "--temperature", "nan"), "--temperature must be finite"),
         (("--model", "tiny", "--environment", "chess"), "--environment chess: unknown"),
-        (("--model", "tiny", "--row", "{}"), "--row must be a JSON object, and needs --environment"),
+        (
+            ("--model", "tiny", "--row", "{}"),
+            "--row must be a JSON object, and needs --environment",
+        ),
     ],
 )
 def test_bad_option_is_one_line(chat, options, words):
@@ -183,11 +248,15 @@ def test_adapter_of_another_model_is_refused(chat, trained, tmp_path):
     config = adapter / "adapter_config.json"
     config.write_text(config.read_text().replace('"r": ', '"r": 1'))
     _, notes = chat("", "--model", "tiny", "--adapter", adapter, code=2)
-    assert notes.startswith(f"error: --adapter {adapter} does not fit --model tiny: ") and notes.count("\n") == 1
+    assert (
+        notes.startswith(f"error: --adapter {adapter} does not fit --model tiny: ")
+        and notes.count("\n") == 1
+    )
 
 
 def talking(folder: Path, character: str) -> Path:
-    """Write a model whose greedy completion repeats `character` without an end: all its logits are equal."""
+    """Write a model whose greedy completion repeats `character` without an end: all its logits are
+    equal."""
     shutil.copytree(tiny_model(), folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"].zero_()
@@ -206,13 +275,24 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_chat(tmp_path):
     controller, terminal = pty.openpty()
     (tmp_path / "on_terminal.py").write_text(
         "import os, runpy, signal, sys\n_, terminal, *sys.argv = sys.argv\nos.setsid()\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits an ignored one\n"
+        "signal.signal(signal.SIGINT, "
+        "signal.default_int_handler)  # a job in the background inherits an ignored one\n"
         "for descriptor in (0, 1, 2): os.dup2(os.open(terminal, os.O_RDWR), descriptor)\n"
-        "sys.stdin, sys.stdout, sys.stderr = open(0), open(1, 'w', buffering=1), open(2, 'w', buffering=1)\n"
+        "sys.stdin, sys.stdout, sys.stderr = open(0), open(1, 'w', buffering=1), open(2, 'w', "
+        "buffering=1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    options, shown = "--max_new_tokens 2000 --prompt_format plain --temperature 0 --model".split(), b""
-    line = (tmp_path / "on_terminal.py", os.ttyname(terminal), CHAT, *options, talking(tmp_path / "model", "\n"))
+    options, shown = (
+        "--max_new_tokens 2000 --prompt_format plain --temperature 0 --model".split(),
+        b"",
+    )
+    line = (
+        tmp_path / "on_terminal.py",
+        os.ttyname(terminal),
+        CHAT,
+        *options,
+        talking(tmp_path / "model", "\n"),
+    )
 
     def expect(words: bytes) -> None:
         nonlocal shown

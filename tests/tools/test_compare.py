@@ -1,4 +1,5 @@
-"""The comparison of runs: its groups, bands, intervals and differences against numbers by hand, and its errors."""
+"""The comparison of runs: its groups, bands, intervals and differences against numbers by hand, and
+its errors."""
 
 import json
 import math
@@ -18,7 +19,13 @@ module = runpy.run_path(str(COMPARE), run_name="compare")
 T2, T4 = 4.302652730, 2.776445105  # 97.5% quantiles of Student's t for 2 and 4 degrees of freedom
 
 
-def write(folder: Path, scores: Sequence[float], flags: dict, code: dict | None = None, name: str = "eval/solved"):
+def write(
+    folder: Path,
+    scores: Sequence[float],
+    flags: dict,
+    code: dict | None = None,
+    name: str = "eval/solved",
+):
     """Write a run whose metric has these values at steps 1, 2, ..., and return its folder."""
     folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, name: score}) + "\n" for step, score in enumerate(scores, 1)]
@@ -41,7 +48,9 @@ def compare(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[list[list[str]
 
     def compare(*options: object, code: int = 0) -> tuple[list[list[str]], str]:
         out = [] if "--out" in options else ["--out", tmp_path / "compare.png"]
-        shown, errors = call_main(module["main"], [COMPARE, *options, *out], code, monkeypatch, capsys)
+        shown, errors = call_main(
+            module["main"], [COMPARE, *options, *out], code, monkeypatch, capsys
+        )
         lines = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
         return [[cell.strip() for cell in line] for line in lines], errors
 
@@ -50,7 +59,11 @@ def compare(monkeypatch, capsys, tmp_path) -> Callable[..., tuple[list[list[str]
 
 def test_runs_that_differ_in_seed_and_names_only_are_a_group(tmp_path):
     folders = [
-        write(tmp_path / f"{name}{seed}", [0.5], dict(lr=lr, seed=seed, resume=resume, wandb_name=f"{name}{seed}"))
+        write(
+            tmp_path / f"{name}{seed}",
+            [0.5],
+            dict(lr=lr, seed=seed, resume=resume, wandb_name=f"{name}{seed}"),
+        )
         for name, lr, resume in (("a", 0.003, "auto"), ("b", 4e-4, "never"))
         for seed in (0, 1, 2)
     ]
@@ -72,7 +85,12 @@ def test_groups_of_more_than_three_different_flags_are_named_by_folder(tmp_path)
 def test_other_code_or_a_repeated_seed_is_another_group(tmp_path):
     kinds = [(0, 1), (1, 1), (0, 2)]
     folders = [
-        write(tmp_path / f"seed{seed}_code{code}", [0.5], dict(seed=seed), {f"/x{seed}/grpo.py": [code], "crc": seed})
+        write(
+            tmp_path / f"seed{seed}_code{code}",
+            [0.5],
+            dict(seed=seed),
+            {f"/x{seed}/grpo.py": [code], "crc": seed},
+        )
         for seed, code in kinds
     ]
     assert groups_of(*folders)[0] == [["seed0_code1", "seed1_code1"], ["seed0_code2"]]
@@ -80,7 +98,9 @@ def test_other_code_or_a_repeated_seed_is_another_group(tmp_path):
     assert groups_of(*folders[:2], again)[0] == [["seed0_code1"], ["seed1_code1"], ["again"]]
 
 
-@pytest.mark.parametrize(("df", "expected"), [(1, 12.7062047), (2, T2), (4, T4), (2.5, 3.5746548), (1000, 1.9623391)])
+@pytest.mark.parametrize(
+    ("df", "expected"), [(1, 12.7062047), (2, T2), (4, T4), (2.5, 3.5746548), (1000, 1.9623391)]
+)
 def test_quantiles_of_student_t_are_those_of_the_tables(df, expected):
     assert module["t_quantile"](df) == pytest.approx(expected, rel=2e-5)
 
@@ -109,9 +129,14 @@ def test_band_is_drawn_over_the_steps_that_all_seeds_have(tmp_path, compare, mon
     plt.close("all")
     lines = [line.get_xydata().ravel().tolist() for line in figure.axes[0].lines]
     assert lines == [pytest.approx([1, 0.2, 2, 0.25]), [1, 0.7, 2, 0.8]]
-    edge = {tuple(np.round(point, 9)) for point in figure.axes[0].collections[0].get_paths()[0].vertices}
+    edge = {
+        tuple(np.round(point, 9)) for point in figure.axes[0].collections[0].get_paths()[0].vertices
+    }
     assert edge == {(1, 0.1), (1, 0.3), (2, 0.2), (2, 0.3)}
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["lr 1 (2 seeds)", "lr 2 (1 seed)"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "lr 1 (2 seeds)",
+        "lr 2 (1 seed)",
+    ]
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.width > 400
     assert rows == [
@@ -122,7 +147,10 @@ def test_band_is_drawn_over_the_steps_that_all_seeds_have(tmp_path, compare, mon
 
 def seeds(tmp_path: Path, lr: float, ends: dict[int, float], **kwargs) -> list[Path]:
     """Write a run for each seed, with its last value."""
-    return [write(tmp_path / f"{lr}_{s}", [0, end], dict(lr=lr, seed=s), **kwargs) for s, end in ends.items()]
+    return [
+        write(tmp_path / f"{lr}_{s}", [0, end], dict(lr=lr, seed=s), **kwargs)
+        for s, end in ends.items()
+    ]
 
 
 def test_difference_is_paired_for_equal_seeds_and_welch_for_others(tmp_path, compare):
@@ -138,9 +166,12 @@ def test_difference_is_paired_for_equal_seeds_and_welch_for_others(tmp_path, com
 
 
 def test_welch_interval_of_unequal_variances(tmp_path, compare):
-    """Variances of the means 13/3 and 1/12: (53/12)^2 / ((13/3)^2 / 2 + (1/12)^2 / 3) = 2.0772 degrees of freedom."""
+    """Variances of the means 13/3 and 1/12: (53/12)^2 / ((13/3)^2 / 2 + (1/12)^2 / 3) = 2.0772
+    degrees of freedom."""
     first = seeds(tmp_path, 1, {0: 1.0, 1: 3.0, 2: 8.0})
-    rows, _ = compare(*first, *seeds(tmp_path, 2, {5: 4.0, 6: 4.0, 7: 4.0, 8: 4.0 + 2 / math.sqrt(3)}))
+    rows, _ = compare(
+        *first, *seeds(tmp_path, 2, {5: 4.0, 6: 4.0, 7: 4.0, 8: 4.0 + 2 / math.sqrt(3)})
+    )
     low, high = (float(end) for end in rows[1][6].split("[")[1].split("]")[0].split(", "))
     assert (high - low) / 2 / math.sqrt(53 / 12) == pytest.approx(4.1531, rel=5e-4)
 
@@ -152,7 +183,9 @@ def test_difference_of_identical_runs_is_zero(tmp_path, compare, other):
 
 
 def test_difference_of_groups_without_variance_has_an_interval_without_width(tmp_path, compare):
-    rows, _ = compare(*seeds(tmp_path, 1, {0: 1, 1: 1, 2: 1}), *seeds(tmp_path, 2, {3: 2, 4: 2, 5: 2}))
+    rows, _ = compare(
+        *seeds(tmp_path, 1, {0: 1, 1: 1, 2: 1}), *seeds(tmp_path, 2, {3: 2, 4: 2, 5: 2})
+    )
     assert rows[1][5:] == ["[2, 2]", "+1 [1, 1] Welch"]
 
 
@@ -160,7 +193,8 @@ def test_last_value_is_a_mean_except_for_evaluations(tmp_path, compare):
     run = write(tmp_path / "a", [1, 2, 3, 4], dict(seed=0), name="reward")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
-            '{"step": 4, "eval/x": 1}\n{"step": 5, "eval/x": 7, "reward": NaN, "eval/note": "text"}\n{"step": 6, "rew'
+            '{"step": 4, "eval/x": 1}\n'
+            '{"step": 5, "eval/x": 7, "reward": NaN, "eval/note": "text"}\n{"step": 6, "rew'
         )
     assert [row[3:5] for row in compare(run)[0]] == [["5", "1 -> 7"], ["5", "1 -> nan"]]
     run = write(tmp_path / "b", range(1, 21), dict(seed=0), name="reward")
@@ -178,19 +212,39 @@ def damage(run: Path, file: str, text: str | None) -> None:
 @pytest.mark.parametrize(
     ("options", "file", "text", "words"),
     [
-        ((), "metrics.jsonl", None, "{run}/metrics.jsonl: No such file or directory; name the output folder of a run"),
+        (
+            (),
+            "metrics.jsonl",
+            None,
+            "{run}/metrics.jsonl: No such file or directory; name the output folder of a run",
+        ),
         ((), "args.yaml", None, "{run}/args.yaml: No such file or directory"),
         ((), "args.yaml", "a: [", "{run}/args.yaml: damaged"),
         ((), "args.yaml", "text", "{run}/args.yaml: damaged"),
-        ((), "metrics.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "{run}/metrics.jsonl, line 2: damaged"),
+        (
+            (),
+            "metrics.jsonl",
+            '{"step": 1, "loss": 2}\n{"step": 2, "lo\n',
+            "{run}/metrics.jsonl, line 2: damaged",
+        ),
         ((), "metrics.jsonl", "[1]\n", "{run}/metrics.jsonl, line 1: damaged"),
         ((), "metrics.jsonl", "1\n", "{run}/metrics.jsonl, line 1: damaged"),
         ((), "metrics.jsonl", '{"loss": 2}\n', "{run}/metrics.jsonl, line 1: damaged"),
         ((), "metrics.jsonl", "", "--metrics eval* reward loss: not in all runs; common: none"),
-        ((), "metrics.jsonl", '{"step": 1, "kl": 2}\n', "--metrics eval* reward loss: not in all runs; common: none"),
+        (
+            (),
+            "metrics.jsonl",
+            '{"step": 1, "kl": 2}\n',
+            "--metrics eval* reward loss: not in all runs; common: none",
+        ),
         (("--metrics", "loss", "x*"), None, None, "--metrics x*: not in all runs; common: loss"),
         (("--last", "0"), None, None, "--last 0: must be at least 1"),
-        (("--out", "/absent/x.png"), None, None, "[Errno 2] No such file or directory: '/absent/x.png'"),
+        (
+            ("--out", "/absent/x.png"),
+            None,
+            None,
+            "[Errno 2] No such file or directory: '/absent/x.png'",
+        ),
         (("--out", "x.abc"), None, None, "Format 'abc' is not supported"),
         (("--las",), None, None, "argument --last: expected one argument"),
     ],
@@ -201,13 +255,19 @@ def test_bad_input_is_one_line(tmp_path, compare, options, file, text, words):
     if file is not None:
         damage(run, file, text)
     rows, shown = compare(good, run, *options, code=2)
-    assert rows == [] and shown.startswith(f"error: {words.format(run=run)}") and shown.count("\n") == 1
+    assert (
+        rows == []
+        and shown.startswith(f"error: {words.format(run=run)}")
+        and shown.count("\n") == 1
+    )
 
 
 def test_same_folder_twice_and_runs_without_a_common_step_are_refused(tmp_path, compare):
     run = write(tmp_path / "run", [1, 2], dict(seed=0), name="loss")
     (tmp_path / "link").symlink_to(run)
-    assert compare(run, tmp_path / "link", code=2)[1].startswith(f"error: {tmp_path}/link: the folder is given twice")
+    assert compare(run, tmp_path / "link", code=2)[1].startswith(
+        f"error: {tmp_path}/link: the folder is given twice"
+    )
     other = write(tmp_path / "other", [], dict(seed=1))
     (other / "metrics.jsonl").write_text('{"step": 7, "loss": 1}\n')
     assert "no step has loss in all of these runs" in compare(run, other, code=2)[1]
@@ -215,12 +275,21 @@ def test_same_folder_twice_and_runs_without_a_common_step_are_refused(tmp_path, 
 
 
 def test_equal_metrics_are_shown_once_and_unequal_lengths_are_noted(tmp_path, monkeypatch, capsys):
-    folders = [write(tmp_path / "runs" / name, [1, 2], dict(lr=lr)) for lr, name in enumerate(("a", "b"))]
+    folders = [
+        write(tmp_path / "runs" / name, [1, 2], dict(lr=lr)) for lr, name in enumerate(("a", "b"))
+    ]
     for folder, last in zip(folders, (3, None), strict=True):
-        lines = [dict(step=step, reward=step, loss=-step) | {"eval/solved": step} for step in (1, 2, last) if step]
+        lines = [
+            dict(step=step, reward=step, loss=-step) | {"eval/solved": step}
+            for step in (1, 2, last)
+            if step
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(sys, "argv", [str(COMPARE), *map(str, folders)])
     module["main"]()
     shown = capsys.readouterr().out
     assert "eval/solved" in shown and "loss" in shown and "reward" not in shown
-    assert "the groups end at different steps" in shown and (tmp_path / "runs" / "compare.png").is_file()
+    assert (
+        "the groups end at different steps" in shown
+        and (tmp_path / "runs" / "compare.png").is_file()
+    )

@@ -1,4 +1,5 @@
-"""Lessons: the pages agree with the descriptions and the stored curves; bands and verdicts; stored runs."""
+"""Lessons: the pages agree with the descriptions and the stored curves; bands and verdicts; stored
+runs."""
 
 import importlib
 import json
@@ -27,7 +28,9 @@ lines = [dict(step=step, score=step * seed * int(sys.argv[1])) for step in (1, 2
 
 def page_of(lesson: module.Lesson) -> str:
     """Return the page of a lesson, with its continued lines and its white space as one space."""
-    return " ".join(lesson.path.with_suffix(".md").read_text(encoding="utf-8").replace("\\\n", " ").split())
+    return " ".join(
+        lesson.path.with_suffix(".md").read_text(encoding="utf-8").replace("\\\n", " ").split()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +38,11 @@ def test_commands_of_the_page_are_those_of_the_description(name):
     lesson = module.read_lesson(name)
     commands = [*lesson.before.values(), *map(lesson.command, lesson.yours)]
     assert [command for command in commands if command not in page_of(lesson)] == []
-    shown = [each for each in (name, str(int(name[:2]))) if f"python tools/lesson.py {each} " in page_of(lesson)]
+    shown = [
+        each
+        for each in (name, str(int(name[:2])))
+        if f"python tools/lesson.py {each} " in page_of(lesson)
+    ]
     assert shown and module.read_lesson(shown[0]) == lesson
 
 
@@ -50,7 +57,9 @@ def test_commands_are_valid(name, monkeypatch):
         if "/" not in script:
             args_class = importlib.import_module(script[:-3]).Args
             given = read_command_line(args_class, shlex.split(command.partition(script)[2]))
-            given = (read_yaml(args_class, path) if (path := given.pop("config", None)) else {}) | given
+            given = (
+                read_yaml(args_class, path) if (path := given.pop("config", None)) else {}
+            ) | given
             args_class(**adapted_defaults(args_class, given)[1] | given)
 
 
@@ -58,8 +67,12 @@ def test_commands_are_valid(name, monkeypatch):
 def test_every_arm_has_stored_seeds_and_the_page_their_numbers(name):
     lesson = module.read_lesson(name)
     stored = json.loads(lesson.path.with_suffix(".json").read_text())
-    assert [(arm, [*runs]) for arm, runs in stored.items()] == [(arm, ["1", "2", "3"]) for arm in lesson.arms]
-    assert all({*run} == {"seconds", *lesson.names} for runs in stored.values() for run in runs.values())
+    assert [(arm, [*runs]) for arm, runs in stored.items()] == [
+        (arm, ["1", "2", "3"]) for arm in lesson.arms
+    ]
+    assert all(
+        {*run} == {"seconds", *lesson.names} for runs in stored.values() for run in runs.values()
+    )
     assert max(run["seconds"] for arm in lesson.yours for run in stored[arm].values()) < 120
     assert " ".join(module.table(lesson).split()) in page_of(lesson)
     picture = lesson.path.with_suffix(".png")
@@ -74,7 +87,8 @@ def test_band_is_the_t_interval_for_one_more_run():
 
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> module.Lesson:
-    """A lesson 7 whose runs are those of a program: its score is step x seed x the factor of the arm."""
+    """A lesson 7 whose runs are those of a program: its score is step x seed x the factor of the
+    arm."""
     (tmp_path / "factor.py").write_text(PROGRAM)
     description = dict(script="factor.py", arms=dict(once="1", twice="2"), metrics=["score"])
     (tmp_path / "07_factor.yaml").write_text(yaml.safe_dump(description))
@@ -86,19 +100,27 @@ def small(tmp_path, monkeypatch) -> module.Lesson:
 @pytest.mark.slow
 def test_finished_runs_are_not_repeated_and_others_start_anew(small, monkeypatch):
     launched, launch = [], module.launch
-    monkeypatch.setattr(module, "launch", lambda command: (launched.append(command), launch(command)))
+    monkeypatch.setattr(
+        module, "launch", lambda command: (launched.append(command), launch(command))
+    )
     module.store(small)
     assert launched == [small.command(arm, seed) for seed in (1, 2, 3) for arm in ("once", "twice")]
     stored = small.path.with_suffix(".json").read_text()
     assert json.loads(stored)["twice"]["3"]["score"] == [[1, 6.0], [2, 12.0]]
     (module.ROOT / small.folder("twice", 3) / "seconds").unlink()
     module.store(small)
-    assert launched[6:] == [small.command("twice", 3)] and small.path.with_suffix(".json").read_text() == stored
+    assert (
+        launched[6:] == [small.command("twice", 3)]
+        and small.path.with_suffix(".json").read_text() == stored
+    )
 
 
 def write_stored(lesson: module.Lesson, **scores: list[float]) -> None:
     """Write stored runs of one step with these scores, for each arm those of the seeds."""
-    runs = {arm: {str(s): dict(seconds=1, score=[[1, x]]) for s, x in enumerate(of, 1)} for arm, of in scores.items()}
+    runs = {
+        arm: {str(s): dict(seconds=1, score=[[1, x]]) for s, x in enumerate(of, 1)}
+        for arm, of in scores.items()
+    }
     lesson.path.with_suffix(".json").write_text(json.dumps(runs))
 
 
@@ -118,15 +140,21 @@ def test_tool_compares_a_run_to_the_band_and_draws_it(small, monkeypatch, capsys
     for score, place in ((6.9, "in"), (7.0, "outside")):
         (folder / "metrics.jsonl").write_text(json.dumps(dict(step=1, score=score)) + "\n")
         shown, _ = call_main(module.main, ["lesson.py", 7], 0, monkeypatch, capsys)
-        assert f"once: score {score:.3g} at step 1 is {place} the band -2.97 to 6.97 of the stored seeds" in shown
+        assert (
+            f"once: score {score:.3g} at step 1 is {place} the band -2.97 to 6.97 of the "
+            "stored seeds" in shown
+        )
     assert (folder.parent / "07_factor.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(
-    "number, message",
-    [(7, "error: lesson 7: no run of yours; run python factor.py 1 --output_dir runs/course/07/once\n"),
-     (8, "error: lesson 8: no such lesson; docs/lessons/README.md lists them\n")],
-)  # fmt: skip
+@pytest.mark.parametrize("number, message", [
+    (
+        7,
+        "error: lesson 7: no run of yours; "
+        "run python factor.py 1 --output_dir runs/course/07/once\n",
+    ),
+    (8, "error: lesson 8: no such lesson; docs/lessons/README.md lists them\n"),
+])  # fmt: skip
 def test_errors_are_one_line(small, number, message, monkeypatch, capsys):
     assert call_main(module.main, ["lesson.py", number], 2, monkeypatch, capsys)[1] == message
 
@@ -134,7 +162,16 @@ def test_errors_are_one_line(small, number, message, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_noisy_engine_is_refused(tmp_path):
     """Without noise, the same program trains."""
-    flags = ("--config", "configs/course_rl.yaml", "--engine", "transformers", "--max_steps", 1, "--eval_every", 0)
+    flags = (
+        "--config",
+        "configs/course_rl.yaml",
+        "--engine",
+        "transformers",
+        "--max_steps",
+        1,
+        "--eval_every",
+        0,
+    )
     command = "docs/lessons/noisy_engine.py", *flags, "--output_dir", tmp_path
     refused = run(1, *command, "--noise", 0.2, code=1)
     assert "error: engine and trainer log-probs differ" in refused.stderr

@@ -1,7 +1,8 @@
-"""The viewer in a browser: its numbers against those of the scripts, hostile text, keyboard, live runs, bad input.
+"""The viewer in a browser: its numbers against those of the scripts, hostile text, keyboard, live
+runs, bad input.
 
-The runs are written by hand. Their shares of the loss come from the `loss` functions of the scripts.
-"""
+The runs are written by hand. Their shares of the loss come from the `loss` functions of the
+scripts."""
 
 import gzip
 import json
@@ -31,13 +32,15 @@ import reinforce
 import rloo
 import rm
 import sft
-from common.config.launch import flags_of
+from common.config.groups import flags_of
 from common.objectives.importance import importance_weights
 from common.objectives.preference import Pairs, implicit_rewards, rewards_per_token
-from common.train import trace
+from common.train import trace_file
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is missing: pip install playwright")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is missing: pip install playwright"
+)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is missing: apt-get install chromium"),
@@ -57,39 +60,59 @@ REF = OLD + torch.tensor([0.25, 0.1, 0.0, -0.2, -0.5, 0.3, 0.0], dtype=torch.flo
 ENTROPY = torch.tensor([0.5, 0.25, 1.0, 0.75, 2.0, 1.5, 0.125], dtype=torch.float64)
 TEXTS = ("2+2?", ("ab", "c\n"), ("d",))  # a prompt, and the first tokens of its completions
 ADVANTAGES = torch.tensor([1.25, -0.75], dtype=torch.float64)
-TOKENS, SEQUENCES = torch.tensor(24), torch.tensor(8)  # of the minibatch, which has further completions
+TOKENS, SEQUENCES = (
+    torch.tensor(24),
+    torch.tensor(8),
+)  # of the minibatch, which has further completions
 WHERE = MASK, IDS
 
 
 def lines(args, share_T, streams: dict, fixed: dict, texts=None) -> list[dict]:
-    """Return the lines of a trace with one group of two completions; `streams` and `fixed` are [T]."""
+    """Return the lines of a trace with one group of two completions; `streams` and `fixed` are
+    [T]."""
     prompt, *words = texts or TEXTS
     completions = []
     for n in range(2):
         own = IDS == n
-        of_update = {name: trace._numbers(x_T[own]) for name, x_T in (streams | dict(share=share_T)).items()}
+        of_update = {
+            name: trace_file.all_rounded(x_T[own])
+            for name, x_T in (streams | dict(share=share_T)).items()
+        }
         pieces = [*words[n], *"wxyz"][: int(own.sum())]
-        completions.append(dict(
-            reward=float(n == 0), advantage=ADVANTAGES[n].item(), finish_reason="stop", version=0, start=2,
-            ids=[50, 51, *range(len(pieces))], tokens=["<p>", "?", *pieces], mask=MASK[own].int().tolist(),
-            fixed={name: trace._numbers(x_T[own]) for name, x_T in fixed.items()},
-            updates=[dict(update=0) | of_update],
-        ))  # fmt: skip
-    header = dict(schema=trace.SCHEMA, script=type(args).__module__, step=1, loss=[0.0], traced=[0.0],
-                  tokens=[int(TOKENS)], sequences=[int(SEQUENCES)], weights=[["0"]], flags=flags_of(args))  # fmt: skip
+        completions.append(
+            dict(
+                reward=float(n == 0), advantage=ADVANTAGES[n].item(), finish_reason="stop",
+                version=0, start=2, ids=[50, 51, *range(len(pieces))], tokens=["<p>", "?", *pieces],
+                mask=MASK[own].int().tolist(),
+                fixed={name: trace_file.all_rounded(x_T[own]) for name, x_T in fixed.items()},
+                updates=[dict(update=0) | of_update],
+            )
+        )  # fmt: skip
+    header = dict(
+        schema=trace_file.SCHEMA, script=type(args).__module__, step=1, loss=[0.0], traced=[0.0],
+        tokens=[int(TOKENS)], sequences=[int(SEQUENCES)], weights=[["0"]], flags=flags_of(args),
+    )  # fmt: skip
     return [header, dict(group=3, chosen=["first", "best"], prompt=prompt, completions=completions)]
 
 
 def write(folder: Path, args, traced: list[dict], steps: int = 2) -> Path:
     """Write a run with a trace at step 1."""
     folder.mkdir(parents=True)
-    rows = [{"step": step, "reward": 0.5 + step / 10, "loss": 1 / step} for step in range(1, steps + 1)]
+    rows = [
+        {"step": step, "reward": 0.5 + step / 10, "loss": 1 / step} for step in range(1, steps + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "args.yaml").write_text(yaml.safe_dump(flags_of(args) | dict(output_dir=str(folder))))
     (folder / "timeline").mkdir()
-    spans = [dict(what=what, began=1e9 + s, ended=1e9 + s + 0.9) for s in range(steps) for what in ("train", "step")]
-    (folder / "timeline" / "rank_0.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
-    trace.write(folder / "trace" / f"step_{traced[0]['step']:06}.jsonl.gz", traced)
+    spans = [
+        dict(what=what, began=1e9 + s, ended=1e9 + s + 0.9)
+        for s in range(steps)
+        for what in ("train", "step")
+    ]
+    (folder / "timeline" / "rank_0.jsonl").write_text(
+        "".join(json.dumps(span) + "\n" for span in spans)
+    )
+    trace_file.write(folder / "trace" / f"step_{traced[0]['step']:06}.jsonl.gz", traced)
     return folder
 
 
@@ -99,7 +122,9 @@ FIXED = dict(rollout_logprobs=ROLLOUT, old_logprobs=OLD, ref_logprobs=REF, versi
 def grpo_lines(**changed) -> tuple[grpo.Args, list[dict]]:
     texts = changed.pop("texts", None)
     args = grpo.Args(beta=0.05, entropy_coef=0.01, max_new_tokens=16, **changed)
-    share_T, logged = grpo.loss(NEW, OLD, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args)
+    share_T, logged = grpo.loss(
+        NEW, OLD, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args
+    )
     streams = dict(logprobs=NEW, entropy=ENTROPY, logprobs_gradient=-share_T) | logged
     return args, lines(args, share_T, streams, FIXED, texts)
 
@@ -124,7 +149,7 @@ def reinforce_case():
 def ppo_case():
     args = ppo.Args(entropy_coef=0.01)
     A_T = torch.linspace(-1, 1, 7).double().round(decimals=3)
-    c_T = importance_weights(OLD - ROLLOUT, *WHERE, level="token", mode="truncate", low=0.0, high=2.0, keep=None)
+    c_T = importance_weights(OLD - ROLLOUT, *WHERE, args.importance)
     share_T, logged = ppo.loss(NEW, OLD, ENTROPY, A_T, c_T, MASK, TOKENS, torch.tensor(5), args)
     return token_case(args, share_T, logged, advantages=A_T, importance=c_T)
 
@@ -136,7 +161,7 @@ def row_case(args, fixed: dict, *rows: dict):
         update = completion["updates"][0]
         del update["share"]
         if row:
-            update["row"] = {name: trace._number(float(x)) for name, x in row.items()}
+            update["row"] = {name: trace_file.rounded(float(x)) for name, x in row.items()}
     return args, [header, group]
 
 
@@ -146,23 +171,40 @@ def sums(x_T):
 
 def rloo_case():
     args = rloo.Args()
-    c_T = importance_weights(OLD - ROLLOUT, *WHERE, level=args.correction, mode=args.correction_mode,
-                             low=args.correction_low, high=args.correction_high, keep=None)  # fmt: skip
-    share_N, logged = rloo.loss(sums(NEW), sums(OLD), c_T[torch.tensor([3, 6])], ADVANTAGES, SEQUENCES, args)
-    rows = [{name: x_N[n] for name, x_N in (logged | dict(share=share_N)).items()} for n in range(2)]
+    c_T = importance_weights(OLD - ROLLOUT, *WHERE, args.importance)
+    share_N, logged = rloo.loss(
+        sums(NEW), sums(OLD), c_T[torch.tensor([3, 6])], ADVANTAGES, SEQUENCES, args
+    )
+    rows = [
+        {name: x_N[n] for name, x_N in (logged | dict(share=share_N)).items()} for n in range(2)
+    ]
     return row_case(args, FIXED, *rows)
 
 
 def dpo_case(*names: str, **changed):
     args = dpo.Args(loss=names, **changed)
-    logps, refs, lengths = sums(NEW).round(decimals=3), sums(REF).round(decimals=3), sums(torch.ones(7).double())
-    pairs = Pairs(*(x_2[n : n + 1] for x_2 in (logps, refs, lengths) for n in range(2)), weights=torch.ones(1).double())
+    logps, refs, lengths = (
+        sums(NEW).round(decimals=3),
+        sums(REF).round(decimals=3),
+        sums(torch.ones(7).double()),
+    )
+    pairs = Pairs(
+        *(x_2[n : n + 1] for x_2 in (logps, refs, lengths) for n in range(2)),
+        weights=torch.ones(1).double(),
+    )
     referenced = names[0] not in dpo.REFERENCE_FREE
     per_token = rewards_per_token(names[0], args.length_normalize)
-    chosen, rejected = implicit_rewards(pairs, per_token=per_token, referenced=referenced, beta=args.beta)
+    chosen, rejected = implicit_rewards(
+        pairs, per_token=per_token, referenced=referenced, beta=args.beta
+    )
     loss_1, _ = dpo.loss(pairs, args)
-    row = {"share": loss_1 / args.batch_size, "rewards/chosen": chosen, "rewards/rejected": rejected,
-           "logps/chosen": pairs.chosen_logps, "logps/rejected": pairs.rejected_logps}  # fmt: skip
+    row = {
+        "share": loss_1 / args.batch_size,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "logps/chosen": pairs.chosen_logps,
+        "logps/rejected": pairs.rejected_logps,
+    }
     return row_case(args, {}, row)
 
 
@@ -171,8 +213,12 @@ def kto_case(**changed):
     weights = [0.5, 0.25] if args.wpo else [1, 1]
     ratio_N, baseline = torch.tensor([0.5, -0.25]).double(), torch.tensor(0.125).double()
     loss_N = kto.loss(ratio_N, torch.tensor([True, False]), baseline, args)
-    rows = [{"share": weights[n] * loss_N[n] / args.batch_size, "log_ratio": ratio_N[n], "kl": baseline,
-             "rewards/accuracies": 1, "wpo/weight": weights[n]} for n in range(2)]  # fmt: skip
+    rows = [
+        {
+            "share": weights[n] * loss_N[n] / args.batch_size, "log_ratio": ratio_N[n],
+            "kl": baseline, "rewards/accuracies": 1, "wpo/weight": weights[n],
+        } for n in range(2)
+    ]  # fmt: skip
     return row_case(args, {}, *rows)
 
 
@@ -181,7 +227,9 @@ def rm_case():
     chosen, rejected = torch.tensor([1.25]).double(), torch.tensor([0.5]).double()
     loss_1 = rm.loss(chosen, rejected, 0.0, args.center_coefficient)
     return row_case(
-        args, {}, {"share": loss_1 / args.batch_size, "rewards/chosen": chosen, "rewards/rejected": rejected}
+        args,
+        {},
+        {"share": loss_1 / args.batch_size, "rewards/chosen": chosen, "rewards/rejected": rejected},
     )
 
 
@@ -247,16 +295,23 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def tab(browser) -> Iterator[Callable]:
-    """`tab(url, **options)` opens a page. At the end it must have had no error and no request elsewhere."""
+    """`tab(url, **options)` opens a page. At the end it must have had no error and no request
+    elsewhere."""
     opened, wrong = [], []
 
     def tab(url: str, **options):
         context = browser.new_context(**options)
         page = context.new_page()
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith(url) else None)
+        page.on(
+            "request",
+            lambda request: wrong.append(request.url) if not request.url.startswith(url) else None,
+        )
         opened.append(context)
         page.goto(url)
         page.locator("[data-ready]").wait_for()
@@ -271,7 +326,9 @@ def tab(browser) -> Iterator[Callable]:
 def built(*folders: Path) -> str:
     """Write the page of runs and return its address."""
     out = folders[0] / "view.html"
-    out.write_text(module["page"](module["collect"]([*folders], embed=True) | dict(live=0)), encoding="utf-8")
+    out.write_text(
+        module["page"](module["collect"]([*folders], embed=True) | dict(live=0)), encoding="utf-8"
+    )
     return out.as_uri()
 
 
@@ -291,13 +348,17 @@ def audits(browser, tmp_path_factory) -> dict[str, list[dict]]:
     page = browser.new_page()
     page.goto(built(*folders))
     page.locator("[data-ready]").wait_for()
-    return {name: page.evaluate(f"setRun({i}).then(() => view.audit())") for i, name in enumerate(CASES)}
+    return {
+        name: page.evaluate(f"setRun({i}).then(() => view.audit())") for i, name in enumerate(CASES)
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_formulas_reproduce_the_shares_of_the_scripts(audits, name):
     found = audits[name]
-    expected = [1, 1] if name.startswith(("rloo", "kto", "rm", "dpo", "ipo")) else [3, 3]  # rows, or trained tokens
+    expected = (
+        [1, 1] if name.startswith(("rloo", "kto", "rm", "dpo", "ipo")) else [3, 3]
+    )  # rows, or trained tokens
     assert [x["tokens"] for x in found] == expected
     assert max(x["relative"] for x in found) < 1e-6
 
@@ -343,25 +404,39 @@ def copied(folder: Path, args, traced: list[dict], script: str) -> Path:
     return run
 
 
-@pytest.mark.parametrize("name", ["clip", "sapo", "dapo", "ppo", "rloo", "kto", "rm", "bok", "distill", "dpo sum"])
+@pytest.mark.parametrize(
+    "name", ["clip", "sapo", "dapo", "ppo", "rloo", "kto", "rm", "bok", "distill", "dpo sum"]
+)
 def test_copy_has_the_formulas_of_its_origin(tmp_path, tab, name):
     args, traced = CASES[name]()
     script = type(args).__module__
     page = tab(built(copied(tmp_path, args, traced, script)))
-    assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") in ([[3, 3]] * 2, [[1, 1]] * 2)
+    assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") in (
+        [[3, 3]] * 2,
+        [[1, 1]] * 2,
+    )
     page.locator("#rows .token").first.click()
     formula = page.locator("#formula").inner_text()
     origin = dict(bok="sft").get(script, script)  # with the same formula
-    assert f"The formulas are those of {origin}.py." in formula and "equal to the digits of the trace" in formula
+    assert (
+        f"The formulas are those of {origin}.py." in formula
+        and "equal to the digits of the trace" in formula
+    )
     shown = [text.rpartition("/")[2] for text in page.locator("#formula summary").all_inner_texts()]
-    assert "mine.py, loss" in shown and ("preference.py, preference_loss" in shown) == (script == "dpo")
+    assert "mine.py, loss" in shown and ("preference.py, preference_loss" in shown) == (
+        script == "dpo"
+    )
     assert "def loss(  # mine" in page.locator("#formula").text_content()
 
 
-@pytest.mark.parametrize("change", [lambda x: x * 1.001, lambda x: 0.0], ids=["another loss", "no loss"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x * 1.001, lambda x: 0.0], ids=["another loss", "no loss"]
+)
 def test_changed_copy_shows_the_recorded_share_and_its_source(tmp_path, tab, change):
     args, (header, group) = grpo_lines()
-    for update in (update for completion in group["completions"] for update in completion["updates"]):
+    for update in (
+        update for completion in group["completions"] for update in completion["updates"]
+    ):
         update["share"] = [change(x) for x in update["share"]]
     page = tab(built(copied(tmp_path, args, [header, group], "grpo")))
     page.locator("#rows .token").first.click()
@@ -375,11 +450,15 @@ def test_changed_copy_shows_the_recorded_share_and_its_source(tmp_path, tab, cha
 
 def test_advantage_of_a_token_takes_the_place_of_that_of_its_completion(tmp_path, tab):
     args, A_T = grpo.Args(), torch.linspace(-1, 1, 7).double().round(decimals=3)
-    share_T, logged = grpo.loss(NEW, OLD, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args)
+    share_T, logged = grpo.loss(
+        NEW, OLD, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args
+    )
     page = tab(built(write(tmp_path / "run", *token_case(args, share_T, logged, advantages=A_T))))
     assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") == [[3, 3]] * 2
     page.locator("#rows .token").nth(1).focus()
-    assert f"advantage {A_T[1].item():.4g} ·" in page.locator("#status").inner_text().replace("−", "-")
+    assert f"advantage {A_T[1].item():.4g} ·" in page.locator("#status").inner_text().replace(
+        "−", "-"
+    )
 
 
 # ---- text, keyboard, width ----
@@ -410,7 +489,8 @@ def test_policy_forbids_other_scripts_and_requests(run, browser):
         const found = [];
         const both = new Promise((done) => addEventListener('securitypolicyviolation',
             ({ violatedDirective }) => found.push(violatedDirective) === 2 && done()));
-        document.body.append(Object.assign(document.createElement('script'), { text: 'window.injected = 1' }));
+        const script = document.createElement('script');
+        document.body.append(Object.assign(script, { text: 'window.injected = 1' }));
         fetch('http://127.0.0.1:9/').catch(() => 0);
         await both;
         return [window.injected, ...found.sort()];
@@ -435,7 +515,9 @@ def test_keyboard_moves_between_tokens_and_opens_them(run, tab):
     page.keyboard.press("Enter")
     assert page.locator("#formula").is_visible()
     page.keyboard.press("Escape")
-    assert not page.locator("#formula").is_visible() and current.evaluate("x => x === document.activeElement")
+    assert not page.locator("#formula").is_visible() and current.evaluate(
+        "x => x === document.activeElement"
+    )
 
 
 def test_groups_are_sorted_and_filtered(tmp_path, tab):
@@ -444,9 +526,14 @@ def test_groups_are_sorted_and_filtered(tmp_path, tab):
     for completion in equal["completions"]:
         completion |= dict(reward=0.0, finish_reason="length")
     page = tab(built(write(tmp_path / "run", args, [header, equal, group])))
-    prompts, rows = (sync_api.expect(page.locator(where)) for where in ("#list .text", "#rows .row"))
+    prompts, rows = (
+        sync_api.expect(page.locator(where)) for where in ("#list .text", "#rows .row")
+    )
     prompts.to_have_text(["2+2?", "1+1?"])
-    assert "1 of 2 with reward ≥ 1 · mean 0.5 ± 0.5 first, best" in page.locator("#list .facts").first.inner_text()
+    assert (
+        "1 of 2 with reward ≥ 1 · mean 0.5 ± 0.5 first, best"
+        in page.locator("#list .facts").first.inner_text()
+    )
     page.select_option("#order", "position")
     prompts.to_have_text(["1+1?", "2+2?"])
     page.select_option("#finish", "length")
@@ -465,7 +552,9 @@ def test_groups_are_sorted_and_filtered(tmp_path, tab):
 
 def test_arrow_keys_and_enter_choose_a_group(tmp_path, tab):
     args, (header, group) = grpo_lines()
-    page = tab(built(write(tmp_path / "run", args, [header, group, group | dict(group=4, prompt="3+3?")])))
+    page = tab(
+        built(write(tmp_path / "run", args, [header, group, group | dict(group=4, prompt="3+3?")]))
+    )
     page.locator("#list .group").first.focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
@@ -486,7 +575,15 @@ def test_narrow_page_does_not_scroll_sideways(tmp_path, run, tab, scheme):
 
 def test_only_visible_rows_are_rendered(tmp_path, tab):
     args, (header, group) = grpo_lines()
-    page = tab(built(write(tmp_path / "run", args, [header, group | dict(completions=group["completions"] * 1000)])))
+    page = tab(
+        built(
+            write(
+                tmp_path / "run",
+                args,
+                [header, group | dict(completions=group["completions"] * 1000)],
+            )
+        )
+    )
     assert 2 < page.locator("#rows .row").count() < 100
     page.evaluate("document.getElementById('rows').scrollTo(0, 1e9)")
     page.get_by_text("1999 3 tokens, 3 trained").wait_for()
@@ -501,9 +598,9 @@ def test_data_page_shows_tokens_and_mask(run, tab):
     page.click("#tab-data")
     assert page.locator("#data-note").inner_text() == "2 rows, 11 tokens, 6 trained"
     tokens = page.locator("#data-rows .row").first.locator(".token")
-    assert ["untrained" in x for x in tokens.evaluate_all("all => all.map((x) => x.className)")] == [
-        True, True, False, False, True, False,
-    ]  # fmt: skip
+    assert [
+        "untrained" in x for x in tokens.evaluate_all("all => all.map((x) => x.className)")
+    ] == [True, True, False, False, True, False]
 
 
 def test_compare_page_shows_differences(tmp_path, run, tab):
@@ -511,14 +608,20 @@ def test_compare_page_shows_differences(tmp_path, run, tab):
     second = group["completions"][1]
     second["ids"], second["tokens"] = [50, 51, 0, 9, 9], ["<p>", "?", "d", "other", "other"]
     other = write(tmp_path / "other", args, [header, group])
-    (other / "gradients.json").write_text(json.dumps(dict(cosine={"layers.0": 0.99, "head": -0.5}, norm=[1.5, 2.5])))
+    (other / "gradients.json").write_text(
+        json.dumps(dict(cosine={"layers.0": 0.99, "head": -0.5}, norm=[1.5, 2.5]))
+    )
     page = tab(built(run, other))
     page.click("#tab-compare")
-    sync_api.expect(page.locator("#compared")).to_contain_text("2 completions of the same prompts; steps 1 and 1")
+    sync_api.expect(page.locator("#compared")).to_contain_text(
+        "2 completions of the same prompts; steps 1 and 1"
+    )
     first = group["completions"][0]["updates"][0]["share"][0]
     mine = grpo_lines()[1][1]["completions"][0]["updates"][0]["share"][0]
     page.locator("#pairs .token").first.focus()
-    assert f"difference of loss share {mine - first:.4g}" in page.locator("#status").inner_text().replace("−", "-")
+    assert f"difference of loss share {mine - first:.4g}" in page.locator(
+        "#status"
+    ).inner_text().replace("−", "-")
     sync_api.expect(page.locator("#pairs .differs")).to_have_text(["w", "x", "other", "other"])
     cells = page.locator("#metric-table td").all_inner_texts()
     assert cells == ["reward", "0.6", "0.6", "0", "loss", "1", "1", "0"]
@@ -533,7 +636,12 @@ def test_runs_that_differ_in_the_seed_are_a_mean_with_a_band(tmp_path, tab):
     folders = [write(tmp_path / f"seed{seed}", replace(args, seed=seed), traced) for seed in (0, 1)]
     data = module["collect"](folders, embed=False)
     (group,) = data["groups"]
-    assert group["runs"] == [0, 1] and group["curves"]["reward"] == [[1, 2], [0.6, 0.7], [0.6, 0.7], [0.6, 0.7]]
+    assert group["runs"] == [0, 1] and group["curves"]["reward"] == [
+        [1, 2],
+        [0.6, 0.7],
+        [0.6, 0.7],
+        [0.6, 0.7],
+    ]
     page = tab(built(*folders))
     assert page.locator("#labels").inner_text().split() == ["seed0,", "seed1"]
     assert page.evaluate("shown.charts[0].series.length") == 4  # steps, mean, two edges of the band
@@ -542,7 +650,9 @@ def test_runs_that_differ_in_the_seed_are_a_mean_with_a_band(tmp_path, tab):
 def test_first_metrics_are_the_curves_of_the_script(run):
     data = module["collect"]([run], embed=False)
     assert data["main"] == ["reward"]
-    ppo_curves, sft_curves, dapo_curves = (module["curves_of"](ROOT / f"{name}.py") for name in ("ppo", "sft", "dapo"))
+    ppo_curves, sft_curves, dapo_curves = (
+        module["curves_of"](ROOT / f"{name}.py") for name in ("ppo", "sft", "dapo")
+    )
     assert ppo_curves[-3:] == ["objective/kl", "value_loss", "explained_variance"]
     assert sft_curves == [*sft.CURVES] and dapo_curves[-1].startswith("dynamic")
 
@@ -563,7 +673,7 @@ def test_serve_follows_a_new_step(run, tab, monkeypatch):
         page = tab(f"http://localhost:{server.server_port}/")
         assert page.locator("#where").inner_text() == "step 2, trace of 1"
         _, (header, group) = grpo_lines(texts=("5+5?", ("ab", "c\n"), ("d",)))
-        trace.write(run / "trace" / "step_000003.jsonl.gz", [header | dict(step=3), group])
+        trace_file.write(run / "trace" / "step_000003.jsonl.gz", [header | dict(step=3), group])
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 3, "reward": 0.9, "loss": 0.1}\n{"step": 4, "rew')
         page.get_by_text("step 3, trace of 3").wait_for(timeout=1000 * PATIENCE)
@@ -605,7 +715,9 @@ def damaged(run: Path, what: str) -> None:
         case "json":
             path.write_bytes(gzip.compress(gzip.decompress(content)[:-30]))
         case "schema":
-            path.write_bytes(gzip.compress(gzip.decompress(content).replace(b'"schema": 1', b'"schema": 99')))
+            path.write_bytes(
+                gzip.compress(gzip.decompress(content).replace(b'"schema": 1', b'"schema": 99'))
+            )
         case "metrics":
             (run / "metrics.jsonl").unlink()
         case "steps":
@@ -626,8 +738,14 @@ def damaged(run: Path, what: str) -> None:
         ("text", "{run}/trace/step_000001.jsonl.gz: damaged; delete it"),
         ("empty", "{run}/trace/step_000001.jsonl.gz: damaged; delete it"),
         ("json", "{run}/trace/step_000001.jsonl.gz: damaged; delete it"),
-        ("schema", "{run}/trace/step_000001.jsonl.gz: schema 99, expected 1; read it with its own version"),
-        ("metrics", "{run}/metrics.jsonl: No such file or directory; name the output folder of a run"),
+        (
+            "schema",
+            "{run}/trace/step_000001.jsonl.gz: schema 99, expected 1; read it with its own version",
+        ),
+        (
+            "metrics",
+            "{run}/metrics.jsonl: No such file or directory; name the output folder of a run",
+        ),
         ("steps", "{run}/metrics.jsonl: no finished step; wait for the first one"),
         ("timeline", "{run}/timeline/rank_0.jsonl: damaged; delete it"),
         ("gradients", "{run}/gradients.json: damaged; delete it"),
@@ -643,7 +761,10 @@ def test_bad_input_is_one_line(run, command, what, words):
 def test_bad_commands_are_one_line(run, command):
     for options, words in (
         ((run, run), f"{run}: the folder is given twice"),
-        ((run / "absent",), "absent/metrics.jsonl: No such file or directory; name the output folder of a run"),
+        (
+            (run / "absent",),
+            "absent/metrics.jsonl: No such file or directory; name the output folder of a run",
+        ),
         ((run, "--out", "/absent/x.html"), "[Errno 2] No such file or directory: '/absent/x.html'"),
         ((run, "--serve", "x"), "argument --serve: invalid int value: 'x'"),
         ((run, "--serve", "-1"), "--serve -1: must be between 0 and 65535"),

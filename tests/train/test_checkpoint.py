@@ -23,12 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.groups import OnlineArgs, TrainArgs
 from common.data import durable
-from common.model.convert import checkpoints_in
+from common.model.checkpoint_files import checkpoints_in
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.parallel.disk_errors import disk_error
 from common.parallel.distributed import RunError
+from common.parallel.failures import disk_error
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw
 from common.train.run_folder import prepare_output_dir, unlock
@@ -38,13 +38,20 @@ from common.train.run_folder import prepare_output_dir, unlock
 
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))])
-def test_export_of_an_untrained_model_equals_the_checkpoint(name, dtype, computed, tmp_path, device):
-    """Directly after loading, names, dtype and weights are equal, and transformers opens the files."""
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "gemma3"))]
+)
+def test_export_of_an_untrained_model_equals_the_checkpoint(
+    name, dtype, computed, tmp_path, device
+):
+    """Directly after loading, names, dtype and weights are equal, and transformers opens the
+    files."""
     path = write_checkpoint(ARCHITECTURES[name](), tmp_path / "source", dtype)
     args = dataclasses.replace(ARGS, dtype=computed)
     export_hf(load_policy(path, args, device), AutoTokenizer.from_pretrained(path), tmp_path / "hf")
-    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf"))
+    before, after = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "hf")
+    )
     assert before.keys() == after.keys()
     assert all(after[n].dtype == dtype for n in after)
     # A float32 weight is trained and exported as it is, also under bfloat16 compute.
@@ -55,13 +62,18 @@ def test_export_of_an_untrained_model_equals_the_checkpoint(name, dtype, compute
     with torch.no_grad():
         assert torch.equal(*(model(ids).logits for model in models))
     text = "1+1=\u00e9"
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(path)(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == AutoTokenizer.from_pretrained(
+        path
+    )(text)
     assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("export_dtype", ["base", "float32"])
-def test_weights_are_rounded_to_the_dtype_of_the_base_unless_a_flag_keeps_them(export_dtype, tmp_path, device, capsys):
-    """A step that is too small for bfloat16 stays in float32, in hf/ and in the checkpoint as a model."""
+def test_weights_are_rounded_to_the_dtype_of_the_base_unless_a_flag_keeps_them(
+    export_dtype, tmp_path, device, capsys
+):
+    """A step that is too small for bfloat16 stays in float32, in hf/ and in the checkpoint as a
+    model."""
     path = write_checkpoint(ARCHITECTURES["qwen3"](), tmp_path / "source", torch.bfloat16)
     args = dataclasses.replace(ARGS, export_dtype=export_dtype, output_dir=str(tmp_path / "run"))
     policy = load_policy(path, args, device)
@@ -69,12 +81,18 @@ def test_weights_are_rounded_to_the_dtype_of_the_base_unless_a_flag_keeps_them(e
         for parameter in policy.parameters():
             parameter.mul_(1.0001)
     run = Checkpointer(args, policy, adamw(policy, args), AutoTokenizer.from_pretrained(path))
-    warned = "warning: --export_dtype base: hf/ has bfloat16, training float32" in capsys.readouterr().out
+    warned = (
+        "warning: --export_dtype base: hf/ has bfloat16, training float32"
+        in capsys.readouterr().out
+    )
     assert warned == (export_dtype == "base")
     run.export_hf()
     run.save(1)
     before = load_file(tmp_path / "source" / "model.safetensors")
-    for folder in (tmp_path / "run/hf", Path(resolve_model(str(tmp_path / "run/checkpoints/step_000001")))):
+    for folder in (
+        tmp_path / "run/hf",
+        Path(resolve_model(str(tmp_path / "run/checkpoints/step_000001"))),
+    ):
         after = load_file(folder / "model.safetensors")
         for name, weight in before.items():
             expected = weight.float() * 1.0001 if export_dtype == "float32" else weight
@@ -94,7 +112,9 @@ def test_export_has_the_trained_weights_and_the_generation_config(tmp_path, devi
         assert torch.equal(tensor, whole(policy.hf.state_dict()[name])), name
     assert not (tmp_path / "hf" / "stale").exists()
     folders = Path(tiny_model()), tmp_path / "hf"
-    before, after = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
+    before, after = (
+        json.loads((folder / "generation_config.json").read_text()) for folder in folders
+    )
     assert before == after
 
 
@@ -115,9 +135,13 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
     for flags, words in (
         (
             dict(lr=1.0),
-            r"a run with other flags \(lr was 1e-05, is 1.0\); name another --output_dir, or use --resume never",
+            r"a run with other flags \(lr was 1e-05, is 1.0\); name another --output_dir, "
+            r"or use --resume never",
         ),
-        (dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5), r"lr was 1e-05, is 1.0, .* and 1 more\)"),
+        (
+            dict(lr=1.0, seed=1, adam_beta1=0.5, adam_beta2=0.5),
+            r"lr was 1e-05, is 1.0, .* and 1 more\)",
+        ),
     ):
         begin(tmp_path, dry_run=True, **flags)
         assert re.match(f"^warning: --output_dir {tmp_path}: .*{words}", capsys.readouterr().out)
@@ -130,14 +154,18 @@ def test_folder_belongs_to_the_run_with_its_flags(tmp_path, capsys):
         older = re.sub(
             r"^(dataset|eval_dataset):\n- (.*)\n", r"\1: \2\n", text, flags=re.MULTILINE
         )  # the form of an older version
-        assert older != text and older.count("\n- ") == text.count("\n- ") - (1 if folder == tmp_path else 2)
+        assert older != text and older.count("\n- ") == text.count("\n- ") - (
+            1 if folder == tmp_path else 2
+        )
         (folder / "args.yaml").write_text(older)
     begin(tmp_path / "held_out", eval_dataset=("a.jsonl",))
     begin(tmp_path)
     assert (tmp_path / "args.yaml").read_text() != older
     for damaged in ("", "- 1\n", "lr: [", before[: len(before) // 2] + "\x00"):
         (tmp_path / "args.yaml").write_text(damaged)
-        with pytest.raises(ValueError, match="args.yaml is damaged; delete it to resume with the flags given now"):
+        with pytest.raises(
+            ValueError, match="args.yaml is damaged; delete it to resume with the flags given now"
+        ):
             begin(tmp_path)
 
 
@@ -155,20 +183,35 @@ def test_second_run_in_a_folder_is_refused(tmp_path):
     unlock()
     (tmp_path / "lock").unlink()
     command = [sys.executable, "-c", HOLDER, tmp_path / "lock"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout.readline() == "locked\n"
         for resume in ("auto", "never"):
-            with pytest.raises(ValueError, match=r"process 7 on another uses it; wait for it or name"):
+            with pytest.raises(
+                ValueError, match=r"process 7 on another uses it; wait for it or name"
+            ):
                 begin(tmp_path, resume=resume)
         holder.stdin.close()
     begin(tmp_path)
 
 
 def test_checkpoints_are_ordered_by_number_and_have_exact_names(tmp_path):
-    for name in ("step_999900", "step_1000000", "step_000004", "step_000004_backup", "step_000005.tmp", "step_x"):
+    for name in (
+        "step_999900",
+        "step_1000000",
+        "step_000004",
+        "step_000004_backup",
+        "step_000005.tmp",
+        "step_x",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "step_000009").touch()
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step_1000000", "step_999900", "step_000004"]
+    assert [path.name for path in checkpoints_in(tmp_path)] == [
+        "step_1000000",
+        "step_999900",
+        "step_000004",
+    ]
 
 
 @pytest.mark.slow
@@ -177,14 +220,26 @@ def test_full_disk_ends_a_run_with_one_line(ranks, small, tmp_path):
     """A limit on the size of files stands for the full disk."""
     (tmp_path / "limited.py").write_text(
         "import resource, runpy\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, "
+        "resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
         "runpy.run_path('sft.py', run_name='__main__')\n"
     )
-    flags = ("--max_steps", 4, "--save_every", 2, "--eval_every", 0, "--output_dir", tmp_path / "run")
+    flags = (
+        "--max_steps",
+        4,
+        "--save_every",
+        2,
+        "--eval_every",
+        0,
+        "--output_dir",
+        tmp_path / "run",
+    )
     done = run(ranks, tmp_path / "limited.py", *small, *flags, code=1)
     words = r"^error: writing to the disk failed: .*; files that were complete before are intact$"
     assert re.search(words, done.stderr, re.MULTILINE)
-    assert "rank 0 failed" not in done.stderr and not checkpoints_in(tmp_path / "run" / "checkpoints")
+    assert "rank 0 failed" not in done.stderr and not checkpoints_in(
+        tmp_path / "run" / "checkpoints"
+    )
 
 
 @pytest.mark.slow
@@ -200,11 +255,16 @@ def test_vanished_output_folder_ends_two_ranks_with_one_line(small, tmp_path):
     flags = ("--max_steps", 4, "--eval_every", 0, "--output_dir", tmp_path / "run")
     done = run(2, tmp_path / "vanishing.py", *small, *flags, code=1)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("[rank")]
-    assert line.startswith(f"error: {tmp_path}/run/") and "it was deleted or moved during the run" in line
+    assert (
+        line.startswith(f"error: {tmp_path}/run/")
+        and "it was deleted or moved during the run" in line
+    )
 
 
 def test_output_folder_whose_name_is_not_utf8_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^--output_dir .*: the text is not UTF-8; rename the file or the folder$"):
+    with pytest.raises(
+        ValueError, match=r"^--output_dir .*: the text is not UTF-8; rename the file or the folder$"
+    ):
         prepare_output_dir(TrainArgs(output_dir=f"{tmp_path}/\udcff"))
 
 
@@ -219,7 +279,9 @@ def test_changed_script_or_reward_is_named_at_a_resume(tmp_path, capsys):
     scripts, rewards = tmp_path / "mine.py", tmp_path / "reward.py"
     for file in (scripts, rewards):
         file.write_text("def f(completion, row):\n    return 1.0\n")
-    mine = dataclasses.make_dataclass("Args", [], bases=(OnlineArgs,), namespace=dict(__module__="mine"))
+    mine = dataclasses.make_dataclass(
+        "Args", [], bases=(OnlineArgs,), namespace=dict(__module__="mine")
+    )
 
     def begin_mine() -> str:
         with mock.patch.dict(sys.modules, mine=SimpleNamespace(__file__=str(scripts))):
@@ -229,8 +291,8 @@ def test_changed_script_or_reward_is_named_at_a_resume(tmp_path, capsys):
     assert begin_mine() == begin_mine() == ""
     rewards.write_text("def f(completion, row):\n    return 2.0\n")
     assert (
-        begin_mine()
-        == f"warning: {rewards} has changed since the run in {tmp_path}/run began: it continues with the new code\n"
+        begin_mine() == f"warning: {rewards} has changed since the run in {tmp_path}/run began: "
+        "it continues with the new code\n"
     )
     scripts.write_text("")
     assert f"{scripts} has changed since" in begin_mine()
@@ -243,7 +305,9 @@ def test_starting_over_deletes_only_the_files_of_a_run(tmp_path):
         (tmp_path / name).touch()
     begin(tmp_path)
     assert (tmp_path / "own.json").is_file() and not list(tmp_path.rglob("*.tmp"))
-    prepare_output_dir(TrainArgs(output_dir=str(tmp_path), lr=1.0, resume="never"), owned=("own*.json",))
+    prepare_output_dir(
+        TrainArgs(output_dir=str(tmp_path), lr=1.0, resume="never"), owned=("own*.json",)
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "args.yaml",
         "checkpoints",
@@ -280,7 +344,9 @@ def checkpointer(tmp_path, device):
     """Return a checkpointer that saves after each of three steps and keeps all checkpoints."""
     args = TrainArgs(output_dir=str(tmp_path), keep_last=3, dtype="float32")
     model = load_policy(tiny_model(), args, device)
-    made = Checkpointer(args, model, adamw(model, args), load_tokenizer(tiny_model()), cursor=Cursor())
+    made = Checkpointer(
+        args, model, adamw(model, args), load_tokenizer(tiny_model()), cursor=Cursor()
+    )
     for step in (1, 2, 3):
         fill(made, step)
         made.save(step)
@@ -318,8 +384,10 @@ def steps_in(folder: Path) -> list[str]:
 def test_newest_checkpoint_is_loaded(checkpointer, tmp_path, capsys):
     assert checkpointer.load_latest() == 3 and is_of_step(checkpointer, 3)
     assert f"resuming from {tmp_path}/checkpoints/step_000003 (step 3)" in capsys.readouterr().out
-    assert json.loads((tmp_path / "checkpoints/step_000003/state.json").read_text()) == dict(step=3, cursor=dict(at=3))
-    checkpointer.keep_last = 2
+    assert json.loads((tmp_path / "checkpoints/step_000003/state.json").read_text()) == dict(
+        step=3, cursor=dict(at=3)
+    )
+    checkpointer.args.keep_last = 2
     fill(checkpointer, 30)
     checkpointer.save(3)  # a second save replaces the checkpoint of that step
     assert steps_in(tmp_path) == ["step_000002", "step_000003"]
@@ -336,16 +404,24 @@ def test_damaged_checkpoints_are_set_aside_until_one_is_whole(checkpointer, tmp_
     shutil.copytree(folder / "step_000001", folder / "step_000009.tmp")  # a save that was killed
     assert checkpointer.load_latest() == 1 and is_of_step(checkpointer, 1)
     said = capsys.readouterr().out
-    assert f"step_000003 is damaged ({shard.name} was changed after it was written): loading the previous one" in said
+    assert (
+        f"step_000003 is damaged ({shard.name} was changed after it was written): "
+        "loading the previous one" in said
+    )
     assert "step_000002 is damaged (manifest.json does not list the checkpoint's files)" in said
     assert [name for name in steps_in(tmp_path) if "." not in name] == ["step_000001"]
     next((folder / "step_000001").glob("*.distcp")).unlink()
     for _ in range(2):  # the second time too, when it has been set aside
-        with pytest.raises(ValueError, match=f"{folder}: all checkpoints are damaged; start over with --resume never"):
+        with pytest.raises(
+            ValueError,
+            match=f"{folder}: all checkpoints are damaged; start over with --resume never",
+        ):
             checkpointer.load_latest()
 
 
-def test_save_is_refused_before_it_writes_if_the_disk_has_no_room(checkpointer, tmp_path, monkeypatch):
+def test_save_is_refused_before_it_writes_if_the_disk_has_no_room(
+    checkpointer, tmp_path, monkeypatch
+):
     before = sum(f.stat().st_size for f in (tmp_path / "checkpoints" / "step_000003").iterdir())
     assert before == pytest.approx(checkpointer.size, rel=0.2)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
@@ -355,7 +431,9 @@ def test_save_is_refused_before_it_writes_if_the_disk_has_no_room(checkpointer, 
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
-def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(renames, tmp_path, monkeypatch):
+def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(
+    renames, tmp_path, monkeypatch
+):
     final, work, done = tmp_path / "hf", tmp_path / "hf.tmp", []
     for folder in (final, work):
         folder.mkdir()
@@ -377,7 +455,10 @@ def test_interrupted_replacement_leaves_the_old_folder_or_the_new_one(renames, t
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(errno.ENOSPC, "full"), SafetensorError("Error while serializing: I/O error: full (os error 28)")],
+    [
+        OSError(errno.ENOSPC, "full"),
+        SafetensorError("Error while serializing: I/O error: full (os error 28)"),
+    ],
 )
 def test_error_of_the_disk_is_found_below_other_errors(error):
     outer = RuntimeError("outer")

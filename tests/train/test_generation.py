@@ -1,4 +1,5 @@
-"""`--eval_generate`: scores are those of greedy decoding from the present weights, and training does not change."""
+"""`--eval_generate`: scores are those of greedy decoding from the present weights, and training
+does not change."""
 
 import pytest
 import torch
@@ -27,16 +28,23 @@ FLAGS = [
 
 def solved(folder: str, rows: list[dict]) -> float:
     """Return the fraction of rows that plain transformers solves."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
     ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] for row in rows])
-    texts = tokenizer.batch_decode(model.generate(ids, max_new_tokens=4)[:, ids.shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        model.generate(ids, max_new_tokens=4)[:, ids.shape[1] :], skip_special_tokens=True
+    )
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=True)) / len(rows)
 
 
 def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_path):
     flags, alone, with_it = (*FLAGS, "--dataset", sums), tmp_path / "alone", tmp_path / "with"
     run(2, "sft.py", *flags, "--output_dir", alone, "--eval_generate", 0)
-    done = run(2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50, "--eval_new_tokens", 5)
+    done = run(
+        2, "sft.py", *flags, "--output_dir", with_it, "--eval_generate", 50, "--eval_new_tokens", 5
+    )
     assert_same_weights(alone, with_it)
     rows = train_and_eval_rows(sft.Args(dataset=(str(sums),), eval_size=60))[1][:50]
     first, _, last = metrics(with_it)
@@ -49,5 +57,15 @@ def test_generation_scores_the_present_weights_and_changes_no_weight(sums, tmp_p
 def test_prompts_that_cannot_be_scored_are_refused(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "a"}\n' * 20)
-    done = run(1, "sft.py", "--dataset", rows, "--eval_generate", 4, "--output_dir", tmp_path / "run", code=2)
+    done = run(
+        1,
+        "sft.py",
+        "--dataset",
+        rows,
+        "--eval_generate",
+        4,
+        "--output_dir",
+        tmp_path / "run",
+        code=2,
+    )
     assert "needed: prompt, or question, or input" in done.stderr

@@ -1,4 +1,5 @@
-"""The learning rate is a function of the step, and a non-finite gradient does not reach the weights."""
+"""The learning rate is a function of the step, and a non-finite gradient does not reach the
+weights."""
 
 import dataclasses
 
@@ -26,7 +27,16 @@ def test_constant_schedule_keeps_the_learning_rate():
 
 
 def test_linear_schedule_follows_a_warmup():
-    assert rates(8, warmup_steps=4, lr_schedule="linear") == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
+    assert rates(8, warmup_steps=4, lr_schedule="linear") == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        1,
+        0.75,
+        0.5,
+        0.25,
+    ]
     assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
 
 
@@ -92,7 +102,9 @@ def test_nonfinite_loss_or_gradient_changes_nothing(model, bad, where):
     with pytest.raises(RunError, match=f"the {where}.*stopped before the optimizer step"):
         optimizer_step(model, optimizer, 0.1, 1.0, loss)
     assert all(torch.equal(t, before[name]) for name, t in snapshot(model).items())
-    assert all(not whole(value).any() for state in optimizer.state.values() for value in state.values())
+    assert all(
+        not whole(value).any() for state in optimizer.state.values() for value in state.values()
+    )
 
 
 def test_weight_decay_applies_only_to_matrices(model):
@@ -110,14 +122,22 @@ def test_weight_decay_applies_only_to_matrices(model):
 def test_adamw_takes_its_flags(model):
     optimizer = adamw(model, TrainArgs(adam_beta1=0.5, adam_beta2=0.6, weight_decay=0.1))
     assert all(group["betas"] == (0.5, 0.6) for group in optimizer.param_groups)
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {
+        id(p) for p in model.parameters()
+    }
 
 
 def test_states_are_allocated_before_the_first_step_and_change_nothing(model):
-    """An engine that starts later takes their memory into account; the updates equal those of lazily created states."""
-    args, lazily = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), CPU)
+    """An engine that starts later takes their memory into account; the updates equal those of
+    lazily created states."""
+    args, lazily = (
+        TrainArgs(lr=0.1, weight_decay=0.1),
+        load_policy(tiny_model(), TrainArgs(dtype="float32"), CPU),
+    )
     ours, plain = adamw(model, args), adamw(lazily, args)
-    assert all(ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} for p in model.parameters())
+    assert all(
+        ours.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"} for p in model.parameters()
+    )
     plain.state.clear()
     for _ in range(3):
         for p, q in zip(model.parameters(), lazily.parameters(), strict=True):
@@ -132,9 +152,12 @@ def test_states_are_allocated_before_the_first_step_and_change_nothing(model):
 
 
 def test_moments_on_the_host_change_nothing(model, device):
-    """Numbers are equal bit for bit, with decay, a parameter without gradient and different rates; only the moments are
-    moved."""
-    args, twin = TrainArgs(lr=0.1, weight_decay=0.1), load_policy(tiny_model(), TrainArgs(dtype="float32"), device)
+    """Numbers are equal bit for bit, with decay, a parameter without gradient and different rates;
+    only the moments are moved."""
+    args, twin = (
+        TrainArgs(lr=0.1, weight_decay=0.1),
+        load_policy(tiny_model(), TrainArgs(dtype="float32"), device),
+    )
     plain, host = adamw(twin, args), adamw(model, dataclasses.replace(args, offload="optimizer"))
     assert isinstance(host, HostAdamW) and not isinstance(plain, HostAdamW)
     generator = torch.Generator().manual_seed(0)
@@ -152,4 +175,7 @@ def test_moments_on_the_host_change_nothing(model, device):
         assert torch.equal(whole(p), whole(q))
         mine, theirs = host.state[p], plain.state[q]
         assert mine["step"] == theirs["step"] and mine["exp_avg"].to_local().device.type == "cpu"
-        assert all(torch.equal(whole(mine[k]).cpu(), whole(theirs[k]).cpu()) for k in ("exp_avg", "exp_avg_sq"))
+        assert all(
+            torch.equal(whole(mine[k]).cpu(), whole(theirs[k]).cpu())
+            for k in ("exp_avg", "exp_avg_sq")
+        )

@@ -1,4 +1,5 @@
-"""Model cards and the upload: the card tells what the run did, and rank 0 alone uploads, to a private repository."""
+"""Model cards and the upload: the card tells what the run did, and rank 0 alone uploads, to a
+private repository."""
 
 import base64
 import json
@@ -15,11 +16,10 @@ from helpers import metrics, run
 from huggingface_hub import ModelCard, constants
 
 import sft
-from common.config.groups import TrainArgs
-from common.config.launch import flags_of
+from common.config.groups import TrainArgs, flags_of
 from common.config.parse import parse
 from common.model.hub import resolve_model
-from common.parallel import distributed
+from common.parallel import distributed, signals
 from common.train.publish import MARK, NOT_SHOWN, card_files, publish
 from common.train.run_folder import prepare_output_dir
 
@@ -47,15 +47,20 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(dict(url=f"{hub.address}/me/model"))
         elif "/preupload/" in path:
             modes = dict(uploadMode="regular", shouldIgnore=False)
-            self.reply(dict(files=[dict(path=file["path"]) | modes for file in json.loads(body)["files"]]))
+            self.reply(
+                dict(files=[dict(path=file["path"]) | modes for file in json.loads(body)["files"]])
+            )
         else:
             lines = [json.loads(line) for line in body.splitlines()]
             files = [line["value"] for line in lines if line.get("key") == "file"]
             content = {file["path"]: base64.b64decode(file["content"]) for file in files}
-            self.reply(dict(commitUrl=f"{hub.address}/me/model/commit/1", commitOid="1" * 40), content)
+            self.reply(
+                dict(commitUrl=f"{hub.address}/me/model/commit/1", commitOid="1" * 40), content
+            )
 
     def reply(self, answer: dict, content: dict[str, bytes] | None = None) -> None:
-        """Answer with the status of the path; if it is 200, first store the `content` of a commit."""
+        """Answer with the status of the path; if it is 200, first store the `content` of a
+        commit."""
         self.server.asked.append((self.path, self.headers.get("Authorization")))
         status = next((code for end, code in self.server.refuse.items() if end in self.path), 200)
         text = json.dumps(answer if status == 200 else dict(error="you may not")).encode()
@@ -85,7 +90,11 @@ def hub(monkeypatch) -> Iterator[Hub]:
 def card_of(folder: Path) -> tuple[dict, str, dict]:
     """Return a card's metadata, its text and the flags in it."""
     card = ModelCard.load(folder / "README.md")
-    return card.data.to_dict(), card.text, yaml.safe_load(re.search("```yaml\n(.*?)```", card.text, re.DOTALL)[1])
+    return (
+        card.data.to_dict(),
+        card.text,
+        yaml.safe_load(re.search("```yaml\n(.*?)```", card.text, re.DOTALL)[1]),
+    )
 
 
 def files_in(folder: Path, prefix: str = "") -> dict[str, bytes]:
@@ -97,24 +106,57 @@ def files_in(folder: Path, prefix: str = "") -> dict[str, bytes]:
 
 def test_card_has_base_licence_flags_and_metrics_but_no_absolute_path(main, small, tmp_path):
     base = shutil.copytree(small[1], tmp_path / "base")
-    (base / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: some/origin\n---\nA model.\n")
-    main("sft", "--model", base, *small[2:], *SHORT, "--output_dir", tmp_path / "run", "--lora_rank", 2)
+    (base / "README.md").write_text(
+        "---\nlicense: apache-2.0\nbase_model: some/origin\n---\nA model.\n"
+    )
+    main(
+        "sft",
+        "--model",
+        base,
+        *small[2:],
+        *SHORT,
+        "--output_dir",
+        tmp_path / "run",
+        "--lora_rank",
+        2,
+    )
     lines = metrics(tmp_path / "run")
     for name, library in (("hf", "transformers"), ("adapter", "peft")):
         data, text, flags = card_of(tmp_path / "run" / name)
-        assert data["license"] == "apache-2.0" and data["base_model"] == "some/origin" and "datasets" not in data
+        assert (
+            data["license"] == "apache-2.0"
+            and data["base_model"] == "some/origin"
+            and "datasets" not in data
+        )
         assert data["library_name"] == library and {"onefile", "sft"} <= {*data["tags"]}
         assert flags["model"] == "base" and flags["lora_rank"] == 2 and str(tmp_path) not in text
-        first, last = (f"{line['loss']:.4g} (step {line['step']})" for line in (lines[0], lines[-1]))
-        assert f"| loss | {first} | {last} |" in text and "licence: apache-2.0" in text and "not evaluated" in text
+        first, last = (
+            f"{line['loss']:.4g} (step {line['step']})" for line in (lines[0], lines[-1])
+        )
+        assert (
+            f"| loss | {first} | {last} |" in text
+            and "licence: apache-2.0" in text
+            and "not evaluated" in text
+        )
 
 
 def test_flags_of_the_card_repeat_the_run(main, sums, tmp_path, monkeypatch):
     monkeypatch.chdir(sums.parent)
-    given = ["--dataset", sums.name, *map(str, SHORT), "--system_prompt", "a: |b|\n`c`", "--prompt_format", "chat"]
+    given = [
+        "--dataset",
+        sums.name,
+        *map(str, SHORT),
+        "--system_prompt",
+        "a: |b|\n`c`",
+        "--prompt_format",
+        "chat",
+    ]
     main("sft", *given, "--output_dir", tmp_path / "run")
     (tmp_path / "flags.yaml").write_text(yaml.safe_dump(card_of(tmp_path / "run" / "hf")[2]))
-    again, before = (flags_of(parse(sft.Args, flags)) for flags in (["--config", str(tmp_path / "flags.yaml")], given))
+    again, before = (
+        flags_of(parse(sft.Args, flags))
+        for flags in (["--config", str(tmp_path / "flags.yaml")], given)
+    )
     before["max_length"] = again["max_length"]  # the run has set it
     assert {k: v for k, v in again.items() if k not in NOT_SHOWN} == {
         k: v for k, v in before.items() if k not in NOT_SHOWN
@@ -123,12 +165,20 @@ def test_flags_of_the_card_repeat_the_run(main, sums, tmp_path, monkeypatch):
 
 def test_base_and_data_of_the_hub_are_metadata(small, tmp_path, monkeypatch, device):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    args = TrainArgs(model="user/base", dataset=("user/rows:0.5", "rows.jsonl:0.5"), output_dir=str(tmp_path))
+    args = TrainArgs(
+        model="user/base", dataset=("user/rows:0.5", "rows.jsonl:0.5"), output_dir=str(tmp_path)
+    )
     model = type("Model", (), dict(path=str(small[1]), device=device, compute_dtype="float32"))()
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "README.md").write_bytes(card_files(args, model, ("loss",), tmp_path / "hf")["README.md"])
+    (tmp_path / "hf" / "README.md").write_bytes(
+        card_files(args, model, ("loss",), tmp_path / "hf")["README.md"]
+    )
     data, text, _ = card_of(tmp_path / "hf")
-    assert data["base_model"] == "user/base" and data["datasets"] == ["user/rows"] and "license" not in data
+    assert (
+        data["base_model"] == "user/base"
+        and data["datasets"] == ["user/rows"]
+        and "license" not in data
+    )
     assert "licence: unknown" in text
 
 
@@ -156,14 +206,18 @@ def test_two_ranks_upload_once(hub, small, tmp_path):
         "runpy.run_path('sft.py', run_name='__main__')\n"
     )
     folder = tmp_path / "run"
-    done = run(2, tmp_path / "rank.py", *small, *SHORT, "--output_dir", folder, "--push_to_hub", "me/model")
+    done = run(
+        2, tmp_path / "rank.py", *small, *SHORT, "--output_dir", folder, "--push_to_hub", "me/model"
+    )
     assert hub.files == files_in(folder / "hf") and "model.safetensors" in hub.files
     assert sum("/commit/" in path for path, _ in hub.asked) == 1
     assert done.stdout.count(f"{hub.address}/me/model") == 2  # before training and at the end
 
 
 def test_adapter_is_uploaded_beside_the_model_to_a_private_repository(hub, main, small, tmp_path):
-    main("sft", *small, *SHORT, "--lora_rank", 2, "--output_dir", tmp_path, "--push_to_hub", "model")
+    main(
+        "sft", *small, *SHORT, "--lora_rank", 2, "--output_dir", tmp_path, "--push_to_hub", "model"
+    )
     assert hub.files == files_in(tmp_path / "hf") | files_in(tmp_path / "adapter", "adapter/")
     assert all(repository["visibility"] == "private" for repository in hub.created)
     assert {token for _, token in hub.asked} == {"Bearer hf_stub"}
@@ -180,9 +234,13 @@ def test_adapter_is_uploaded_beside_the_model_to_a_private_repository(hub, main,
         ("a/b/c", {}, "Repo id must be in the form"),
     ],
 )
-def test_upload_that_the_hub_refuses_ends_the_run_before_it_begins(hub, name, refuse, words, tmp_path):
+def test_upload_that_the_hub_refuses_ends_the_run_before_it_begins(
+    hub, name, refuse, words, tmp_path
+):
     hub.refuse = refuse
-    with pytest.raises(ValueError, match=f"^--push_to_hub {name}: cannot upload: .*{words}") as error:
+    with pytest.raises(
+        ValueError, match=f"^--push_to_hub {name}: cannot upload: .*{words}"
+    ) as error:
         prepare_output_dir(TrainArgs(output_dir=str(tmp_path / "run"), push_to_hub=name))
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
@@ -202,7 +260,10 @@ def test_missing_token_offline_mode_and_lost_network_are_one_line_each(hub, monk
 def test_failed_upload_loses_nothing_and_the_same_command_repeats_it(hub, main, small, tmp_path):
     command = ("sft", *small, *SHORT, "--output_dir", tmp_path, "--push_to_hub", "me/model")
     hub.refuse = {"/commit/": 403}
-    with pytest.raises(distributed.RunError, match=f"you may not; later: hf upload me/model {tmp_path}/hf . --private"):
+    with pytest.raises(
+        distributed.RunError,
+        match=f"you may not; later: hf upload me/model {tmp_path}/hf . --private",
+    ):
         main(*command)
     assert hub.files == {} and resolve_model(str(tmp_path / "hf"))
     hub.refuse, lines = {}, metrics(tmp_path)
@@ -211,6 +272,6 @@ def test_failed_upload_loses_nothing_and_the_same_command_repeats_it(hub, main, 
 
 
 def test_stopped_run_is_not_uploaded(hub, main, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "_stop_signal", 15)
+    monkeypatch.setattr(signals, "received", 15)
     main("sft", *small, *SHORT, "--output_dir", tmp_path, "--push_to_hub", "me/model")
     assert (tmp_path / "hf").is_dir() and len(hub.created) == 1 and hub.files == {}

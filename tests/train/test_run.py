@@ -17,7 +17,7 @@ from common.data.sample import Sample
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.parallel import distributed
+from common.parallel import signals
 from common.train.optim import adamw
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
@@ -35,7 +35,7 @@ def parts(small, device):
 
 @pytest.fixture(autouse=True)
 def reset_stop_signal(monkeypatch):
-    monkeypatch.setattr(distributed, "_stop_signal", None)
+    monkeypatch.setattr(signals, "received", None)
 
 
 class Steps:
@@ -47,21 +47,23 @@ class Steps:
         prepare_output_dir(self.args)
         self.order, self.begun, self.saves = RowOrder(10, 0), [], []
         self.run = Run(
-            self.args, self.model, optimizer, load_tokenizer(tiny_model()), total, show=("loss",), curves=("loss",),
-            order=self.order,
+            self.args, self.model, optimizer, load_tokenizer(tiny_model()), total, show=("loss",),
+            curves=("loss",), order=self.order,
         )  # fmt: skip
         save = self.run.checkpointer.save
         self.run.checkpointer.save = lambda step: (self.saves.append(step), save(step))
 
-    def go(self, stop_in: int | None = None, break_off: int | None = None, scores: Sequence[float] = ()) -> list[int]:
-        """Return the finished steps. Step `stop_in` gets a stop request, step `break_off` breaks the loop. `scores[n]`
-        is the evaluation after step n."""
+    def go(
+        self, stop_in: int | None = None, break_off: int | None = None, scores: Sequence[float] = ()
+    ) -> list[int]:
+        """Return the finished steps. Step `stop_in` gets a stop request, step `break_off` breaks
+        the loop. `scores[n]` is the evaluation after step n."""
         for step in self.run.steps():
             self.begun.append(step)
             if step == stop_in:
-                distributed.request_stop()
+                signals.request_stop()
             if step == break_off:
-                self.run.told_to_stop = True
+                self.run.stop_requested = True
                 break
             with torch.no_grad():
                 self.order.draw(2)
@@ -84,15 +86,24 @@ class Steps:
 def exported(folder) -> float:
     """Return the single value that all weights of an export have."""
     (value,) = {
-        value for tensor in load_file(folder / "model.safetensors").values() for value in tensor.unique().tolist()
+        value
+        for tensor in load_file(folder / "model.safetensors").values()
+        for value in tensor.unique().tolist()
     }
     return value
 
 
 def test_run_saves_at_save_every_and_at_the_end_and_exports(parts, tmp_path, capsys):
     steps = Steps(parts, tmp_path)
-    assert steps.go() == [1, 2, 3, 4, 5] and steps.begun == [0, 1, 2, 3, 4] and steps.saves == [2, 4, 5]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000004", "step_000005"]  # --keep_last
+    assert (
+        steps.go() == [1, 2, 3, 4, 5]
+        and steps.begun == [0, 1, 2, 3, 4]
+        and steps.saves == [2, 4, 5]
+    )
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step_000004",
+        "step_000005",
+    ]  # --keep_last
     assert exported(tmp_path / "hf") == TOTAL
     assert (tmp_path / "curves.png").is_file() and f"done: {tmp_path}/hf" in capsys.readouterr().out
 
@@ -110,7 +121,12 @@ def test_state_has_step_data_and_totals(parts, tmp_path):
 
 def test_longer_run_says_that_its_learning_rate_changes(parts, tmp_path, capsys):
     change = "was planned for 5 steps, continues as if for 7 from the start"
-    for total, schedule, said in ((5, "linear", 0), (7, "linear", 1), (7, "linear", 0), (8, "constant", 0)):
+    for total, schedule, said in (
+        (5, "linear", 0),
+        (7, "linear", 1),
+        (7, "linear", 0),
+        (8, "constant", 0),
+    ):
         resume = "never" if schedule == "constant" else "auto"
         Steps(parts, tmp_path, total, lr_schedule=schedule, resume=resume).go()
         assert capsys.readouterr().out.count(change) == said
@@ -133,13 +149,15 @@ def test_stopped_run_finishes_the_step_saves_once_and_resumes(parts, tmp_path, c
     assert stopped.go(stop_in=2) == [1, 2, 3] and stopped.saves == [2, 3]
     assert exported(tmp_path / "stopped" / "hf") == 3
     assert "stopped after step 3; the same command resumes from there" in capsys.readouterr().out
-    distributed._stop_signal = None
+    signals.received = None
     again = Steps(parts, tmp_path / "stopped")
     assert again.run.first_step == 3 and again.value() == 3 and again.run.num_tokens == 9
     assert again.go() == [1, 2, 3, 4, 5] and again.begun == [3, 4] and again.saves == [4, 5]
     assert (tmp_path / "stopped" / "hf").is_dir()
     for a, b in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "stopped"), strict=True):
-        assert {k: a[k] for k in ("loss", "epoch", "num_tokens")} == {k: b[k] for k in ("loss", "epoch", "num_tokens")}
+        assert {k: a[k] for k in ("loss", "epoch", "num_tokens")} == {
+            k: b[k] for k in ("loss", "epoch", "num_tokens")
+        }
 
 
 @pytest.mark.slow
@@ -150,7 +168,7 @@ def test_stop_at_a_regular_save_saves_once(stop_in, parts, tmp_path):
     steps.go(stop_in=stop_in)
     assert steps.saves[-1] == stop_in + 1 and len(set(steps.saves)) == len(steps.saves)
     assert exported(tmp_path / "hf") == stop_in + 1
-    distributed._stop_signal = None
+    signals.received = None
     assert Steps(parts, tmp_path).go() == [1, 2, 3, 4, 5] and exported(tmp_path / "hf") == 5
 
 
@@ -165,7 +183,7 @@ def test_aborted_step_is_repeated_after_a_resume(parts, tmp_path):
 def test_aborted_first_step_saves_nothing(parts, tmp_path):
     steps = Steps(parts, tmp_path)
     assert next(steps.run.steps()) == 0
-    steps.run.told_to_stop = True
+    steps.run.stop_requested = True
     steps.run.end()
     assert steps.saves == [] and not (tmp_path / "hf").exists()
     assert Steps(parts, tmp_path).run.first_step == 0
@@ -185,7 +203,15 @@ def test_resume_with_other_data_is_refused(parts, tmp_path):
     Steps(parts, tmp_path).go()
     args = TrainArgs(output_dir=str(tmp_path), eval_every=0, save_every=2)
     with pytest.raises(ValueError, match="--dataset: 11 training rows, but 10 in the checkpoint"):
-        Run(args, *parts, load_tokenizer(tiny_model()), TOTAL, show=(), curves=(), order=RowOrder(11, 0))
+        Run(
+            args,
+            *parts,
+            load_tokenizer(tiny_model()),
+            TOTAL,
+            show=(),
+            curves=(),
+            order=RowOrder(11, 0),
+        )
 
 
 def test_evaluations_follow_eval_every(parts, tmp_path):
@@ -193,7 +219,12 @@ def test_evaluations_follow_eval_every(parts, tmp_path):
         run = Steps(parts, tmp_path, eval_every=every).run
         return [finished for finished in range(TOTAL + 1) if run.evaluates(finished)]
 
-    assert schedule(0) == [] and schedule(2) == [0, 2, 4, 5] and schedule(5) == [0, 5] and schedule(100) == [0, 5]
+    assert (
+        schedule(0) == []
+        and schedule(2) == [0, 2, 4, 5]
+        and schedule(5) == [0, 5]
+        and schedule(100) == [0, 5]
+    )
 
 
 def test_step_logs_its_metrics(parts, tmp_path):
@@ -201,8 +232,21 @@ def test_step_logs_its_metrics(parts, tmp_path):
     assert [steps.run.learning_rate(step) for step in range(3)] == [0.25, 0.5, 0.5]
     steps.go()
     for n, line in enumerate(metrics(tmp_path), 1):
-        assert line.keys() >= {"step", "loss", "lr", "epoch", "num_tokens", "tokens_per_second", "time/step"}
-        assert (line["loss"], line["lr"], line["epoch"], line["num_tokens"]) == (n, 0.5, n / 5, 3 * n)
+        assert line.keys() >= {
+            "step",
+            "loss",
+            "lr",
+            "epoch",
+            "num_tokens",
+            "tokens_per_second",
+            "time/step",
+        }
+        assert (line["loss"], line["lr"], line["epoch"], line["num_tokens"]) == (
+            n,
+            0.5,
+            n / 5,
+            3 * n,
+        )
         assert line["tokens_per_second"] == pytest.approx(3 / line["time/step"])
     assert "time/save" in metrics(tmp_path)[2] and "time/save" not in metrics(tmp_path)[1]
     assert steps.run.latest == {k: v for k, v in line.items() if k != "step"}
@@ -217,11 +261,20 @@ def test_best_checkpoint_is_kept_and_exported(parts, tmp_path, capsys):
     """The first of equal ones is kept; the export is of that step, whatever is trained later."""
     steps = Steps(parts, tmp_path, **BEST)
     steps.go(scores=[1, 3, 2, 3, 0])
-    assert exported(tmp_path / "best") == 2 and exported(tmp_path / "hf") == 5 and not list(tmp_path.glob("*.tmp"))
-    best, last = ({p.name for p in (tmp_path / name).iterdir()} - {"curves.png"} for name in ("best", "hf"))
+    assert (
+        exported(tmp_path / "best") == 2
+        and exported(tmp_path / "hf") == 5
+        and not list(tmp_path.glob("*.tmp"))
+    )
+    best, last = (
+        {p.name for p in (tmp_path / name).iterdir()} - {"curves.png"} for name in ("best", "hf")
+    )
     assert best == last
     said = capsys.readouterr().out
-    assert f"best eval_score so far: 3 after step 2, in {tmp_path}/best" in said and said.count("so far") == 2
+    assert (
+        f"best eval_score so far: 3 after step 2, in {tmp_path}/best" in said
+        and said.count("so far") == 2
+    )
 
 
 def test_lowest_loss_is_best(parts, tmp_path):
@@ -234,7 +287,10 @@ def test_lowest_loss_of_one_held_out_set_is_best(parts, tmp_path):
     for step, hard in enumerate((3, 1, 2), 1):
         steps.run.log(step, {"eval_loss": step, "eval_loss/hard": hard})
     assert (steps.run.best, steps.run.best_step, steps.run.without_gain) == (1, 2, 1)
-    steps.run.args.keep_best, steps.run.best = "eval/solved/loss", None  # the set's name, not the metric's
+    steps.run.args.keep_best, steps.run.best = (
+        "eval/solved/loss",
+        None,
+    )  # the set's name, not the metric's
     for step, score in enumerate((3, 1, 4), 1):
         steps.run.log(step, {"eval/solved": 0, "eval/solved/loss": score})
     assert (steps.run.best, steps.run.best_step) == (4, 3)
@@ -253,7 +309,9 @@ def test_only_evaluated_steps_can_be_best(parts, tmp_path):
 
 def test_unknown_keep_best_metric_is_refused(parts, tmp_path):
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="eval/solved", eval_every=2))
-    with pytest.raises(ValueError, match="^--keep_best eval/solved: no such metric; choose .*: eval_score$"):
+    with pytest.raises(
+        ValueError, match="^--keep_best eval/solved: no such metric; choose .*: eval_score$"
+    ):
         steps.go(scores=[1] * 5)
     assert steps.begun == [0, 1]  # the first of them
     with pytest.raises(ValueError, match="no such metric; choose one of the evaluation: none$"):
@@ -268,10 +326,11 @@ def test_early_stop_ends_the_run_also_after_a_resume(scores, parts, tmp_path, ca
     assert len(ended) == (3 if scores[0] == 5 else 4) and whole_run.saves == [ended[-1]]
     since = 1 if scores[0] == 5 else 2
     assert (
-        f"no gain in eval_score since step {since}, 2 evaluations: ended after {ended[-1]}" in capsys.readouterr().out
+        f"no gain in eval_score since step {since}, 2 evaluations: ended after {ended[-1]}"
+        in capsys.readouterr().out
     )
     assert Steps(parts, tmp_path / "stopped", **flags).go(stop_in=1, scores=scores) == [1, 2]
-    distributed._stop_signal = None
+    signals.received = None
     again = Steps(parts, tmp_path / "stopped", **flags)
     assert again.run.best_step == since and again.go(scores=scores) == ended
     for folder in (tmp_path / "whole", tmp_path / "stopped"):
@@ -279,14 +338,17 @@ def test_early_stop_ends_the_run_also_after_a_resume(scores, parts, tmp_path, ca
     capsys.readouterr()
     once_more = Steps(parts, tmp_path / "whole", **flags)
     assert once_more.go(scores=scores) == ended and once_more.begun == [] == once_more.saves
-    assert f"nothing to do: the run in {tmp_path}/whole has finished; raise --max_steps" in capsys.readouterr().out
+    assert (
+        f"nothing to do: the run in {tmp_path}/whole has finished; raise --max_steps"
+        in capsys.readouterr().out
+    )
     patient = Steps(parts, tmp_path / "whole", **flags | dict(early_stop=3))
     assert patient.run.without_gain == 2 and patient.go(scores=scores)[-1] > ended[-1]
 
 
 def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
     Steps(parts, tmp_path, **BEST).go(stop_in=1, scores=[3, 4, 5, 6, 7])
-    distributed._stop_signal = None
+    signals.received = None
     steps = Steps(parts, tmp_path, **BEST | dict(keep_best="loss"))
     assert steps.run.best is None and steps.go(scores=[0] * 5)[-1] == 5
     assert exported(tmp_path / "best") == 3  # best of the later evaluations
@@ -295,7 +357,10 @@ def test_another_keep_best_metric_resets_the_best(parts, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(keep_best="loss", eval_every=0), "--keep_best loss needs evaluations; set --eval_every above 0"),
+        (
+            dict(keep_best="loss", eval_every=0),
+            "--keep_best loss needs evaluations; set --eval_every above 0",
+        ),
         (dict(early_stop=3), "--early_stop 3 needs a metric to improve; set --keep_best"),
         (dict(early_stop=-1, keep_best="loss"), "early_stop\n.*greater than or equal to 0"),
     ],

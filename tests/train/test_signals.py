@@ -1,11 +1,25 @@
-"""Signals and killed ranks: a run that a signal stops saves and can be resumed; a run that lost a rank ends."""
+"""Signals and killed ranks: a run that a signal stops saves and can be resumed; a run that lost a
+rank ends."""
 
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SIGNAL_AT, Ranks, alive, assert_same_weights, ended, kill, logged, metrics, run, start, until
+from helpers import (
+    ROOT,
+    SIGNAL_AT,
+    Ranks,
+    alive,
+    assert_same_weights,
+    ended,
+    kill,
+    logged,
+    metrics,
+    run,
+    start,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +55,13 @@ def test_rollout_stopped_by_a_signal_is_repeated(small, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     flags = [*GRPO, *small]
     run(1, "grpo.py", *flags, "--output_dir", whole)
-    moment = (0, "common.rollout.transformers_engine.TransformersEngine.step", stopped, 2, int(signal.SIGINT))
+    moment = (
+        0,
+        "common.rollout.transformers_engine.TransformersEngine.advance",
+        stopped,
+        2,
+        int(signal.SIGINT),
+    )
     done = run(1, SIGNAL_AT, *moment, "grpo.py", *flags, "--output_dir", stopped)
     assert stopped_at(stopped) == 2 and "stopped after step 2" in done.stdout
     run(1, "grpo.py", *flags, "--output_dir", stopped)
@@ -51,7 +71,18 @@ def test_rollout_stopped_by_a_signal_is_repeated(small, tmp_path):
 def test_second_signal_stops_at_once(small, tmp_path):
     twice = f"{int(signal.SIGTERM)},{int(signal.SIGTERM)}"
     flags = [*SFT, *small, "--max_steps", 8, "--output_dir", tmp_path]
-    run(1, SIGNAL_AT, 0, "torch.optim.AdamW.step", tmp_path, 2, twice, "sft.py", *flags, code=-signal.SIGTERM)
+    run(
+        1,
+        SIGNAL_AT,
+        0,
+        "torch.optim.AdamW.step",
+        tmp_path,
+        2,
+        twice,
+        "sft.py",
+        *flags,
+        code=-signal.SIGTERM,
+    )
     assert metrics(tmp_path)[-1]["step"] == 2 and not list((tmp_path / "checkpoints").iterdir())
 
 
@@ -72,7 +103,8 @@ distributed.cleanup()
 
 
 def test_launcher_forwards_the_signal(tmp_path):
-    """The ranks have the handlers of a run and nothing to train, because imports take most of the time of a launch."""
+    """The ranks have the handlers of a run and nothing to train, because imports take most of the
+    time of a launch."""
     (tmp_path / "stops.py").write_text(STOPS)
     with start(2, tmp_path / "stops.py", tmp_path, PYTHONPATH=ROOT) as launcher:
         ranks = []
@@ -86,7 +118,9 @@ def test_launcher_forwards_the_signal(tmp_path):
             kill(launcher.pid, *ranks)
             raise
     assert sorted(done.stdout.splitlines()) == ["stopped rank 0", "stopped rank 1"], done.stderr
-    assert "forcefully exiting" not in done.stderr, "a rank did not end at the signal, and was killed"
+    assert "forcefully exiting" not in done.stderr, (
+        "a rank did not end at the signal, and was killed"
+    )
 
 
 # ---- other ends ----
@@ -101,9 +135,12 @@ def test_killed_rank_ends_the_run(small, tmp_path):
     assert done.returncode == 1 and "error: rank 0 lost another rank: " in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("signals, code, said", [(1, 1, "error: heard\n"), (2, -signal.SIGTERM, "")])
+@pytest.mark.parametrize(
+    "signals, code, said", [(1, 1, "error: heard\n"), (2, -signal.SIGTERM, "")]
+)
 def test_rank_reports_its_failure_although_the_launcher_ends_it(signals, code, said, tmp_path):
-    """The first signal may arrive at any time after another rank was killed. The second ends a hanging rank."""
+    """The first signal may arrive at any time after another rank was killed. The second ends a
+    hanging rank."""
     (tmp_path / "fails.py").write_text(f"""
 import os, signal
 from common.parallel import distributed

@@ -2,22 +2,23 @@
 
 import math
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import Args
-from helpers import PATIENCE
+from helpers import PATIENCE, ROOT
 
 from common.data.sample import Completion, Sample
 from common.metrics.meter import Meter
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_scalar_model
+from common.model.score import score
 from common.parallel.distributed import RunError
-from common.rewards.functions import REWARDS
 from common.rewards.processes import Pool
-from common.rewards.registry import load_reward
-from common.rewards.reward_model import score
-from common.rewards.scoring import Rewards
+from common.rewards.registry import BUILT_IN, load_reward
+from common.rewards.total import Rewards
 from common.train.checkpoint import export_hf
 from tests.rewards.pools import StillClock
 
@@ -34,7 +35,8 @@ def make(names, weights=(), max_errors=0.0, rows=(ROW,)):
 
 def groups(*texts_of_groups) -> list[list[Sample]]:
     return [
-        [Completion(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts] for texts in texts_of_groups
+        [Completion(ids=[1, 2], loss_mask=[False, True], text=t, row=ROW) for t in texts]
+        for texts in texts_of_groups
     ]
 
 
@@ -47,13 +49,18 @@ def test_total_reward_is_the_weighted_sum():
     rewards = make(("gsm8k", "format"), (2.0, 0.25))
     total, parts, _ = rewards(groups(["#### 18", "#### 7"], ["18", "A: 18 apples"]), Meter())
     assert list(parts) == ["gsm8k", "format"] and total.dtype == torch.float64
-    assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [[1, 1], [0, 0]]
+    assert parts["gsm8k"].tolist() == [[1, 0], [0, 1]] and parts["format"].tolist() == [
+        [1, 1],
+        [0, 0],
+    ]
     assert total.tolist() == [[2.25, 0.25], [0, 2]]
     assert make(("gsm8k", "format"))(groups(["#### 18"]), Meter())[0].tolist() == [[2]]
 
 
 def test_function_of_a_user_file_is_a_reward(tmp_path):
-    file = user_file(tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n")
+    file = user_file(
+        tmp_path, "def length(completion, row):\n    return len(completion) + len(row['answer'])\n"
+    )
     total, parts, _ = make((f"{file}:length",))(groups(["abc", ""]), Meter())
     assert total.tolist() == [[5, 2]] and list(parts) == ["length"]
 
@@ -67,18 +74,30 @@ def odd(completion, row):
     names, meter = (f"{user_file(tmp_path, code)}:odd", "format"), Meter()
     batch = groups(["raise", "nan", "inf", "text", "fine", "#### 1"])
     total, parts, _ = make(names, max_errors=0.5)(batch, meter)
-    assert [math.isnan(x) for x in total[0]] == [math.isnan(x) for x in parts["odd"][0]] == [True] * 4 + [False] * 2
+    assert (
+        [math.isnan(x) for x in total[0]]
+        == [math.isnan(x) for x in parts["odd"][0]]
+        == [True] * 4 + [False] * 2
+    )
     assert total[0, 4:].tolist() == [1, 2] and not parts["format"].isnan().any()
     assert meter.reduce() == {"reward/error_fraction": 4 / 12, "reward/timeout_fraction": 0}
-    with pytest.raises(RunError, match=r"4 of 12 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"):
+    with pytest.raises(
+        RunError, match=r"4 of 12 rewards.*--max_reward_errors 0.3.*odd on rows.jsonl:1: KeyError"
+    ):
         make(names, max_errors=0.3)(batch, Meter())
 
 
 def test_none_is_excluded_from_the_sum_and_is_no_error(tmp_path):
-    code = "def some(completion, row):\n    return None if completion == 'skip' else len(completion)\n"
+    code = (
+        "def some(completion, row):\n    return None if completion == 'skip' else len(completion)\n"
+    )
     names, meter = (f"{user_file(tmp_path, code)}:some", "format"), Meter()
     total, parts, _ = make(names, weights=(1.0, -1.0))(groups(["skip", "abc", "#### 1"]), meter)
-    assert total.tolist() == [[0, 3, 5]] and parts["some"][0, 0].isnan() and parts["some"][0, 1:].tolist() == [3, 6]
+    assert (
+        total.tolist() == [[0, 3, 5]]
+        and parts["some"][0, 0].isnan()
+        and parts["some"][0, 1:].tolist() == [3, 6]
+    )
     assert meter.reduce()["reward/error_fraction"] == 0
     total, _, _ = make(names[:1])(
         groups(["skip", "abc"]), meter
@@ -93,7 +112,8 @@ def test_group_function_gets_all_completions_of_a_prompt(tmp_path):
     code = """
 def rank(completions, row, ids):
     assert row["answer"] == "18"
-    return [sorted(map(len, completions)).index(len(text)) + 10 * len(i) for text, i in zip(completions, ids)]
+    lengths = sorted(map(len, completions))
+    return [lengths.index(len(text)) + 10 * len(i) for text, i in zip(completions, ids)]
 """
     batch = groups(["aaa", "a"], ["b", "bb"])
     batch[1][0].ids, batch[1][0].prompt_length = [1, 2, 3], 1
@@ -112,14 +132,19 @@ def test_group_with_a_wrong_number_of_values_has_no_rewards(tmp_path):
     code = """
 def f(completions, row):
     if completions[0] == "raise": raise KeyError("oops")
-    return {"fine": [1, None], "short": [1], "number": 2.0, "odd": [1, "x"], "dict": dict(a=1, b=2)}[completions[0]]
+    wrong = {"number": 2.0, "dict": dict(a=1, b=2)}
+    values = {"fine": [1, None], "short": [1], "odd": [1, "x"], **wrong}
+    return values[completions[0]]
 """
-    names, texts = (f"{user_file(tmp_path, code)}:f",), ("fine", "short", "number", "odd", "dict", "raise")
+    names, texts = (
+        (f"{user_file(tmp_path, code)}:f",),
+        ("fine", "short", "number", "odd", "dict", "raise"),
+    )
     meter = Meter()
     total, _, _ = make(names, max_errors=0.9)(groups(*([text, ""] for text in texts)), meter)
-    assert [[math.isnan(x) for x in group] for group in total.tolist()] == [[False, True]] + [[True] * 2] * 2 + [
-        [False, True]
-    ] + [[True] * 2] * 2
+    assert [[math.isnan(x) for x in group] for group in total.tolist()] == [[False, True]] + [
+        [True] * 2
+    ] * 2 + [[False, True]] + [[True] * 2] * 2
     assert meter.reduce()["reward/error_fraction"] == 9 / 11  # None is no error
     for text, what in (
         ("short", "returned 1 values for 2 completions"),
@@ -133,7 +158,9 @@ def f(completions, row):
 
 
 def test_group_time_limit_is_the_sum_over_its_completions(monkeypatch, tmp_path):
-    code = "def f(completions, row):\n    while completions[0] == 'late': pass\n    return [1] * 3\n"
+    code = (
+        "def f(completions, row):\n    while completions[0] == 'late': pass\n    return [1] * 3\n"
+    )
     args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=5)
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
     clock = StillClock(monkeypatch, rewards.pools, {1})
@@ -150,7 +177,9 @@ async def f(completions, row):
     if completions[0] == "late": await asyncio.sleep(9999)
     return [1] * 3
 """
-    args = Args(reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=0.7)
+    args = Args(
+        reward=(f"{user_file(tmp_path, code)}:f",), max_reward_errors=0.5, reward_timeout=0.7
+    )
     rewards, results, map = Rewards(args, [ROW], None, torch.device("cpu")), [], Pool.map
     monkeypatch.setattr(Pool, "map", lambda *arguments: results.extend(map(*arguments)) or results)
     total, _, _ = rewards(groups(["a", "", ""], ["late", "", ""]), Meter())
@@ -160,9 +189,8 @@ async def f(completions, row):
 
 def test_async_group_function_returns_rewards(tmp_path):
     code = "async def f(completions, row):\n    return [float(len(text)) for text in completions]\n"
-    assert make((f"{user_file(tmp_path, code)}:f",))(groups(["a", "bb"], ["", "c"]), Meter())[0].tolist() == [
-        [1, 2], [0, 1]
-    ]  # fmt: skip
+    rewards = make((f"{user_file(tmp_path, code)}:f",))
+    assert rewards(groups(["a", "bb"], ["", "c"]), Meter())[0].tolist() == [[1, 2], [0, 1]]
 
 
 NUMBERS = """
@@ -170,7 +198,8 @@ def f(completion, row):
     if completion == "none": return None, dict(words=10)
     if completion == "bad": return 1.0, dict(words=float("nan"))
     if completion == "mean": return 1.0, dict(mean=1)
-    return 0.5, dict(words=len(completion.split())) | ({"rare": True} if completion == "a b c" else {})
+    rare = {"rare": True} if completion == "a b c" else {}
+    return 0.5, dict(words=len(completion.split())) | rare
 """
 
 
@@ -181,7 +210,10 @@ def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_p
     metrics = meter.reduce()
     assert metrics["rewards/f/words"] == pytest.approx(14 / 3) and metrics["rewards/f/rare"] == 1
     assert metrics["reward/error_fraction"] == 1 / 3
-    expected = {"f/words": [[3.0, 10.0], [1.0, math.nan]], "f/rare": [[1.0, math.nan], [math.nan, math.nan]]}
+    expected = {
+        "f/words": [[3.0, 10.0], [1.0, math.nan]],
+        "f/rare": [[1.0, math.nan], [math.nan, math.nan]],
+    }
     assert repr({name: number_PG.tolist() for name, number_PG in numbers.items()}) == repr(expected)
     with pytest.raises(RunError, match="its number 'words' is nan"):
         make(names)(groups(["bad"]), meter)
@@ -190,13 +222,17 @@ def test_metrics_of_a_reward_are_means_over_the_completions_that_have_them(tmp_p
 
 
 def test_metric_of_one_rank_is_equal_on_all_ranks(tmp_path, monkeypatch):
-    """The mean equals that of one rank for any division, also if a rank lacks the metric or has no groups."""
+    """The mean equals that of one rank for any division, also if a rank lacks the metric or has no
+    groups."""
     names, texts = (f"{user_file(tmp_path, NUMBERS)}:f",), (["a b c", "a"], ["a", "a a"])
     shares = []
     for share in (texts, texts[:1], texts[1:], ()):
         make(names)(groups(*share), meter := Meter())
         with monkeypatch.context() as patch:
-            patch.setattr("common.parallel.distributed.gather_objects", lambda local: shares.append(local) or [local])
+            patch.setattr(
+                "common.parallel.distributed.gather_objects",
+                lambda local: shares.append(local) or [local],
+            )
             meter.reduce()
     whole, *shares = shares
     monkeypatch.setattr("common.parallel.distributed.gather_objects", lambda local: [whole])
@@ -207,8 +243,12 @@ def test_metric_of_one_rank_is_equal_on_all_ranks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])
 def test_signals_interrupt_a_hanging_file_and_are_restored(handler, tmp_path):
-    """On ranks that wait for rollout ranks, signals end the process; a user's file must not change that."""
-    code = "import signal\nat_import = signal.getsignal(signal.SIGTERM)\ndef f(completion, row): return at_import\n"
+    """On ranks that wait for rollout ranks, signals end the process; a user's file must not change
+    that."""
+    code = (
+        "import signal\nat_import = signal.getsignal(signal.SIGTERM)\n"
+        "def f(completion, row): return at_import\n"
+    )
     before = signal.signal(signal.SIGTERM, handler)
     try:
         assert load_reward(f"{user_file(tmp_path, code)}:f")("", {}) == signal.SIG_DFL
@@ -236,7 +276,9 @@ async def meet(completion, row):
     if completion == "late": await asyncio.sleep(9999)
     return 1.0
 """
-    args = Args(reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=2)
+    args = Args(
+        reward=(f"{user_file(tmp_path, code)}:meet",), max_reward_errors=0.5, reward_timeout=2
+    )
     meter = Meter()
     total, _, _ = Rewards(args, [ROW], None, torch.device("cpu"))(groups(["a", "late", "b"]), meter)
     assert total[0, [0, 2]].tolist() == [1, 1] and total[0, 1].isnan()
@@ -251,16 +293,25 @@ def test_row_selects_its_reward():
         dict(reward="code", tests=[dict(function="f", args=[1, 2], result=3)], _source="a:3"),
     ]
     batch = [
-        [Completion([0], [True], text=text, row=row) for text in ("#### 18", r"so \boxed{0.5}", sum_of_two)]
+        [
+            Completion([0], [True], text=text, row=row)
+            for text in ("#### 18", r"so \boxed{0.5}", sum_of_two)
+        ]
         for row in rows
     ]
     rewards, meter = make(("by_row", "format"), weights=(2.0, 1.0), rows=rows), Meter()
     total, parts, _ = rewards(batch, meter)
-    assert list(parts) == ["code", "gsm8k", "math", "format"] and rewards.weights.tolist() == [2, 2, 2, 1]
+    assert list(parts) == ["code", "gsm8k", "math", "format"] and rewards.weights.tolist() == [
+        2,
+        2,
+        2,
+        1,
+    ]
     assert parts["gsm8k"][0].tolist() == [1, 0, 0] and parts["gsm8k"][1:].isnan().all()
     assert parts["math"][1].tolist() == [0, 1, 0] and parts["code"][2].tolist() == [0, 0, 1]
     assert (
-        total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]] and rewards.first(parts).tolist() == torch.eye(3).tolist()
+        total.tolist() == [[3, 0, 0], [1, 2, 0], [1, 0, 2]]
+        and rewards.first(parts).tolist() == torch.eye(3).tolist()
     )
     assert meter.reduce()["reward/error_fraction"] == 0
     for name, what in (
@@ -281,7 +332,8 @@ def test_row_selects_its_reward():
 def test_math_timeout_is_wrong_and_unparsable_gold_answer_is_an_error(monkeypatch):
     rows = [dict(answer="2", _source="a:1"), dict(answer="?", _source="a:2")]
     batch = [
-        [Completion([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")] for row in rows
+        [Completion([0], [True], text=text, row=row) for text in (r"\boxed{2}", r"\boxed{9^{9^9}}")]
+        for row in rows
     ]
     rewards, meter = make(("math",), max_errors=0.5, rows=rows), Meter()
     StillClock(monkeypatch, rewards.pools, {1})
@@ -294,7 +346,11 @@ def test_environment_rewards_and_errors_are_counted():
     args = Args(environment="calculator", reward=("environment", "format"), max_reward_errors=0.5)
     rewards, meter = Rewards(args, [ROW], None, torch.device("cpu")), Meter()
     ((one, two, three),) = batch = groups(["#### 1", "", ""])
-    one.turn_rewards, two.turn_rewards, three.error = [(3, 0.5), (9, 1.0)], [(3, math.inf)], "step 2: KeyError: 'x'"
+    one.turn_rewards, two.turn_rewards, three.error = (
+        [(3, 0.5), (9, 1.0)],
+        [(3, math.inf)],
+        "step 2: KeyError: 'x'",
+    )
     total, parts, _ = rewards(batch, meter)
     assert parts["environment"][0, 0] == 1.5 and total[0, 0] == 2.5 and total[0, 1:].isnan().all()
     assert meter.reduce()["reward/error_fraction"] == 2 / 6
@@ -303,11 +359,18 @@ def test_environment_rewards_and_errors_are_counted():
 def test_code_reward_requires_confinement_or_a_flag(monkeypatch):
     row = dict(tests=["assert f() == 1"], _source="a:1")
     monkeypatch.setattr("common.sandbox.program.problem", lambda: "the kernel has no Landlock")
-    with pytest.raises(ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"):
+    with pytest.raises(
+        ValueError, match="--reward code: the kernel has no Landlock; --unsafe_code_execution"
+    ):
         make(("code",), rows=[row])
     args = Args(reward=("code",), unsafe_code_execution=True, reward_timeout=PATIENCE)
     rewards = Rewards(args, [row], None, torch.device("cpu"))
-    batch = [[Completion([0], [True], text=text, row=row) for text in ("def f(): return 1", "def f(): return 2")]]
+    batch = [
+        [
+            Completion([0], [True], text=text, row=row)
+            for text in ("def f(): return 1", "def f(): return 2")
+        ]
+    ]
     assert rewards(batch, Meter())[0].tolist() == [[1, 0]]
 
 
@@ -323,14 +386,18 @@ def test_bad_names_are_refused(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import nothing_of_this_name\n")
     for name, what in (
-        ("gsm9k", "unknown; did you mean gsm8k?"), ("my.py", "unknown; name the function: my.py:..."),
-        ("xyz", f"unknown; there are {', '.join(REWARDS)}, math, code, code_fraction, by_row, environment"),
-        (f"{tmp_path}/none.py:f", "no file"), (f"{tmp_path}/mine:x", rf"no file .*; did you mean {file}:x\?"),
+        ("gsm9k", "unknown; did you mean gsm8k?"),
+        ("my.py", "unknown; name the function: my.py:..."),
+        ("xyz", f"unknown; there are {', '.join(BUILT_IN)}, by_row, environment"),
+        (f"{tmp_path}/none.py:f", "no file"),
+        (f"{tmp_path}/mine:x", rf"no file .*; did you mean {file}:x\?"),
         (f"{tmp_path}/mine", f"unknown; name the function: {file}:..."),
         (f"{tmp_path}/mine.x", rf"unknown; did you mean {file}:x\?"),
         (f"{tmp_path}/rm", f"unknown; did you mean model:{tmp_path}/rm"),
-        (f"{file}:f", "has no function f"), (f"{file}:x", "has no function x"), (f"{broken}:f", "fails to import"),
-    ):  # fmt: skip
+        (f"{file}:f", "has no function f"),
+        (f"{file}:x", "has no function x"),
+        (f"{broken}:f", "fails to import"),
+    ):
         with pytest.raises(ValueError, match=what):
             load_reward(name)
     with pytest.raises(ValueError, match="reads column answer"):
@@ -350,10 +417,37 @@ def test_reward_model_scores_token_ids_beside_functions(device, tmp_path):
     rewards = Rewards(args, [ROW], tokenizer, device)
     rewards.begin([samples[2:]])
     total_PG, parts, _ = rewards([samples[:2], samples[2:]], Meter())
-    alone = torch.tensor([score(model, [[i]], 100, device)[0] for i in ids]).reshape(2, 2)
+    alone = torch.tensor([score(model, [[i]], 100, 0, device)[0] for i in ids]).reshape(2, 2)
     torch.testing.assert_close(parts["model"].float(), alone)
     torch.testing.assert_close(total_PG, 2 + 0.5 * parts["model"])
-    with pytest.raises(ValueError, match="a sequence of 3000 tokens is longer than its context of 2048"):
-        score(model, [[[5] * 3000]], 4000, device)
+    with pytest.raises(
+        ValueError, match="a sequence of 3000 tokens is longer than its context of 2048"
+    ):
+        score(model, [[[5] * 3000]], 4000, 0, device)
     with pytest.raises(ValueError, match="--reward .*a language model without a reward head"):
         Rewards(Args(reward=(f"model:{tiny}",)), [ROW], tokenizer, device)
+
+
+# ---- imports ----
+
+KINDS = {
+    "common.rewards.code_reward": "code",
+    "common.rewards.ifeval": "ifeval",
+    "common.rewards.math_reward": "math",
+    "common.rewards.processes": None,
+    "common.rewards.puzzles": "countdown",
+    "common.rewards.reward_model": None,
+    "common.rewards.user_code": None,
+    "common.sandbox.program": "code",
+}
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "code", "countdown", "ifeval", "math"])
+def test_kind_of_reward_is_imported_only_if_it_is_named(name):
+    code = (
+        "import sys; from common.rewards.registry import load_reward; import common.rewards.total; "
+        f"load_reward({name!r}); print(*{set(KINDS)} & sys.modules.keys())"
+    )
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {module for module, kind in KINDS.items() if kind == name}

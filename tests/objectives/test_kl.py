@@ -1,4 +1,5 @@
-"""KL estimates equal naive scalar code in float64, values and gradients, and exact sums over a vocabulary."""
+"""KL estimates equal naive scalar code in float64, values and gradients, and exact sums over a
+vocabulary."""
 
 import math
 
@@ -8,22 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from naive import check, rows
 
-from common.objectives.policy import kl_estimate
+from common.objectives.kl import kl_estimate
 
 
 @given(rows, st.sampled_from(["k1", "k2", "k3"]), st.sampled_from([0.0, 0.7]))
 def test_kl_estimates_equal_naive_code(rows, estimator, clamp):
     def naive(new, ref, _):
         d = new - ref
-        value, slope = dict(k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d)))[estimator]
-        return (math.copysign(clamp, value), 0.0) if clamp and abs(value) > clamp else (value, slope)
+        value, slope = dict(
+            k1=(d, 1.0), k2=(d * d / 2, d), k3=(math.exp(-d) - 1 + d, 1 - math.exp(-d))
+        )[estimator]
+        return (
+            (math.copysign(clamp, value), 0.0) if clamp and abs(value) > clamp else (value, slope)
+        )
 
     check(lambda new, ref, _: kl_estimate(new, ref, estimator=estimator, clamp=clamp), naive, rows)
 
 
 def test_kl_k3_is_accurate_in_float32_where_the_policies_agree():
     new, ref = torch.tensor([-1.0]), torch.tensor([-1.0 + 1e-3])
-    exact = math.expm1(ref.double().item() - new.double().item()) - (ref.double().item() - new.double().item())
+    exact = math.expm1(ref.double().item() - new.double().item()) - (
+        ref.double().item() - new.double().item()
+    )
     assert abs(kl_estimate(new, ref).item() / exact - 1) < 1e-3
 
 
@@ -34,7 +41,10 @@ def test_kl_k3_of_a_token_with_vanishing_probability_is_finite_in_float32():
     assert kl.isfinite().all() and new.grad.tolist() == [0.0]
 
 
-POLICY, REFERENCE = torch.tensor([0.5, -0.3, 1.2, 0.0]).double(), torch.tensor([0.1, 0.4, 0.2, -0.5]).double()
+POLICY, REFERENCE = (
+    torch.tensor([0.5, -0.3, 1.2, 0.0]).double(),
+    torch.tensor([0.1, 0.4, 0.2, -0.5]).double(),
+)
 
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])

@@ -8,9 +8,9 @@ import torch
 from common.config.groups import TrainArgs
 from common.data.packing import pack, pack_minibatches
 from common.data.sample import Sample
+from common.model.fixed_streams import with_logprobs, with_values
 from common.model.policy import load_policy, load_scalar_model
 from common.model.reference import store_reference_logps
-from common.model.scoring import with_logprobs, with_values
 from common.model.tiny import tiny_model
 
 ARGS = TrainArgs(dtype="float32")
@@ -25,18 +25,27 @@ def samples(count: int = 6) -> list[Sample]:
 
 def test_added_logprobs_and_values_equal_those_of_a_forward(device):
     """The temperature applies, entropies are added too, and no tensor keeps a graph."""
-    policy, value = load_policy(tiny_model(), ARGS, device), load_scalar_model(tiny_model(), ARGS, device)
-    minibatches = pack_minibatches([[s] for s in samples()], 2, 20, device)
+    policy, value = (
+        load_policy(tiny_model(), ARGS, device),
+        load_scalar_model(tiny_model(), ARGS, device),
+    )
+    minibatches = pack_minibatches([[s] for s in samples()], range(len(samples())), 2, 20, device)
     assert len(minibatches) == 2 and len(minibatches[1]) > 1
     before = [vars(mb).copy() for minibatch in minibatches for mb in minibatch]
-    added = with_values(with_logprobs(with_logprobs(minibatches, 0.7, old=policy), 1.0, ref=policy), value)
+    added = with_values(
+        with_logprobs(with_logprobs(minibatches, 0.7, old=policy), 1.0, ref=policy), value
+    )
     assert [vars(mb) for minibatch in minibatches for mb in minibatch] == before
     minibatches = added
     for mb in (mb for minibatch in minibatches for mb in minibatch):
         with torch.no_grad():
             logprobs_T, entropy_T, *_ = policy(mb, temperature=0.7)
-            assert torch.equal(mb.old_logprobs_T, logprobs_T) and torch.equal(mb.old_entropy_T, entropy_T)
-            assert torch.equal(mb.ref_logprobs_T, policy(mb)[0]) and torch.equal(mb.values_T, value(mb))
+            assert torch.equal(mb.old_logprobs_T, logprobs_T) and torch.equal(
+                mb.old_entropy_T, entropy_T
+            )
+            assert torch.equal(mb.ref_logprobs_T, policy(mb)[0]) and torch.equal(
+                mb.values_T, value(mb)
+            )
         assert not any(x.requires_grad for x in (mb.old_logprobs_T, mb.ref_logprobs_T, mb.values_T))
     assert not torch.equal(mb.old_logprobs_T, mb.ref_logprobs_T)
     policy.reshard(), value.reshard()
@@ -45,7 +54,9 @@ def test_added_logprobs_and_values_equal_those_of_a_forward(device):
 def store(data, load, folder, dtype="auto", path=None, adapter=None) -> list[float]:
     args = TrainArgs(dtype=dtype, pack_tokens=40, lora_rank=1 if adapter else 0, adapter=adapter)
     parts = [[[sample] for sample in data[:1]], [[sample] for sample in data[1:]]]
-    scored = store_reference_logps(parts, path or tiny_model(), load, folder, args, torch.device("cpu"))
+    scored = store_reference_logps(
+        parts, path or tiny_model(), load, folder, args, torch.device("cpu")
+    )
     return torch.cat(scored)[:, 0].tolist()
 
 
@@ -62,7 +73,9 @@ def test_stored_logprobs_are_completion_sums_and_computed_once(tmp_path, device)
     for sample, logp in zip(data, first, strict=True):
         (mb,) = pack([sample], 100, device)
         with torch.no_grad():
-            assert logp == pytest.approx(mb.sequence_sums(policy(mb)[0] * mb.weights_T).item(), abs=1e-4)
+            assert logp == pytest.approx(
+                mb.sequence_sums(policy(mb)[0] * mb.weights_T).item(), abs=1e-4
+            )
     assert store(data, never, tmp_path) == first and not list(tmp_path.glob("*.tmp"))
     for change in (
         lambda: store(data[:-1], never, tmp_path),

@@ -1,0 +1,16 @@
+"""Command line of a tool."""
+
+import argparse
+from typing import NoReturn
+
+from common.parallel.console import visible
+
+
+class Options(argparse.ArgumentParser):
+    """Parser of options, with the docstring of a tool as its help. An error is one line."""
+
+    def __init__(self, text: str | None):
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, visible(f"error: {message}\n"))
