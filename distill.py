@@ -253,7 +253,7 @@ def evaluate(
     """Compare student and teacher on held-out completions, divided among the ranks; {} without any.
     Collective."""
     meter = Meter()
-    share = samples[distributed.rank() :: distributed.world_size()]
+    share = distributed.share_of(samples)
     for mb in pack(share, args.pack_tokens, device) if samples else []:
         both = policy.distill(mb, teacher.teach(mb), divergence(args), args.top_k, args.temperature)
         means = {"eval_loss": both.divergence_T, "eval/reverse_kl": both.reverse_kl_T}

@@ -273,7 +273,7 @@ def evaluate(
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
-    share = [pairs[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    share = [pairs[i] for i in distributed.share_of(indices)]
     micro_batches = pack_groups(share, args.pack_tokens, device, args.share_prefix)
     ref_logps_B2 = reference_logps(reference, micro_batches, stored[indices])
     batch_pairs, slices = gather_pairs(policy, micro_batches, ref_logps_B2, args)

@@ -48,7 +48,7 @@ from common.objectives.importance import (
     is_clipped,
     off_policy_mask,
 )
-from common.objectives.kl import kl_estimate
+from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.reduction import per_token, sequence_mean, sequence_sum
 from common.parallel import distributed
 from common.rewards.total import Rewards
@@ -266,7 +266,7 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     """mask completions with A < 0 whose log-prob fell by more nats per token; default: off"""
     beta: NotNegative[float] = 0.0
     """weight of the KL penalty to the starting model in the loss; 0: no reference model"""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: KLEstimator = "k3"
     unbiased_kl: bool = False
     """importance ratio, with its gradient, as a factor of the KL estimate (arXiv:2512.02556)"""
     entropy_coef: NotNegative[float] = 0.0

@@ -258,7 +258,7 @@ def evaluate(
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out completions with these indices."""
     meter = Meter()
-    share = [groups[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    share = [groups[i] for i in distributed.share_of(indices)]
     prepared = prepare(policy, reference, share, stored[indices], args, device)
     micro_batches, ref_logps_B, desirable_B, baseline = prepared
     for mb in micro_batches:

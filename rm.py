@@ -192,7 +192,7 @@ def evaluate(
 ) -> Meter:
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
-    share = [pairs[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    share = [pairs[i] for i in distributed.share_of(indices)]
     margins_B2 = gather_margins(share)
     for mb in pack_groups(share, args.pack_tokens, device, args.share_prefix):
         forward(model, mb, margins_B2, args, meter, "eval_")

@@ -141,7 +141,7 @@ def evaluate(
     """Measure this rank's share of the held-out samples with these indices: nll in nats per token,
     entropy, accuracy of the targets."""
     meter = Meter()
-    share = [samples[i] for i in indices[distributed.rank() :: distributed.world_size()]]
+    share = [samples[i] for i in distributed.share_of(indices)]
     for mb in pack(share, args.pack_tokens, device):
         logprobs_T, entropy_T, correct_T, _ = policy(mb)
         measured = dict(loss=-logprobs_T, entropy=entropy_T, mean_token_accuracy=correct_T)

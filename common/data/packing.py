@@ -273,12 +273,13 @@ def _pack(
     table_IC, first_rows = send_rows(sample_table(samples, streams).to(device), parts, rows)
     placed = placed_samples(outlines, parts, first_rows)
 
+    sent = dict(zip(indices, samples, strict=True))
     packs = []
     for row in rows:
         keys = row[distributed.rank() // R]
         trained = keys[distributed.rank() % R :: R]  # the ranks of a context group divide them
         mb = _micro_batch(table_IC, [*chain(*(placed[key] for key in trained))], streams)
-        mb.sent = dict(zip(indices, samples, strict=True))
+        mb.sent = sent
         if R > 1 or any(any(parts[key].shared) for key in keys):
             from common.data.compact import compact_tokens
 

@@ -87,11 +87,6 @@ class Completion(Sample):
 Group = list[Completion]  # the completions of a prompt
 
 
-def first(item: Sample | list[Sample]) -> Sample:
-    """Return the sample, or the first one of a group."""
-    return item[0] if isinstance(item, list) else item
-
-
 def at_end(ids: list[int], row: dict | None = None) -> Sample:
     """Return a sample whose scalar is read once, after all of `ids`. Streams follow the targets and
     the last token has none, so a token is appended; any will do, because it is never an input."""

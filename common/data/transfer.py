@@ -49,11 +49,11 @@ def streams_of(sample: Sample) -> dict[str, list[float]]:
     return streams | sample.streams
 
 
-def _stream(sample: Sample, name: str) -> list[float]:
+def _stream(streams: dict[str, list[float]], name: str, num_ids: int) -> list[float]:
     """Return a stream of a sample. Raises `ValueError` unless it has one number for each id."""
-    values = streams_of(sample).get(name, [])
-    if len(values) != len(sample.ids):
-        wrong = f"{len(values)} numbers for {len(sample.ids)} ids"
+    values = streams.get(name, [])
+    if len(values) != num_ids:
+        wrong = f"{len(values)} numbers for {num_ids} ids"
         advice = "give every sample of a batch one number for each of its ids"
         raise ValueError(f"stream {name}: {wrong}; {advice}")
     return values
@@ -65,8 +65,9 @@ def sample_table(samples: list[Sample], streams: list[str]) -> Tensor:
     ids = chain.from_iterable(sample.ids for sample in samples)
     mask = chain.from_iterable(sample.loss_mask for sample in samples)
     columns = [torch.tensor([*ids], dtype=torch.int32), torch.tensor([*mask], dtype=torch.int32)]
+    lengths_and_streams = [(len(sample.ids), streams_of(sample)) for sample in samples]
     for name in streams:
-        values = chain.from_iterable(_stream(sample, name) for sample in samples)
+        values = chain.from_iterable(_stream(x, name, n) for n, x in lengths_and_streams)
         dtype = torch.int32 if name in INTEGERS else torch.float32
         columns.append(torch.tensor([*values], dtype=dtype).view(torch.int32))
     return torch.stack(columns, dim=1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.config.groups import TrainArgs
 from common.data import durable
-from common.data.packing import PackedBatch, pack_minibatches, per_sample
+from common.data.packing import PackedBatch, pack_minibatches, per_sample, positions_of_share
 from common.data.sample import Sample
 from common.model.hub import context_length, require_same_tokenizer, resolve_model
 from common.model.loading import named_errors
@@ -140,7 +140,6 @@ def _reference_logps(
 ) -> list[float]:  # fmt: skip
     """Return the reference's log-probs of the samples of `count` groups, on every rank.
     Collective."""
-    rank = distributed.rank()
     ranks = distributed.world_size()
     groups = iter(groups)
     logps = []
@@ -148,9 +147,10 @@ def _reference_logps(
         if done:
             distributed.say(f"the reference has scored {done / count:.0%}")
         batch = list(islice(groups, 512 * ranks))
-        positions = range(rank, len(batch), ranks)
+        share = distributed.share_of(batch)
+        positions = positions_of_share(len(share))
         (micro_batches,) = pack_minibatches(
-            batch[rank::ranks], positions, 1, args.pack_tokens, device, args.share_prefix
+            share, positions, 1, args.pack_tokens, device, args.share_prefix
         )
         scores = [completion_logps(mb, reference(mb).logprobs_T) for mb in micro_batches]
         logps += per_sample(micro_batches, scores, (sum(map(len, batch)),)).tolist()

@@ -116,7 +116,7 @@ class StoredTeacher:
         entropy, float32 [M, X]. Collective."""
         places = [torch.zeros(0, dtype=torch.int64)]
         columns = []
-        share = samples[distributed.rank() :: distributed.world_size()]
+        share = distributed.share_of(samples)
         for mb in pack(share, args.pack_tokens, self.device):
             logits = teacher.teach(mb)
             targets_t = mb.model_tokens.targets_T

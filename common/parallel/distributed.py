@@ -211,6 +211,12 @@ def gather_dict(values: dict) -> dict:
     return union
 
 
+def share_of(items: Sequence) -> Sequence:
+    """Return this rank's share of `items`, which are the same on all ranks: every
+    `world_size()`-th."""
+    return items[rank() :: world_size()]
+
+
 def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
     """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. Results computed
     from them do not depend on the number of ranks. A rank may have no rows. Collective."""
