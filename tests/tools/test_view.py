@@ -371,7 +371,7 @@ def test_formula_is_shown_with_numbers_beside_the_recorded_share(run, tab):
     assert "equal to the digits of the trace" in text and "3 of 3 shares are equal" in text
     assert "= 1 / 24" in text
     marked = page.locator("#formula .source").first.locator(".marked").all_inner_texts()
-    assert marked[0].strip().startswith('case "clip" | "gspo"') and len(marked) == 5
+    assert marked[0].strip().startswith('case "clip" | "gspo"') and len(marked) == 9
 
 
 def test_wrong_share_is_called_different(tmp_path, tab):
