@@ -9,7 +9,6 @@ those rows."""
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -42,7 +41,11 @@ def load_stream(
 ) -> list[tuple["StreamedSamples | Samples", Counter]]:
     """Return a stream of training samples, whose counts are empty, and held-out samples in memory,
     see `load_samples`. Collective."""
-    encode = partial(encode_rows, encoder=Encoder(tokenizer, args), args=args)
+    encoder = Encoder(tokenizer, args)
+
+    def encode(rows: list[dict], columns: Columns):
+        return encode_rows(rows, columns, encoder, args)
+
     held_out = in_memory([], Counter(), [])
     if args.eval_every:
         rows = held_out_rows(args)

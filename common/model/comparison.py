@@ -63,7 +63,7 @@ def most_likely(
         tokens_CK = logq_CV.topk(top_k).indices
         target_C = logq_CV.gather(-1, targets_T[c, None])[:, 0]
         chunks.append((coarsen(logq_CV, tokens_CK), tokens_CK, target_C, _entropy(logq_CV)))
-    return TopK(*map(torch.cat, zip(*chunks, strict=True)), vocabulary)
+    return TopK(*map(torch.cat, zip(*chunks, strict=True)), vocabulary=vocabulary)
 
 
 def _entropy(logp_CV: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def compare(
     if top_k and isinstance(teacher, Logits):
         vocabulary = min(len(student.head_VD), len(teacher.head_VD))
         teacher = most_likely(teacher, targets_T, temperature, vocabulary, top_k)
-    return Comparison(*_Compare.apply(*student, teacher, targets_T, temperature, divergence))
+    return Comparison._make(_Compare.apply(*student, teacher, targets_T, temperature, divergence))
 
 
 class _Compare(torch.autograd.Function):
@@ -102,7 +102,7 @@ class _Compare(torch.autograd.Function):
     ):
         student = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
         numbers = (torch.zeros_like(targets_T, dtype=student.dtype) for _ in range(7))
-        out = Comparison(*numbers, torch.zeros_like(targets_T, dtype=torch.bool))
+        out = Comparison._make([*numbers, torch.zeros_like(targets_T, dtype=torch.bool)])
         for c in _chunks(student, teacher):
             x = _logprobs(student, teacher, c, temperature)
             out.logprobs_T[c] = x.student_CV.gather(-1, targets_T[c, None])[:, 0]
