@@ -42,7 +42,7 @@ from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_rollout, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_rollout_agreement
 from common.rollout.completions_file import (
     read_completions,
     sample_completions,
@@ -80,6 +80,7 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class Args(LogKLArgs, OnlineArgs):
+    output_dir: str = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
     checkpoints/, hf/; with --offline completions.jsonl too"""
 
@@ -166,7 +167,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
@@ -195,7 +196,7 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts, sampled now or before training ----
         if args.offline:
             positions = list(rollouts.positions)
@@ -205,7 +206,7 @@ def main(args: Args) -> None:
             rewards_PG = stored_rewards[rows]
             named_rewards = {}
         else:
-            groups = rollouts.rollout(step, total_steps, meter)
+            groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
             if groups is None:  # a stop was requested
                 break
             positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
@@ -214,7 +215,7 @@ def main(args: Args) -> None:
         measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
         is_own_rollout = step == 0 or not args.offline  # stored ones are the starting model's
         if is_own_rollout and run.checks_engine(step):
-            check_rollout(policy, groups, step, args)
+            require_rollout_agreement(policy, groups, step, args)
 
         # ---- 2. rank and choose; pack: completions move to the ranks that train on them ----
         ranking_PG = rewards_PG + truncation_penalties(groups, args.missing_eos_penalty)
@@ -239,7 +240,7 @@ def main(args: Args) -> None:
         meter.mean("kept/reward", rewards_PG[kept_PG].sum(), kept_PG.sum())
         meter.mean("kept/fraction", kept_PG.sum(), kept_PG.numel())
 
-        # ---- 3. update: one optimizer step per minibatch ----
+        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for i, minibatch in enumerate(minibatches * args.epochs_per_rollout):
@@ -263,7 +264,7 @@ def main(args: Args) -> None:
                 else:  # no completion was kept: no step by momentum alone
                     optimizer.zero_grad()
 
-        # ---- 4. log and evaluate ----
+        # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)

@@ -56,7 +56,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import kl_estimate
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import lengths, measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import Sampler, make_sampler, serve
@@ -107,7 +107,7 @@ def loss(
     clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
     loss_T = -torch.min(rho_T * A_T, clipped_T * A_T)
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.importance
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
     )
     loss_T = loss_T * c_T
     if args.top_entropy < 1:
@@ -256,7 +256,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] if args.log_kl else [])
 
     # ---- models: FSDP2 shards ----
@@ -277,7 +277,7 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollouts until enough groups have unequal rewards (dynamic sampling) ----
         drawn = draw_groups(rollouts, rewards, step, total_steps, args, meter)
         if drawn is None:  # a stop was requested
@@ -301,10 +301,10 @@ def main(args: Args) -> None:
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
-            check_agreement(minibatches, step, args, device)
+            require_agreement(minibatches, step, args, device)
         threshold = entropy_threshold(minibatches, args.top_entropy)
 
-        # ---- 3. update: one optimizer step per minibatch ----
+        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
@@ -331,7 +331,7 @@ def main(args: Args) -> None:
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
-        # ---- 4. log and evaluate ----
+        # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*kept_groups), lr=lr)
         metrics["dynamic_sampling/draws"] = len(advantages_BG) / args.prompts_per_step
         metrics["dynamic_sampling/unequal_fraction"] = float(drawn.is_unequal_B.double().mean())

@@ -53,7 +53,7 @@ from common.objectives.divergence import DIVERGENCES, Divergence, jsd
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -105,7 +105,7 @@ def loss(
         return comparison.divergence_T * mask_T / tokens, logged
     A_T = args.teacher_coef * (comparison.teacher_logprobs_T - old_logprobs_T) + advantages_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.importance
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
     )
     log_rho_T = comparison.logprobs_T - old_logprobs_T
     rho_T = bounded_exp(log_rho_T)
@@ -201,7 +201,7 @@ class Args(CorrectionArgs, OnlineArgs):
         prompts = f"--prompts_per_step {self.prompts_per_step}"
         return f"--on_policy_fraction {self.on_policy_fraction} of {prompts}"
 
-    def of_sampler(self) -> "Args":
+    def sampler_args(self) -> "Args":
         """Return the flags for a step of the student's prompts alone."""
         if not self.own_prompts:
             return self
@@ -220,15 +220,15 @@ class Args(CorrectionArgs, OnlineArgs):
 
 
 def describe(
-    args: Args, prompts: Prompts, held_out: Prompts, given_held_out: list[Sample], rollouts
+    args: Args, prompts: Prompts, held_out: Prompts, held_out_samples: list[Sample], rollouts
 ) -> list[str]:
     """Return lines about the data, the length, the engine and the updates of the run."""
     steps = f"{num_steps(args, prompts)} steps on {distributed.world_size()} ranks"
     how = f"{rollouts or 'no engine'}, {args.updates_per_rollout} updates per rollout"
-    own = f"the student completes {args.own_prompts} of {args.prompts_per_step} prompts"
-    own += f" ({args.on_policy_fraction:g})"
-    lines = [f"{prompts}, {held_out} held out, {steps}, {how}", own, *repetitions(args, prompts)]
-    if len(held_out) and not given_held_out:
+    share = f"the student completes {args.own_prompts} of {args.prompts_per_step} prompts"
+    share += f" ({args.on_policy_fraction:g})"
+    lines = [f"{prompts}, {held_out} held out, {steps}, {how}", share, *repetitions(args, prompts)]
+    if len(held_out) and not held_out_samples:
         lines.append("no eval_loss: the held-out rows have no completions")
     return lines
 
@@ -255,9 +255,9 @@ def evaluate(
     meter = Meter()
     share = distributed.share_of(samples)
     for mb in pack(share, args.pack_tokens, device) if samples else []:
-        both = policy.distill(mb, teacher.teach(mb), divergence(args), args.top_k, args.temperature)
-        means = {"eval_loss": both.divergence_T, "eval/reverse_kl": both.reverse_kl_T}
-        meter.tokens(mb, means | {"eval/agreement": both.agree_T})
+        x = policy.distill(mb, teacher.teach(mb), divergence(args), args.top_k, args.temperature)
+        means = {"eval_loss": x.divergence_T, "eval/reverse_kl": x.reverse_kl_T}
+        meter.tokens(mb, means | {"eval/agreement": x.agree_T})
     return meter.reduce() if samples else {}
 
 
@@ -269,7 +269,7 @@ def main(args: Args) -> None:
     args.check_launch(world_size)
     prepare_output_dir(args, owned=("teacher_logprobs/*",))
 
-    # ---- data: prompts as token ids; `given`: completions of the data ----
+    # ---- data: prompts as token ids; samples: completions of the data ----
     path = resolve_model(args.model, weights=not args.dry_run)
     teacher_path = resolve_model(args.teacher, "--teacher", not args.dry_run)
     tokenizer = load_tokenizer(path, args)
@@ -279,43 +279,43 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, context)
     encoder = Encoder(tokenizer, args)
     num_sampled = args.own_prompts  # prompts of a step that the student completes
-    num_given = args.prompts_per_step - num_sampled
-    given = read_samples(prompts.rows, encoder, args, needed=True) if num_given else []
-    given_held_out = read_samples(held_out.rows, encoder, args, needed=False)
+    num_from_data = args.prompts_per_step - num_sampled
+    samples = read_samples(prompts.rows, encoder, args, needed=True) if num_from_data else []
+    held_samples = read_samples(held_out.rows, encoder, args, needed=False)
     order_args = replace(args, seed=distributed.fold_seed(args.seed, 1))
-    order = make_order([sample.row for sample in given] or prompts.rows, order_args)
+    order = make_order([sample.row for sample in samples] or prompts.rows, order_args)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [teacher_path] if args.teacher_logprobs == "live" else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device, kind=Student)  # trained
-    teacher = load_teacher(teacher_path, given + given_held_out, vocabulary, args, device)  # frozen
+    teacher = load_teacher(teacher_path, samples + held_samples, vocabulary, args, device)  # frozen
     optimizer = adamw(policy, args)
     rollouts = None  # nothing is sampled
     if args.needs_engine:
-        rollouts = make_sampler(policy, prompts, args.of_sampler(), tokenizer, rewards)
+        rollouts = make_sampler(policy, prompts, args.sampler_args(), tokenizer, rewards)
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
-    # The first one counts the epochs.
+    # The first of the cursors counts the epochs.
     cursors = dict(rollouts=rollouts, order=order) if num_sampled else dict(order=order)
     total_steps = num_steps(args, prompts)
     run = Run(args, policy, optimizer, tokenizer, total_steps, **cursors, show=SHOW, curves=CURVES)
     run.models.append(teacher)  # counts in speed/tflops
-    run.message(*describe(args, prompts, held_out, given_held_out, rollouts))
+    run.message(*describe(args, prompts, held_out, held_samples, rollouts))
     meter = run.meter
     rewarded = held_out if args.reward else []  # prompts whose completions have a reward
     compare_with = divergence(args) if args.estimator == "full" else None
     if run.first_step == 0:
         first = evaluate_prompts(rollouts, 0, rewarded, rewards)
-        run.log(0, first | evaluate(policy, teacher, given_held_out, args, device))
+        run.log(0, first | evaluate(policy, teacher, held_samples, args, device))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: completions of the student, and those of the data ----
         groups = []
         if num_sampled:
-            groups = rollouts.rollout(step, total_steps, meter)
+            groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
             if groups is None:  # a stop was requested
                 break
             positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
@@ -326,8 +326,8 @@ def main(args: Args) -> None:
             penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
             advantages_PG = args.reward_coef * advantages(rewards_PG + penalties_PG)
             advantages_BG = distributed.gather_rows(advantages_PG, positions)
-        drawn = order.draw(num_given * args.samples_per_prompt)
-        from_data = [[given[i]] for i in drawn[distributed.rank() :: world_size]]
+        drawn = order.draw(num_from_data * args.samples_per_prompt)
+        from_data = [[samples[i]] for i in drawn[distributed.rank() :: world_size]]
 
         # ---- 2. pack, each kind apart: completions move to the ranks that train on them ----
         sampled = written = [[] for _ in range(args.minibatches)]  # by the student, in the data
@@ -335,7 +335,7 @@ def main(args: Args) -> None:
             sampled = pack_minibatches(
                 groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
             )
-        if num_given:
+        if num_from_data:
             places = positions_of_share(len(from_data))
             written = pack_minibatches(
                 from_data, places, args.minibatches, args.pack_tokens, device
@@ -346,9 +346,9 @@ def main(args: Args) -> None:
             old = policy if needs_old else None
             sampled = with_logprobs(sampled, args.temperature, old=old)
         if checks_engine:
-            check_agreement(sampled, step, args, device)
+            require_agreement(sampled, step, args, device)
 
-        # ---- 3. update: one optimizer step per minibatch ----
+        # ---- 3. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
@@ -378,11 +378,11 @@ def main(args: Args) -> None:
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
-        # ---- 4. log and evaluate ----
+        # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, rewarded, rewards)
-            metrics |= evaluate(policy, teacher, given_held_out, args, device)
+            metrics |= evaluate(policy, teacher, held_samples, args, device)
         run.log(step + 1, metrics)
         if num_sampled:
             run.show_samples(step + 1, groups, positions, rewards_PG, advantages_PG, named_rewards)

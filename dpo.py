@@ -47,7 +47,7 @@ from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
 from common.data.rows import PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
-from common.evaluate.held_out import fall, held_out_accuracy
+from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
@@ -142,9 +142,9 @@ class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
             raise ValueError(
                 f"--ld_alpha {self.ld_alpha} needs losses of summed log-ratios, not --loss {names}"
             )
-        if self.max_length and 2 * (self.max_length - 1) > self.room:
+        if self.max_length and 2 * (self.max_length - 1) > self.pack_capacity:
             raise ValueError(
-                f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}"
+                f"--max_length {self.max_length}: two sequences must fit in {self.pack_flags}"
             )
 
 
@@ -226,6 +226,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Return the loss of a micro-batch, summed over its pairs; log it with implicit rewards and
     log-probs. `batch_pairs` and `here`: see `gather_pairs`."""
+    # collision: log of the sum of squared probabilities, for --wpo
     logprobs_T, entropy_T, _, collision_T = policy(mb)
     pairs = make_pairs(mb, logprobs_T, collision_T, ref_logps_B2, args.wpo)
     loss_B, terms = loss(insert(pairs, batch_pairs, here), args)
@@ -268,14 +269,14 @@ def forward(
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, reference: Policy | None, pairs: Samples, indices: list[int], stored: Tensor,
-    args: Args, device: torch.device,
+    policy: Policy, reference: Policy | None, pairs: Samples, indices: list[int],
+    stored_logps: Tensor, args: Args, device: torch.device,
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out pairs with these indices."""
     meter = Meter()
     share = [pairs[i] for i in distributed.share_of(indices)]
     micro_batches = pack_groups(share, args.pack_tokens, device, args.share_prefix)
-    ref_logps_B2 = reference_logps(reference, micro_batches, stored[indices])
+    ref_logps_B2 = reference_logps(reference, micro_batches, stored_logps[indices])
     batch_pairs, slices = gather_pairs(policy, micro_batches, ref_logps_B2, args)
     for mb, here in zip(micro_batches, slices, strict=True):
         forward(policy, mb, ref_logps_B2, batch_pairs, here, args, meter, "eval_")
@@ -289,22 +290,23 @@ def main(args: Args) -> None:
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    fit_max_length(args, path, room=args.room // 2)
+    fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, (*PAIR_FLAGS, "ld_alpha")
     )
     needs_reference = not set(args.loss) <= REFERENCE_FREE
-    if args.dry_run:
-        stays = needs_reference and args.reference_logprobs == "online"
-        frozen = [args.reference_model or path] if stays else []
+    if args.dry_run:  # ends the process
+        is_resident = needs_reference and args.reference_logprobs == "online"
+        frozen = [args.reference_model or path] if is_resident else []
         all_counts = counts + eval_counts
         dry_run(args, path, tokenizer, pairs, eval_pairs, frozen=frozen, counts=all_counts)
     order = pairs.order(args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the pairs before training ----
     policy = load_policy(path, args, device)
-    reference, (stored, eval_stored) = reference_or_logps(
+    # Either the model or its stored log-probs: the other is None, or zeros.
+    reference, (stored_logps, eval_stored_logps) = reference_or_logps(
         policy, (pairs, eval_pairs), tokenizer, args, device, needs_reference
     )
     optimizer = adamw(policy, args)
@@ -325,13 +327,13 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         drawn = order.draw(args.batch_size)
         batch = [pairs[i] for i in drawn[rank::world_size]]
         micro_batches = pack_groups(batch, args.pack_tokens, device, args.share_prefix)
         with meter.time("logprobs"):
-            ref_logps_B2 = reference_logps(reference, micro_batches, stored[drawn])
+            ref_logps_B2 = reference_logps(reference, micro_batches, stored_logps[drawn])
             batch_pairs, slices = gather_pairs(policy, micro_batches, ref_logps_B2, args)
 
         # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----
@@ -346,20 +348,20 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
-        # ---- 3. log and evaluate ----
+        # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
                 eval_pairs,
                 lambda indices: evaluate(
-                    policy, reference, eval_pairs, indices, eval_stored, args, device
+                    policy, reference, eval_pairs, indices, eval_stored_logps, args, device
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            fell = fall(args, run.logger.first, metrics, is_summed)
-            if fell and not args.sft_weight:
+            signs = signs_of_unlearning(args, run.logger.first, metrics, is_summed)
+            if signs and not args.sft_weight:
                 advice = "--sft_weight 1 adds the likelihood of chosen to the loss"
-                run.message_once(f"warning: {fell} by step {step + 1}; {advice} (docs/dpo.md)")
+                run.message_once(f"warning: {signs} by step {step + 1}; {advice} (docs/dpo.md)")
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run.latest, eval_pairs))

@@ -57,7 +57,7 @@ from common.rollout.prompts import Prompts, encode_prompts, prompt_columns, show
 from common.train.run_folder import prepare_output_dir
 
 OWN_FILE = "completions.jsonl"
-THEIR_FILES = "against_*.jsonl"
+OTHER_FILES = "against_*.jsonl"
 
 
 @dataclass
@@ -230,7 +230,7 @@ class Task:
     tokenizer: Any
     rewards: Rewards
     device: torch.device
-    others: dict[str, str]  # folders of further models by flag: against, reward_model, ...
+    folders: dict[str, str]  # folders of further models by flag: against, reward_model, ...
     files: dict[str, list[dict]]  # completions from a file instead of a model: `model`, `against`
 
 
@@ -243,11 +243,11 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
     )
     rows = rows[: args.max_prompts]
     columns = prompt_columns(args, rows)
-    room = context_length(path, args) - args.max_new_tokens
-    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), room, args)
+    max_prompt_length = context_length(path, args) - args.max_new_tokens
+    prompts = encode_prompts(rows, columns, Encoder(tokenizer, args), max_prompt_length, args)
     show_first(prompts, tokenizer)
     rewards = Rewards(args, prompts.rows, tokenizer, device)
-    others = {}
+    folders = {}
     files = {}
     episodes = args.environment is not None
     named = dict(against=args.against, completions=args.completions, reward_model=args.reward_model)
@@ -259,12 +259,12 @@ def load_task(args: Args, path: str, device: torch.device) -> Task:
             )
             files["model" if flag == "completions" else flag] = read
         else:
-            others[flag] = resolve_model(name, f"--{flag}")
+            folders[flag] = resolve_model(name, f"--{flag}")
             if flag != "reward_model":
-                require_same_tokenizer(f"--{flag}", others[flag], tokenizer)
-    if "against" in others:
-        completions_file.require_same_architecture(path, others["against"])
-    return Task(prompts, tokenizer, rewards, device, others, files)
+                require_same_tokenizer(f"--{flag}", folders[flag], tokenizer)
+    if "against" in folders:
+        completions_file.require_same_architecture(path, folders["against"])
+    return Task(prompts, tokenizer, rewards, device, folders, files)
 
 
 def answers(
@@ -298,61 +298,62 @@ def answers(
     return lines, engine
 
 
-def all_results(args: Args, task: Task, model: str, both: list[list[dict]]) -> dict:
-    """Return results.json of a model from `both`: its completions and, with --against, the other's.
+def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -> dict:
+    """Return results.json of a model from `outputs`: its lines and, with --against, the other's.
     Collective."""
-    counts = [len(lines[0]["completions"]) for lines in both]
+    counts = [len(lines[0]["completions"]) for lines in outputs]
     if len(set(counts)) > 1:
         what = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
         raise ValueError(f"--against {args.against} has {what}")
     if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
-    others = task.others
+    folders = task.folders
     interval = partial(mean_and_interval, draws=args.bootstrap_samples, seed=args.seed)
-    of_completions = partial(completions_file.score_stored, prompts=task.prompts, room=args.room)
-    of_domain: dict[str, list[dict]] = {}
-    for line, row in zip(both[0], task.prompts.rows, strict=True):
-        of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
-    domains = {name: measure(args, of_domain[name]) for name in sorted(of_domain)}
+    score_lines = partial(
+        completions_file.score_stored, prompts=task.prompts, room=args.pack_capacity
+    )
+    lines_of_domain: dict[str, list[dict]] = {}
+    for line, row in zip(outputs[0], task.prompts.rows, strict=True):
+        lines_of_domain.setdefault(str(row.get(args.domain_column)), []).append(line)
+    domains = {name: measure(args, lines_of_domain[name]) for name in sorted(lines_of_domain)}
     if len(domains) == 1:
         domains = {}
-    results = dict(
-        model=model, dataset=" ".join(args.dataset), overall=measure(args, both[0]), domains=domains
-    )
-    judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in both]
-    if "reward_model" in others:
+    overall = measure(args, outputs[0])
+    results = dict(model=model, dataset=" ".join(args.dataset), overall=overall, domains=domains)
+    judged = [[[c["reward"] for c in line["completions"]] for line in lines] for lines in outputs]
+    if "reward_model" in folders:
         judge = RewardModel(
-            "--reward_model", others["reward_model"], args, task.prompts.rows, task.tokenizer,
+            "--reward_model", folders["reward_model"], args, task.prompts.rows, task.tokenizer,
             task.device,
         )  # fmt: skip
-        judged = [of_completions(lines, judge.scores) for lines in both]
+        judged = [score_lines(lines, judge.scores) for lines in outputs]
         for name, scores in zip(("reward_model", "reward_model_against"), judged, strict=False):
             results[name] = interval(
                 [sum(group) for group in scores], [len(group) for group in scores]
             )
-    if len(both) == 2:
+    if len(outputs) == 2:
         results["win_rate"] = interval(*wins(*judged))
-    if "perplexity_model" in others:
-        likely = load_policy(
-            others["perplexity_model"], args, task.device, trainable=False,
+    if "perplexity_model" in folders:
+        scorer = load_policy(
+            folders["perplexity_model"], args, task.device, trainable=False,
             flag="--perplexity_model",
         )  # fmt: skip
         settings = (args.pack_tokens, args.share_prefix, task.device)
-        found = of_completions(both[0], lambda groups: log_likelihoods(likely, groups, *settings))
-        totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in found]
-        nats = interval(*zip(*totals, strict=True))
-        results["perplexity"] = {name: math.exp(value) for name, value in nats.items()}
+        nats = score_lines(outputs[0], lambda groups: log_likelihoods(scorer, groups, *settings))
+        totals = [(-sum(x for x, _ in group), sum(n for _, n in group)) for group in nats]
+        estimate = interval(*zip(*totals, strict=True))
+        results["perplexity"] = {name: math.exp(value) for name, value in estimate.items()}
     return results
 
 
 def main(args: Args) -> None:
     # ---- setup ----
     device, _, world_size = distributed.setup(args.seed, nccl_timeout=args.nccl_timeout)
-    prepare_output_dir(args, owned=(THEIR_FILES, "results.json"))
+    prepare_output_dir(args, owned=(OTHER_FILES, "results.json"))
     folder = Path(args.output_dir)
 
     # ---- one model, or every checkpoint of a folder ----
-    models = checkpoint_curve.places(args.model, folder)
+    models = checkpoint_curve.results_folders(args.model, folder)
     if args.completions is not None and models[0][0] != folder:
         what = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {what}")
@@ -362,27 +363,28 @@ def main(args: Args) -> None:
     # ---- completions of each, from a file or sampled by one engine; then their results ----
     engine = None
     stopped = False
-    theirs = []
-    their_file = folder / THEIR_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
-    for place, model in models:
-        if place != folder and not checkpoint_curve.still_there(model):
+    other_lines = []
+    other_file = folder / OTHER_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
+    for target, model in models:
+        if target != folder and not checkpoint_curve.still_there(model):
             continue
-        place.mkdir(exist_ok=True)
-        lines, engine = answers(args, task, engine, "model", resolve_model(model), place / OWN_FILE)
-        both = [lines]
+        target.mkdir(exist_ok=True)
+        path = resolve_model(model)
+        lines, engine = answers(args, task, engine, "model", path, target / OWN_FILE)
+        outputs = [lines]
         if args.against is not None and len(lines) == len(task.prompts):
-            if not theirs:  # the same for every checkpoint
-                theirs, engine = answers(
-                    args, task, engine, "against", task.others.get("against"), their_file
+            if not other_lines:  # the same for every checkpoint
+                other_lines, engine = answers(
+                    args, task, engine, "against", task.folders.get("against"), other_file
                 )
-            both.append(theirs)
-        if stopped := any(len(lines) < len(task.prompts) for lines in both):
+            outputs.append(other_lines)
+        if stopped := any(len(lines) < len(task.prompts) for lines in outputs):
             break
-        results = all_results(args, task, model, both)
+        results = all_results(args, task, model, outputs)
         if distributed.is_main():
-            durable.write_text(place / "results.json", json.dumps(results, indent=2) + "\n")
+            durable.write_text(target / "results.json", json.dumps(results, indent=2) + "\n")
             print_results(args, results)
-            if place != folder:
+            if target != folder:
                 checkpoint_curve.draw(folder, shown_ks(args, results["overall"]))
     if stopped:
         distributed.say("told to stop; the same command goes on from there")

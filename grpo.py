@@ -52,7 +52,7 @@ from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.reduction import per_token, sequence_mean, sequence_sum
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -165,7 +165,7 @@ def loss(
     old_T = reduce(old_logprobs_T, mask_T, sequence_ids_T)
     log_rho_T = new_T - old_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.importance
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
     )
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {
@@ -307,7 +307,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
@@ -328,9 +328,9 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
-        groups = rollouts.rollout(step, total_steps, meter)
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
         positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
@@ -355,9 +355,9 @@ def main(args: Args) -> None:
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
-            check_agreement(minibatches, step, args, device)
+            require_agreement(minibatches, step, args, device)
 
-        # ---- 4. update: one optimizer step per minibatch ----
+        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
@@ -382,7 +382,7 @@ def main(args: Args) -> None:
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
-        # ---- 5. log and evaluate ----
+        # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)

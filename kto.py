@@ -40,7 +40,7 @@ from common.data.pairs import PAIR_FLAGS, encode_pair, encode_pairs
 from common.data.rows import KTO_COLUMNS, PAIR_COLUMNS
 from common.data.sample import Sample
 from common.evaluate.generation import Generation
-from common.evaluate.held_out import fall, held_out_accuracy
+from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
 from common.model.policy import Policy, load_policy
@@ -109,9 +109,9 @@ class Args(GenerateArgs, TrainArgs):
     """weight each completion by its probability under the current policy (WPO, arXiv:2406.11827)"""
 
     def __post_init__(self) -> None:
-        if self.max_length and self.max_length - 1 > self.room:
+        if self.max_length and self.max_length - 1 > self.pack_capacity:
             raise ValueError(
-                f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}"
+                f"--max_length {self.max_length}: a sequence must fit in {self.pack_flags}"
             )
 
 
@@ -122,17 +122,17 @@ def encode_rows(
     in their rows; count the rows that were dropped or changed."""
 
     def encode(row: dict) -> list[Sample]:
-        if columns != KTO_COLUMNS[0]:
+        if "chosen" in columns:
             return encode_pair(encoder, row, columns)
         return [encoder.completion(row | dict(label=label_of(row)), "prompt", "completion")]
 
-    found, counts = encode_pairs(rows, encode, args)
+    groups, counts = encode_pairs(rows, encode, args)
     if "chosen" in columns:
-        found = [
+        groups = [
             [replace(s, row=s.row | dict(label=i == 0)) for i, s in enumerate(pair)]
-            for pair in found
+            for pair in groups
         ]
-    return found, counts
+    return groups, counts
 
 
 def label_of(row: dict) -> bool:
@@ -156,9 +156,9 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
 
     def group(i: int) -> list[Sample]:
         sample = completion(i)
-        following = (completion(j % count) for j in range(i + 1, i + count))
-        fitting = (other for other in following if other.prompt_ids != sample.prompt_ids)
-        other = next(fitting, None)
+        later = (completion(j % count) for j in range(i + 1, i + count))
+        of_other_prompts = (x for x in later if x.prompt_ids != sample.prompt_ids)
+        other = next(of_other_prompts, None)
         if other is None:
             why = "its baseline takes completions of other ones"
             raise ValueError(f"kto.py needs rows with different prompts: {why}")
@@ -209,6 +209,7 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """Return the loss of a micro-batch, summed over its completions; log it with implicit rewards
     and log-probs."""
+    # collision: log of the sum of squared probabilities, for --wpo
     logprobs_T, entropy_T, _, collision_T = policy(mb)
     logps_N = mb.sequence_sums(logprobs_T)
     desirable_N = mb.select(desirable_B).bool()
@@ -253,13 +254,13 @@ def prepare(
 
 @torch.no_grad()
 def evaluate(
-    policy: Policy, reference: Policy | None, groups: Samples, indices: list[int], stored: Tensor,
-    args: Args, device: torch.device,
+    policy: Policy, reference: Policy | None, groups: Samples, indices: list[int],
+    stored_logps: Tensor, args: Args, device: torch.device,
 ) -> Meter:  # fmt: skip
     """Measure this rank's share of the held-out completions with these indices."""
     meter = Meter()
     share = [groups[i] for i in distributed.share_of(indices)]
-    prepared = prepare(policy, reference, share, stored[indices], args, device)
+    prepared = prepare(policy, reference, share, stored_logps[indices], args, device)
     micro_batches, ref_logps_B, desirable_B, baseline = prepared
     for mb in micro_batches:
         forward(policy, mb, ref_logps_B, desirable_B, baseline, args, meter, "eval_")
@@ -273,23 +274,24 @@ def main(args: Args) -> None:
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    fit_max_length(args, path, room=args.room)
+    fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(
         encode_rows, (*KTO_COLUMNS, *PAIR_COLUMNS), tokenizer, args, PAIR_FLAGS, kept=("label",)
     )
-    groups, eval_groups = (with_mismatches(part, args) for part in (rows, eval_rows))
+    groups, eval_groups = (with_mismatches(x, args) for x in (rows, eval_rows))
     balance = describe_labels(rows, args)
-    if args.dry_run:
-        stays = args.reference_logprobs == "online"
-        frozen = [args.reference_model or path] if stays else []
+    if args.dry_run:  # ends the process
+        is_resident = args.reference_logprobs == "online"
+        frozen = [args.reference_model or path] if is_resident else []
         all_counts = counts + eval_counts
         dry_run(args, path, tokenizer, groups, eval_groups, frozen=frozen, counts=all_counts)
     order = make_order(groups.rows, args)
 
     # ---- models: FSDP2 shards; the frozen reference scores the data before training ----
     policy = load_policy(path, args, device)
-    reference, (stored, eval_stored) = reference_or_logps(
+    # Either the model or its stored log-probs: the other is None, or zeros.
+    reference, (stored_logps, eval_stored_logps) = reference_or_logps(
         policy, (groups, eval_groups), tokenizer, args, device
     )
     optimizer = adamw(policy, args)
@@ -306,12 +308,12 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
         drawn = order.draw(args.batch_size)
         batch = [groups[i] for i in drawn[rank::world_size]]
         with meter.time("logprobs"):
-            prepared = prepare(policy, reference, batch, stored[drawn], args, device)
+            prepared = prepare(policy, reference, batch, stored_logps[drawn], args, device)
         micro_batches, ref_logps_B, desirable_B, baseline = prepared
 
         # ---- 2. update: one optimizer step; the loss is a mean over all ranks' completions ----
@@ -326,19 +328,19 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
-        # ---- 3. log and evaluate ----
+        # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce([completion for completion, _ in batch], grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
                 eval_groups,
                 lambda indices: evaluate(
-                    policy, reference, eval_groups, indices, eval_stored, args, device
+                    policy, reference, eval_groups, indices, eval_stored_logps, args, device
                 ),
             )
             metrics |= generation.evaluate(step + 1)
-            fell = fall(args, run.logger.first, metrics)
-            if fell:
-                run.message_once(f"warning: {fell} by step {step + 1}; raise --beta or lower --lr")
+            signs = signs_of_unlearning(args, run.logger.first, metrics)
+            if signs:
+                run.message_once(f"warning: {signs} by step {step + 1}; raise --beta or lower --lr")
         run.log(step + 1, metrics)
 
     run.end(held_out_accuracy(run.latest, eval_groups))

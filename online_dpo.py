@@ -46,7 +46,7 @@ from common.objectives.advantages import unequal
 from common.objectives.preference import OVER_BATCH, REFERENCE_FREE, Pairs
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_rollout, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_rollout_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -188,10 +188,10 @@ def main(args: Args) -> None:
     needs_reference = not set(args.loss) <= REFERENCE_FREE
     path = resolve_model(args.model, weights=not args.dry_run)
     tokenizer = load_tokenizer(path, args)
-    context = min(context_length(path, args), args.room // 2 + 1)  # a pair shares a pack
+    context = min(context_length(path, args), args.pack_capacity // 2 + 1)  # a pair shares a pack
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
@@ -212,9 +212,9 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
-        groups = rollouts.rollout(step, total_steps, meter)
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
         positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
@@ -230,7 +230,7 @@ def main(args: Args) -> None:
 
         # ---- 3. pack: pairs move to the ranks that train on them; log-probs of the reference ----
         if run.checks_engine(step):  # all completions, also those without a pair
-            check_rollout(policy, groups, step, args)
+            require_rollout_agreement(policy, groups, step, args)
         minibatches = pack_minibatches(
             pairs, positions, args.minibatches, args.pack_tokens, device, args.share_prefix,
             together=True,
@@ -238,7 +238,7 @@ def main(args: Args) -> None:
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, ref=reference)
 
-        # ---- 4. update: one optimizer step per minibatch ----
+        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for n, minibatch in enumerate(minibatches * args.epochs_per_rollout):
@@ -263,7 +263,7 @@ def main(args: Args) -> None:
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
 
-        # ---- 5. log and evaluate ----
+        # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)

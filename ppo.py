@@ -48,7 +48,7 @@ from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -203,7 +203,7 @@ def estimate(
     )
     log_ratio_T = mb.old_logprobs_T - mb.rollout_logprobs_T
     importance_T = importance_weights(
-        log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T, args.importance
+        log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T, args.correction_form
     )
     measure_mismatch(meter, mb.old_logprobs_T, mb)
     meter.masked_mean("sampling/kept_fraction", importance_T > 0, mb.loss_mask_T)
@@ -281,7 +281,7 @@ def main(args: Args) -> None:
     context = min(context_length(path, args), context_length(value_path, args))
     prompts, held_out = load_prompts(args, tokenizer, context)
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen, value_path)
     turn_weight = args.reward_scale * rewards.weight_of("environment")
@@ -306,9 +306,9 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
-        groups = rollouts.rollout(step, total_steps, meter)
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
         positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
@@ -333,7 +333,7 @@ def main(args: Args) -> None:
             minibatches = with_logprobs(minibatches, args.temperature, old=policy, ref=reference)
             minibatches = with_values(minibatches, value_model)
         if run.checks_engine(step):
-            check_agreement(minibatches, step, args, device)
+            require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards of tokens; advantages and returns ----
         minibatches = [
@@ -373,7 +373,7 @@ def main(args: Args) -> None:
                 meter.mean("value_grad_norm", grad_norm)
                 meter.mean("value_loss", values_loss, 1 / world_size)
 
-        # ---- 5. log and evaluate ----
+        # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         explained = explained_variance(minibatches)
         metrics = run.reduce(chain(*groups), lr=lr, updates=updates, explained_variance=explained)
         if args.beta:

@@ -49,7 +49,7 @@ from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -103,7 +103,7 @@ def loss(
     log_rho_T = logprobs_T - old_logprobs_T
     A_T = advantages_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.importance
+        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
     )
     logged = {
         "ratio": bounded_exp(log_rho_T.detach()),
@@ -201,7 +201,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
@@ -225,9 +225,9 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
-        groups = rollouts.rollout(step, total_steps, meter)
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
         positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
@@ -244,7 +244,7 @@ def main(args: Args) -> None:
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
-            check_agreement(minibatches, step, args, device)
+            require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards and advantages; the statistics are those of all ranks ----
         shaped_PG = shape_rewards(
@@ -265,7 +265,7 @@ def main(args: Args) -> None:
         tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
         advantages_BG = advantages(args.advantage, rewards_BG, tokens_BG)
 
-        # ---- 4. update: one optimizer step per minibatch ----
+        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
@@ -290,7 +290,7 @@ def main(args: Args) -> None:
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
 
-        # ---- 5. log and evaluate; beta follows the KL ----
+        # ---- 5. metrics, with the tokens of samples; log and evaluate; beta follows the KL ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if "kl" in metrics:
             metrics["beta"] = beta.value

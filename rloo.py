@@ -40,7 +40,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import check_agreement, measure_mismatch
+from common.rollout.agreement import measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -112,7 +112,7 @@ def main(args: Args) -> None:
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
 
@@ -135,9 +135,9 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. rollout: G completions of each of P prompts; their rewards begin meanwhile ----
-        groups = rollouts.rollout(step, total_steps, meter)
+        groups = rollouts.rollout(step, total_steps, meter)  # syncs weights, then samples
         if groups is None:  # a stop was requested
             break
         positions = list(rollouts.positions)  # of this rank's prompts among the B of all ranks
@@ -154,7 +154,7 @@ def main(args: Args) -> None:
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
-            check_agreement(minibatches, step, args, device)
+            require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards and advantages: the KL of a completion is subtracted from its score ----
         shaped_PG = shape_rewards(
@@ -172,7 +172,7 @@ def main(args: Args) -> None:
             rewards_BG = rewards_BG - beta.value * kl_BG
         advantages_BG = advantages(rewards_BG)
 
-        # ---- 4. update: one optimizer step per minibatch ----
+        # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
@@ -185,7 +185,7 @@ def main(args: Args) -> None:
                         old_logprobs_T = logprobs_T.detach()
                     log_ratio_T = old_logprobs_T - mb.rollout_logprobs_T
                     weights_T = importance_weights(
-                        log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T, args.importance
+                        log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T, args.correction_form
                     )
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T),
@@ -201,7 +201,7 @@ def main(args: Args) -> None:
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
 
-        # ---- 5. log and evaluate; beta follows the KL ----
+        # ---- 5. metrics, with the tokens of samples; log and evaluate; beta follows the KL ----
         metrics = run.reduce(chain(*groups), lr=lr)
         if args.beta:
             metrics["beta"] = beta.value

@@ -109,9 +109,9 @@ class Args(PrefixArgs, TrainArgs):
     (implies --eval_only)"""
 
     def __post_init__(self) -> None:
-        if self.max_length and 2 * self.max_length > self.room:
+        if self.max_length and 2 * self.max_length > self.pack_capacity:
             raise ValueError(
-                f"--max_length {self.max_length}: two sequences must fit in {self.room_flags}"
+                f"--max_length {self.max_length}: two sequences must fit in {self.pack_flags}"
             )
         if self.relabel is not None and not self.relabel.endswith(".jsonl"):
             raise ValueError(f"--relabel {self.relabel} must end in .jsonl")
@@ -244,15 +244,16 @@ def score_dataset(
             raise ValueError(
                 f"--relabel: the rows of {args.dataset_flag} cannot be written as JSON: {error}"
             ) from error
-    works = (
+    temporary_files = (
         {flag: writable(flag, output) for flag, output in outputs.items()}
         if distributed.is_main()
         else {}
     )
     model = load_scalar_model(path, args, device, trainable=False)
-    mine = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
+    # without the target that `at_end` appended
+    share = [[sample.ids[:-1] for sample in pair] for pair in pairs[rank::world_size]]
     ranks = distributed.gather_objects(
-        score(model, mine, args.pack_tokens, args.share_prefix, device)
+        score(model, share, args.pack_tokens, args.share_prefix, device)
     )
     if not distributed.is_main():
         return
@@ -270,9 +271,9 @@ def score_dataset(
     chosen, rejected = flat.mean(0).tolist()
     spread = flat.std(correction=0)
     means = f"mean reward of chosen {chosen:.3f}, of rejected {rejected:.3f}"
-    of_all = f"std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}"
-    print(f"{means}, margin {chosen - rejected:.3f}; all: {of_all}")
-    for flag, work in works.items():
+    overall = f"std {spread:.3f}, from {flat.min():.3f} to {flat.max():.3f}"
+    print(f"{means}, margin {chosen - rejected:.3f}; all: {overall}")
+    for flag, work in temporary_files.items():
         with work.open("w", encoding="utf-8") as file:
             for pair, (chosen, rejected) in zip(pairs, scores, strict=True):
                 row = {k: v for k, v in pair[0].row.items() if k != "_source"}
@@ -295,7 +296,7 @@ def main(args: Args) -> None:
 
     # ---- data: pairs of token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    fit_max_length(args, path, room=args.room // 2)
+    fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
     if not training:
         score_dataset(args, path, Encoder(tokenizer, args), device, rank, world_size)
@@ -303,7 +304,7 @@ def main(args: Args) -> None:
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(
         encode_rows, PAIR_COLUMNS, tokenizer, args, PAIR_FLAGS, kept=("margin",)
     )
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         dry_run(
             args, None, tokenizer, pairs, eval_pairs, counts=counts + eval_counts, value_path=path
         )
@@ -321,7 +322,7 @@ def main(args: Args) -> None:
         run.message(f"{name}: {tokenizer.decode(sample.ids[:-1])}")
     meter = run.meter
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves pairs ----
         batch = [pairs[i] for i in order.draw(args.batch_size)[rank::world_size]]
         micro_batches = pack_groups(batch, args.pack_tokens, device, args.share_prefix)
@@ -338,7 +339,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(model, optimizer, lr, args.max_grad_norm, batch_loss)
 
-        # ---- 3. log and evaluate ----
+        # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(

@@ -91,9 +91,9 @@ class Args(GenerateArgs, StreamArgs, TrainArgs):
     (docs/moe.md); 0: off"""
 
     def __post_init__(self) -> None:
-        if self.max_length and self.max_length > self.room + 1:
+        if self.max_length and self.max_length > self.pack_capacity + 1:
             raise ValueError(
-                f"--max_length {self.max_length}: a sequence must fit in {self.room_flags}"
+                f"--max_length {self.max_length}: a sequence must fit in {self.pack_flags}"
             )
 
 
@@ -156,12 +156,12 @@ def main(args: Args) -> None:
 
     # ---- data: token ids with masks, and their order ----
     path = resolve_model(args.model, weights=not args.dry_run)
-    fit_max_length(args, path, room=args.room)
+    fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (samples, counts), (eval_samples, eval_counts) = load_samples(
         encode_rows, SFT_COLUMNS, tokenizer, args, ENCODE_FLAGS
     )
-    if args.dry_run:
+    if args.dry_run:  # ends the process
         dry_run(args, path, tokenizer, samples, eval_samples, counts=counts + eval_counts)
     order = samples.order(args)
 
@@ -183,7 +183,7 @@ def main(args: Args) -> None:
     if run.first_step == 0:
         run.log(0, generation.evaluate(0))
 
-    for step in run.steps():
+    for step in run.steps():  # saves checkpoints between steps
         # ---- 1. batch: a share of rows that do not depend on the ranks; packing moves samples ----
         batch = [samples[i] for i in order.draw(args.batch_size)[rank::world_size]]
         micro_batches = pack(batch, args.pack_tokens, device)
@@ -212,7 +212,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
-        # ---- 3. log and evaluate ----
+        # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(batch, grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(

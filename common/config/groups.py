@@ -102,10 +102,10 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
                 "--environment and --reward environment need each other; give both or neither"
             )
         if self.max_new_tokens is None:
-            self.max_new_tokens = min(256, max(1, self.room // 2))
-        if self.max_new_tokens >= self.room:
+            self.max_new_tokens = min(256, max(1, self.pack_capacity // 2))
+        if self.max_new_tokens >= self.pack_capacity:
             flag = f"--max_new_tokens {self.max_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.room_flags}; raise it")
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")
         return self
 
 

@@ -46,7 +46,7 @@ class CorrectionArgs:
         return self
 
     @property
-    def importance(self) -> "Correction":
+    def correction_form(self) -> "Correction":
         """Form of the importance weights."""
         from common.objectives.importance import Correction
 

@@ -46,7 +46,7 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         flags = " ".join(f"--{name} {value}" for name, value in adapted.items())
         distributed.say(f"defaults for {reason}: {flags}")
     if args.samples and args.max_new_tokens < 256 and "max_new_tokens" not in adapted | given:
-        distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.room_flags}")
+        distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.pack_flags}")
     return args
 
 

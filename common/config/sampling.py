@@ -101,9 +101,9 @@ class GenerateArgs:
             raise ValueError(
                 f"--eval_generate {self.eval_generate} needs evaluations; set --eval_every above 0"
             )
-        elif self.eval_new_tokens >= self.room:
+        elif self.eval_new_tokens >= self.pack_capacity:
             flag = f"--eval_new_tokens {self.eval_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.room_flags}; lower it")
+            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; lower it")
         return self
 
 

@@ -40,13 +40,13 @@ class ModelArgs:
     context_ranks tokens"""
 
     @property
-    def room(self) -> int:
+    def pack_capacity(self) -> int:
         """Maximum tokens of sequences that have to share a pack."""
         return self.pack_tokens * self.context_ranks
 
     @property
-    def room_flags(self) -> str:
-        """Flags that set `room`, for messages."""
+    def pack_flags(self) -> str:
+        """Flags that set `pack_capacity`, for messages."""
         times = f" x --context_ranks {self.context_ranks}" if self.context_ranks > 1 else ""
         return f"--pack_tokens {self.pack_tokens}{times}"
 

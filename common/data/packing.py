@@ -6,9 +6,10 @@ this rank's own: the model runs on its tokens, and the loss is computed from its
 that a sample got before, such as its advantage, is found by the index of the sample among those of
 all ranks: `mb.select(advantages_BG)`.
 
-Only this module shifts tokens. In a `Sample`, streams are aligned with `ids`: `x[i]` describes the
-token `ids[i]`. The packer makes inputs `ids[:-1]` and targets `ids[1:]`, and aligns every stream
-with the targets: in a `PackedBatch`, `x_T[t]` describes the prediction of `targets_T[t]`.
+This module shifts tokens, and compact.py those of shared prefixes. In a `Sample`, streams are
+aligned with `ids`: `x[i]` describes the token `ids[i]`. The packer makes inputs `ids[:-1]` and
+targets `ids[1:]`, and aligns every stream with the targets: in a `PackedBatch`, `x_T[t]` describes
+the prediction of `targets_T[t]`.
 
 Shapes: N sequences and T tokens in one micro-batch, I ids of samples, B groups of all ranks.
 """

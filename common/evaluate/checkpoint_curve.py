@@ -20,7 +20,7 @@ BESIDE = (
 )  # optional parts of results.json
 
 
-def places(model: str, folder: Path) -> list[tuple[Path, str]]:
+def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
     """Return pairs of a results folder and a model. A folder of checkpoints gives one pair per
     checkpoint, the oldest first; other models give (`folder`, `model`). Collective. Raises
     `ValueError` for a folder without checkpoints."""

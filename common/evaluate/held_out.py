@@ -27,7 +27,7 @@ def held_out_accuracy(metrics: dict[str, float], held_out: Sized) -> str:
     return f"held-out accuracy {accuracy:.3f} on {len(held_out)} rows ({interval})"
 
 
-def fall(
+def signs_of_unlearning(
     args: TrainArgs, first: dict[str, float], metrics: dict[str, float], referenced: bool = True
 ) -> str:
     """Return what an evaluation shows if the model unlearns good answers while the preference loss

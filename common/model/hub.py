@@ -155,7 +155,8 @@ def context_length(path: str, args: BaseArgs) -> int:
     """Return the maximum length of prompt and completion together: the model's context, or the
     capacity of a pack."""
     config = load_config(path).get_text_config()
-    return min(getattr(config, "max_position_embeddings", args.room + 1), args.room + 1)
+    longest = args.pack_capacity + 1
+    return min(getattr(config, "max_position_embeddings", longest), longest)
 
 
 def fit_max_length(args: BaseArgs, path: str, room: int) -> None:

@@ -94,8 +94,8 @@ class RewardModel:
         try:
             ids = sample.ids if self.reads_policy_ids else self._ids(sample)
             require_context(self.model, len(ids))
-            if len(ids) > self.args.room:
-                problem = f"a sequence of {len(ids)} tokens is longer than {self.args.room_flags}"
+            if len(ids) > self.args.pack_capacity:
+                problem = f"a sequence of {len(ids)} tokens is longer than {self.args.pack_flags}"
                 raise ValueError(f"{self.flag}: {problem}")
         except ValueError as error:
             return first_line(error)

@@ -18,7 +18,7 @@ from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed
 
 
-def check_agreement(
+def require_agreement(
     minibatches: Minibatches, step: int, args: OnlineArgs, device: torch.device
 ) -> None:
     """Compare the log-probs of engine and trainer on all tokens that were sampled from the weights
@@ -55,15 +55,17 @@ def check_agreement(
         )
 
 
-def check_rollout(model: Policy, groups: list[Group], step: int, args: OnlineArgs) -> None:
-    """Run `check_agreement` on whole groups, for a script that trains on some of the samples only.
+def require_rollout_agreement(
+    model: Policy, groups: list[Group], step: int, args: OnlineArgs
+) -> None:
+    """Run `require_agreement` on whole groups, for a script that trains on a part of the samples.
     Collective."""
     positions = positions_of_share(len(groups))
     minibatches = pack_minibatches(
         groups, positions, 1, args.pack_tokens, model.device, args.share_prefix
     )
     minibatches = with_logprobs(minibatches, args.temperature, old=model)
-    check_agreement(minibatches, step, args, model.device)
+    require_agreement(minibatches, step, args, model.device)
 
 
 def measure_mismatch(meter: Meter, old_logprobs_T: Tensor, mb: PackedBatch) -> None:

@@ -1,5 +1,5 @@
 """Episodes in flight: completions of prompts, of one turn each or, with `--environment`, of several
-(turns.py).
+turns (multi_turn.py).
 
 Episodes do not wait for each other: an engine advances all of them, and a prompt is complete when
 its last episode has ended."""

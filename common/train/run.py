@@ -182,16 +182,17 @@ class Run:
     # ---- metrics and messages ----
 
     def reduce(self, samples: Iterable[Sample], **known: float) -> dict[str, float]:
-        """End the step and return its metrics: meters of all ranks, trained tokens of this rank's
-        `samples`, the `known` values, and rates, memory and FLOP/s of the machine. Collective."""
+        """End the step and return its metrics: meters of all ranks, targets of this rank's
+        `samples` (prompts included), the `known` values, and rates, memory and FLOP/s of the
+        machine. Collective."""
         self.meter.stop("step")
-        self.meter.sum("trained", sum(sample.num_targets for sample in samples))
+        self.meter.sum("targets", sum(sample.num_targets for sample in samples))
         self.meter.sum("flops", sum(model.flops for model in self.models))
         self.meter.sum("whole_flops", sum(model.whole_flops for model in self.models))
         for name, gigabytes in peak_memory().items():
             self.meter.max(name, gigabytes)
         metrics = self.meter.reduce() | known
-        tokens = metrics.pop("trained")
+        tokens = metrics.pop("targets")
         sampled = metrics.pop("sampled", 0)
         flops = metrics.pop("flops")
         whole_flops = metrics.pop("whole_flops")

@@ -3,7 +3,7 @@
 import pytest
 
 import dpo
-from common.evaluate.held_out import fall, wilson_interval
+from common.evaluate.held_out import signs_of_unlearning, wilson_interval
 
 
 def test_wilson_interval_equals_published_tables():
@@ -31,6 +31,6 @@ def test_wilson_interval_equals_published_tables():
 def test_falls_of_good_answers_are_reported(solved, reward, logp, referenced, said):
     args = dpo.Args(eval_generate=256, beta=0.1)
     metrics = {"eval/solved": solved, "eval_rewards/chosen": reward, "eval_logps/chosen": logp}
-    assert fall(args, {"eval/solved": 0.41}, metrics, referenced) == said
+    assert signs_of_unlearning(args, {"eval/solved": 0.41}, metrics, referenced) == said
     without = {name: value for name, value in metrics.items() if name != "eval/solved"}
-    assert "solved" not in fall(dpo.Args(), {}, without, referenced)
+    assert "solved" not in signs_of_unlearning(dpo.Args(), {}, without, referenced)

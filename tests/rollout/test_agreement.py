@@ -65,7 +65,7 @@ def test_empty_pack_adds_no_metric():
 
 def test_disagreement_on_a_sampled_token_is_an_error(device):
     def check(mb, **flags):
-        agreement.check_agreement([[mb]], 0, Args(dtype="float32", **flags), CPU)
+        agreement.require_agreement([[mb]], 0, Args(dtype="float32", **flags), CPU)
 
     mb = engine_batch()
     mb.old_logprobs_T[mb.loss_mask_T] = (
@@ -81,7 +81,7 @@ def test_disagreement_on_a_sampled_token_is_an_error(device):
     mb.old_logprobs_T[mb.loss_mask_T.nonzero()[-1]] = NAN
     with pytest.raises(RunError, match="differ: mean inf nats"):
         check(mb, max_logprob_difference=0.1)
-    agreement.check_agreement([pack([], 10, CPU)], 0, Args(dtype="float32"), CPU)
+    agreement.require_agreement([pack([], 10, CPU)], 0, Args(dtype="float32"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ def test_few_tokens_may_disagree_and_many_may_not(device, far, near, fails):
     mb.old_logprobs_T[:far] = -3.0
     args = Args(dtype="bfloat16")
     with pytest.raises(RunError, match="_difference 0.5") if fails else contextlib.nullcontext():
-        agreement.check_agreement([[mb]], 7, args, CPU)
-    agreement.check_agreement([[mb]], 8, args, CPU)  # sampled by older weights: no comparison
+        agreement.require_agreement([[mb]], 7, args, CPU)
+    agreement.require_agreement([[mb]], 8, args, CPU)  # sampled by older weights: no comparison
