@@ -17,6 +17,7 @@ from common.parallel.failures import first_line
 STATE = "state.json"
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.json"
+BASE = "base.json"  # for a part of a model: its folder, and the names of the weights there
 ADAPTED = "adapted.json"  # in a checkpoint of adapters: their model, scale and dtype
 
 # Classes and functions in the `.metadata` of a checkpoint, by module.

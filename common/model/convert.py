@@ -16,6 +16,7 @@ from torch import Tensor
 from common.data import durable
 from common.model.checkpoint_files import (
     ADAPTED,
+    BASE,
     MANIFEST,
     STATE,
     WEIGHTS,
@@ -24,7 +25,7 @@ from common.model.checkpoint_files import (
     write_safetensors,
 )
 from common.model.experts import hub_name
-from common.model.loading import hub_weights, load_config
+from common.model.loading import hub_weights, load_text_config
 from common.parallel import distributed
 
 
@@ -62,7 +63,9 @@ def _write_hf(folder: Path, hf: Path) -> str | None:
     try:
         work.mkdir()
         for name in json.loads((folder / MANIFEST).read_text()):
-            if name not in (STATE, WEIGHTS, ADAPTED, ".metadata") and not name.endswith(".distcp"):
+            if name not in (STATE, WEIGHTS, ADAPTED, BASE, ".metadata") and not name.endswith(
+                ".distcp"
+            ):
                 (work / name).parent.mkdir(exist_ok=True)
                 shutil.copy(folder / name, work / name)
         write_safetensors(read_weights(folder), work)
@@ -86,7 +89,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     config. They are read one at a time, in this process alone."""
     import torch.distributed.checkpoint as dcp
 
-    config = load_config(folder)
+    config = load_text_config(folder)
+    base = json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else None
+    names = base["names"] if base else {}
     reader = checkpoint_reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
@@ -101,11 +106,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     weights = {}
     for name in json.loads((folder / WEIGHTS).read_text()):
+        stored_name = names.get(name, name)
         if f"model.hf.{name}" in stored:
-            by_hub_name = dict(hub_weights(config.model_type, name, read(name)))
+            by_hub_name = dict(hub_weights(config.model_type, stored_name, read(name)))
         else:  # a frozen weight, which was used in the compute dtype
             dtype = getattr(torch, adapted["dtype"])
-            frozen = _read_base(adapted["base"], config.model_type, name)
+            frozen = _read_base(adapted["base"], config.model_type, stored_name)
             by_hub_name = {key: weight.to(dtype) for key, weight in frozen.items()}
         layer = name.removesuffix(".weight")
         if f"model.hf.{layer}.lora_A" in stored:
@@ -118,6 +124,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for key, weight in by_hub_name.items():
             # A file has no views.
             weights[key] = weight.to(config.dtype or torch.float32, copy=True)
+    if base:
+        from common.model import text_part
+
+        left_out = weights.keys() | set(names.values())
+        weights |= text_part.read_weights(base["path"], left_out)
     return weights
 
 

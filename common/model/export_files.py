@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.model.hub import eos_token_ids, load_generation_config
-from common.model.loading import load_config
+from common.model.loading import has_other_parts, load_config, load_text_config
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
     "tekken.json",
+    "*processor_config.json",  # of images, which stay with the tokenizer
     TEMPLATE,
     f"{MORE_TEMPLATES}/*.jinja",
 )
@@ -47,14 +48,27 @@ def base_dtype(path: str) -> torch.dtype:
     return torch.float32
 
 
-def config_file(path: str, dtype: torch.dtype, changes: dict[str, object]) -> bytes:
-    """Return config.json of the base with `dtype` and the `changes`, for transformers 4 and 5."""
+def config_file(
+    path: str, dtype: torch.dtype, changes: dict[str, object], is_text: bool = True
+) -> bytes:
+    """Return config.json of the base with `dtype` and the `changes`, for transformers 4 and 5. With
+    `is_text` it describes the language model alone."""
+    config = load_config(path)
     fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    if is_text and has_other_parts(config):
+        config = load_text_config(path)
+        fields = json.loads(config.to_json_string(use_diff=False))
     fields.pop("auto_map", None)  # names Python files, which are not exported
-    if "rope_parameters" in fields:  # written by transformers 5
-        fields |= fields_of_transformers_4(load_config(path))
     name = str(dtype).removeprefix("torch.")
-    return _json(fields | dict(dtype=name, torch_dtype=name) | changes)
+    dtypes = dict(dtype=name, torch_dtype=name)
+    if "rope_parameters" in fields:  # written by transformers 5
+        fields |= fields_of_transformers_4(config)
+    text = fields.get("text_config")
+    if isinstance(text, dict):
+        fields["text_config"] = text | dtypes
+        if "rope_parameters" in text:
+            fields["text_config"] |= fields_of_transformers_4(config.get_text_config())
+    return _json(fields | dtypes | changes)
 
 
 def fields_of_transformers_4(config) -> dict[str, object]:
@@ -65,7 +79,7 @@ def fields_of_transformers_4(config) -> dict[str, object]:
     layers = saved.get("rope_parameters") or {}
     rope = layers.get("full_attention") or layers  # of each type of layer, or of all
     # No such position embeddings, or in a form that transformers 4 does not have.
-    if "rope_theta" not in rope:
+    if "rope_theta" not in rope or rope["rope_type"] == "proportional":
         return fields
     moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in moved}

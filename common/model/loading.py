@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,13 @@ from torch import Tensor, nn
 from common.data import durable
 from common.parallel import distributed
 
+if TYPE_CHECKING:
+    from common.model.text_part import FileNames
+
 # Supported mixtures of experts, by model type.
 EXPERTS = ("qwen3_moe", "olmoe", "mixtral")
+# Types whose head has another name in files than in transformers.
+OWN_HEADS = ("gpt_neox",)
 
 
 def load_config(path: str | Path):
@@ -23,6 +29,32 @@ def load_config(path: str | Path):
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def load_text_config(path: str | Path):
+    """Return the config of the language model in a folder: that of the model, or a part of it."""
+    config = load_config(path)
+    if not has_other_parts(config):
+        return config
+    from common.model.text_part import text_config
+
+    return text_config(config)
+
+
+def has_other_parts(config) -> bool:
+    """Return whether the model has more than a language model, such as a vision tower."""
+    return "text_config" in config.sub_configs
+
+
+def load_file_names(hf: nn.Module, path: str) -> "FileNames | None":
+    """Return the names of a language model's weights in its files, None if they are those of
+    transformers' model."""
+    config = load_config(path)
+    if not has_other_parts(config) and config.model_type not in OWN_HEADS:
+        return None
+    from common.model.text_part import file_names
+
+    return file_names(hf, path)
 
 
 def require_unchanged(label: str, folder: Path) -> None:
@@ -38,9 +70,13 @@ def require_unchanged(label: str, folder: Path) -> None:
         )
 
 
-def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return a weight of transformers' model under its names in hub checkpoints, which differ only
-    for mixtures of experts."""
+def hub_weights(
+    model_type: str, name: str, weight: Tensor, names: "FileNames | None" = None
+) -> Iterable[tuple[str, Tensor]]:
+    """Return a weight of transformers' model under its names in hub checkpoints: `names` if they
+    differ, and several for experts."""
+    if names is not None:
+        name = names.of(name)
     if model_type not in EXPERTS:
         return [(name, weight)]
     from common.model.experts import expert_weights
@@ -48,8 +84,11 @@ def hub_weights(model_type: str, name: str, weight: Tensor) -> Iterable[tuple[st
     return expert_weights(model_type, name, weight)
 
 
-def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> Tensor | None:
+def load_weights(
+    hf: nn.Module, path: str, label: str, device: torch.device, names: "FileNames | None" = None
+) -> Tensor | None:
     """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
+    `names`: those of the weights in the files, if they differ.
 
     Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError`
     if names or shapes of the checkpoint are not those of the model."""
@@ -64,10 +103,10 @@ def load_weights(hf: nn.Module, path: str, label: str, device: torch.device) -> 
     # Every rank checks all names and shapes before it takes memory, and reads its own shards.
     weights = _weights_to_read(hf, stored).items()
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights}
-    _require_shapes(hf, _by_stored_name(hf, shapes, stored), stored, label)
+    _require_shapes(hf, _by_stored_name(hf, shapes, stored, names), stored, label, names)
     hf.to_empty(device=device)
     _rebuild_buffers(hf, label)
-    wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored)
+    wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored, names)
     with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
     return None if "score.weight" in stored else hf.state_dict().get("score.weight")
@@ -84,7 +123,7 @@ def _weights_to_read(hf: nn.Module, stored: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _by_stored_name(
-    hf: nn.Module, weights: dict[str, Tensor], stored: Iterable[str]
+    hf: nn.Module, weights: dict[str, Tensor], stored: Iterable[str], names: "FileNames | None"
 ) -> dict[str, Tensor]:
     """Return weights under their names in the checkpoint."""
     named = {}
@@ -92,13 +131,14 @@ def _by_stored_name(
         if name in stored:
             named[name] = tensor
         else:
-            named.update(hub_weights(hf.config.model_type, name, tensor))
+            named.update(hub_weights(hf.config.model_type, name, tensor, names))
     return named
 
 
 def _require_shapes(
-    hf: nn.Module, wanted: dict[str, Tensor], stored: dict[str, list[int]], label: str
-) -> None:
+    hf: nn.Module, wanted: dict[str, Tensor], stored: dict[str, list[int]], label: str,
+    names: "FileNames | None",
+) -> None:  # fmt: skip
     """Raise `ValueError` if a wanted weight is not stored, or has another shape; report stored
     weights that are not used."""
     for name, tensor in wanted.items():
@@ -109,7 +149,12 @@ def _require_shapes(
             )
     known = wanted.keys() | hf.state_dict().keys()
     unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
-    if unused:
+    if unused and names is not None:
+        distributed.say(
+            f"{label}: its language model alone is trained; the other {len(unused)} weights stay"
+            " as they are"
+        )
+    elif unused:
         distributed.say(
             f"{label}: {len(unused)} weights are not used by {hf.config.model_type}, for example"
             f" {min(unused)}"

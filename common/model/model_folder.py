@@ -7,7 +7,12 @@ from pathlib import Path
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in, is_checkpoint
 from common.model.convert import as_model
-from common.model.loading import load_config, named_errors, one_line_errors, require_unchanged
+from common.model.loading import (
+    load_text_config,
+    named_errors,
+    one_line_errors,
+    require_unchanged,
+)
 from common.parallel import distributed
 
 # Largest sizes in a config.json that are not taken for a damaged file.
@@ -113,7 +118,7 @@ def _require_supported(label: str, folder: Path) -> None:
     invalid = (OSError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError)
     try:
         with named_errors(label, *invalid):
-            config = load_config(folder)
+            config = load_text_config(folder)
     except StrictDataclassError as error:  # its first line has the field, its second the problem
         raise ValueError(f"{label}: {' '.join(str(error).split())}") from error
     for name, largest in SIZES.items():

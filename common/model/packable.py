@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
-from common.model.loading import EXPERTS, load_config, named_errors
+from common.model.loading import EXPERTS, load_text_config, named_errors
 from common.model.logprobs import TokenStats
 from common.parallel import distributed
 
@@ -49,7 +49,7 @@ def packable_config(path: str, label: str):
 
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    config = load_config(path)  # resolve_model has checked that it can be read
+    config = load_text_config(path)  # resolve_model has checked that it can be read
     rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
     for fields in (rope, *rope.values()):
         kind = fields.get("rope_type") if isinstance(fields, dict) else None

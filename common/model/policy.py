@@ -6,6 +6,7 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
-from common.model.loading import EXPERTS, draw_head, load_weights
+from common.model.loading import EXPERTS, draw_head, load_file_names, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.packable import (
     check_packing,
@@ -25,6 +26,9 @@ from common.model.packable import (
 )
 from common.parallel.context import context_group_size, setup_context_groups
 from common.parallel.mesh import shard_mesh
+
+if TYPE_CHECKING:
+    from common.model.text_part import FileNames
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
@@ -39,6 +43,7 @@ class PackedModel(nn.Module):
 
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
+    file_names: "FileNames | None" = None  # of the weights, if they differ from those of `hf`
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
@@ -247,7 +252,9 @@ def shard_and_read(
         from common.model.capacity import require_memory
 
         require_memory(model, label, args)
-    new_head = load_weights(model.hf, model.path, label, home_of(args, device))
+    model.file_names = load_file_names(model.hf, model.path)
+    home = home_of(args, device)
+    new_head = load_weights(model.hf, model.path, label, home, model.file_names)
     # Only parameters may stay on the host: FSDP gathers them on the device.
     for module in model.hf.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -25,6 +25,7 @@ from common.model.export_files import base_dtype, config_file, generation_file, 
 from common.model.hub import eos_token_ids
 from common.model.loading import (
     has_adapters,
+    has_other_parts,
     hub_weights,
     load_config,
     one_line_errors,
@@ -156,6 +157,12 @@ class Checkpointer:
                 from common.model.lora import adapted
 
                 (work / checkpoint_files.ADAPTED).write_text(json.dumps(adapted(self.model)))
+            if self.model.file_names is not None and not isinstance(self.model, ScalarModel):
+                names = {
+                    name: self.model.file_names.of(name) for name in self.model.hf.state_dict()
+                }
+                base = dict(path=self.model.path, names=names)
+                (work / checkpoint_files.BASE).write_text(json.dumps(base))
             write_files(self.files, work)
         distributed.barrier()
         files = sorted(file for file in work.rglob("*") if file.is_file())
@@ -218,7 +225,10 @@ def hf_files(
     generation_config.json and those of the tokenizer. A run reads them at start: its model may be a
     checkpoint that another run deletes later."""
     path = model.path
-    changes: dict[str, object] = dict(architectures=[type(model.hf).__name__])
+    changes: dict[str, object] = {}
+    is_text = isinstance(model, ScalarModel) or not has_other_parts(load_config(path))
+    if is_text:
+        changes |= dict(architectures=[type(model.hf).__name__])
     if isinstance(model, ScalarModel):
         changes |= dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})  # one score
         # rewards/reward_model.py: the token with a trained score
@@ -228,7 +238,7 @@ def hf_files(
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     return {
-        "config.json": config_file(path, dtype, changes),
+        "config.json": config_file(path, dtype, changes, is_text),
         "generation_config.json": generation_file(path, tokenizer, prompt_format),
     } | tokenizer_files(path, tokenizer, prompt_format)
 
@@ -248,6 +258,8 @@ def exported_names(model: PackedModel) -> list[str]:
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
     state = model.hf.state_dict()
+    # A scalar model has no head for the other parts: its export is a model of text alone.
+    names = None if isinstance(model, ScalarModel) else model.file_names
     weights = {}
     work = folder.with_suffix(".tmp")
     if distributed.is_main():
@@ -261,9 +273,14 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
 
             tensor = merged_weight(model.hf, name, tensor, model.compute_dtype)
         if distributed.is_main():
-            for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor):
+            for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor, names):
                 weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
+        if names is not None:
+            from common.model.text_part import read_weights
+
+            known = weights.keys() | {names.of(name) for name in state}
+            weights |= read_weights(model.path, left_out=known)
         checkpoint_files.write_safetensors(weights, work)
         durable.replace_folder(work, folder)
     distributed.barrier()

@@ -1,0 +1,94 @@
+"""The language model in a checkpoint that holds more than it, or that names it otherwise.
+
+A checkpoint of images and text has a language model, whose weights have a prefix of their own in
+the files, such as `language_model.model.` (Gemma 3). It alone is built and trained. All other
+weights, such as those of the vision tower, are passengers: an export copies them unchanged."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+# Language models without a causal class in transformers: on text alone they have the numbers of
+# another type. Rotary embeddings of images have three positions, which are equal for text.
+SAME_ON_TEXT = dict(qwen3_vl_text="qwen3", qwen2_5_vl_text="qwen2", qwen2_vl_text="qwen2")
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def text_config(config):
+    """Return the config of the language model in that of a model of images and text."""
+    text = config.get_text_config()
+    if text.model_type in SAME_ON_TEXT:
+        from transformers import AutoConfig
+
+        fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = fields["rope_parameters"].items()
+        fields["rope_parameters"] = {name: x for name, x in rope if name not in OF_IMAGES}
+        text = AutoConfig.for_model(SAME_ON_TEXT[text.model_type], **fields)
+    text.tie_word_embeddings = config.tie_word_embeddings  # in the text's config it may be missing
+    text.dtype = config.dtype or text.dtype
+    return text
+
+
+class FileNames(NamedTuple):
+    """Names of a language model's weights in its files: another prefix, and perhaps another name of
+    the head."""
+
+    prefix: str  # of transformers' model, such as `model.`
+    prefix_in_files: str
+    head_in_files: str
+
+    def of(self, name: str) -> str:
+        """Return the name in the files of a weight of transformers' model."""
+        if name == "lm_head.weight":
+            return self.head_in_files
+        inner = name.removeprefix(self.prefix)
+        return name if inner == name else self.prefix_in_files + inner
+
+    @property
+    def key_mapping(self) -> dict[str, str]:
+        """Patterns of names in the files, with their names in transformers' model."""
+        return {
+            f"^{re.escape(self.prefix_in_files)}": self.prefix,
+            f"^{re.escape(self.head_in_files)}$": "lm_head.weight",
+        }
+
+
+def file_names(hf: nn.Module, path: str) -> FileNames:
+    """Return the names that the weights of `hf` have in the files of a folder. The embedding shows
+    the prefix: no other part has one of this name."""
+    stored = names_in(path)
+    prefix = f"{hf.base_model_prefix}."
+    modules = dict(hf.base_model.named_modules())
+    (embedding,) = (name for name, x in modules.items() if x is hf.get_input_embeddings())
+    pattern = re.compile(rf"(|.*\.){re.escape(embedding)}\.weight")
+    prefixes = [found[1] for found in map(pattern.fullmatch, stored) if found]
+    heads = [name for name in stored if re.fullmatch(r"(.*\.)?(lm_head|embed_out)\.weight", name)]
+    return FileNames(
+        prefix,
+        prefixes[0] if len(prefixes) == 1 else prefix,
+        heads[0] if len(heads) == 1 else "lm_head.weight",
+    )
+
+
+def names_in(path: str) -> dict[str, Path]:
+    """Return the names of all weights in a folder, each with its file."""
+    from safetensors import safe_open
+
+    files = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), file)
+    return files
+
+
+def read_weights(path: str, left_out: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in a folder by their names there, except those `left_out`."""
+    from safetensors import safe_open
+
+    for name, file in names_in(path).items():
+        if name not in left_out:
+            with safe_open(file, "pt") as tensors:
+                yield name, tensors.get_tensor(name)
