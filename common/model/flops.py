@@ -26,6 +26,14 @@ def attention_shape(config) -> tuple[int, int]:
     return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def state_size(config) -> int:
+    """Return the numbers of a gated delta net's state, 0 for a model without such layers."""
+    heads = getattr(config, "linear_num_value_heads", 0)
+    if not heads:
+        return 0
+    return heads * config.linear_key_head_dim * config.linear_value_head_dim
+
+
 def matrix_weights(hf: nn.Module) -> int:
     """Return the number of weights that multiply each token: all matrices, the head included, but
     only the experts that a token is routed to. An embedding counts only if it is also the head."""
@@ -42,9 +50,9 @@ def matrix_weights(hf: nn.Module) -> int:
 
 def forward_flops(config, weights: int, tokens: Tokens) -> float:
     """Return the floating-point operations of one forward over a pack: two for each token and
-    weight and, in every layer, 4 heads x width for each pair of a query and a key that it attends
-    to. Windows are ignored. A backward takes twice as many; recomputed operations are not
-    counted."""
+    weight and, in every layer with attention, 4 heads x width for each pair of a query and a key
+    that it attends to. Windows are ignored. A gated delta net takes 6 for each number of its state
+    and each token. A backward takes twice as many; recomputed operations are not counted."""
     config = config.get_text_config()
     pairs = 0
     for queries, keys in zip(tokens.lengths, (tokens.keys or tokens).lengths, strict=True):
@@ -52,8 +60,10 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     # This rank's share of the heads of its context group.
     pairs *= len(tokens.targets_T) / tokens.offsets[-1]
     heads, width = attention_shape(config)
-    attention = 4 * heads * width * pairs * config.num_hidden_layers
-    return 2.0 * weights * len(tokens.targets_T) + attention
+    delta_nets = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    attention = 4 * heads * width * pairs * (config.num_hidden_layers - delta_nets)
+    recurrence = 6 * delta_nets * state_size(config) * len(tokens.targets_T)
+    return 2.0 * weights * len(tokens.targets_T) + attention + recurrence
 
 
 def peak_memory() -> dict[str, float]:

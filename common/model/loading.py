@@ -46,6 +46,13 @@ def has_other_parts(config) -> bool:
     return "text_config" in config.sub_configs
 
 
+def has_delta_nets(path: str | Path) -> bool:
+    """Return whether layers of the language model in a folder are gated delta nets
+    (delta_net.py)."""
+    config = load_config(path).get_text_config()
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
 def load_file_names(hf: nn.Module, path: str) -> "FileNames | None":
     """Return the names of a language model's weights in its files, None if they are those of
     transformers' model."""

@@ -4,6 +4,7 @@ docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with 
 training step on fake tensors, and writes the tables. capacity.py compares it with the GPU of a run.
 Shapes: T packed tokens, D hidden size, V vocabulary. Bytes, on each of R ranks."""
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from common.model.flops import attention_shape
 from common.model.head import chunk_size
 
 Bytes = dict[str, float]  # bytes by use
+CHUNK = 64  # tokens that transformers' code of a gated delta net computes at a time
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Shapes:
     vocabulary: int
     # whether scores of attention have a softcap, which needs all of them at once, uncounted
     capped: bool = False
+    delta_nets: int = 0  # layers that are gated delta nets, not attention
+    delta_numbers: int = 0  # float32 numbers that one of them keeps per token
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,28 @@ def shapes_of(hf: nn.Module) -> Shapes:
         queries=heads * width,
         keys=key_heads * width,
         key_heads=key_heads,
-        normed=any("q_norm" in name for name, _ in blocks[0].named_parameters()),
+        normed=any("q_norm" in name for name, _ in blocks.named_parameters()),
         inner=inner,
         experts=experts,
         vocabulary=config.vocab_size,
         capped=getattr(config, "attn_logit_softcapping", None) is not None,
+        delta_nets=(getattr(config, "layer_types", None) or []).count("linear_attention"),
+        delta_numbers=_delta_numbers(config),
     )
+
+
+def _delta_numbers(config) -> int:
+    """Return the float32 numbers per token that a gated delta net keeps for its backward: with
+    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
+    chunk, by counting them there."""
+    heads = getattr(config, "linear_num_value_heads", 0)
+    if not heads:
+        return 0
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim
+    if importlib.util.find_spec("fla") is not None:
+        return heads * (2 * key + 2 * value)
+    return heads * (12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK)
 
 
 def _count(module: nn.Module, trained: bool = False) -> int:
@@ -120,13 +140,23 @@ def kept_by_block(m: Shapes, plan: Plan) -> int:
     return plan.bytes * in_compute_dtype + _norm(plan) * normed
 
 
+def kept_by_delta_net(m: Shapes, plan: Plan) -> int:
+    """Return the same for a block with a gated delta net in place of attention."""
+    attention = plan.bytes * (2 * m.queries + 2 * m.keys)
+    return kept_by_block(m, plan) - attention + 4 * m.delta_numbers
+
+
 def training_peak(m: Shapes, plan: Plan) -> Bytes:
     """Return the memory of one micro-batch beside weights, gradients and Adam's moments, at the
     largest of three times: the backward of the head, of a block, and of the root, which FSDP holds
     until the end."""
-    in_block = kept_by_block(m, plan) * plan.pack_tokens
+    in_attention = kept_by_block(m, plan) * plan.pack_tokens
+    in_delta_net = kept_by_delta_net(m, plan) * plan.pack_tokens
+    in_block = max(in_attention, in_delta_net) if m.delta_nets else in_attention
     between_blocks = plan.bytes * m.hidden * plan.pack_tokens
-    saved = m.layers * (between_blocks if plan.recompute else in_block)
+    saved = (m.layers - m.delta_nets) * in_attention + m.delta_nets * in_delta_net
+    if plan.recompute:
+        saved = m.layers * between_blocks
     saved += (_norm(plan) + plan.bytes) * m.hidden * plan.pack_tokens  # the last norm and the head
     head_trained = m.head if m.root_trained else 0
     at_head = {

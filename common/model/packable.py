@@ -75,6 +75,11 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
         torch.device("meta"),
     ):
         hf = auto_class.from_config(config, **options)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        from common.model.delta_net import keep_sequences_apart
+
+        with named_errors(f"{label}: {config.model_type} has no packed forward", AttributeError):
+            keep_sequences_apart(hf)
     has_experts = any(name.endswith("experts") for name, _ in hf.named_modules())
     if has_experts and config.model_type not in EXPERTS:
         raise ValueError(

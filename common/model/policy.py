@@ -16,7 +16,13 @@ from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
 from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
-from common.model.loading import EXPERTS, draw_head, load_file_names, load_weights
+from common.model.loading import (
+    EXPERTS,
+    draw_head,
+    has_delta_nets,
+    load_file_names,
+    load_weights,
+)
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.packable import (
     check_packing,
@@ -217,6 +223,11 @@ def prepare(
     if not isinstance(getattr(hf.base_model, "layers", None), nn.ModuleList):
         raise ValueError(
             f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`"
+        )
+    if args.context_ranks > 1 and has_delta_nets(model.path):
+        raise ValueError(
+            f"--context_ranks {args.context_ranks}: gated delta nets ({hf.config.model_type}) need"
+            " whole sequences on each rank; leave the flag out"
         )
     heads = hf.config.get_text_config().num_attention_heads if args.context_ranks > 1 else 0
     if heads % args.context_ranks:

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from common.model.loading import load_text_config
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
 # another type. Rotary embeddings of images have three positions, which are equal for text.
@@ -46,6 +49,16 @@ class FileNames(NamedTuple):
             return self.head_in_files
         inner = name.removeprefix(self.prefix)
         return name if inner == name else self.prefix_in_files + inner
+
+    def is_of_text(self, name: str) -> bool:
+        """Return whether a weight in the files is one of the language model."""
+        return name == self.head_in_files or name.startswith(self.prefix_in_files)
+
+    def in_model(self, name: str) -> str:
+        """Return the name in transformers' model of a weight in the files, the inverse of `of`."""
+        if name == self.head_in_files:
+            return "lm_head.weight"
+        return self.prefix + name.removeprefix(self.prefix_in_files)
 
     @property
     def key_mapping(self) -> dict[str, str]:
@@ -92,3 +105,30 @@ def read_weights(path: str, left_out: set[str]) -> Iterator[tuple[str, Tensor]]:
         if name not in left_out:
             with safe_open(file, "pt") as tensors:
                 yield name, tensors.get_tensor(name)
+
+
+def meta_model(path: str) -> nn.Module:
+    """Return the language model of a folder, without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_text_config(path))
+
+
+def text_options(path: str) -> dict:
+    """Return options with which `from_pretrained` loads the language model of a folder alone."""
+    hf = meta_model(path)
+    return dict(config=hf.config, key_mapping=file_names(hf, path).key_mapping)
+
+
+def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the language model in a folder, with the prefix of transformers' model,
+    and a tied head too."""
+    hf = meta_model(path)
+    names = file_names(hf, path)
+    others = {name for name in names_in(path) if not names.is_of_text(name)}
+    for stored_name, weight in read_weights(path, others):
+        name = names.in_model(stored_name)
+        yield name, weight
+        if hf.all_tied_weights_keys.get("lm_head.weight") == name:
+            yield "lm_head.weight", weight

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from common.config.groups import SamplingArgs
 from common.data.sample import Completion
 from common.metrics.meter import Meter
+from common.model.loading import has_delta_nets
 from common.model.policy import compute_dtype
 from common.parallel import distributed, signals
 
@@ -121,7 +122,7 @@ class Engine:
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)
-            self._start(path)
+            self._start(path, trained)
             if trained:
                 self.sleep()
         signals.install_signal_handlers()  # vLLM's imports may have replaced them
@@ -218,7 +219,7 @@ class Engine:
 
     # ---- implemented by each engine ----
 
-    def _start(self, path: str) -> None:
+    def _start(self, path: str, trained: bool) -> None:
         raise NotImplementedError
 
     def _admit(self, name: str, request: Request) -> None:
@@ -274,13 +275,17 @@ def make_engine(
         raise ValueError(
             "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
         )
-    if is_installed and args.engine != "transformers":
+    if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets(path):
+        distributed.say(
+            "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only"
+        )
+    elif is_installed and args.engine != "transformers":
         from common.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(path, args, eos_ids, tokenizer, device, trained)
     if args.tensor_parallel_size > 1:
         raise ValueError("--tensor_parallel_size needs --engine vllm")
-    if args.engine == "auto" and dist.get_rank() == 0:
+    if args.engine == "auto" and not is_installed and dist.get_rank() == 0:
         print("vllm is not installed: sampling with transformers, which is slower")
     from common.rollout.transformers_engine import TransformersEngine
 
@@ -320,3 +325,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
             whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
             yield whole_name, weight.detach().to(dtype, copy=True)
         unit.reshard()
+    parameters = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
+    for name, buffer in model.hf.state_dict().items():  # of Gemma 4: a factor of each layer
+        if name not in parameters:
+            yield name, buffer.to(dtype, copy=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from common.model.loading import has_other_parts, load_config
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -14,11 +15,16 @@ class TransformersEngine(Engine):
     """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
     one round."""
 
-    def _start(self, path: str) -> None:
+    def _start(self, path: str, trained: bool) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
 
+        options = {}
+        if has_other_parts(load_config(path)):
+            from common.model.text_part import text_options
+
+            options = text_options(path)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=self.dtype, trust_remote_code=False
+            path, dtype=self.dtype, trust_remote_code=False, **options
         )
         self.replica = model.to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # without the penalties of the model's

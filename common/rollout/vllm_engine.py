@@ -8,11 +8,18 @@ from copy import copy
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from common.metrics.meter import Meter
 from common.model.hub import context_length
-from common.model.loading import hub_weights, load_config
+from common.model.loading import (
+    has_delta_nets,
+    has_other_parts,
+    hub_weights,
+    load_config,
+    load_text_config,
+)
 from common.parallel import distributed
 from common.rollout.engine import SLOTS, Engine, Request
 
@@ -45,6 +52,18 @@ def forget_packed_experts(worker) -> None:
             module.quant_method.moe_kernel = None
 
 
+def text_alone(config, overrides: dict) -> dict:
+    """Return options with which vLLM takes a folder of images and text for a language model of this
+    `config`, without weights: those of the trainer follow, under its names. vLLM's own classes of
+    images and text import packages that text does not need."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    return dict(hf_overrides=lambda _: config, load_format="dummy")
+
+
 @contextlib.contextmanager
 def undone_changes(decoder: type) -> Iterator[None]:
     """Undo what vLLM changes in this process when it starts; `decoder` is the model's class in
@@ -75,19 +94,26 @@ def undone_changes(decoder: type) -> Iterator[None]:
 class VLLMEngine(Engine):
     """vLLM with `external_launcher`: the torchrun ranks are its workers."""
 
-    def _start(self, path: str) -> None:
+    def _start(self, path: str, trained: bool) -> None:
         from transformers import MODEL_MAPPING
 
-        config = load_config(path)
+        config = load_text_config(path)
+        is_part = has_other_parts(load_config(path))
         self.model_type = config.model_type
+        self.has_delta_nets = has_delta_nets(path)
         self._set_environment()
         with undone_changes(MODEL_MAPPING[type(config)]):
             from vllm import LLM
 
             try:
-                self.llm = LLM(model=path, **self._options(context_length(path, self.args)))
+                options = self._options(context_length(path, self.args))
+                if is_part:
+                    options |= text_alone(config, options.get("hf_overrides", {}))
+                self.llm = LLM(model=path, **options)
             except (ValueError, AssertionError, NotImplementedError) as error:
                 reason = distributed.first_line(error)
+                if isinstance(error, ValidationError):  # its first line names only the class
+                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"--engine vllm: refuses the model or a flag: {reason}") from error
         lost = self.llm.collective_rpc(lost_asleep)[0] if self.device.type != "cpu" else []
         if lost:
@@ -107,6 +133,10 @@ class VLLMEngine(Engine):
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
+        if is_part and not trained:
+            from common.model.text_part import text_weights
+
+            self._load((name, x.to(self.dtype)) for name, x in text_weights(path))
 
     def _set_environment(self) -> None:
         """Set the variables that vLLM reads when it is imported."""
@@ -156,6 +186,8 @@ class VLLMEngine(Engine):
             # generator cannot do ("CPU Generator does not use offset",
             # vllm/v1/worker/gpu_model_runner.py).
             enable_chunked_prefill=False,
+            # The same error comes with cached states of delta nets.
+            enable_prefix_caching=False if self.has_delta_nets else None,
             max_num_batched_tokens=max(8192, max_model_len),
         )
 

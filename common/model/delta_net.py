@@ -1,0 +1,82 @@
+"""Gated delta nets (arXiv:2412.06464; Qwen3-Next, Qwen3.5) on packed sequences.
+
+Such a layer has a causal convolution over the last few tokens, and a recurrence whose state has
+read all tokens before. Both begin anew at every sequence of a pack. Transformers calls them as
+functions of its module, with the keyword arguments of the model; those here take their place, and
+do what transformers' do if there is no `pack` among the arguments.
+
+Shapes: T tokens of a pack, C channels of the convolution, H heads."""
+
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+CHUNK = 64  # tokens that transformers' recurrence computes at a time; it pads to a multiple
+CONVOLUTION = "causal_conv1d_fn"
+RECURRENCE = "torch_chunk_gated_delta_rule"
+
+
+def keep_sequences_apart(hf: nn.Module) -> None:
+    """Replace the functions of transformers' module that mix tokens in delta nets. Raises
+    `AttributeError` for a module that has other ones."""
+    module = sys.modules[type(hf).__module__]
+    for name, packed in ((CONVOLUTION, packed_convolution), (RECURRENCE, packed_recurrence)):
+        function = getattr(module, name)
+        if not hasattr(function, "of_transformers"):
+            setattr(module, name, packed(function))
+
+
+def packed_convolution(convolution: Callable) -> Callable:
+    """Return transformers' convolution [1, C, T] -> [1, C, T] for packs."""
+
+    # Sizes differ from pack to pack: torch.compile would compile it again for each.
+    @torch._disable_dynamo
+    def of_pack(x_1CT: Tensor, weight: Tensor, *args, pack=None, **kwargs) -> Tensor:
+        if pack is None:
+            return convolution(x_1CT, weight, *args, **kwargs)
+        # With zeros between them, sequences do not see each other.
+        before = weight.shape[-1] - 1
+        spaced = [F.pad(x, (0, before)) for x in x_1CT.split(pack.lengths, dim=-1)]
+        out = convolution(torch.cat(spaced, dim=-1), weight, *args, **kwargs)
+        outputs = out.split([length + before for length in pack.lengths], dim=-1)
+        return torch.cat([x[..., :-before] for x in outputs], dim=-1)
+
+    of_pack.of_transformers = convolution
+    return of_pack
+
+
+def packed_recurrence(recurrence: Callable) -> Callable:
+    """Return transformers' gated delta rule for packs: query, key and value [1, T, H, width], g and
+    beta [1, T, H].
+
+    flash-linear-attention, if it is installed, knows the offsets of sequences (`cu_seqlens`).
+    Transformers' own code takes sequences with as many chunks as a batch, padded at their ends,
+    where no other token reads."""
+    knows_offsets = importlib.util.find_spec("fla") is not None
+
+    @torch._disable_dynamo
+    def of_pack(*streams: Tensor, g: Tensor, beta: Tensor, pack=None, **kwargs):
+        if pack is None or knows_offsets:
+            return recurrence(*streams, g=g, beta=beta, **kwargs)
+        sequences = [x[0].split(pack.lengths) for x in (*streams, g, beta)]
+        by_chunks = defaultdict(list)
+        for number, length in enumerate(pack.lengths):
+            by_chunks[-(-length // CHUNK)].append(number)
+        outputs = [streams[-1]] * len(pack.lengths)
+        for numbers in by_chunks.values():
+            *batch, g_NL, beta_NL = (
+                pad_sequence([x[n] for n in numbers], batch_first=True) for x in sequences
+            )
+            out, _ = recurrence(*batch, g=g_NL, beta=beta_NL, **kwargs)
+            for n, x in zip(numbers, out, strict=True):
+                outputs[n] = x[: pack.lengths[n]]
+        return torch.cat(outputs)[None], None
+
+    of_pack.of_transformers = recurrence
+    return of_pack
