@@ -47,23 +47,25 @@ def packed_attention(
     prefix attend to the keys of the prefix and their own. They are consecutive tokens: masks and
     windows are exact if the last query is aligned with the last key. CUDA has FlashAttention's
     varlen kernel, which aligns them so and needs no memory quadratic in T; other devices have one
-    SDPA call for neighbours of one length. Neither has a `softcap` on the scores (Gemma 2), which
-    `capped_attention` computes. Raises `NotImplementedError` for unsupported variants of attention,
-    which loading reports in one line."""
-    for variant in ("s_aux", "position_bias"):  # s_aux: attention sinks
-        if kwargs.get(variant) is not None:
-            raise NotImplementedError(f"{type(module).__name__} needs {variant} in attention")
+    SDPA call for neighbours of one length. Neither has a `softcap` on the scores (Gemma 2) or
+    sinks (`s_aux`, gpt-oss), which `full_attention` computes. Raises `NotImplementedError` for
+    unsupported variants of attention, which loading reports in one line."""
+    sinks_H = kwargs.get("s_aux")
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError(f"{type(module).__name__} needs position_bias in attention")
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens")
     rows_K = kwargs["key_rows_K"]  # a KeyError is caught at load
     if rows_K is not None:
         key = GatherKeys.apply(key, rows_K)
         value = GatherKeys.apply(value, rows_K)
-    if query.is_cuda and query.dtype != torch.float32 and softcap is None:
+    is_plain = softcap is None and sinks_H is None
+    if query.is_cuda and query.dtype != torch.float32 and is_plain:
         out = varlen_attention(query, key, value, scaling, sliding_window, kwargs)
     else:
         pack = kwargs["pack"]
-        out = attention_by_length(query, key, value, pack, scaling, sliding_window, softcap)
+        variants = (sliding_window, softcap, sinks_H)
+        out = attention_by_length(query, key, value, pack, scaling, *variants)
     return out, None
 
 
@@ -122,6 +124,7 @@ def attention_by_length(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Compute `packed_attention` with one call for all neighbours with as many queries and keys:
     [1, T, heads, head_dim]."""
@@ -147,28 +150,42 @@ def attention_by_length(
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(before)
             if sliding_window is not None:
                 mask = mask.triu(before + 1 - sliding_window)
-        if softcap is None:
+        if softcap is None and sinks_H is None:
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
             )
         else:
-            out = capped_attention(q, k, v, mask, scaling, softcap)
+            out = full_attention(q, k, v, mask, scaling, softcap, sinks_H)
         # [count * num_queries, heads, head_dim]
         outputs.append(out[:, :, -num_queries:].transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
 
 
-def capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float
+def full_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """Compute causal attention with scores `softcap * tanh(scores / softcap)` for sequences of one
-    length: query [count, heads, queries, head_dim], mask [queries, keys] or None. All scores exist
-    at a time, count * heads * queries * keys: long sequences need `--activation_checkpointing`."""
+    """Compute causal attention from the scores of all pairs, for sequences of one length: query
+    [count, heads, queries, head_dim], mask [queries, keys] or None. A softcap makes scores
+    `softcap * tanh(scores / softcap)`. A sink is the score of one more key of each head, whose
+    value is 0. Memory: count * heads * queries * keys; long sequences need
+    `--activation_checkpointing`."""
     groups = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(groups, 1)
     value = value.repeat_interleave(groups, 1)
-    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap))
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1, dtype=torch.float32)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks_H is not None:
+        sinks = sinks_H[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[-2]]
     return weights.to(value.dtype) @ value

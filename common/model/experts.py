@@ -27,7 +27,7 @@ def expert_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple
     divides the first dimension."""
     name = hub_name(model_type, name)
     stem, _, kind = name.rpartition(".")
-    if not stem.endswith(".experts"):
+    if not stem.endswith(".experts") or model_type not in NAMES:  # gpt-oss: stacked there too
         yield name, weight
         return
     first = 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from common.model.text_part import FileNames
 
 # Supported mixtures of experts, by model type.
-EXPERTS = ("qwen3_moe", "olmoe", "mixtral")
+EXPERTS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss")
 # Types whose head has another name in files than in transformers.
 OWN_HEADS = ("gpt_neox",)
 
@@ -158,8 +158,8 @@ def _require_shapes(
     unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
     if unused and names is not None:
         distributed.say(
-            f"{label}: its language model alone is trained; the other {len(unused)} weights stay"
-            " as they are"
+            f"{label}: {len(unused)} weights beside the language model stay as they are, for"
+            f" example {min(unused)}"
         )
     elif unused:
         distributed.say(
