@@ -51,7 +51,7 @@ class BegunGroup:
     samples: Group
     results: dict[str, list[Result]] = field(default_factory=dict)
     """results of the samples by reward, as far as they are computed"""
-    functions: Future = field(default_factory=Future)
+    functions_done: Future = field(default_factory=Future)
     """done when all rewards but those of reward models are computed"""
 
 
@@ -129,7 +129,7 @@ class Rewards:
         begun = [self.begun.pop(id(group[0])) for group in groups]
         assert [group.samples for group in begun] == list(groups), "begun as other groups"
         for group in begun:
-            group.functions.result()
+            group.functions_done.result()  # waits
         shape = (len(groups), len(groups[0]) if groups else 1)
         results: dict[str, list[Result]] = {}
         numbers: dict[str, Tensor] = {}
@@ -205,10 +205,10 @@ def _score_in_order(
         try:
             _score(taken, functions)
             for group in taken:
-                group.functions.set_result(None)
+                group.functions_done.set_result(None)
         except BaseException as error:  # a bug: raised where the rewards are needed
             for group in taken:
-                group.functions.set_exception(error)
+                group.functions_done.set_exception(error)
 
 
 def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
