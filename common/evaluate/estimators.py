@@ -42,7 +42,8 @@ def majority_at_k(
         is_right = {None: False}
         leader = None
         for k, i in enumerate(rng.permutation(len(answers))):
-            if (answer := answers[i]) is not None:
+            answer = answers[i]
+            if answer is not None:
                 votes[answer] += 1
                 is_right.setdefault(answer, right[i])
                 if votes[answer] > votes[leader]:
@@ -74,8 +75,10 @@ def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float
     """Return, per prompt, the number of our completions that have a higher score than theirs with
     the same index, and the number of compared pairs. A tie is half a win; pairs with a missing
     score (None) are excluded."""
-    prompts = list(zip(ours, theirs, strict=True))
-    pairs = [[(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in prompts]
-    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [
-        len(group) for group in pairs
-    ]
+    points = []
+    counts = []
+    for our_scores, their_scores in zip(ours, theirs, strict=True):
+        pairs = [pair for pair in zip(our_scores, their_scores, strict=True) if None not in pair]
+        points.append(sum((our > their) + 0.5 * (our == their) for our, their in pairs))
+        counts.append(len(pairs))
+    return points, counts
