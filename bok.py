@@ -212,7 +212,7 @@ def main(args: Args) -> None:
             positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         is_own_rollout = step == 0 or not args.offline  # stored ones are the starting model's
         if is_own_rollout and run.checks_engine(step):
             require_rollout_agreement(policy, groups, step, args)
@@ -278,4 +278,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

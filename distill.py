@@ -305,10 +305,10 @@ def main(args: Args) -> None:
     run.models.append(teacher)  # counts in speed/tflops
     run.message(*describe(args, prompts, held_out, held_samples, rollouts))
     meter = run.meter
-    rewarded = held_out if args.reward else []  # prompts whose completions have a reward
+    reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
     compare_with = divergence(args) if args.estimator == "full" else None
     if run.first_step == 0:
-        first = evaluate_prompts(rollouts, 0, rewarded, rewards)
+        first = evaluate_prompts(rollouts, 0, reward_prompts, rewards)
         run.log(0, first | evaluate(policy, teacher, held_samples, args, device))
 
     for step in run.steps():  # saves checkpoints between steps
@@ -322,7 +322,7 @@ def main(args: Args) -> None:
             require_known(chain(*groups), teacher)
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
-            measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+            measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
             penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
             advantages_PG = args.reward_coef * advantages(rewards_PG + penalties_PG)
             advantages_BG = distributed.gather_rows(advantages_PG, positions)
@@ -381,7 +381,7 @@ def main(args: Args) -> None:
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_prompts(rollouts, step + 1, rewarded, rewards)
+            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
             metrics |= evaluate(policy, teacher, held_samples, args, device)
         run.log(step + 1, metrics)
         if num_sampled:
@@ -395,4 +395,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

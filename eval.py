@@ -198,9 +198,8 @@ def print_results(args: Args, results: dict) -> None:
 
     title = f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}"
     table = Table("", "", "95%", title=Text(visible(title)))
-    lines = shown(overall) | {
-        name: (results[name], 1.0) for name in checkpoint_curve.BESIDE if results.get(name)
-    }
+    optional = checkpoint_curve.OPTIONAL_RESULTS
+    lines = shown(overall) | {name: (results[name], 1.0) for name in optional if results.get(name)}
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
         table.add_row(
@@ -366,7 +365,7 @@ def main(args: Args) -> None:
     other_lines = []
     other_file = folder / OTHER_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
     for target, model in models:
-        if target != folder and not checkpoint_curve.still_there(model):
+        if target != folder and not checkpoint_curve.still_exists(model):
             continue
         target.mkdir(exist_ok=True)
         path = resolve_model(model)
@@ -396,4 +395,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -338,7 +338,7 @@ def main(args: Args) -> None:
         # ---- 2. rewards: wait for the last ones; advantages: from the rewards of all ranks ----
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
         total_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
         each_PKG = torch.stack([*named_rewards.values(), penalties_PG], dim=1)  # K rewards
@@ -397,4 +397,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

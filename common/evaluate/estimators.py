@@ -70,12 +70,17 @@ def mean_and_interval(
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
-def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Return, per prompt, the number of our completions that have a higher score than theirs with
-    the same index, and the number of compared pairs. A tie is half a win; pairs with a missing
-    score (None) are excluded."""
-    prompts = list(zip(ours, theirs, strict=True))
-    pairs = [[(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in prompts]
+def wins(
+    scores: list[list[float]], scores_against: list[list[float]]
+) -> tuple[list[float], list[float]]:
+    """Return, per prompt, the number of completions whose score is higher than the score against
+    them with the same index, and the number of compared pairs. A tie is half a win; pairs with a
+    missing score (None) are excluded."""
+    prompts = list(zip(scores, scores_against, strict=True))
+    pairs = [
+        [pair for pair in zip(*prompt_scores, strict=True) if None not in pair]
+        for prompt_scores in prompts
+    ]
     return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [
         len(group) for group in pairs
     ]
