@@ -125,8 +125,8 @@ def sample_offline(
     lines = read_completions("--output_dir", file, prompts, tokenizer, own=True, to_train_on=True)
     stored = len(lines[0]["completions"]) if lines else args.samples_per_prompt
     if stored != args.samples_per_prompt:
-        what = f"{stored} completions of a prompt"
-        raise ValueError(f"{file}: {what}, --samples_per_prompt is {args.samples_per_prompt}")
+        problem = f"{stored} completions of a prompt"
+        raise ValueError(f"{file}: {problem}, --samples_per_prompt is {args.samples_per_prompt}")
 
     def generate(asked: Prompts, seeds: list[int]) -> list[list[Completion]]:
         return rollouts.sample_now(0, asked, seeds, args.samples_per_prompt, args.temperature)

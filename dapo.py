@@ -204,8 +204,8 @@ def draw_groups(
         num_drawn = len(is_unequal_B)
         kept = is_unequal_B.nonzero().flatten().tolist()[: args.prompts_per_step]
     if not kept:
-        what = f"no group has unequal rewards after --max_draws {args.max_draws}"
-        raise distributed.RunError(f"step {step + 1}: {what}")
+        problem = f"no group has unequal rewards after --max_draws {args.max_draws}"
+        raise distributed.RunError(f"step {step + 1}: {problem}")
     named_rewards = {
         name: torch.cat([named_PG[name] for named_PG in named_rewards]) for name in named_rewards[0]
     }

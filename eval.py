@@ -302,8 +302,8 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
     Collective."""
     counts = [len(lines[0]["completions"]) for lines in outputs]
     if len(set(counts)) > 1:
-        what = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
-        raise ValueError(f"--against {args.against} has {what}")
+        difference = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
+        raise ValueError(f"--against {args.against} has {difference}")
     if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     folders = task.folders
@@ -354,8 +354,8 @@ def main(args: Args) -> None:
     # ---- one model, or every checkpoint of a folder ----
     models = checkpoint_curve.results_folders(args.model, folder)
     if args.completions is not None and models[0][0] != folder:
-        what = f"are of one model, --model {args.model} has {len(models)}"
-        raise ValueError(f"--completions {args.completions} {what}")
+        problem = f"are of one model, --model {args.model} has {len(models)}"
+        raise ValueError(f"--completions {args.completions} {problem}")
     task = load_task(args, resolve_model(models[-1][1]), device)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 

@@ -280,16 +280,16 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
             for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none")):
                 value = getattr(self, flag)
                 if value not in fits.split(" or "):
-                    what = f"--loss {self.loss} treats completions as a whole"
-                    raise ValueError(f"--{flag} {value}: {what}; use {fits}")
+                    reason = f"--loss {self.loss} treats completions as a whole"
+                    raise ValueError(f"--{flag} {value}: {reason}; use {fits}")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp", "unbiased_kl"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
         """Yield warnings about flags with unexpected effects."""
         if self.beta and self.kl_estimator == "k1":
-            what = "the expected gradient of this KL term is zero; it does not constrain the policy"
-            yield f"--kl_estimator k1: {what}"
+            problem = "the expected gradient of this KL term is zero"
+            yield f"--kl_estimator k1: {problem}; it does not constrain the policy"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 

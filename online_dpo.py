@@ -173,8 +173,8 @@ class Args(PreferenceArgs, OnlineArgs):
     def __post_init__(self) -> None:
         sorting = OVER_BATCH & set(self.loss)
         if sorting:
-            what = f"--loss {min(sorting)} compares all pairs of a batch"
-            raise ValueError(f"{what}; use it with dpo.py")
+            problem = f"--loss {min(sorting)} compares all pairs of a batch"
+            raise ValueError(f"{problem}; use it with dpo.py")
 
 
 def main(args: Args) -> None:
