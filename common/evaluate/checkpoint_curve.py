@@ -13,7 +13,7 @@ from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
 
 # optional parts of results.json
-BESIDE = ("reward_model", "reward_model_against", "win_rate", "perplexity")
+OPTIONAL_RESULTS = ("reward_model", "reward_model_against", "win_rate", "perplexity")
 
 
 def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
@@ -29,7 +29,7 @@ def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
     return [(folder / name, str(root / name)) for name in reversed(names)] or [(folder, model)]
 
 
-def still_there(model: str) -> bool:
+def still_exists(model: str) -> bool:
     """Return whether a checkpoint still exists: a run in progress deletes old ones. Collective."""
     exists = all(distributed.gather_objects(Path(model).is_dir()))
     if not exists:
@@ -43,7 +43,9 @@ def draw(folder: Path, ks: Sequence[int]) -> None:
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
         results = json.loads(file.read_text())
-        values = results["overall"] | {name: results[name] for name in BESIDE if name in results}
+        values = results["overall"] | {
+            name: results[name] for name in OPTIONAL_RESULTS if name in results
+        }
         values |= {f"rewards/{name}/mean": value for name, value in values.pop("rewards").items()}
         for name in ("pass", "majority"):
             at_k = values.pop(f"{name}_at_k")

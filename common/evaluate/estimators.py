@@ -71,14 +71,16 @@ def mean_and_interval(
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
-def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Return, per prompt, the number of our completions that have a higher score than theirs with
-    the same index, and the number of compared pairs. A tie is half a win; pairs with a missing
-    score (None) are excluded."""
+def wins(
+    scores: list[list[float]], scores_against: list[list[float]]
+) -> tuple[list[float], list[float]]:
+    """Return, per prompt, the number of completions whose score is higher than the score against
+    them with the same index, and the number of compared pairs. A tie is half a win; pairs with a
+    missing score (None) are excluded."""
     points = []
     counts = []
-    for our_scores, their_scores in zip(ours, theirs, strict=True):
-        pairs = [pair for pair in zip(our_scores, their_scores, strict=True) if None not in pair]
-        points.append(sum((our > their) + 0.5 * (our == their) for our, their in pairs))
+    for group, group_against in zip(scores, scores_against, strict=True):
+        pairs = [pair for pair in zip(group, group_against, strict=True) if None not in pair]
+        points.append(sum((a > b) + 0.5 * (a == b) for a, b in pairs))
         counts.append(len(pairs))
     return points, counts
