@@ -125,8 +125,8 @@ def sample_offline(
     lines = read_completions("--output_dir", file, prompts, tokenizer, own=True, to_train_on=True)
     stored = len(lines[0]["completions"]) if lines else args.samples_per_prompt
     if stored != args.samples_per_prompt:
-        what = f"{stored} completions of a prompt"
-        raise ValueError(f"{file}: {what}, --samples_per_prompt is {args.samples_per_prompt}")
+        problem = f"{stored} completions of a prompt"
+        raise ValueError(f"{file}: {problem}, --samples_per_prompt is {args.samples_per_prompt}")
 
     def generate(asked: Prompts, seeds: list[int]) -> list[list[Completion]]:
         return rollouts.sample_now(0, asked, seeds, args.samples_per_prompt, args.temperature)
@@ -212,7 +212,7 @@ def main(args: Args) -> None:
             positions = list(rollouts.positions)  # of this rank's prompts among those of all ranks
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         is_own_rollout = step == 0 or not args.offline  # stored ones are the starting model's
         if is_own_rollout and run.checks_engine(step):
             require_rollout_agreement(policy, groups, step, args)
@@ -278,4 +278,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -129,8 +129,8 @@ def entropy_threshold(minibatches: list[list[PackedBatch]], fraction: float) -> 
     (arXiv:2506.01939). Collective."""
     if fraction == 1:
         return -math.inf
-    of_rank = torch.cat([mb.old_entropy_T[mb.loss_mask_T] for mb in chain(*minibatches)]).cpu()
-    entropies = torch.cat(distributed.gather_objects(of_rank)).sort(descending=True).values
+    on_rank = torch.cat([mb.old_entropy_T[mb.loss_mask_T] for mb in chain(*minibatches)]).cpu()
+    entropies = torch.cat(distributed.gather_objects(on_rank)).sort(descending=True).values
     # exact: 0.07 * 100 is above 7 in floats
     count = math.ceil(fractions.Fraction(str(fraction)) * len(entropies))
     return entropies[count - 1].item() if count else math.inf
@@ -187,25 +187,25 @@ def draw_groups(
         size = next_draw(len(kept), num_drawn, args)
         if size <= 0:
             break
-        fresh = rollouts.rollout(step, total_steps, meter, size)
-        if fresh is None:
+        new_groups = rollouts.rollout(step, total_steps, meter, size)
+        if new_groups is None:
             return None
         with meter.time("reward"):
-            scores_PG, named_PG, _ = rewards(fresh, meter)
-        measure_groups(meter, fresh, scores_PG, named_PG, first=step == num_drawn == 0)
+            scores_PG, named_PG, _ = rewards(new_groups, meter)
+        measure_groups(meter, new_groups, scores_PG, named_PG, warn=step == num_drawn == 0)
         named_rewards.append(named_PG)
-        penalties_PG = truncation_penalties(fresh, args.missing_eos_penalty)
-        penalties_PG = penalties_PG + overlong_penalties(lengths(fresh), args)
+        penalties_PG = truncation_penalties(new_groups, args.missing_eos_penalty)
+        penalties_PG = penalties_PG + overlong_penalties(lengths(new_groups), args)
         scores_P2G = torch.stack([scores_PG, scores_PG + penalties_PG], dim=1)
         draws.append(distributed.gather_rows(scores_P2G, rollouts.positions))
-        groups |= zip((num_drawn + i for i in rollouts.positions), fresh, strict=True)
+        groups |= zip((num_drawn + i for i in rollouts.positions), new_groups, strict=True)
         scores_BG, rewards_BG = torch.cat(draws).unbind(1)
         is_unequal_B = unequal(scores_BG) | (args.max_draws == 0)
         num_drawn = len(is_unequal_B)
         kept = is_unequal_B.nonzero().flatten().tolist()[: args.prompts_per_step]
     if not kept:
-        what = f"no group has unequal rewards after --max_draws {args.max_draws}"
-        raise distributed.RunError(f"step {step + 1}: {what}")
+        problem = f"no group has unequal rewards after --max_draws {args.max_draws}"
+        raise distributed.RunError(f"step {step + 1}: {problem}")
     named_rewards = {
         name: torch.cat([named_PG[name] for named_PG in named_rewards]) for name in named_rewards[0]
     }
@@ -354,4 +354,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

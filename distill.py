@@ -168,20 +168,20 @@ class Args(CorrectionArgs, OnlineArgs):
         else:
             require_default(self, SAMPLED_FLAGS, "with --estimator full")
         if self.estimator == "sampled" and self.on_policy_fraction < 1:
-            what = "--estimator sampled is for the student's own samples"
-            raise ValueError(f"{what}; set --on_policy_fraction 1")
+            problem = "--estimator sampled is for the student's own samples"
+            raise ValueError(f"{problem}; set --on_policy_fraction 1")
         if self.reward_coef and (not self.reward or self.samples_per_prompt == 1):
-            what = f"--reward_coef {self.reward_coef}"
-            raise ValueError(f"{what} needs --reward and --samples_per_prompt above 1")
+            flag = f"--reward_coef {self.reward_coef}"
+            raise ValueError(f"{flag} needs --reward and --samples_per_prompt above 1")
         if not self.teacher_coef and not self.reward_coef:
-            what = "--teacher_coef 0 leaves nothing to learn from"
-            raise ValueError(f"{what}; set --reward_coef above 0")
+            problem = "--teacher_coef 0 leaves nothing to learn from"
+            raise ValueError(f"{problem}; set --reward_coef above 0")
         if not self.needs_engine:
             why = "with --on_policy_fraction 0 and without --reward"
             require_default(self, ("rollout_ranks",), why)
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
-            what = "--teacher_logprobs stored"
-            raise ValueError(f"{what} needs --on_policy_fraction 0 and --top_k above 0")
+            flag = "--teacher_logprobs stored"
+            raise ValueError(f"{flag} needs --on_policy_fraction 0 and --top_k above 0")
         if 0 < self.on_policy_fraction < 1 and self.own_prompts in (0, self.prompts_per_step):
             advice = "use --on_policy_fraction 0 or 1 for none or all"
             raise ValueError(f"{self._fraction} is {self.own_prompts}; {advice}")
@@ -214,9 +214,9 @@ class Args(CorrectionArgs, OnlineArgs):
             raise ValueError(f"--teacher: there is none; {advice}")
         shares = training_ranks * self.minibatches
         if self.own_prompts % shares:
-            what = f"the number of training ranks times --minibatches ({shares})"
+            divisor = f"the number of training ranks times --minibatches ({shares})"
             problem = f"{self._fraction} is {self.own_prompts}"
-            raise ValueError(f"{problem}; it must be a multiple of {what}")
+            raise ValueError(f"{problem}; it must be a multiple of {divisor}")
 
 
 def describe(
@@ -305,10 +305,10 @@ def main(args: Args) -> None:
     run.models.append(teacher)  # counts in speed/tflops
     run.message(*describe(args, prompts, held_out, held_samples, rollouts))
     meter = run.meter
-    rewarded = held_out if args.reward else []  # prompts whose completions have a reward
+    reward_prompts = held_out if args.reward else []  # prompts whose completions have a reward
     compare_with = divergence(args) if args.estimator == "full" else None
     if run.first_step == 0:
-        first = evaluate_prompts(rollouts, 0, rewarded, rewards)
+        first = evaluate_prompts(rollouts, 0, reward_prompts, rewards)
         run.log(0, first | evaluate(policy, teacher, held_samples, args, device))
 
     for step in run.steps():  # saves checkpoints between steps
@@ -322,7 +322,7 @@ def main(args: Args) -> None:
             require_known(chain(*groups), teacher)
             with meter.time("reward"):
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
-            measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+            measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
             penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
             advantages_PG = args.reward_coef * advantages(rewards_PG + penalties_PG)
             advantages_BG = distributed.gather_rows(advantages_PG, positions)
@@ -381,7 +381,7 @@ def main(args: Args) -> None:
         # ---- 4. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups, *from_data), lr=lr)
         if run.evaluates(step + 1):
-            metrics |= evaluate_prompts(rollouts, step + 1, rewarded, rewards)
+            metrics |= evaluate_prompts(rollouts, step + 1, reward_prompts, rewards)
             metrics |= evaluate(policy, teacher, held_samples, args, device)
         run.log(step + 1, metrics)
         if num_sampled:
@@ -395,4 +395,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -211,26 +211,28 @@ def gather_pairs(
     return batch_pairs, [slice(*bounds) for bounds in pairwise(ends)]
 
 
-def insert(pairs: Pairs, batch_pairs: Pairs | None, here: slice) -> Pairs:
-    """Return the pairs of all ranks, where `pairs`, which have gradients, replace those in the
-    slice `here`; without pairs of all ranks, return `pairs`."""
+def insert(pairs: Pairs, batch_pairs: Pairs | None, own_slice: slice) -> Pairs:
+    """Return the pairs of all ranks, where `pairs`, which have gradients, replace those in
+    `own_slice`; without pairs of all ranks, return `pairs`."""
     if batch_pairs is None:
         return pairs
     columns = zip(batch_pairs.tensors(), pairs.tensors(), strict=True)
-    return Pairs(*(torch.cat([x_B[: here.start], x_N, x_B[here.stop :]]) for x_B, x_N in columns))
+    before = slice(own_slice.start)
+    after = slice(own_slice.stop, None)
+    return Pairs(*(torch.cat([x_B[before], x_N, x_B[after]]) for x_B, x_N in columns))
 
 
 def forward(
-    policy: Policy, mb: PackedBatch, ref_logps_B2: Tensor, batch_pairs: Pairs | None, here: slice,
-    args: Args, meter: Meter, prefix: str = "",
+    policy: Policy, mb: PackedBatch, ref_logps_B2: Tensor, batch_pairs: Pairs | None,
+    own_slice: slice, args: Args, meter: Meter, prefix: str = "",
 ) -> Tensor:  # fmt: skip
     """Return the loss of a micro-batch, summed over its pairs; log it with implicit rewards and
-    log-probs. `batch_pairs` and `here`: see `gather_pairs`."""
+    log-probs. `batch_pairs` and `own_slice`: see `gather_pairs`."""
     # collision: log of the sum of squared probabilities, for --wpo
     logprobs_T, entropy_T, _, collision_T = policy(mb)
     pairs = make_pairs(mb, logprobs_T, collision_T, ref_logps_B2, args.wpo)
-    loss_B, terms = loss(insert(pairs, batch_pairs, here), args)
-    loss_N = loss_B[here]  # of the pairs of this micro-batch
+    loss_B, terms = loss(insert(pairs, batch_pairs, own_slice), args)
+    loss_N = loss_B[own_slice]  # of the pairs of this micro-batch
     total = loss_B.sum()
     if batch_pairs is not None:
         # Sorting gives these pairs a gradient in the terms of other pairs too. So the gradient is
@@ -257,7 +259,7 @@ def forward(
         "logps/rejected": pairs.rejected_logps,
     }
     if len(terms) > 1 or args.sft_weight:
-        logged |= {f"loss/{name}": term_B[here] for name, term_B in terms.items()}
+        logged |= {f"loss/{name}": term_B[own_slice] for name, term_B in terms.items()}
     if args.sft_weight:
         logged["loss/sft"] = nll_N
     if args.wpo:
@@ -278,8 +280,8 @@ def evaluate(
     micro_batches = pack_groups(share, args.pack_tokens, device, args.share_prefix)
     ref_logps_B2 = reference_logps(reference, micro_batches, stored_logps[indices])
     batch_pairs, slices = gather_pairs(policy, micro_batches, ref_logps_B2, args)
-    for mb, here in zip(micro_batches, slices, strict=True):
-        forward(policy, mb, ref_logps_B2, batch_pairs, here, args, meter, "eval_")
+    for mb, own_slice in zip(micro_batches, slices, strict=True):
+        forward(policy, mb, ref_logps_B2, batch_pairs, own_slice, args, meter, "eval_")
     return meter
 
 
@@ -339,8 +341,8 @@ def main(args: Args) -> None:
         # ---- 2. update: one optimizer step; the loss is a mean over the pairs of all ranks ----
         with meter.time("train"):
             batch_loss = torch.zeros((), device=device)
-            for mb, here in zip(micro_batches, slices, strict=True):
-                pairs_loss = forward(policy, mb, ref_logps_B2, batch_pairs, here, args, meter)
+            for mb, own_slice in zip(micro_batches, slices, strict=True):
+                pairs_loss = forward(policy, mb, ref_logps_B2, batch_pairs, own_slice, args, meter)
                 mb_loss = pairs_loss / args.batch_size
                 # FSDP averages gradients over ranks; undo that.
                 (mb_loss * world_size).backward()
@@ -371,4 +373,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

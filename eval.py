@@ -198,9 +198,8 @@ def print_results(args: Args, results: dict) -> None:
 
     title = f"{results['model']} on {overall['prompts']} prompts of {results['dataset']}"
     table = Table("", "", "95%", title=Text(visible(title)))
-    lines = shown(overall) | {
-        name: (results[name], 1.0) for name in checkpoint_curve.BESIDE if results.get(name)
-    }
+    optional = checkpoint_curve.OPTIONAL_RESULTS
+    lines = shown(overall) | {name: (results[name], 1.0) for name in optional if results.get(name)}
     for name, (x, scale) in lines.items():
         unit = " %" if scale == 100 else ""
         table.add_row(
@@ -303,8 +302,8 @@ def all_results(args: Args, task: Task, model: str, outputs: list[list[dict]]) -
     Collective."""
     counts = [len(lines[0]["completions"]) for lines in outputs]
     if len(set(counts)) > 1:
-        what = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
-        raise ValueError(f"--against {args.against} has {what}")
+        difference = f"{counts[1]} completions of a prompt, there are {counts[0]} here"
+        raise ValueError(f"--against {args.against} has {difference}")
     if args.completions is not None and max(args.ks, default=0) > counts[0]:
         raise ValueError(f"--ks {max(args.ks)}: there are {counts[0]} completions of a prompt")
     folders = task.folders
@@ -355,8 +354,8 @@ def main(args: Args) -> None:
     # ---- one model, or every checkpoint of a folder ----
     models = checkpoint_curve.results_folders(args.model, folder)
     if args.completions is not None and models[0][0] != folder:
-        what = f"are of one model, --model {args.model} has {len(models)}"
-        raise ValueError(f"--completions {args.completions} {what}")
+        problem = f"are of one model, --model {args.model} has {len(models)}"
+        raise ValueError(f"--completions {args.completions} {problem}")
     task = load_task(args, resolve_model(models[-1][1]), device)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
@@ -366,7 +365,7 @@ def main(args: Args) -> None:
     other_lines = []
     other_file = folder / OTHER_FILES.replace("*", re.sub(r"\W+", "_", args.against or ""))
     for target, model in models:
-        if target != folder and not checkpoint_curve.still_there(model):
+        if target != folder and not checkpoint_curve.still_exists(model):
             continue
         target.mkdir(exist_ok=True)
         path = resolve_model(model)
@@ -396,4 +395,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

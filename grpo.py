@@ -280,16 +280,16 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
             for flag, fits in (("reduction", "sequence"), ("correction", "sequence or none")):
                 value = getattr(self, flag)
                 if value not in fits.split(" or "):
-                    what = f"--loss {self.loss} treats completions as a whole"
-                    raise ValueError(f"--{flag} {value}: {what}; use {fits}")
+                    reason = f"--loss {self.loss} treats completions as a whole"
+                    raise ValueError(f"--{flag} {value}: {reason}; use {fits}")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_estimator", "kl_clamp", "unbiased_kl"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
         """Yield warnings about flags with unexpected effects."""
         if self.beta and self.kl_estimator == "k1":
-            what = "the expected gradient of this KL term is zero; it does not constrain the policy"
-            yield f"--kl_estimator k1: {what}"
+            problem = "the expected gradient of this KL term is zero"
+            yield f"--kl_estimator k1: {problem}; it does not constrain the policy"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
@@ -338,7 +338,7 @@ def main(args: Args) -> None:
         # ---- 2. rewards: wait for the last ones; advantages: from the rewards of all ranks ----
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         penalties_PG = truncation_penalties(groups, args.missing_eos_penalty)
         total_BG = distributed.gather_rows(rewards_PG + penalties_PG, positions)
         each_PKG = torch.stack([*named_rewards.values(), penalties_PG], dim=1)  # K rewards
@@ -397,4 +397,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

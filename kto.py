@@ -157,8 +157,8 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
     def group(i: int) -> list[Sample]:
         sample = completion(i)
         later = (completion(j % count) for j in range(i + 1, i + count))
-        of_other_prompts = (x for x in later if x.prompt_ids != sample.prompt_ids)
-        other = next(of_other_prompts, None)
+        candidates = (x for x in later if x.prompt_ids != sample.prompt_ids)
+        other = next(candidates, None)
         if other is None:
             why = "its baseline takes completions of other ones"
             raise ValueError(f"kto.py needs rows with different prompts: {why}")
@@ -350,4 +350,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -173,8 +173,8 @@ class Args(PreferenceArgs, OnlineArgs):
     def __post_init__(self) -> None:
         sorting = OVER_BATCH & set(self.loss)
         if sorting:
-            what = f"--loss {min(sorting)} compares all pairs of a batch"
-            raise ValueError(f"{what}; use it with dpo.py")
+            problem = f"--loss {min(sorting)} compares all pairs of a batch"
+            raise ValueError(f"{problem}; use it with dpo.py")
 
 
 def main(args: Args) -> None:
@@ -222,7 +222,7 @@ def main(args: Args) -> None:
         # ---- 2. rewards: wait for the last ones; the pair of each group ----
         with meter.time("reward"):
             scores_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, scores_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         rewards_PG = scores_PG + truncation_penalties(groups, args.missing_eos_penalty)
         measure_pairs(meter, rewards_PG)
         signs_PG = preferences(rewards_PG)
@@ -277,4 +277,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -316,7 +316,7 @@ def main(args: Args) -> None:
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
             rewards_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, rewards_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         shaped_PG = shape_rewards(
             rewards_PG, reward_scale=args.reward_scale, reward_clip=args.reward_clip
         )
@@ -397,4 +397,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -174,16 +174,16 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
         if self.loss == "reinforce":
             require_default(self, ("clip_low", "clip_high"), "with --loss reinforce")
         if self.samples_per_prompt < 2 and self.advantage != "reinforce++":
-            what = f"--advantage {self.advantage} compares completions"
-            raise ValueError(f"{what}; set --samples_per_prompt above 1")
+            problem = f"--advantage {self.advantage} compares completions"
+            raise ValueError(f"{problem}; set --samples_per_prompt above 1")
         if not (self.beta or self.log_kl):
             require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
 
     def cautions(self) -> Iterator[str]:
         """Yield lines about flags whose effect may surprise."""
         if self.beta and self.kl_in == "loss" and self.kl_estimator == "k1":
-            what = "the expected gradient of this KL term is zero; it does not constrain the policy"
-            yield f"--kl_estimator k1: {what}"
+            problem = "the expected gradient of this KL term is zero"
+            yield f"--kl_estimator k1: {problem}; it does not constrain the policy"
         if self.loss == "reinforce" and self.updates_per_rollout > 1:
             yield "--loss reinforce: the gradient is biased after the first update of a rollout"
 
@@ -235,7 +235,7 @@ def main(args: Args) -> None:
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
             scores_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, scores_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
@@ -308,4 +308,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

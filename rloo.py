@@ -145,7 +145,7 @@ def main(args: Args) -> None:
         # ---- 2. scores: wait for the last; pack: completions move to the ranks that train ----
         with meter.time("reward"):
             scores_PG, named_rewards, _ = rewards(groups, meter)
-        measure_groups(meter, groups, scores_PG, named_rewards, first=step == 0)
+        measure_groups(meter, groups, scores_PG, named_rewards, warn=step == 0)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
@@ -219,4 +219,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

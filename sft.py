@@ -109,8 +109,8 @@ def encode_rows(
         length = len(sample.ids)
         if length > args.max_length:
             if args.overlong == "error" and args.on_bad_row == "error":
-                what = f"{row['_source']}: {length} tokens exceed --max_length {args.max_length}"
-                raise ValueError(f"{what}; set --overlong drop or truncate")
+                problem = f"{length} tokens exceed --max_length {args.max_length}"
+                raise ValueError(f"{row['_source']}: {problem}; set --overlong drop or truncate")
             if args.overlong != "truncate":
                 counts["dropped as too long"] += 1
                 continue
@@ -228,4 +228,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     main(parse(Args))
-    distributed.leave()
+    distributed.end_process()

@@ -115,7 +115,7 @@ def main() -> None:
     if options.child:
         load.LARGE = 2**62 if options.in_memory else 0
         start(options.child)
-        distributed.leave()
+        distributed.end_process()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         few, many = (Path(folder) / f"{name}.jsonl" for name in ("few", "many"))
         write_rows(few, options.in_memory_rows)

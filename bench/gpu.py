@@ -290,7 +290,7 @@ def measure(flags) -> None:
         rows = globals()[flags.only](flags, device, dtype)
     distributed.cleanup()
     print(json.dumps(rows), flush=True)
-    distributed.leave()
+    distributed.end_process()
 
 
 # ---- all parts ----

@@ -129,7 +129,7 @@ def work(script: str, config: str, first: str, last: str, exact: str | None = No
     ReplayRun.first, ReplayRun.last, ReplayRun.exact = int(first), int(last), exact
     vars(module).update(Run=ReplayRun)
     module.main(parse(module.Args, ["--config", config]))
-    distributed.leave()
+    distributed.end_process()
 
 
 # ---- the run that is replayed ----

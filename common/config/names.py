@@ -63,11 +63,11 @@ ELSEWHERE = dict(
 )
 
 
-def name_here(name: str, known: Sequence[str]) -> str | None:
+def flag_for(name: str, known: Sequence[str]) -> str | None:
     """Return the one of `known` that has the name elsewhere; underscores do not count."""
     plain = name.replace("_", "")
-    found = (ours for ours, names in ELSEWHERE.items() if plain in names.replace("_", "").split())
-    return next((ours for ours in found if ours in known), None)
+    flags = (flag for flag, names in ELSEWHERE.items() if plain in names.replace("_", "").split())
+    return next((flag for flag in flags if flag in known), None)
 
 
 def hint(name: str, known: Sequence[str]) -> str:
@@ -80,7 +80,7 @@ def hint(name: str, known: Sequence[str]) -> str:
         if declaration.search(path.read_text(encoding="utf-8"))
     ]
     text = f": it is a flag of {', '.join(scripts)}" if scripts else ""
-    here = name_here(name, known)
-    if here:
-        text += f"; here it is --{here}"
+    flag = flag_for(name, known)
+    if flag:
+        text += f"; here it is --{flag}"
     return text or similar(name, known, "--")

@@ -28,24 +28,24 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
     """Read the command line (and `--config FILE.yaml`) into `args_class`. On bad input print one
     line and exit with code 2."""
     try:
-        given = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
-        path = given.pop("config", None)
+        given_flags = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
+        path = given_flags.pop("config", None)
         if path is not None:
-            given = read_yaml(args_class, path) | given
-        require_not_moved(args_class, given)
-        preset = args_class.PRESETS.get(str(given.get("preset")), {})
-        reason, adapted = adapted_defaults(args_class, preset | given)
-        args = valid(args_class, adapted | preset | given)
+            given_flags = read_yaml(args_class, path) | given_flags
+        require_not_moved(args_class, given_flags)
+        preset = args_class.PRESETS.get(str(given_flags.get("preset")), {})
+        reason, adapted = adapted_defaults(args_class, preset | given_flags)
+        args = valid(args_class, adapted | preset | given_flags)
         for name, value in preset.items():
             if getattr(args, name) != value:
-                problem = f"contradicts --preset {given['preset']}, which sets {value}"
+                problem = f"contradicts --preset {given_flags['preset']}, which sets {value}"
                 raise ValueError(f"--{name} {getattr(args, name)} {problem}")
     except ValueError as error:
         distributed.fail(one_line(error), code=2)
     if adapted:
         flags = " ".join(f"--{name} {value}" for name, value in adapted.items())
         distributed.say(f"defaults for {reason}: {flags}")
-    if args.samples and args.max_new_tokens < 256 and "max_new_tokens" not in adapted | given:
+    if args.samples and args.max_new_tokens < 256 and "max_new_tokens" not in adapted | given_flags:
         distributed.say(f"--max_new_tokens {args.max_new_tokens}: half of {args.pack_flags}")
     return args
 
@@ -130,10 +130,10 @@ def read_yaml(args_class: type, path: str) -> dict[str, Any]:
     return flags
 
 
-def require_not_moved(args_class: type[BaseArgs], given: dict[str, Any]) -> None:
+def require_not_moved(args_class: type[BaseArgs], given_flags: dict[str, Any]) -> None:
     """Raise `ValueError` for a value that is a script of its own."""
     for flag, commands in args_class.MOVED.items():
-        for value in map(str, as_tuple(given.get(flag)) or ()):
+        for value in map(str, as_tuple(given_flags.get(flag)) or ()):
             if value in commands:
                 raise ValueError(f"--{flag} {value} is another script; run {commands[value]}")
 
@@ -158,31 +158,31 @@ def is_valid(args_class: type[BaseArgs], values: dict[str, Any]) -> bool:
 
 
 def adapted_defaults(
-    args_class: type[BaseArgs], given: dict[str, Any]
+    args_class: type[BaseArgs], given_flags: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Return the defaults that depend on the `given` flags, without those that are given or would
+    """Return the defaults that depend on `given_flags`, without those that are given or would
     contradict them, and their reason: the built-in models and task, or LoRA, which needs a higher
     learning rate (docs/lora.md)."""
     fields = args_class.__dataclass_fields__
-    model = str(given.get("model", fields["model"].default))
+    model = str(given_flags.get("model", fields["model"].default))
     defaults: dict[str, Any] = {}
     reason = ""
     if model in BUILT_IN_MODELS or trained_from(model) in BUILT_IN_MODELS:
         reason = "the built-in model"
         defaults = args_class.TINY_DEFAULTS
-        dataset = as_tuple(given.get("dataset", "arithmetic")) or ()
+        dataset = as_tuple(given_flags.get("dataset", "arithmetic")) or ()
         if model in BUILT_IN_MODELS and tuple(dataset) == ("arithmetic",):
             reason += " and task"
         else:
             defaults = {name: value for name, value in defaults.items() if name.endswith("lr")}
-    elif "lora_rank" in fields and str(given.get("lora_rank", 0)) != "0":
+    elif "lora_rank" in fields and str(given_flags.get("lora_rank", 0)) != "0":
         reason = "LoRA"
         defaults = dict(lr=float(f"{10 * fields['lr'].default:g}"))
-    defaults = {name: value for name, value in defaults.items() if name not in given}
+    defaults = {name: value for name, value in defaults.items() if name not in given_flags}
     for count in range(4):
         for left_out in combinations(defaults, count):
             kept = {name: value for name, value in defaults.items() if name not in left_out}
-            if is_valid(args_class, kept | given):
+            if is_valid(args_class, kept | given_flags):
                 return reason, kept
     return reason, defaults
 

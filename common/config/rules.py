@@ -13,8 +13,8 @@ def require_default(args: Any, flags: Sequence[str], why: str) -> None:
     for flag in flags:
         value = getattr(args, flag)
         if value != type(args).__dataclass_fields__[flag].default:
-            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"--{flag} {given} has no effect {why}")
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"--{flag} {text} has no effect {why}")
 
 
 def require_effect(args: Any, flag: str, table: Mapping[str, Sequence[str]]) -> None:

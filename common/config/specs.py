@@ -29,17 +29,17 @@ def weights_of(datasets: Sequence[str]) -> dict[str, float | None]:
     Raises `ValueError` for an invalid weight, for weights of some data sets only, and for a
     repeated data set."""
     out: dict[str, float | None] = {}
-    for given in datasets:
-        dataset, _, end = given.rpartition(":")
+    for spec in datasets:
+        dataset, _, end = spec.rpartition(":")
         try:
             weight = float(end) if dataset else None
         except ValueError:  # the colon belongs to the name
             weight = None
-        dataset = given if weight is None else dataset
+        dataset = spec if weight is None else dataset
         if weight is not None and not 0 < weight <= MAX_FLOAT:
-            raise ValueError(f"--dataset {given}: the weight must be greater than 0")
+            raise ValueError(f"--dataset {spec}: the weight must be greater than 0")
         if dataset in out:
-            raise ValueError(f"--dataset {given}: {dataset} is given twice")
+            raise ValueError(f"--dataset {spec}: {dataset} is given twice")
         out[dataset] = weight
     if len(out) > 1 and len({weight is None for weight in out.values()}) > 1:
         names = " ".join(datasets)
@@ -59,15 +59,14 @@ def eval_sets_of(datasets: Sequence[str]) -> dict[str, str | None]:
     Raises `ValueError` for a repeated data set or name, and for a name without a data set.
     """
     out: dict[str, str | None] = {}
-    for given in datasets:
-        name, equals, dataset = given.partition("=")
-        name, dataset = (name, dataset) if equals and "/" not in name else (None, given)
+    for spec in datasets:
+        name, equals, dataset = spec.partition("=")
+        name, dataset = (name, dataset) if equals and "/" not in name else (None, spec)
         if name == "" or not dataset:
-            raise ValueError(f"--eval_dataset {given}: expected name=dataset")
-        for twice in {dataset} & out.keys() | {name or dataset} & {
-            own or other for other, own in out.items()
-        }:
-            raise ValueError(f"--eval_dataset {given}: {twice} is given twice")
+            raise ValueError(f"--eval_dataset {spec}: expected name=dataset")
+        earlier_names = {set_name or set_dataset for set_dataset, set_name in out.items()}
+        for twice in {dataset} & out.keys() | {name or dataset} & earlier_names:
+            raise ValueError(f"--eval_dataset {spec}: {twice} is given twice")
         out[dataset] = name
     if not out:
         raise ValueError("--eval_dataset needs at least one value")

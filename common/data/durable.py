@@ -111,17 +111,15 @@ def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Return the fingerprints of files in a folder, read in parallel."""
     names = list(names)
     with ThreadPoolExecutor() as pool:
-        return dict(
-            zip(names, pool.map(lambda name: fingerprint(folder / name), names), strict=True)
-        )
+        values = pool.map(fingerprint, [folder / name for name in names])
+    return dict(zip(names, values, strict=True))
 
 
 def write_checksums(folder: Path) -> None:
     """Write the fingerprints of a folder's files, except `UNCHECKED`, beside them."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    write_json(
-        folder / CHECKSUMS, fingerprints(folder, [name for name in names if name not in UNCHECKED])
-    )
+    checked = [name for name in names if name not in UNCHECKED]
+    write_json(folder / CHECKSUMS, fingerprints(folder, checked))
 
 
 def changed_file(folder: Path) -> str | None:
@@ -133,5 +131,5 @@ def changed_file(folder: Path) -> str | None:
         written = read_json(folder / CHECKSUMS)
     except ValueError:
         return CHECKSUMS
-    found = fingerprints(folder, [name for name in written if (folder / name).is_file()])
-    return next((name for name in written if found.get(name) != written[name]), None)
+    now = fingerprints(folder, [name for name in written if (folder / name).is_file()])
+    return next((name for name in written if now.get(name) != written[name]), None)

@@ -12,12 +12,8 @@ from common.metrics.curves import draw_curves
 from common.model.checkpoint_files import checkpoints_in
 from common.parallel import distributed
 
-BESIDE = (
-    "reward_model",
-    "reward_model_against",
-    "win_rate",
-    "perplexity",
-)  # optional parts of results.json
+# optional parts of results.json
+OPTIONAL_RESULTS = ("reward_model", "reward_model_against", "win_rate", "perplexity")
 
 
 def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
@@ -25,20 +21,20 @@ def results_folders(model: str, folder: Path) -> list[tuple[Path, str]]:
     checkpoint, the oldest first; other models give (`folder`, `model`). Collective. Raises
     `ValueError` for a folder without checkpoints."""
     root = Path(model).expanduser()
-    found = distributed.gather_objects([path.name for path in checkpoints_in(root)])[0]
+    names = distributed.gather_objects([path.name for path in checkpoints_in(root)])[0]
     if (root / "config.json").exists():
         return [(folder, model)]
-    if root.is_dir() and root.name == "checkpoints" and not found:
+    if root.is_dir() and root.name == "checkpoints" and not names:
         raise ValueError(f"--model {model}: no checkpoints in this folder")
-    return [(folder / name, str(root / name)) for name in reversed(found)] or [(folder, model)]
+    return [(folder / name, str(root / name)) for name in reversed(names)] or [(folder, model)]
 
 
-def still_there(model: str) -> bool:
+def still_exists(model: str) -> bool:
     """Return whether a checkpoint still exists: a run in progress deletes old ones. Collective."""
-    there = all(distributed.gather_objects(Path(model).is_dir()))
-    if not there:
+    exists = all(distributed.gather_objects(Path(model).is_dir()))
+    if not exists:
         distributed.say(f"{model}: deleted by its run; skipped")
-    return there
+    return exists
 
 
 def draw(folder: Path, ks: Sequence[int]) -> None:
@@ -47,7 +43,9 @@ def draw(folder: Path, ks: Sequence[int]) -> None:
     lines = []
     for file in sorted(folder.glob("step_*/results.json")):
         results = json.loads(file.read_text())
-        values = results["overall"] | {name: results[name] for name in BESIDE if name in results}
+        values = results["overall"] | {
+            name: results[name] for name in OPTIONAL_RESULTS if name in results
+        }
         values |= {f"rewards/{name}/mean": value for name, value in values.pop("rewards").items()}
         for name in ("pass", "majority"):
             at_k = values.pop(f"{name}_at_k")

@@ -42,7 +42,8 @@ def majority_at_k(
         is_right = {None: False}
         leader = None
         for k, i in enumerate(rng.permutation(len(answers))):
-            if (answer := answers[i]) is not None:
+            answer = answers[i]
+            if answer is not None:
                 votes[answer] += 1
                 is_right.setdefault(answer, right[i])
                 if votes[answer] > votes[leader]:
@@ -70,12 +71,16 @@ def mean_and_interval(
     return dict(mean=float(totals.sum() / counts.sum()), low=float(low), high=float(high))
 
 
-def wins(ours: list[list[float]], theirs: list[list[float]]) -> tuple[list[float], list[float]]:
-    """Return, per prompt, the number of our completions that have a higher score than theirs with
-    the same index, and the number of compared pairs. A tie is half a win; pairs with a missing
-    score (None) are excluded."""
-    prompts = list(zip(ours, theirs, strict=True))
-    pairs = [[(a, b) for a, b in zip(*both, strict=True) if None not in (a, b)] for both in prompts]
-    return [sum((a > b) + 0.5 * (a == b) for a, b in group) for group in pairs], [
-        len(group) for group in pairs
-    ]
+def wins(
+    scores: list[list[float]], scores_against: list[list[float]]
+) -> tuple[list[float], list[float]]:
+    """Return, per prompt, the number of completions whose score is higher than the score against
+    them with the same index, and the number of compared pairs. A tie is half a win; pairs with a
+    missing score (None) are excluded."""
+    points = []
+    counts = []
+    for group, group_against in zip(scores, scores_against, strict=True):
+        pairs = [pair for pair in zip(group, group_against, strict=True) if None not in pair]
+        points.append(sum((a > b) + 0.5 * (a == b) for a, b in pairs))
+        counts.append(len(pairs))
+    return points, counts

@@ -22,13 +22,13 @@ def evaluate_prompts(
         return {}
     meter = Meter()
     groups = rollouts.sample_now(step, held_out, [0] * len(held_out), n=1, temperature=0.0)
-    rewards_PG, parts, numbers = rewards(groups, Meter())
-    first_PG = rewards.first(parts)
+    rewards_PG, named_rewards, numbers = rewards(groups, Meter())
+    first_PG = rewards.first(named_rewards)
     means = {
         "eval/solved": first_PG.ge(1).double().masked_fill(first_PG.isnan(), math.nan),
         "eval/reward": rewards_PG,
     }
-    means |= {f"eval/rewards/{name}/mean": part_PG for name, part_PG in parts.items()}
+    means |= {f"eval/rewards/{name}/mean": named_PG for name, named_PG in named_rewards.items()}
     means |= {f"eval/rewards/{name}": number_PG for name, number_PG in numbers.items()}
     for i, (sample,) in enumerate(groups):
         ends = ["", f"/{sample.row['_dataset']}"] if "_dataset" in sample.row else [""]

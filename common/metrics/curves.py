@@ -4,7 +4,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 
@@ -15,8 +15,8 @@ def read_metrics(path: Path) -> list[dict]:
 def distinct(values: dict[str, list]) -> list[str]:
     """Return the names whose values do not equal those of an earlier name. NaN equals NaN."""
     first: dict[str, str] = {}
-    for name, of_name in values.items():
-        first.setdefault(str(of_name), name)
+    for name, column in values.items():
+        first.setdefault(str(column), name)
     return list(first.values())
 
 
@@ -31,15 +31,14 @@ def draw_curves(
     import matplotlib.pyplot as plt
 
     records = [read_metrics(path) for path in runs]
-    found = list(dict.fromkeys(key for lines in records for line in lines for key in line))
-    matching = [key for name in names for key in fnmatch.filter(found, name)]
+    keys = list(dict.fromkeys(key for lines in records for line in lines for key in line))
+    matching = [key for name in names for key in fnmatch.filter(keys, name)]
     names = distinct(
         {key: [[line.get(key) for line in lines] for lines in records] for key in matching}
     )
     if not names:
         return
     held_out = [name for name in names if name.startswith("eval")]
-    keys = set().union(*chain(*records))
     ends = [
         {key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/")}
         for name in held_out
@@ -56,7 +55,7 @@ def draw_curves(
         axis.remove()
     for axis, name in zip(axes.flat, names, strict=False):
         drawn = [(lines, name, label) for lines, label in zip_longest(records, labels)]
-        drawn += [(records[0], f"{name}/{of_set}", of_set) for of_set in sets if name in held_out]
+        drawn += [(records[0], f"{name}/{label}", label) for label in sets if name in held_out]
         for lines, key, label in drawn:
             points = [(line["step"], line[key]) for line in lines if key in line]
             marker = "." if len(points) < 30 else ""

@@ -159,13 +159,11 @@ class RunLogger:
     ) -> None:
         """Write the groups of all ranks to samples.jsonl, in the order of their positions in the
         step, and print a few as a table. Collective."""
-        rewards = rewards_PG.tolist()
-        advantages = advantages_PG.tolist()
+        columns = (groups, rewards_PG.tolist(), advantages_PG.tolist())
         lines_at = {}  # by position
-        for position, *of_group in zip(positions, groups, rewards, advantages, strict=True):
-            lines_at[position] = [
-                _line(step, *of_sample) for of_sample in zip(*of_group, strict=True)
-            ]
+        for position, group, rewards_G, advantages_G in zip(positions, *columns, strict=True):
+            samples = zip(group, rewards_G, advantages_G, strict=True)
+            lines_at[position] = [_line(step, *sample) for sample in samples]
         lines_at = distributed.gather_dict(lines_at)
         if not self.active:
             return

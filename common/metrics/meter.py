@@ -139,10 +139,10 @@ def evaluate_sets(samples: Sequence, evaluate: Callable[[list[int]], Meter]) -> 
     for i, row in enumerate(samples.rows):
         sets[row.get("_dataset")].append(i)
     for name, indices in sets.items():
-        of_set = evaluate(indices)
-        meter.add(of_set)
+        set_meter = evaluate(indices)
+        meter.add(set_meter)
         if name is not None:
-            meter.add(of_set, f"/{name}")
+            meter.add(set_meter, f"/{name}")
     return meter.reduce()
 
 
@@ -173,11 +173,11 @@ def _now() -> float:
 def _on_the_host(values: list[Tensor | float]) -> list[float]:
     """Convert tensors to numbers, with one synchronisation per device."""
     numbers = list(values)
-    of_device = defaultdict(list)
+    indices_by_device = defaultdict(list)
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
-            of_device[value.device].append(i)
-    for indices in of_device.values():
+            indices_by_device[value.device].append(i)
+    for indices in indices_by_device.values():
         stacked = torch.stack([values[i].detach().double() for i in indices])
         for i, number in zip(indices, stacked.tolist(), strict=True):
             numbers[i] = number

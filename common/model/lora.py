@@ -165,12 +165,12 @@ class StartingModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args, **kwargs):
-        now = [x.clone() for x in self._local()]
+        current = [x.clone() for x in self._local()]
         self._set(self.start)
         try:
             return self.policy[0](*args, **kwargs)
         finally:
-            self._set(now)
+            self._set(current)
 
     def _set(self, values: list[Tensor]) -> None:
         for x, value in zip(self._local(), values, strict=True):

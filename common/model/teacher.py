@@ -105,7 +105,9 @@ class StoredTeacher:
                 if columns_MX is not None:
                     _save(files[i], columns_MX, args.top_k)
             distributed.barrier()
-        self.parts = [_read(file, count) for file, count in zip(files, counts, strict=True)]
+        self.columns_of_files = [
+            _read(file, count) for file, count in zip(files, counts, strict=True)
+        ]
 
     @torch.no_grad()
     def _scored(
@@ -146,12 +148,16 @@ class StoredTeacher:
         """Return the teacher's distributions for a student's `distill`."""
         last = self.starts[-1] - 1
         places_t = mb.model_tokens.stored_at_T.clamp(max=last).cpu()  # masked tokens: any place
-        part_t = torch.bucketize(places_t, torch.tensor(self.starts), right=True) - 1
-        columns = [column.new_empty(len(places_t), *column.shape[1:]) for column in self.parts[0]]
-        for part in part_t.unique().tolist():
-            here = part_t == part
-            for column, stored in zip(columns, self.parts[part], strict=True):
-                column[here] = stored[places_t[here] - self.starts[part]]
+        file_number_t = torch.bucketize(places_t, torch.tensor(self.starts), right=True) - 1
+        columns = [
+            column.new_empty(len(places_t), *column.shape[1:])
+            for column in self.columns_of_files[0]
+        ]
+        for number in file_number_t.unique().tolist():
+            is_in_file_t = file_number_t == number
+            rows = places_t[is_in_file_t] - self.starts[number]
+            for column, stored in zip(columns, self.columns_of_files[number], strict=True):
+                column[is_in_file_t] = stored[rows]
         logprobs_tS, tokens_tK, target_t, entropy_t = (column.to(self.device) for column in columns)
         return TopK(logprobs_tS, tokens_tK.long(), target_t, entropy_t, self.vocabulary)
 
@@ -192,8 +198,8 @@ def _read(file: Path, count: int) -> list[Tensor]:
     try:
         if durable.read_json(file.with_suffix(".json"))["fingerprint"] != durable.fingerprint(file):
             raise ValueError("it was changed after it was written")
-        found = load_file(file)
-        columns = [found[name] for name in ("logprobs", "tokens", "target", "entropy")]
+        tensors = load_file(file)
+        columns = [tensors[name] for name in ("logprobs", "tokens", "target", "entropy")]
         if any(len(x) != count for x in columns):
             raise ValueError("another number of tokens")
     except (OSError, SafetensorError, ValueError, KeyError) as error:

@@ -1,8 +1,8 @@
 """Process group, seeds, reductions, ends and failures, alike for one process and for many nodes.
 
-Every script calls `setup()` first, `cleanup()` at the end of its `main`, and `leave()` after it. In
-between a rank may fail at any point: the first rank that fails reports why in one line, and no rank
-waits for it (see `_report_and_exit`).
+Every script calls `setup()` first, `cleanup()` at the end of its `main`, and `end_process()` after
+it. In between a rank may fail at any point: the first rank that fails reports why in one line, and
+no rank waits for it (see `_report_and_exit`).
 
 `--rollout_ranks` divides the launch into two roles, training ranks and rollout ranks. Each role has
 its own process group, so that everything here and in the libraries spans the ranks of one role;
@@ -221,7 +221,7 @@ def gather_rows(x_P: Tensor, positions: Sequence[int]) -> Tensor:
     """Return the rows [P, ...] of all ranks, sorted by their positions: [B, ...]. Results computed
     from them do not depend on the number of ranks. A rank may have no rows. Collective."""
     ranks = gather_objects((list(positions), x_P))
-    gathered_positions = list(chain.from_iterable(of_rank for of_rank, _ in ranks))
+    gathered_positions = list(chain.from_iterable(rank_positions for rank_positions, _ in ranks))
     rows = torch.cat([x for _, x in ranks if len(x)])
     return rows[torch.tensor(gathered_positions).argsort()]
 
@@ -250,7 +250,7 @@ def cleanup() -> None:
         dist.destroy_process_group()
 
 
-def leave() -> None:
+def end_process() -> None:
     """End this process with exit code 0, as the last line of a script, after its threads and exit
     hooks. Return if another program, such as a profiler or pytest, runs the script: it ends the
     process after its own work.
@@ -262,10 +262,10 @@ def leave() -> None:
     if all(name == "__main__" or name.startswith("common.") for name in callers):
         threading._shutdown()  # joins the threads that are no daemons, as Python does
         atexit._run_exitfuncs()
-        _end_process(0)
+        _exit_without_finalizing(0)
 
 
-def _end_process(code: int) -> NoReturn:
+def _exit_without_finalizing(code: int) -> NoReturn:
     """End this process without finalizing the interpreter. As in Python, the code is 120 if output
     is lost."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed before Python started
@@ -333,4 +333,4 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace) -> 
     except BaseException:
         traceback.print_exc()
     finally:  # whatever happens here: other ranks may wait for the end of this one
-        _end_process(code)
+        _exit_without_finalizing(code)

@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, count
 from queue import PriorityQueue
 from typing import NamedTuple
@@ -49,9 +49,10 @@ class BegunGroup:
     which is unique because the group holds the sample."""
 
     samples: Group
-    function_results: Future
-    """{name: results of the samples} of all rewards but reward models"""
-    model_results: dict[str, list[Result]] | None = None
+    results: dict[str, list[Result]] = field(default_factory=dict)
+    """results of the samples by reward, as far as they are computed"""
+    functions_done: Future = field(default_factory=Future)
+    """done when all rewards but those of reward models are computed"""
 
 
 class Rewards:
@@ -102,7 +103,7 @@ class Rewards:
         """Start computing the rewards that need no other rank, those of a smaller `order` first,
         and return at once. The results are kept until `self` is called with these groups. From any
         thread; not collective."""
-        begun = [BegunGroup(group, Future()) for group in groups]
+        begun = list(map(BegunGroup, groups))
         for group in begun:
             assert id(group.samples[0]) not in self.begun, "begun twice"
             self.begun[id(group.samples[0])] = group
@@ -113,15 +114,8 @@ class Rewards:
         and keep the results until `self` is called with them. Collective; a rank may have no
         groups."""
         begun = [self.begun[id(group[0])] for group in groups]
-        new = [group for group in begun if group.model_results is None]
-        results = {
-            name: iter(scorer.score([group.samples for group in new]))
-            for name, scorer in self.collective.items()
-        }
-        for group in new:
-            group.model_results = {
-                name: [next(of_model) for _ in group.samples] for name, of_model in results.items()
-            }
+        new = [group for group in begun if not self.collective.keys() <= group.results.keys()]
+        _score(new, self.collective)
 
     def __call__(self, groups: list[Group], meter: Meter) -> Scored:
         """Return the rewards of the groups. In the sum, rewards that do not apply count nothing; a
@@ -134,12 +128,13 @@ class Rewards:
         self.ask_models(groups)  # while the thread computes the others
         begun = [self.begun.pop(id(group[0])) for group in groups]
         assert [group.samples for group in begun] == list(groups), "begun as other groups"
-        returned = [group.function_results.result() | group.model_results for group in begun]
+        for group in begun:
+            group.functions_done.result()  # waits
         shape = (len(groups), len(groups[0]) if groups else 1)
         results: dict[str, list[Result]] = {}
         numbers: dict[str, Tensor] = {}
         for name in self.scorers:
-            pairs = [read(result) for result in chain(*(group[name] for group in returned))]
+            pairs = [read(result) for result in chain(*(group.results[name] for group in begun))]
             results[name] = [result for result, _ in pairs]
             for key in dict.fromkeys(chain(*(beside for _, beside in pairs))):
                 for _, beside in pairs:
@@ -207,20 +202,22 @@ def _score_in_order(
                     pool.close()
                 return
             taken += begun
-        _score(taken, functions)
+        try:
+            _score(taken, functions)
+            for group in taken:
+                group.functions_done.set_result(None)
+        except BaseException as error:  # a bug: raised where the rewards are needed
+            for group in taken:
+                group.functions_done.set_exception(error)
 
 
-def _score(begun: list[BegunGroup], functions: dict[str, Scorer]) -> None:
+def _score(begun: list[BegunGroup], scorers: dict[str, Scorer]) -> None:
+    """Compute these rewards of the groups, and keep the results with each group."""
     groups = [group.samples for group in begun]
-    try:
-        results = {name: iter(scorer.score(groups)) for name, scorer in functions.items()}
+    for name, scorer in scorers.items():
+        results = iter(scorer.score(groups))
         for group in begun:
-            group.function_results.set_result(
-                {name: [next(each) for _ in group.samples] for name, each in results.items()}
-            )
-    except BaseException as error:  # a bug: raised where the rewards are needed
-        for group in begun:
-            group.function_results.set_exception(error)
+            group.results[name] = [next(results) for _ in group.samples]
 
 
 def read(result: Result) -> tuple[Result, dict[str, float]]:

@@ -31,14 +31,14 @@ def require_agreement(
     limit = args.max_logprob_difference or (
         1e-3 if compute_dtype(args, device) == torch.float32 else 0.5
     )
-    mine = [torch.zeros(0)]
+    on_rank = [torch.zeros(0)]
     for mb in chain(*minibatches):
         if mb.num_samples:
             assert mb.versions_T is not None, "samples without the version of their weights"
             fresh_T = mb.loss_mask_T & (mb.versions_T == step)
-            mine.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
+            on_rank.append((mb.old_logprobs_T - mb.rollout_logprobs_T)[fresh_T].abs().cpu())
     differences = (
-        torch.cat(distributed.gather_objects(torch.cat(mine)))
+        torch.cat(distributed.gather_objects(torch.cat(on_rank)))
         .nan_to_num(nan=torch.inf)
         .sort()
         .values
@@ -48,10 +48,10 @@ def require_agreement(
     mean = differences.mean().item()
     high = differences[math.ceil(0.999 * count) - 1].item()
     if high > limit or mean > limit / 10:
-        found = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g}"
-        found += f" (--max_logprob_difference {limit:g})"
+        values = f"mean {mean:.2g} nats, 99.9th percentile {high:.2g}"
+        flag = f"--max_logprob_difference {limit:g}"
         raise distributed.RunError(
-            f"engine and trainer log-probs differ: {found}; see docs/troubleshooting.md"
+            f"engine and trainer log-probs differ: {values} ({flag}); see docs/troubleshooting.md"
         )
 
 

@@ -80,7 +80,7 @@ LINE = TypeAdapter(StoredLine)
 
 def own_share(count: int) -> range:
     """Return which of `count` prompts belong to this rank."""
-    return range(torch.distributed.get_rank(), count, torch.distributed.get_world_size())
+    return distributed.share_of(range(count))
 
 
 # ---- sampling ----
@@ -130,9 +130,8 @@ def sample_completions(
     Every prompt has a seed of its own, so samples depend neither on the number of ranks nor on
     stops."""
     lines = list(lines)
-    if distributed.is_main() and len(lines) < len(
-        prompts
-    ):  # removes a line that a kill has truncated
+    if distributed.is_main() and len(lines) < len(prompts):
+        # removes a line that a kill has truncated
         durable.write_text(file, "".join(map(_as_text, lines)))
     while len(lines) < len(prompts) and not distributed.stop_requested():
         start = len(lines)
@@ -168,9 +167,8 @@ def greedy_and_sampled(
     groups: list[Group] = [[] for _ in own]
     for samples, temp in ((int(greedy), 0.0), (samples_per_prompt, temperature)):
         if samples:
-            new = episodes.generate(
-                [PromptRequest(i, *prompts[i], seeds[i], samples, temp) for i in own]
-            )
+            requests = [PromptRequest(i, *prompts[i], seeds[i], samples, temp) for i in own]
+            new = episodes.generate(requests)
             groups = [group + more for group, more in zip(groups, new, strict=True)]
     return groups
 
@@ -194,11 +192,8 @@ def require_same_architecture(path: str, other: str) -> None:
     """Raise `ValueError` unless the model in folder `other` fits into an engine that was made for
     that in `path`."""
     ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (path, other))
-    if {k for k in ours | theirs if ours.get(k) != theirs.get(k)} - {
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-    }:
+    keys = (ours | theirs).keys() - {"dtype", "torch_dtype", "transformers_version"}
+    if any(ours.get(key) != theirs.get(key) for key in keys):
         what = f"--against {other}: another architecture than --model"
         raise ValueError(f"{what}; evaluate it alone and pass its completions.jsonl")
 
@@ -208,10 +203,11 @@ def require_same_architecture(path: str, other: str) -> None:
 
 def _completion(stored: StoredCompletion, prompt: list[int], row: dict) -> Completion:
     mask = [False] * len(prompt) + [bool(sampled) for sampled in stored["sampled"]]
-    known = {
-        name: stored[name] for name in ("finish_reason", "text", "turns", "turn_rewards", "error")
-    }
-    return Completion(prompt + stored["ids"], mask, len(prompt), row, **known)
+    names = ("finish_reason", "text", "turns", "turn_rewards", "error")
+    fields = {name: stored[name] for name in names}
+    if "logprobs" in stored:
+        fields["rollout_logprobs"] = [0.0] * len(prompt) + stored["logprobs"]
+    return Completion(prompt + stored["ids"], mask, len(prompt), row, **fields)
 
 
 def _restore(lines: list[dict], prompts: Prompts, indices: Iterable[int]) -> list[Group]:
@@ -225,20 +221,17 @@ def samples_to_train_on(
 ) -> list[Group]:
     """Return all stored completions as a rollout returns them; `episodes`: with transcripts."""
     groups = _restore(lines, prompts, range(len(lines)))
-    for line, group in zip(lines, groups, strict=True):
-        for stored, completion in zip(line["completions"], group, strict=True):
-            completion.rollout_logprobs = [0.0] * completion.prompt_length + stored["logprobs"]
-            completion.versions = [0 if sampled else -1 for sampled in completion.loss_mask]
-            completion.transcript = tokenizer.decode(completion.completion_ids) if episodes else ""
+    for completion in chain(*groups):
+        completion.versions = [0 if sampled else -1 for sampled in completion.loss_mask]
+        completion.transcript = tokenizer.decode(completion.completion_ids) if episodes else ""
     return groups
 
 
 def reward_again(lines: list[dict], prompts: Prompts, rewards: Rewards) -> list[dict]:
     """Return the lines with the rewards of the present flags. Collective."""
     greedy = bool(lines[0]["completions"][0].get("greedy"))
-    return make_lines(
-        _restore(lines, prompts, own_share(len(lines))), prompts, rewards, greedy, to_train_on=False
-    )
+    groups = _restore(lines, prompts, own_share(len(lines)))
+    return make_lines(groups, prompts, rewards, greedy, to_train_on=False)
 
 
 def score_stored(
@@ -278,9 +271,9 @@ def read_completions(
         text = path.read_text(encoding="utf-8") if not own or path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: {distributed.first_line(error)}") from error
-    lines = (
-        text.split("\n")[:-1] if own else text.split("\n")
-    )  # a kill may have truncated the last one
+    lines = text.split("\n")
+    if own:
+        lines.pop()  # a kill may have truncated it
     lines = [line for line in lines if line.strip()]
     if not own and len(lines) != len(prompts):
         raise ValueError(f"{flag} {path}: {len(lines)} lines for {len(prompts)} rows of data")
@@ -328,23 +321,19 @@ def _whole(stored: StoredCompletion, required: set[str], tokenizer, own: bool) -
     """Return a completion with all fields but rewards and log-probs. The tokens of a text are those
     of the text and an EOS. Raises `ValueError` for a completion that is not valid or lacks
     `required` fields."""
-    if missing := sorted(required - stored.keys()):
-        raise ValueError(f"completion: {missing[0]} is missing")
+    for name in sorted(required - stored.keys()):
+        raise ValueError(f"completion: {name} is missing")
     if "ids" not in stored:
         ids = tokenizer(stored["text"], add_special_tokens=False)["input_ids"]
         stored = stored | dict(ids=[*ids, tokenizer.eos_token_id])
     defaults = dict(answer_at=0, finish_reason="stop", sampled=[1] * len(stored["ids"]))
     defaults |= dict(turns=1, turn_rewards=[], error="")
     stored = stored | {name: value for name, value in defaults.items() if name not in stored}
-    if any(
-        len(stored[name]) != len(stored["ids"])
-        for name in ("sampled", "logprobs")
-        if name in stored
-    ):
+    counts = {len(stored[name]) for name in ("ids", "sampled", "logprobs") if name in stored}
+    if len(counts) > 1:
         raise ValueError("completion: `ids`, `sampled` and `logprobs` must have the same length")
-    if not own and max(stored["ids"]) >= len(
-        tokenizer
-    ):  # a head may have more rows than the tokenizer has tokens
+    # a head may have more rows than the tokenizer has tokens
+    if not own and max(stored["ids"]) >= len(tokenizer):
         what = f"completion: `ids` must be below {len(tokenizer)}"
         raise ValueError(f"{what}, the size of the vocabulary")
     return stored

@@ -47,19 +47,19 @@ def measure_groups(
     meter: Meter,
     groups: list[Group],
     rewards_PG: Tensor,
-    parts: dict[str, Tensor],
-    first: bool = False,
+    named_rewards: dict[str, Tensor],
+    warn: bool = False,
 ) -> None:
-    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. For the
-    `first` rollout of a run, rank 0 prints warnings; then collective."""
-    if first:
+    """Measure rewards and lengths of this rank's groups; a reward of NaN is missing. If
+    `warn`, for the first rollout of a run, rank 0 prints warnings; then collective."""
+    if warn:
         finish_reasons = [[sample.finish_reason for sample in group] for group in groups]
         pairs = [
-            list(zip(*both, strict=True))
-            for both in zip(rewards_PG.tolist(), finish_reasons, strict=True)
+            list(zip(rewards_G, reasons_G, strict=True))
+            for rewards_G, reasons_G in zip(rewards_PG.tolist(), finish_reasons, strict=True)
         ]
         ranks = distributed.gather_objects(pairs)
-        for warning in warnings(list(chain(*ranks)), bool(parts)):
+        for warning in warnings(list(chain(*ranks)), bool(named_rewards)):
             distributed.say(f"warning: in the first rollout {warning}")
     valid_PG = ~rewards_PG.isnan()
     std_P = group_std(rewards_PG)[:, 0]
@@ -69,8 +69,8 @@ def measure_groups(
     for group, valid_G, rewards_G in zip(groups, valid_PG, rewards_PG, strict=True):
         if name := group[0].row.get("_dataset"):
             meter.mean(f"reward/{name}", rewards_G.nansum(), valid_G.sum())
-    for name, part_PG in parts.items():
-        meter.mean(f"rewards/{name}/mean", part_PG.nansum(), (~part_PG.isnan()).sum())
+    for name, named_PG in named_rewards.items():
+        meter.mean(f"rewards/{name}/mean", named_PG.nansum(), (~named_PG.isnan()).sum())
     for sample in chain(*groups):
         meter.mean("completions/mean_length", len(sample.completion_ids))
         meter.mean("completions/clipped_ratio", sample.finish_reason == "length")
@@ -78,30 +78,30 @@ def measure_groups(
             meter.mean("completions/mean_turns", sample.turns)
 
 
-def warnings(groups: list[list[tuple[float, str]]], rewarded: bool = True) -> list[str]:
+def warnings(groups: list[list[tuple[float, str]]], has_rewards: bool = True) -> list[str]:
     """Return the problems of a rollout with the flags that may solve them. `groups`: (reward or
-    NaN, finish_reason); `rewarded`: whether the run has rewards."""
+    NaN, finish_reason); `has_rewards`: whether the run has rewards."""
     reasons = [reason for group in groups for _, reason in group]
-    found = []
+    problems = []
     if (cut_off := reasons.count("length")) == len(reasons) > 0:
-        found.append(
+        problems.append(
             "no completion ended with an EOS: see --chat_template, --prompt_format and"
             " --max_new_tokens"
         )
     elif cut_off > len(reasons) / 2:
-        found.append(
+        problems.append(
             f"{cut_off} of {len(reasons)} completions were truncated: see --max_new_tokens"
         )
     rewards = [[reward for reward, _ in group if not math.isnan(reward)] for group in groups]
     equal = [len(set(group)) == 1 for group in rewards if len(group) > 1]
-    everything = list(chain(*rewards))
-    what = "see --reward, the answer format in the prompt, and --temperature"
-    if rewarded and reasons and not everything:
-        found.append(
+    all_rewards = list(chain(*rewards))
+    advice = "see --reward, the answer format in the prompt, and --temperature"
+    if has_rewards and reasons and not all_rewards:
+        problems.append(
             "no completion has a reward: does the function of --reward return a number for each?"
         )
-    elif len(everything) > 1 and len(set(everything)) == 1:
-        found.append(f"all {len(everything)} rewards are {everything[0]:g}: {what}")
+    elif len(all_rewards) > 1 and len(set(all_rewards)) == 1:
+        problems.append(f"all {len(all_rewards)} rewards are {all_rewards[0]:g}: {advice}")
     elif equal and sum(equal) >= 0.9 * len(equal):
-        found.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {what}")
-    return found
+        problems.append(f"in {sum(equal)} of {len(equal)} groups all rewards are equal: {advice}")
+    return problems

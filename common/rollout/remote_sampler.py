@@ -87,8 +87,8 @@ class RemoteSampler(Sampler):
             requests = [replace(request, row={}) for request in requests]
         for leader in self.leaders:
             ranks = range(leader, leader + self.args.tensor_parallel_size)
-            of_engine = [request for request in requests if generating_rank(request) in ranks]
-            self._send(leader, NewPrompts(of_engine))
+            engine_requests = [request for request in requests if generating_rank(request) in ranks]
+            self._send(leader, NewPrompts(engine_requests))
 
     def _send_weights(self, step: int, meter: Meter) -> None:
         for leader in self.leaders:

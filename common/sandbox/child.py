@@ -68,8 +68,8 @@ def encode(value: object, other: Callable = refuse, depth: int = 0) -> object:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, dict):
-        items = [[key, item] for key, item in dict.items(value)]
-        return {"dict": [[encode(x, other, depth + 1) for x in pair] for pair in items]}
+        pairs = list(dict.items(value))
+        return {"dict": [[encode(x, other, depth + 1) for x in pair] for pair in pairs]}
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             items = [encode(item, other, depth + 1) for item in kind.__iter__(value)]

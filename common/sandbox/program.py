@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from common.sandbox.child import CannotPass, decode, encode
@@ -55,29 +56,23 @@ def run_program(
     return Outcome(status, output[: child.limits.output_bytes].decode("utf-8", "replace"), seconds)
 
 
-class Program:
+class Program(AbstractContextManager):
     """A program whose functions can be called, with plain values (see `child.encode`). A context
     manager. Generators, ranges and views are returned as iterators, bytearrays as bytes.
 
     The source is run as a module, without the code under `if __name__ == "__main__":`. For one
-    thread, which must live as long. Raises what `run_program` does, and on entering `ProgramError`
-    if the source does not run."""
+    thread, which must live as long. Raises what `run_program` does, and `ProgramError` if the
+    source does not run."""
 
     def __init__(self, source: str, limits: Limits | None = None, unsafe: bool = False):
         require_confinement(unsafe)
-        self.source = source
-        self.limits = limits or Limits()
-        self.unsafe = unsafe
         self.dead: ProgramError | None = None
-
-    def __enter__(self) -> "Program":
-        self.child = Child("calls", self.source, self.limits, self.unsafe)
+        self.child = Child("calls", source, limits or Limits(), unsafe)
         try:
             self._value(self._answer())
         except BaseException:
             self.child.close()
             raise
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.child.close()
@@ -119,7 +114,7 @@ class Program:
             if not chunk:
                 raise ProgramError(died(self.child.wait()))
             line += chunk
-            if len(line) > self.limits.output_bytes:
+            if len(line) > self.child.limits.output_bytes:
                 raise ProgramError("output limit")
         return parse_answer(bytes(line))
 

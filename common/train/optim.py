@@ -45,18 +45,19 @@ class HostAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = {name: local(value) for name, value in self.state[parameter].items()}
-                here = {
+                device_state = {
                     name: value.to(parameter.device, non_blocking=True)
                     for name, value in state.items()
                 }
                 adamw_update(
-                    [local(parameter)], [local(parameter.grad)], [here["exp_avg"]],
-                    [here["exp_avg_sq"]], [], [here["step"]], fused=True, amsgrad=False,
-                    beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                    [local(parameter)], [local(parameter.grad)], [device_state["exp_avg"]],
+                    [device_state["exp_avg_sq"]], [], [device_state["step"]],
+                    fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+                    maximize=False,
                 )  # fmt: skip
                 for name, value in state.items():
-                    value.copy_(here[name])
+                    value.copy_(device_state[name])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -89,13 +90,13 @@ def optimizer_step(
     average_over_copies(model)
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).full_tensor().item()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        what = (
+        problem = (
             f"the loss is {float(loss)}"
             if not math.isfinite(loss)
             else f"the gradient norm is {grad_norm}"
         )
         raise distributed.RunError(
-            f"{what}: stopped before the optimizer step; earlier checkpoints are intact"
+            f"{problem}: stopped before the optimizer step; earlier checkpoints are intact"
         )
     for group in optimizer.param_groups:
         group["lr"] = lr

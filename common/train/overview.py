@@ -62,9 +62,11 @@ def describe_data(
 ) -> list[str]:
     """Return lines about the rows that were dropped or changed, the data and the length of a
     run."""
-    named = (("training", counts), ("held-out", eval_counts))
+    named_counts = (("training", counts), ("held-out", eval_counts))
     lines = [
-        f"{count} {name} rows {reason}" for name, found in named for reason, count in found.items()
+        f"{count} {name} rows {reason}"
+        for name, reasons in named_counts
+        for reason, count in reasons.items()
     ]
     lines.append(f"{data.num_rows} training rows, {len(held_out)} held out, {length(args, data)}")
     return lines + repetitions(args, data)
@@ -128,5 +130,5 @@ def dry_run(
     if problem:
         raise ValueError(f"--dry_run: {problem}")
     distributed.cleanup()
-    distributed.leave()
+    distributed.end_process()
     sys.exit(0)

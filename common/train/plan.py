@@ -89,10 +89,10 @@ def rewards_of_rows(
         answer = Completion(ids, [], row=prompt.row, text=text)
         groups.append([answer, Completion(prompt.ids, [], prompt.prompt_length, prompt.row)])
     for name, values_P2 in rewards(groups, Meter()).by_name.items():
-        of_answers, of_empty = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
-        answered = f"{of_answers} for column {column}, " if column else ""
+        answer_mean, empty_mean = (f"{mean:.3g}" for mean in values_P2.nanmean(0).tolist())
+        answered = f"{answer_mean} for column {column}, " if column else ""
         start = f"reward {name}, mean of {len(groups)} rows:"
-        yield f"{start} {answered}{of_empty} for empty completions"
+        yield f"{start} {answered}{empty_mean} for empty completions"
         if column and torch.equal(*values_P2.unbind(1)):
             yield f"warning: reward {name}: column {column} scores no better than empty completions"
 

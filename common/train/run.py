@@ -261,12 +261,12 @@ class Run:
 
     def show_samples(
         self, finished: int, groups: list[Group], positions: Sequence[int], rewards_PG: Tensor,
-        advantages_PG: Tensor, parts: dict[str, Tensor],
+        advantages_PG: Tensor, named_rewards: dict[str, Tensor],
     ) -> None:  # fmt: skip
         """Write all completions to samples.jsonl and print some, every `--log_every` steps.
-        `parts`: rewards by name, [P, G] each, for the trace. Collective."""
+        `named_rewards`: [P, G] each, for the trace. Collective."""
         if self.trace is not None:
-            numbers = dict(reward=rewards_PG, advantage=advantages_PG) | parts
+            numbers = dict(reward=rewards_PG, advantage=advantages_PG) | named_rewards
             self.trace.add_groups(groups, positions, numbers)
         if finished % self.args.log_every == 0 or finished == self.total_steps:
             self.logger.samples(finished, groups, positions, rewards_PG, advantages_PG)

@@ -149,11 +149,11 @@ def _claim(folder: Path, args: BaseArgs, owned: Sequence[str]) -> str | None:
     for unfinished in list(folder.glob("checkpoints/step_*.tmp")):
         shutil.rmtree(unfinished)
     durable.write_text(folder / "args.yaml", yaml.safe_dump(flags_of(args), sort_keys=False))
-    now = _code(args)
+    code = _code(args)
     if not _has_files(folder, *SAMPLED, "metrics.jsonl") or not (folder / "code.json").is_file():
-        durable.write_json(folder / "code.json", now)
+        durable.write_json(folder / "code.json", code)
     for file, fingerprint in durable.read_json(folder / "code.json").items():
-        if fingerprint != now.get(file):
+        if fingerprint != code.get(file):
             change = f"{file} has changed since the run in {folder} began"
             distributed.say(f"warning: {change}: it continues with the new code")
     return None
@@ -194,21 +194,27 @@ def _conflict(folder: Path, args: BaseArgs) -> str | None:
         return None
     label = f"--output_dir {folder}"
     try:
-        then = yaml.safe_load(file.read_text())
+        earlier_flags = yaml.safe_load(file.read_text())
     except (yaml.YAMLError, ValueError, RecursionError):
-        then = None
-    if not isinstance(then, dict):
+        earlier_flags = None
+    if not isinstance(earlier_flags, dict):
         return f"{label}: args.yaml is damaged; delete it to resume with the flags given now"
-    now = flags_of(args)
-    then = flags_of(type(args)()) | then  # newer flags had their defaults
-    for name, value in then.items():
-        if isinstance(value, str) and isinstance(now.get(name), list):
-            then[name] = [value]
-    free = may_change(args, then)
-    changed = [name for name in then if then[name] != now.get(name) and name not in free]
+    flags = flags_of(args)
+    earlier_flags = flags_of(type(args)()) | earlier_flags  # newer flags had their defaults
+    for name, value in earlier_flags.items():
+        if isinstance(value, str) and isinstance(flags.get(name), list):
+            earlier_flags[name] = [value]
+    free = may_change(args, earlier_flags)
+    changed = [
+        name
+        for name, value in earlier_flags.items()
+        if value != flags.get(name) and name not in free
+    ]
     if not changed:
         return None
-    changes = ", ".join(f"{name} was {then[name]}, is {now.get(name)}" for name in changed[:3])
+    changes = ", ".join(
+        f"{name} was {earlier_flags[name]}, is {flags.get(name)}" for name in changed[:3]
+    )
     if len(changed) > 3:
         changes += f" and {len(changed) - 3} more"
     advice = "name another --output_dir, or use --resume never to delete that run and start over"

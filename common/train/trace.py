@@ -61,12 +61,12 @@ class Forward:
         first sample."""
         total = 0.0
         if "share" in self.tokens:
-            here = slice(None) if n is None else slice(*self.mb.offsets[n : n + 2])
-            total += self.tokens["share"][here].double().sum().item()
+            token_slice = slice(None) if n is None else slice(*self.mb.offsets[n : n + 2])
+            total += self.tokens["share"][token_slice].double().sum().item()
         if "share" in self.rows:
             G = self.samples_per_row
-            here = slice(None) if n is None else slice(n // G, n // G + (n % G == 0))
-            total += self.rows["share"][here].double().sum().item()
+            row_slice = slice(None) if n is None else slice(n // G, n // G + (n % G == 0))
+            total += self.rows["share"][row_slice].double().sum().item()
         return total
 
 
@@ -302,18 +302,21 @@ def _numbers_of(forward: Forward, n: int, start: int, streams: list[str]) -> dic
     """Return the streams that all updates read, and those of this forward and its backward, of
     sample n from its id `start` on. `streams`: names of the script's own."""
     mb = forward.mb
-    here = slice(mb.offsets[n] + start - 1, mb.offsets[n + 1])  # streams are aligned with ids[1:]
+    # Streams are aligned with ids[1:].
+    token_slice = slice(mb.offsets[n] + start - 1, mb.offsets[n + 1])
     fixed_T = {name: getattr(mb, f"{name}_T") for name in (*FIXED, *streams)}
     tokens_T = forward.outputs | forward.tokens
     for name, x_T in forward.outputs.items():
         if x_T.retains_grad and x_T.grad is not None:
             # The scripts multiply by the number of ranks.
             tokens_T[f"{name}_gradient"] = x_T.grad / distributed.world_size()
-    update = {name: all_rounded(x_T[here]) for name, x_T in tokens_T.items()}
-    row, of_row = divmod(n, forward.samples_per_row)
-    if forward.rows and not of_row:  # values of a pair stand with its first sample
+    update = {name: all_rounded(x_T[token_slice]) for name, x_T in tokens_T.items()}
+    row, index_in_row = divmod(n, forward.samples_per_row)
+    if forward.rows and not index_in_row:  # values of a pair stand with its first sample
         update["row"] = {name: rounded(x_N[row].item()) for name, x_N in forward.rows.items()}
-    fixed = {name: all_rounded(x_T[here]) for name, x_T in fixed_T.items() if x_T is not None}
+    fixed = {
+        name: all_rounded(x_T[token_slice]) for name, x_T in fixed_T.items() if x_T is not None
+    }
     return dict(fixed=fixed, update=update)
 
 

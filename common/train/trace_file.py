@@ -12,14 +12,14 @@ SCHEMA = 1
 
 
 def choose(
-    values: dict[int, tuple[float, float]], count: int, given: Sequence[int] = ()
+    values: dict[int, tuple[float, float]], count: int, positions: Sequence[int] = ()
 ) -> dict[int, list[str]]:
-    """Return the positions of the `given` groups and of `count` groups, with the reasons: the
+    """Return `positions` and the positions of `count` further groups, with the reasons: the
     first, the last, the best and the most disputed; then others by dispute. `values`: how good and
     how disputed each group is."""
     if not values:
         return {}
-    unknown = set(given) - values.keys()
+    unknown = set(positions) - values.keys()
     if unknown:
         groups = f"groups {min(values)} to {max(values)}"
         raise ValueError(f"--trace_positions {min(unknown)}: this step has {groups}")
@@ -27,7 +27,7 @@ def choose(
     named = dict(
         first=min(values), last=max(values), best=max(values, key=lambda i: (values[i][0], -i))
     )
-    reasons = {i: ["given"] for i in given}
+    reasons = {i: ["given"] for i in positions}
     count += len(reasons)
     for reason, i in [*named.items(), ("disputed", by_dispute[0]), *(("", i) for i in by_dispute)]:
         if i in reasons or len(reasons) < count:
@@ -49,8 +49,8 @@ def read(path: Path) -> list[dict]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     if lines[0].get("schema") != SCHEMA:
-        what = f"schema {lines[0].get('schema')}, expected {SCHEMA}"
-        raise ValueError(f"{path}: {what}; read it with its own version")
+        problem = f"schema {lines[0].get('schema')}, expected {SCHEMA}"
+        raise ValueError(f"{path}: {problem}; read it with its own version")
     return lines
 
 

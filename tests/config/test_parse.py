@@ -22,7 +22,7 @@ import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Positive
 from common.config.groups import OnlineArgs, check_ranks, flags_of
-from common.config.names import ELSEWHERE, name_here
+from common.config.names import ELSEWHERE, flag_for
 from common.config.objectives import CorrectionArgs, RewardArgs
 from common.config.parse import adapted_defaults, is_valid, parse, valid
 
@@ -253,7 +253,7 @@ def test_names_of_other_libraries_are_flags_here_by_another_name():
     for script in ALGORITHMS:
         known = [field.name for field in dataclasses.fields(importlib.import_module(script).Args)]
         assert all(
-            name_here(name, known) in {None, *known} - {name}
+            flag_for(name, known) in {None, *known} - {name}
             for name in " ".join(ELSEWHERE.values()).split()
         )
 

@@ -240,7 +240,7 @@ atexit.register(print, "first hook")
 atexit.register(print, "second hook")
 threading.Timer(0.01, print, ["thread"]).start()
 print("end", end=" ")
-distributed.leave()
+distributed.end_process()
 """
 
 
@@ -256,9 +256,9 @@ def test_process_ends_well_while_a_thread_of_gloo_is_late(tmp_path):
 
 def test_program_that_runs_a_script_ends_the_process(tmp_path):
     """Here pytest, which has an exit code and a report."""
-    distributed.leave()
+    distributed.end_process()
     (tmp_path / "script.py").write_text(
-        "from common.parallel import distributed\ndistributed.leave()\nover = True\n"
+        "from common.parallel import distributed\ndistributed.end_process()\nover = True\n"
     )
     assert runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")["over"]
 
@@ -268,12 +268,12 @@ def test_lost_output_is_an_exit_code(alone):
     if (child := os.fork()) == 0:
         sys.stdout = open("/dev/full", "w")  # noqa: SIM115
         sys.stdout.write("lost")
-        distributed._end_process(0)
+        distributed._exit_without_finalizing(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 120
 
 
 def test_output_that_was_closed_before_the_start_is_no_failure(alone):
     if (child := os.fork()) == 0:
         sys.stdout = None
-        distributed._end_process(0)
+        distributed._exit_without_finalizing(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -100,7 +100,7 @@ def test_collecting_waits_only_for_the_given_groups(tmp_path):
     (tmp_path / "open0").touch()
     assert rewards([first], Meter())[0].tolist() == [[1]]
     until((tmp_path / "here1").exists)
-    assert not rewards.begun[id(second[0])].function_results.done()
+    assert not rewards.begun[id(second[0])].functions_done.done()
     (tmp_path / "open1").touch()
     assert rewards([second], Meter())[0].tolist() == [[2]]
 

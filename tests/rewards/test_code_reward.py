@@ -739,20 +739,23 @@ def test_honest_program_passes_the_tests_of_hostile_ones(kind):
     assert passes(program, KINDS[kind], LIMITS) == 1
 
 
-def test_program_receives_no_expected_value():
+def test_program_receives_no_expected_value(monkeypatch):
     """The process of the program receives only calls with their arguments."""
     seen = []
-    exchange = program.Program.exchange
 
-    def watch(program, request):
-        if "class Judge" not in program.source and "def judge(" not in program.source:
-            seen.append(json.dumps(request))
-        return exchange(program, request)
+    class Watched(program.Program):
+        def __init__(self, source, *rest):
+            self.is_judge = source == code_reward.JUDGE
+            super().__init__(source, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program.Program, "exchange", watch)
-        for kind in ("call", "asserts", "mbpp", "humaneval"):
-            passes("def f(x): return x + 2", KINDS[kind], LIMITS)
+        def exchange(self, request):
+            if not self.is_judge:
+                seen.append(json.dumps(request))
+            return super().exchange(request)
+
+    monkeypatch.setattr("common.rewards.code_reward.Program", Watched)
+    for kind in ("call", "asserts", "mbpp", "humaneval"):
+        passes("def f(x): return x + 2", KINDS[kind], LIMITS)
     assert seen and set(seen) == {json.dumps(dict(call="f", args=[5], kwargs={}))}
 
 

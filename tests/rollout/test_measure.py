@@ -118,10 +118,10 @@ def test_warning_covers_only_the_first_rollout_of_all_ranks_together(monkeypatch
     groups, zeros = [[completion(4), completion(2)]], torch.zeros(1, 2).double()
     measure.measure_groups(Meter(), groups, zeros, {})
     assert capsys.readouterr().out == ""
-    measure.measure_groups(Meter(), groups, zeros, {}, first=True)
+    measure.measure_groups(Meter(), groups, zeros, {}, warn=True)
     assert capsys.readouterr().out == f"warning: in the first rollout all 2 rewards are 0: {FORM}\n"
     monkeypatch.setattr(
         distributed, "gather_objects", lambda mine: [mine, [[(0.0, ENDED), (1.0, ENDED)]]]
     )
-    measure.measure_groups(Meter(), groups, zeros, {}, first=True)
+    measure.measure_groups(Meter(), groups, zeros, {}, warn=True)
     assert capsys.readouterr().out == ""

@@ -64,7 +64,7 @@ def test_missing_disk_or_descriptors_raise_a_runtime_error(monkeypatch):
     before, limits = open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "tempdir", "/nothing/like/this")
-        for run in (lambda: run_program("print(1)"), lambda: Program("x = 1").__enter__()):
+        for run in (lambda: run_program("print(1)"), lambda: Program("x = 1")):
             with pytest.raises(
                 RuntimeError, match="a program could not be started: .*nothing/like/this"
             ):
