@@ -143,6 +143,10 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | Non
 
 def _fill_template(template: str, columns: list[str], row: dict) -> str:
     place = f"{row['_source']}: --prompt_template"
+    if "lettered_options" in columns:
+        from common.rewards.choice import lettered_options
+
+        row = row | dict(lettered_options=lettered_options(row))
     for column in columns:
         if row.get(column) is None:
             raise ValueError(f"{place}: no column {column}")
