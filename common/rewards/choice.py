@@ -102,8 +102,8 @@ def index_of(answer: object, options: list[str], labels: object) -> int | None:
     names = labels[: len(options)] if isinstance(labels, list) else []
     if text in names:
         return names.index(text)
-    if type(answer) in (int, float) and text.isdigit() and int(text) < len(options):
-        return int(text)
+    if type(answer) in (int, float):
+        return int(text) if text.isdigit() and int(text) < len(options) else None
     return options.index(text) if options.count(text) == 1 else None
 
 
