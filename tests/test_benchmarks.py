@@ -38,6 +38,17 @@ BENCHMARKS = dict(
 )  # fmt: skip
 
 
+SHOTS = dict(mmlu=("dev", "all"), mmlu_pro=("validation", "default"))  # split, configuration
+README = """---
+configs:
+- config_name: {config}
+  data_files:
+  - {{split: test, path: rows.jsonl}}
+  - {{split: {split}, path: shots.jsonl}}
+---
+"""
+
+
 def write(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -54,8 +65,16 @@ def test_recipe_measures_rows_with_the_columns_of_its_data(name, main, tmp_path,
     flags = ["--config", ROOT / f"configs/eval_{name}.yaml", "--model", "tiny"]
     if name == "ifeval":
         rows.append(LANGUAGE)
-    flags += ["--dataset", write(tmp_path / "rows.jsonl", rows), "--max_new_tokens", 4]
-    flags += ["--pack_tokens", 1024, "--engine", "transformers", "--reward_workers", 1]
+    (tmp_path / "data").mkdir()
+    data = write(tmp_path / "data/rows.jsonl", rows)
+    if name in SHOTS:
+        split, config = SHOTS[name]
+        others = [row | changes | dict(question=f"shot {i}") for i in range(6)]
+        write(data.with_name("shots.jsonl"), [row | dict(question="mine")] * 5 + others)
+        data.with_name("README.md").write_text(README.format(split=split, config=config))
+        data = data.parent
+    flags += ["--dataset", data, "--max_new_tokens", 4, "--pack_tokens", 2048]
+    flags += ["--engine", "transformers", "--reward_workers", 1]
     file = write(tmp_path / "completions.jsonl", lines)
     main("eval", *flags, "--completions", file, "--output_dir", tmp_path / "file")
     found = json.loads((tmp_path / "file/results.json").read_text())
@@ -64,7 +83,9 @@ def test_recipe_measures_rows_with_the_columns_of_its_data(name, main, tmp_path,
     assert reward["mean"] == 0.5 and reward["low"] <= 0.5 <= reward["high"]
     solved = [domain["rewards"] for domain in found["domains"].values()]
     assert len(solved) == (2 if changes and "id" not in changes else 0)
-    assert ("language detector" in capsys.readouterr().out) == (name == "ifeval")
+    said = capsys.readouterr().out
+    assert ("language detector" in said) == (name == "ifeval")
+    assert said.count("Question: mine") == (5 if name in SHOTS else 0)  # of the subject
 
     samples = ["--samples_per_prompt", 1, "--output_dir", tmp_path / "sampled"]
     main("eval", *flags, *samples)
@@ -93,6 +114,6 @@ def test_bad_row_ends_the_run_in_one_line(row, problem, main, tmp_path):
     good = dict(question="?", choices=["1", "2"], answer=1)
     data = write(tmp_path / "rows.jsonl", [good, row])
     flags = ["--config", ROOT / "configs/eval_mmlu.yaml", "--model", "tiny", "--dataset", data]
-    flags += ["--max_new_tokens", 4, "--output_dir", tmp_path / "out"]
+    flags += ["--shots", 0, "--max_new_tokens", 4, "--output_dir", tmp_path / "out"]
     with pytest.raises(ValueError, match=rf"^rows.jsonl:2: .*{problem}.*\Z"):
         main("eval", *flags)

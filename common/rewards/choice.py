@@ -107,11 +107,12 @@ def index_of(answer: object, options: list[str], labels: object) -> int | None:
     return options.index(text) if options.count(text) == 1 else None
 
 
-def lettered_options(row: dict) -> str:
-    """Return the options of a row as lines `A. text`, for `{lettered_options}` in
-    `--prompt_template`."""
-    options, _ = options_of(row)
-    return "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False))
+def option_columns(row: dict) -> dict[str, str]:
+    """Return what a prompt shows of the options: `lettered_options`, lines such as `A. text`, and
+    `right_letter`, for solved examples."""
+    options, right = options_of(row)
+    lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False)]
+    return dict(lettered_options="\n".join(lines), right_letter=LETTERS[right])
 
 
 # ---- the option that a completion states ----

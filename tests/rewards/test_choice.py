@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from common.rewards.choice import LETTERS, choice, lettered_options, options_of, stated
+from common.rewards.choice import LETTERS, choice, option_columns, options_of, stated
 from common.rewards.registry import load_reward, require_usable_rows
 from common.rewards.thoughts import answer_of
 
@@ -171,8 +171,9 @@ def test_options_of_gpqa_have_an_order_of_their_own():
     assert options_of(GPQA) == (options, right)
     places = [options_of(GPQA | {"Incorrect Answer 1": str(i)})[1] for i in range(400)]
     assert all(70 < places.count(place) < 130 for place in range(4))
-    letter = LETTERS[right]
-    assert f"{letter}. right" in lettered_options(GPQA).split("\n")
+    columns = option_columns(GPQA)
+    letter = columns["right_letter"]
+    assert f"{letter}. right" in columns["lettered_options"].split("\n")
     assert choice(f"The answer is {letter}.", GPQA) == 1
 
 
