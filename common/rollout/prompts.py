@@ -1,7 +1,5 @@
 """Rows -> prompts as token ids, for the scripts that sample."""
 
-import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -135,46 +133,8 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | Non
         from common.rollout.multi_turn import prompt_maker_of_environment
 
         return prompt_maker_of_environment(args.environment)
-    if args.prompt_template is None:
-        return None
-    fill = template_filler("--prompt_template", args.prompt_template)
-    if not args.shots:
-        return lambda row: fill(dict(shots="") | row)
-    from common.rollout.shots import examples_maker
+    if args.prompt_template is not None:
+        from common.rollout.templates import template_maker
 
-    examples = examples_maker(args, template_filler("--shot_template", args.shot_template))
-    return lambda row: fill(row | dict(shots=examples(row)))
-
-
-def template_filler(flag: str, template: str) -> Callable[[dict], str]:
-    """Return the function that replaces columns in braces by a row's values. The columns may also
-    be `lettered_options` and `right_letter`, of a row with options."""
-    columns = template_columns(flag, template)
-
-    def fill(row: dict) -> str:
-        place = f"{row['_source']}: {flag}"
-        if not {"lettered_options", "right_letter"}.isdisjoint(columns):
-            from common.rewards.choice import option_columns
-
-            row = row | option_columns(row)
-        for column in columns:
-            if row.get(column) is None:
-                raise ValueError(f"{place}: no column {column}")
-        try:
-            return template.format_map(row)
-        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
-
-    return fill
-
-
-def template_columns(flag: str, template: str) -> list[str]:
-    """Return the columns named in braces. Raises `ValueError` if braces do not match or are
-    empty."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from error
-    if "" in fields:
-        raise ValueError(f"{flag}: {{}} names no column")
-    return [re.split(r"[.\[]", field)[0] for field in fields if field is not None]
+        return template_maker(args)
+    return None

@@ -163,7 +163,7 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
 
 
 def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
-    """As in lukaemon/bbh, where each task is a configuration."""
+    """In lukaemon/bbh, each task is a configuration."""
     tables_of = {
         name: datasets.Dataset.from_list([dict(input=f"{name}{i}", target="x") for i in range(2)])
         for name in ("dates", "snarks")
