@@ -17,15 +17,14 @@ class CompletionArgs:
     """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
     \\boxed{{}}.`; default: the column prompt, or question"""
     shots: NotNegative[int] = 0
-    """number of solved examples of a prompt, which replace {shots} in prompt_template: the first
-    rows of shots_split, other than the prompt's own"""
+    """number of solved examples, the first rows of shots_split, in place of {shots} in
+    prompt_template"""
     shots_split: str = "dev"
-    """split of the data that examples are taken from"""
+    """split of the data with the examples"""
     shots_by: str | None = None
-    """column in which the examples have the same value as the prompt, such as subject; default:
-    any examples"""
+    """column whose value examples share with the prompt, such as subject"""
     shot_template: str | None = None
-    """text of one example, with columns of the data in braces"""
+    """text of an example, with columns in braces"""
     overlong_prompts: Literal["error", "drop"] = "error"
     """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
     pack. error: end the run; drop: leave them out"""
