@@ -30,8 +30,8 @@ ANNOUNCED = re.compile(
     r"|\b(?:choose|chose|pick|select|(?:go|going|went) with)\b)\s*",
     re.IGNORECASE,
 )
-ADVERBS = re.compile(
-    r"(?:(?:therefore|thus|clearly|most|likely|probably|either|both|option|choice)\s+)*",
+FILLERS = re.compile(
+    r"(?:(?:therefore|thus|indeed|most|\w+ly|either|both|the|option|choice|letter|answer)\s+)*",
     re.IGNORECASE,
 )
 # What follows an option. An article is followed by a word: `The answer is A lot of work`.
@@ -44,7 +44,9 @@ SMALL_LETTER = re.compile(r"\(?([a-z])\)|([b-z])(?=\.?$)", re.MULTILINE)
 OR_ANOTHER = re.compile(r" ?(?:[,/&] ?(?:and |or )?|(?:and|or) )" + LETTER.pattern, re.MULTILINE)
 CALLED_RIGHT = re.compile(
     r"(?<![\w'])([A-Z])\)? (?:is|must be|would be) (?:the |therefore |thus |clearly |definitely )*"
-    r"(?:correct|right|best|answer)\b"
+    r"(?:correct|right|best|(?:correct |right |best )?(?:answer|option|choice))(?="
+    rf"{END.pattern})",
+    re.MULTILINE,
 )
 IN_BRACKETS = re.compile(r"\(([A-Z])\)|\b[Oo]ption ([A-Z])\b")
 LINE = re.compile(r"[^\n]*\S[^\n]*")
@@ -58,7 +60,7 @@ def options_of(row: dict) -> tuple[list[str], int]:
     """Return the options of a row in the order of their letters, and the index of the right one.
     Raises `ValueError` naming the row without 2 to 26 options, or if the answer is none of
     them."""
-    source = row["_source"]
+    source = row.get("_source")
     if all(row.get(column) is not None for column in GPQA_COLUMNS):
         return shuffled([str(row[column]).strip() for column in GPQA_COLUMNS])
     column = first_column(row, OPTION_COLUMNS)
@@ -145,8 +147,9 @@ def stated_option(completion: str, options: list[str]) -> int | None:
     if statements:
         letter = statements[max(statements)]
     else:
-        found = {one or other for one, other in IN_BRACKETS.findall(text[text.rfind("\n") + 1 :])}
-        letter = found.pop() if len(found) == 1 else ""
+        last_line = text[text.rfind("\n") + 1 :]
+        named = {one or other for one, other in IN_BRACKETS.findall(last_line)}
+        letter = named.pop() if len(named) == 1 else ""
     return letters.index(letter) if is_letter(letter) and letter in letters else None
 
 
@@ -169,7 +172,7 @@ def letter_at(text: str, position: int, texts: list[str]) -> str:
         end = position + len(texts[index])
         if texts[index] and text[position:end].lower() == texts[index] and END.match(text, end):
             return LETTERS[index]
-    position = ADVERBS.match(text, position).end()
+    position = FILLERS.match(text, position).end()
     match = LETTER.match(text, position) or SMALL_LETTER.match(text, position)
     if match is None:
         return ""
@@ -213,10 +216,10 @@ def stated(completion: str, row: dict) -> float:
     start = announced[-1].end() if announced else text.rfind("\n") + 1
     line = text[start:].split("\n")[0]
     if line.startswith("{"):  # not up to the matching brace: the answer may be `} ]`
-        line = line[1 : line.rfind("}")]
-    letter = LETTER.match(line)
-    stated_answers = (bare(line), f"({letter[1]})".lower() if letter else "")
-    return float(any(bare(answer) in stated_answers for answer in gold_answers(row)))
+        line = line[1:].rpartition("}")[0]
+    rest = line[FILLERS.match(line).end() :]
+    forms = (bare(line), bare(rest), f"({letter_at(rest, 0, [])})".lower())
+    return float(any(bare(answer) in forms for answer in gold_answers(row)))
 
 
 def bare(text: str) -> str:
