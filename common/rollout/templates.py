@@ -68,7 +68,8 @@ def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:
     fill = template_filler("--shot_template", args.shot_template)
     examples = defaultdict(list)
     datasets = list(weights_of(args.dataset))  # without weights
-    rows = rows_of_split("--dataset", datasets, "--shots_split", args.shots_split, args)
+    advice = "--shots_split, or set --shots 0"
+    rows = rows_of_split("--dataset", datasets, advice, args.shots_split, args)
     for example in rows:
         examples[value_of(example, args.shots_by)].append(example)
 

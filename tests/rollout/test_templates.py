@@ -46,7 +46,7 @@ def test_a_row_is_no_example_of_itself(tmp_path):
     [
         (dict(prompt_template="{question}"), "--shots 2 needs {shots} in --prompt_template"),
         (dict(shot_template=None), "--shots 2 needs --shot_template"),
-        (dict(shots_split="absent"), "has no split 'absent': see --shots_split"),
+        (dict(shots_split="absent"), "has no split 'absent': see --shots_split, or set --shots 0"),
         (dict(shot_template="{level}"), "dev.jsonl:1: --shot_template: no column level"),
         (dict(shot_template="{"), "--shot_template: "),
         (dict(shots=9), "test.jsonl:1: --shots 9: --shots_split dev has 8 other rows"),
