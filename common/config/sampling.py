@@ -16,6 +16,15 @@ class CompletionArgs:
     prompt_template: str | None = None
     """text of the prompt with columns of the data in braces, e.g. `{problem} Put the answer in
     \\boxed{{}}.`; default: the column prompt, or question"""
+    shots: NotNegative[int] = 0
+    """number of solved examples, the first rows of shots_split, in place of {shots} in
+    prompt_template"""
+    shots_split: str = "dev"
+    """split of the data with the examples"""
+    shots_by: str | None = None
+    """column whose value examples share with the prompt, such as subject"""
+    shot_template: str | None = None
+    """text of an example, with columns in braces"""
     overlong_prompts: Literal["error", "drop"] = "error"
     """treatment of prompts that leave no room for max_new_tokens in the model's context or in a
     pack. error: end the run; drop: leave them out"""
@@ -34,6 +43,14 @@ class CompletionArgs:
     environment_timeout: MayChange[Positive[float]] = 10.0
     """time limit in seconds for one answer of a user-defined environment; an episode that exceeds
     it has no reward"""
+
+    @model_validator(mode="after")
+    def _check_shots(self) -> Self:
+        if self.shots and "{shots}" not in (self.prompt_template or ""):
+            raise ValueError(f"--shots {self.shots} needs {{shots}} in --prompt_template")
+        if self.shots and self.shot_template is None:
+            raise ValueError(f"--shots {self.shots} needs --shot_template")
+        return self
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:

@@ -48,11 +48,13 @@ def _names_of_split(
     from datasets.data_files import FILES_TO_IGNORE, SPLIT_KEYWORDS
 
     files = [name for name in names if os.path.basename(name) not in FILES_TO_IGNORE]
-    split = next((str(known) for known, words in SPLIT_KEYWORDS.items() if split in words), split)
     splits = {}
     for name, patterns in _patterns(label, folder, files, config).items():
         matched = {file for pattern in patterns for file in _matches(pattern, files)}
         splits[name] = [file for file in files if file in matched]
+    if split not in splits:
+        keywords = SPLIT_KEYWORDS.items()
+        split = next((str(known) for known, words in keywords if split in words), split)
     chosen = splits.pop(split, [])
     for other, others in splits.items():
         shared = set(chosen) & set(others)

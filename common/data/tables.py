@@ -65,7 +65,9 @@ def hub_shards(
     label: str, dataset: str, split: str, config: str | None, streaming: bool
 ) -> list[Shard] | None:
     """Open a split of a hub dataset, None without the split. The default configuration is `main`
-    where several exist, as in openai/gsm8k."""
+    where several exist, as in openai/gsm8k; `*` is all of them, by name in the column `config`."""
+    if config == "*":
+        return _shards_of_all(label, dataset, split, streaming)
     try:
         table = _load(label, dataset, config, split=split, streaming=streaming)
     except ValueError as error:
@@ -74,6 +76,21 @@ def hub_shards(
             raise
         table = _load(label, dataset, "main", split=split, streaming=streaming)
     return _shards(label, f"{dataset}/{split}", table)
+
+
+def _shards_of_all(label: str, dataset: str, split: str, streaming: bool) -> list[Shard] | None:
+    """Open the split in all configurations of a hub dataset that have it."""
+    shards = []
+    for config in _load(label, dataset, function="get_dataset_config_names"):
+        table = _load(label, dataset, config, split=split, streaming=streaming)
+        for shard in _shards(label, f"{dataset}/{config}/{split}", table) or ():
+            shards.append(Shard(partial(_rows_with_config, config, shard), shard.files))
+    return shards or None
+
+
+def _rows_with_config(config: str, shard: Shard, bad: BadRows) -> Iterator[dict]:
+    for row in shard.read(bad):
+        yield row | dict(config=config)
 
 
 def quiet_datasets():
@@ -87,15 +104,15 @@ def quiet_datasets():
     return datasets
 
 
-def _load(label: str, *path: str | None, **options):
+def _load(label: str, *path: str | None, function: str = "load_dataset", **options):
     """Return a `datasets.Dataset`, or an `IterableDataset` with `streaming`; None without the
-    split."""
+    split. With another `function` of `datasets`, return its result."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     from pyarrow import ArrowException
 
     datasets = quiet_datasets()
     try:
-        return datasets.load_dataset(*path, **options)
+        return getattr(datasets, function)(*path, **options)
     except (OSError, HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         problem = "no such file or folder, and not found on the hub"
         raise ValueError(f"{label}: {problem} ({distributed.first_line(error)})") from error

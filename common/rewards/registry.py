@@ -13,6 +13,8 @@ from common.rewards.functions import REWARDS, Reward
 OTHERS = dict(
     countdown="puzzles:countdown",
     split="puzzles:split",
+    choice="choice:choice",
+    stated="choice:stated",
     ifeval="ifeval:ifeval",
     math="math_reward:math",
     code="code_reward:passes",

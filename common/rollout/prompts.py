@@ -1,7 +1,5 @@
 """Rows -> prompts as token ids, for the scripts that sample."""
 
-import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -136,29 +134,7 @@ def prompt_maker(args: SamplingArgs) -> Callable[[dict], str | list[dict]] | Non
 
         return prompt_maker_of_environment(args.environment)
     if args.prompt_template is not None:
-        columns = template_columns(args.prompt_template)
-        return lambda row: _fill_template(args.prompt_template, columns, row)
+        from common.rollout.templates import template_maker
+
+        return template_maker(args)
     return None
-
-
-def _fill_template(template: str, columns: list[str], row: dict) -> str:
-    place = f"{row['_source']}: --prompt_template"
-    for column in columns:
-        if row.get(column) is None:
-            raise ValueError(f"{place}: no column {column}")
-    try:
-        return template.format_map(row)
-    except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise ValueError(f"{place}: {distributed.first_line(error)}") from error
-
-
-def template_columns(template: str) -> list[str]:
-    """Return the columns named in braces. Raises `ValueError` if braces do not match or are
-    empty."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
-    except ValueError as error:
-        raise ValueError(f"--prompt_template: {error}") from error
-    if "" in fields:
-        raise ValueError("--prompt_template: {} names no column")
-    return [re.split(r"[.\[]", field)[0] for field in fields if field is not None]

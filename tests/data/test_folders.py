@@ -100,6 +100,10 @@ configs:
   data_files:
   - {split: train, path: "a/*.jsonl"}
   - {split: test, path: [b/test.jsonl, ./b/more.jsonl]}
+- config_name: few
+  data_files:
+  - {split: dev, path: "a/1.jsonl"}
+  - {split: validation, path: "a/2.jsonl"}
 - config_name: deep
   data_dir: b
 - config_name: all
@@ -114,7 +118,7 @@ def test_readme_lists_the_files_of_splits(tmp_path):
         ["a/1.jsonl", "a/2.jsonl", "b/test.jsonl", "b/more.jsonl", "b/train.jsonl", "test.jsonl"],
     )
     (tmp_path / "README.md").write_text(CARD)
-    for config in (None, "plain", "deep", "all"):
+    for config in (None, "plain", "few", "deep", "all"):
         expected = theirs(tmp_path, config)
         assert {split: sorted(ours(tmp_path, split, config)) for split in expected} == expected
     assert (
@@ -123,7 +127,7 @@ def test_readme_lists_the_files_of_splits(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match="README.md has the configurations plain, deep, all; name one in --dataset_conf",
+        match="README.md has the configurations plain, few, deep, all; name one in --dataset_conf",
     ):
         ours(tmp_path, "train", "absent")
     (tmp_path / "README.md").write_text("---\nconfigs: [\n---\n")

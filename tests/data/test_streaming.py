@@ -12,7 +12,7 @@ from helpers import assert_close_metrics, assert_resumes_exactly, metrics, run
 import sft
 from common.data import files, tables
 from common.data.load import load_samples
-from common.data.rows import SFT_COLUMNS
+from common.data.rows import SFT_COLUMNS, load_rows
 from common.data.streaming import StreamedSamples
 from common.model.hub import load_tokenizer
 from common.model.tiny import tiny_model
@@ -159,6 +159,24 @@ def test_hub_dataset_is_read_by_shards(data, monkeypatch):
         == len(list(shard.read(files.BadRows("error"))))
         == 9
     )
+    tables.hub_shards.cache_clear()
+
+
+def test_all_configurations_of_a_hub_dataset_are_read(monkeypatch):
+    """In lukaemon/bbh, each task is a configuration."""
+    tables_of = {
+        name: datasets.Dataset.from_list([dict(input=f"{name}{i}", target="x") for i in range(2)])
+        for name in ("dates", "snarks")
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda _, name, **__: tables_of[name])
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: list(tables_of))
+    tables.hub_shards.cache_clear()
+    rows = load_rows("--dataset", "some/tasks", "test", "*", ("answer=target",))
+    assert [(row["input"], row["config"], row["_source"]) for row in rows] == [
+        (f"{name}{i}", name, f"some/tasks/{name}/test:{i + 1}")
+        for name in ("dates", "snarks")
+        for i in (0, 1)
+    ]
     tables.hub_shards.cache_clear()
 
 

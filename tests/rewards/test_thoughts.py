@@ -37,16 +37,14 @@ def test_answer_is_behind_the_last_thought(text, inside, answer):
 def rows_of(name: str) -> dict:
     instructions = dict(instruction_id_list=["punctuation:no_comma"], kwargs=[{}])
     tests = [dict(input="", output="18\n")]
-    return (
-        dict(answer="18", target=18, nums=[9, 9], tests=tests, _source="rows:1", reward=name)
-        | instructions
-    )
+    row = dict(answer="18", target=18, nums=[9, 9], tests=tests, _source="rows:1", reward=name)
+    return row | instructions | dict(options=["7", "18"])
 
 
 TEXTS = {
     "exact_match": "18", "characters": "18", "gsm8k": "#### 18", "gsm8k_flexible": "18",
     "boxed": RIGHT, "math": RIGHT, "format": "#### 18", "countdown": "9+9", "split": "9+9",
-    "ifeval": "no such mark", "code": "```python\nprint(18)\n```",
+    "choice": RIGHT, "stated": RIGHT, "ifeval": "no such mark", "code": "```python\nprint(18)\n```",
     "code_fraction": "```python\nprint(18)\n```",
 }  # fmt: skip
 FOUND_ANYWHERE = (
@@ -54,6 +52,8 @@ FOUND_ANYWHERE = (
     "gsm8k_flexible",
     "boxed",
     "math",
+    "choice",
+    "stated",
     "code",
     "code_fraction",
     "ifeval",

@@ -1,0 +1,94 @@
+"""`--prompt_template`: prompts from the columns of a row, with solved examples (few-shot) and
+lettered options."""
+
+import re
+import string
+from collections import defaultdict
+from collections.abc import Callable
+
+from common.config.groups import SamplingArgs
+from common.config.specs import weights_of
+from common.data.rows import rows_of_split
+from common.parallel import distributed
+
+
+def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
+    """Return the function row -> prompt. It raises `ValueError` naming a row that the template
+    cannot use."""
+    fill = template_filler("--prompt_template", args.prompt_template)
+    if not args.shots:
+        return lambda row: fill(dict(shots="") | row)
+    examples = examples_maker(args)
+    return lambda row: fill(row | dict(shots=examples(row)))
+
+
+def template_filler(flag: str, template: str) -> Callable[[dict], str]:
+    """Return the function that replaces columns in braces by a row's values. The columns may also
+    be `lettered_options` and `right_letter`, of a row with options."""
+    columns = template_columns(flag, template)
+
+    def fill(row: dict) -> str:
+        place = f"{row['_source']}: {flag}"
+        if not {"lettered_options", "right_letter"}.isdisjoint(columns):
+            from common.rewards.choice import option_columns
+
+            row = row | option_columns(row)
+        for column in columns:
+            if row.get(column) is None:
+                raise ValueError(f"{place}: no column {column}")
+        try:
+            return template.format_map(row)
+        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
+
+    return fill
+
+
+def template_columns(flag: str, template: str) -> list[str]:
+    """Return the columns named in braces. Raises `ValueError` if braces do not match or are
+    empty."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    if "" in fields:
+        raise ValueError(f"{flag}: {{}} names no column")
+    return [re.split(r"[.\[]", field)[0] for field in fields if field is not None]
+
+
+# ---- solved examples ----
+
+
+def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:
+    """Return the function row -> text of its `--shots` examples, the first of `--shots_split` with
+    its value in `--shots_by`. A row is no example of itself.
+
+    Raises `ValueError` if the data has no such split; the function raises it for a row with too few
+    examples."""
+    fill = template_filler("--shot_template", args.shot_template)
+    examples = defaultdict(list)
+    datasets = list(weights_of(args.dataset))  # without weights
+    advice = "--shots_split, or set --shots 0"
+    rows = rows_of_split("--dataset", datasets, advice, args.shots_split, args)
+    for example in rows:
+        examples[value_of(example, args.shots_by)].append(example)
+
+    def make(row: dict) -> str:
+        value = value_of(row, args.shots_by)
+        others = [one for one in examples[value] if one["_source"] != row["_source"]]
+        if len(others) < args.shots:
+            kind = f" with {args.shots_by} {value!r:.80}" if args.shots_by else ""
+            problem = f"--shots_split {args.shots_split} has {len(others)} other rows{kind}"
+            raise ValueError(f"{row['_source']}: --shots {args.shots}: {problem}")
+        return "".join(map(fill, others[: args.shots]))
+
+    return make
+
+
+def value_of(row: dict, column: str | None) -> object:
+    """Return the value of `--shots_by`, None without it. Raises `ValueError` if it is missing."""
+    if column is None:
+        return None
+    if not isinstance(row.get(column), str | int | float):
+        raise ValueError(f"{row['_source']}: --shots_by {column}: no text or number in this column")
+    return row[column]

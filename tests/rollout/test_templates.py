@@ -1,0 +1,60 @@
+"""Prompts from templates: solved examples, which rows and in which order, and bad flags."""
+
+import json
+
+import pytest
+
+from common.config.groups import SamplingArgs
+from common.rollout.prompts import prompt_maker
+
+
+def args_of(folder, **flags) -> SamplingArgs:
+    """Return flags for a folder with eight examples of two subjects in the split dev."""
+    for split, count in (("dev", 8), ("test", 2)):
+        rows = [dict(question=f"{split}{i}", subject="ab"[i % 2], answer=i) for i in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text(text)
+    flags = dict(shots=2, shot_template="{question}={answer}\n") | flags
+    flags = dict(prompt_template="{shots}{question}=", dataset=(str(folder),)) | flags
+    return SamplingArgs(**flags)
+
+
+ROW = dict(question="7", subject="b", _source="test.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    "flags, prompt",
+    [
+        (dict(), "dev0=0\ndev1=1\n7="),
+        (dict(shots_by="subject"), "dev1=1\ndev3=3\n7="),
+        (dict(shots=4, shots_by="subject"), "dev1=1\ndev3=3\ndev5=5\ndev7=7\n7="),
+        (dict(shots=0), "7="),
+        (dict(dataset_split="train"), "dev0=0\ndev1=1\n7="),
+    ],
+)
+def test_examples_are_the_first_rows_of_the_split(flags, prompt, tmp_path):
+    assert prompt_maker(args_of(tmp_path, **flags))(dict(ROW)) == prompt
+
+
+def test_a_row_is_no_example_of_itself(tmp_path):
+    args = args_of(tmp_path, shots=1, shots_split="test")
+    assert prompt_maker(args)(ROW | dict(_source="test.jsonl:1")) == "test1=1\n7="
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (dict(prompt_template="{question}"), "--shots 2 needs {shots} in --prompt_template"),
+        (dict(shot_template=None), "--shots 2 needs --shot_template"),
+        (dict(shots_split="absent"), "has no split 'absent': see --shots_split, or set --shots 0"),
+        (dict(shot_template="{level}"), "dev.jsonl:1: --shot_template: no column level"),
+        (dict(shot_template="{"), "--shot_template: "),
+        (dict(shots=9), "test.jsonl:1: --shots 9: --shots_split dev has 8 other rows"),
+        (dict(shots=5, shots_by="subject"), "dev has 4 other rows with subject 'b'"),
+        (dict(shots_by="level"), "dev.jsonl:1: --shots_by level: no text or number in this column"),
+    ],
+)
+def test_unusable_examples_are_refused(flags, problem, tmp_path):
+    with pytest.raises(ValueError) as error:
+        prompt_maker(args_of(tmp_path, **flags))(dict(ROW))
+    assert problem in str(error.value)
