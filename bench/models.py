@@ -29,14 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from bench.completions import complete
+from bench.delta_vllm import prepare
 from common.config.groups import SamplingArgs, TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import eos_token_ids, load_tokenizer
+from common.model.loading import has_delta_nets
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
@@ -55,6 +57,28 @@ SIZES = dict(
 )  # fmt: skip
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+
+DELTA = dict(
+    layer_types=["linear_attention"] * 3 + ["full_attention"], linear_key_head_dim=64,
+    linear_value_head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+QWEN_VISION = dict(
+    depth=2, num_heads=2, out_hidden_size=64, patch_size=14, spatial_merge_size=2,
+    num_position_embeddings=16,
+)  # fmt: skip
+
+
+def with_images(kind: str, vision: dict, **text) -> dict:
+    """Return the config of a model of images and text with a small vision tower."""
+    tower = dict(
+        model_type=kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, patch_size=14,
+    )  # fmt: skip
+    return dict(
+        text_config=SIZES | text, vision_config=tower | vision, image_token_id=300,
+        image_token_index=300, tie_word_embeddings=text["model_type"].startswith("gemma"),
+    )  # fmt: skip
+
 
 # Every feature beyond Llama is on, with values that have an effect.
 ARCHITECTURES: dict[str, dict] = dict(
@@ -96,7 +120,54 @@ ARCHITECTURES: dict[str, dict] = dict(
     mixtral=dict(hidden_size=128, num_experts_per_tok=2, num_local_experts=4),
     olmoe=dict(hidden_size=128, num_experts_per_tok=2, num_experts=4),
     gpt_oss=dict(
-        num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, rope_parameters=ROPE,
+        num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, layer_types=ALTERNATE,
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32.0, beta_slow=1.0,
+            truncate=False, original_max_position_embeddings=64,
+        ),
+    ),
+    gpt_neox=dict(
+        hidden_size=128, rope_parameters=ROPE | dict(partial_rotary_factor=0.25),
+    ),
+    olmo3=dict(hidden_size=128, sliding_window=WINDOW, layer_types=ALTERNATE),
+    qwen3_5_text=DELTA,
+    qwen3_next=DELTA | EXPERTS | dict(
+        num_experts=4, shared_expert_intermediate_size=32, norm_topk_prob=True,
+    ),
+    qwen3_5_moe_text=DELTA | EXPERTS | dict(num_experts=4, shared_expert_intermediate_size=32),
+    glm4_moe=EXPERTS | dict(
+        n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True,
+        routed_scaling_factor=1.5, rope_parameters=ROPE | dict(partial_rotary_factor=0.5),
+    ),
+    granitemoe=dict(
+        hidden_size=128, num_experts_per_tok=2, num_local_experts=4, embedding_multiplier=3.0,
+        residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0,
+    ),
+    # Images and text: the language model alone is trained.
+    gemma3=with_images(
+        "siglip_vision_model", dict(image_size=28), model_type="gemma3_text",
+        sliding_window=WINDOW, layer_types=ALTERNATE, query_pre_attn_scalar=48,
+    ) | dict(mm_tokens_per_image=4),
+    gemma4=with_images(
+        "gemma4_vision", dict(), model_type="gemma4_text", sliding_window=WINDOW,
+        layer_types=ALTERNATE, hidden_size_per_layer_input=16, vocab_size_per_layer_input=384,
+        global_head_dim=64, num_global_key_value_heads=2, num_kv_shared_layers=0,
+    ) | dict(audio_config=None),
+    mistral3=with_images("pixtral", dict(head_dim=16), model_type="mistral"),
+    smolvlm=with_images("smolvlm_vision", dict(image_size=28), model_type="llama"),
+    idefics3=with_images("idefics3_vision", dict(image_size=28), model_type="llama"),
+    qwen3_vl=with_images(
+        "qwen3_vl", QWEN_VISION | dict(deepstack_visual_indexes=[0, 1]), model_type="qwen3_vl_text",
+        rope_parameters=ROPE | dict(mrope_section=[6, 5, 5], mrope_interleaved=True),
+    ),
+    qwen2_5_vl=with_images(
+        "qwen2_5_vl", QWEN_VISION | dict(fullatt_block_indexes=[1], out_hidden_size=128),
+        model_type="qwen2_5_vl_text", hidden_size=128,
+        rope_parameters=ROPE | dict(mrope_section=[6, 5, 5]),
+    ),
+    qwen3_5=with_images(
+        "qwen3_5", QWEN_VISION | dict(deepstack_visual_indexes=[]), model_type="qwen3_5_text",
+        **DELTA,
     ),
     deepseek_v3=EXPERTS | dict(
         n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
@@ -109,7 +180,12 @@ EXAMPLES = dict(
     qwen3="Qwen3 0.6B to 32B", olmo2="OLMo 2", gemma2="Gemma 2", gemma3_text="Gemma 3 270M and 1B",
     phi3="Phi-3 mini 4k, Phi-4", smollm3="SmolLM3", glm4="GLM-4 0414", granite="Granite 3",
     cohere="Command R", phi="Phi-2", qwen3_moe="Qwen3 30B-A3B", mixtral="Mixtral 8x7B",
-    olmoe="OLMoE", gpt_oss="gpt-oss", deepseek_v3="DeepSeek V3 and R1",
+    olmoe="OLMoE", gpt_oss="gpt-oss 20B and 120B", gpt_neox="Pythia", olmo3="OLMo 3",
+    qwen3_5_text="Qwen3.5 of text alone", qwen3_next="Qwen3-Next", glm4_moe="GLM-4.5 and 4.6",
+    qwen3_5_moe_text="Qwen3.5 MoE of text alone", granitemoe="Granite 3 MoE",
+    gemma3="Gemma 3 4B to 27B", gemma4="Gemma 4", mistral3="Mistral Small 3, Ministral 3",
+    smolvlm="SmolVLM 2", idefics3="SmolVLM, Idefics 3", qwen3_vl="Qwen3-VL",
+    qwen2_5_vl="Qwen2.5-VL", qwen3_5="Qwen3.5", deepseek_v3="DeepSeek V3 and R1",
 )  # fmt: skip
 
 
@@ -160,23 +236,37 @@ class Args(SamplingArgs, TrainArgs):
     """Flags of a policy and of an engine."""
 
 
-ARGS = Args(dtype="float32", max_new_tokens=24)
+ARGS = Args(dtype="float32", max_new_tokens=24, engine="vllm")
 
 
 def checkpoint(model_type: str, folder: Path) -> str:
     """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its
     folder."""
-    config = AutoConfig.for_model(model_type, **SIZES | ARCHITECTURES[model_type])
+    fields = ARCHITECTURES[model_type]
+    has_images = "text_config" in fields
+    config = AutoConfig.for_model(model_type, **fields if has_images else SIZES | fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     logging.disable_progress_bar()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="200KB")
     build_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def model_class(config) -> type:
+    """Return the class that opens a folder with this config."""
+    has_images = "text_config" in config.sub_configs
+    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+
+
+def open_model(path: str | Path, **options) -> torch.nn.Module:
+    """Open a folder with its own class, in float32."""
+    kind = model_class(AutoConfig.from_pretrained(path))
+    return kind.from_pretrained(path, dtype=torch.float32, **options)
 
 
 def rows() -> list[list[int]]:
@@ -204,9 +294,7 @@ def packed(policy: Policy, device: torch.device) -> tuple[list[Tensor], dict[str
 def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the same from transformers alone, with rows padded on the right to one length, and a
     mask."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).to(device)
+    model = open_model(path, attn_implementation="eager").to(device)
     ids = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(row) for row in rows()], batch_first=True
     ).to(device)
@@ -215,7 +303,14 @@ def padded(path: str, device: torch.device) -> tuple[list[Tensor], dict[str, Ten
     logp = logp.gather(-1, ids[:, 1:, None])[..., 0]
     logprobs = [row[: n - 1] for row, n in zip(logp, LENGTHS, strict=True)]
     sum(row.sum() for row in logprobs).backward()
-    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # Of a model of images and text, only the language model has a gradient for text.
+    gradient = {
+        name.replace("model.language_model.", "model.").replace(
+            "model.text_model.", "model."
+        ): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return [row.detach() for row in logprobs], gradient
 
 
@@ -238,7 +333,7 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
     export_hf(policy, load_tokenizer(path), folder)
     ids = torch.tensor([rows()[-2]])
     one, other = (
-        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits
+        open_model(p)(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         for p in (path, folder)
     )
     return (one - other).abs().max().item()
@@ -248,8 +343,10 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
 def against_vllm(path: str, device: torch.device) -> float:
     """Return the largest difference of a sampled token's log-prob, in nats."""
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
+    if has_delta_nets(path):
+        prepare()
     engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
-    for _ in range(2):  # two syncs, as in training
+    for _ in range(3):  # syncs, as in training
         policy.reshard()
         for parameter in policy.parameters():
             parameter.mul_(1.05)

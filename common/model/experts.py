@@ -11,6 +11,9 @@ from torch import Tensor
 NAMES = dict(
     qwen3_moe=("mlp", "gate_proj", "up_proj", "down_proj"),
     olmoe=("mlp", "gate_proj", "up_proj", "down_proj"),
+    qwen3_next=("mlp", "gate_proj", "up_proj", "down_proj"),
+    qwen3_5_moe_text=("mlp", "gate_proj", "up_proj", "down_proj"),
+    glm4_moe=("mlp", "gate_proj", "up_proj", "down_proj"),
     mixtral=("block_sparse_moe", "w1", "w3", "w2"),
 )
 

@@ -59,6 +59,7 @@ def config_file(
         config = load_text_config(path)
         fields = json.loads(config.to_json_string(use_diff=False))
     fields.pop("auto_map", None)  # names Python files, which are not exported
+    fields.pop("quantization_config", None)  # weights are exported as floats
     name = str(dtype).removeprefix("torch.")
     dtypes = dict(dtype=name, torch_dtype=name)
     if "rope_parameters" in fields:  # written by transformers 5

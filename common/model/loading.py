@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from common.model.text_part import FileNames
 
 # Supported mixtures of experts, by model type.
-EXPERTS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss")
+EXPERTS = (
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "glm4_moe",
+    "granitemoe",
+)
 # Types whose head has another name in files than in transformers.
 OWN_HEADS = ("gpt_neox",)
 
@@ -32,13 +41,22 @@ def load_config(path: str | Path):
 
 
 def load_text_config(path: str | Path):
-    """Return the config of the language model in a folder: that of the model, or a part of it."""
+    """Return the config of the language model in a folder: that of the model, or a part of it. It
+    has no quantization: weights are read as floats."""
     config = load_config(path)
+    if quantization_of(config) == "mxfp4":
+        del config.quantization_config
     if not has_other_parts(config):
         return config
     from common.model.text_part import text_config
 
     return text_config(config)
+
+
+def quantization_of(config) -> str | None:
+    """Return the method by which the weights in the files are quantized, None if they are not."""
+    method = getattr(config, "quantization_config", None)
+    return method["quant_method"] if method else None
 
 
 def has_other_parts(config) -> bool:
@@ -116,13 +134,20 @@ def load_weights(
     wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored, names)
     with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
+        if quantization_of(load_config(path)) == "mxfp4":
+            from common.model import mxfp4
+            from common.model.text_part import names_in
+
+            packed = {name: x for name, x in hf.state_dict().items() if name + "_blocks" in stored}
+            mxfp4.fill(packed, names_in(path))
     return None if "score.weight" in stored else hf.state_dict().get("score.weight")
 
 
 def _weights_to_read(hf: nn.Module, stored: Iterable[str]) -> dict[str, Tensor]:
     """Return the weights that are read from the checkpoint: not those of adapters, nor a tied head,
-    which checkpoints need not list, nor a scalar head if none is stored."""
+    which checkpoints need not list, nor a scalar head if none is stored, nor weights in MXFP4."""
     unread = set(hf.all_tied_weights_keys)
+    unread |= {name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")}
     if "score.weight" not in stored:
         unread.add("score.weight")
     weights = hf.state_dict().items()
@@ -155,6 +180,7 @@ def _require_shapes(
                 f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {problem}"
             )
     known = wanted.keys() | hf.state_dict().keys()
+    known |= {name + ending for name in known for ending in ("_blocks", "_scales")}  # MXFP4
     unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
     if unused and names is not None:
         distributed.say(

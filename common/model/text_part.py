@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.model import mxfp4
 from common.model.loading import load_text_config
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
@@ -97,6 +98,14 @@ def names_in(path: str) -> dict[str, Path]:
     return files
 
 
+def read_weight(path: str, name: str) -> Tensor:
+    """Return one weight in a folder."""
+    from safetensors import safe_open
+
+    with safe_open(names_in(path)[name], "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
 def read_weights(path: str, left_out: set[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in a folder by their names there, except those `left_out`."""
     from safetensors import safe_open
@@ -129,6 +138,12 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
     others = {name for name in names_in(path) if not names.is_of_text(name)}
     for stored_name, weight in read_weights(path, others):
         name = names.in_model(stored_name)
+        if name.endswith(mxfp4.SCALES):
+            continue
+        if name.endswith(mxfp4.BLOCKS):
+            scales = stored_name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+            name = name.removesuffix(mxfp4.BLOCKS)
+            weight = mxfp4.unpack(weight, read_weight(path, scales))
         yield name, weight
         if hf.all_tied_weights_keys.get("lm_head.weight") == name:
             yield "lm_head.weight", weight

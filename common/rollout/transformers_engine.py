@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.loading import has_other_parts, load_config
+from common.model.loading import has_other_parts, load_config, quantization_of
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -19,13 +19,20 @@ class TransformersEngine(Engine):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         options = {}
-        if has_other_parts(load_config(path)):
+        config = load_config(path)
+        if has_other_parts(config):
             from common.model.text_part import text_options
 
             options = text_options(path)
+        if quantization_of(config) == "mxfp4":
+            from transformers.utils.quantization_config import Mxfp4Config
+
+            options = dict(quantization_config=Mxfp4Config(dequantize=True))
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=self.dtype, trust_remote_code=False, **options
         )
+        for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
+            parameter.data = parameter.data.to(self.dtype)
         self.replica = model.to(self.device).eval()
         self.replica.generation_config = GenerationConfig()  # without the penalties of the model's
 

@@ -19,6 +19,7 @@ from common.model.loading import (
     hub_weights,
     load_config,
     load_text_config,
+    quantization_of,
 )
 from common.parallel import distributed
 from common.rollout.engine import SLOTS, Engine, Request
@@ -98,7 +99,8 @@ class VLLMEngine(Engine):
         from transformers import MODEL_MAPPING
 
         config = load_text_config(path)
-        is_part = has_other_parts(load_config(path))
+        stored = load_config(path)
+        is_part = has_other_parts(stored) or quantization_of(stored) is not None
         self.model_type = config.model_type
         self.has_delta_nets = has_delta_nets(path)
         self._set_environment()
@@ -261,8 +263,13 @@ class VLLMEngine(Engine):
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.device.type == "cpu":
             self.llm.collective_rpc(forget_packed_experts)
-        options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
-        self.llm.collective_rpc("reload_weights", kwargs=options)
+        if self.model_type == "gpt_oss":
+            from common.rollout import gpt_oss_weights
+
+            gpt_oss_weights.reload(self.llm, weights)
+        else:
+            options = dict(weights_iterator=self._hub_weights(weights), is_checkpoint_format=True)
+            self.llm.collective_rpc("reload_weights", kwargs=options)
         if self.device.type != "cpu":
             self.llm.wake_up(tags=["kv_cache"])
         # Cached prefixes come from the old weights.

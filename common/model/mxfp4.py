@@ -1,0 +1,50 @@
+"""Experts in MXFP4 (gpt-oss): 4-bit floats in blocks of 32 with a common power of two, the scale
+(OCP Microscaling Formats, version 1.0). They are read as bfloat16, which has all their values."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BLOCKS = "_blocks"
+SCALES = "_scales"
+
+
+def is_packed(name: str, stored: Collection[str]) -> bool:
+    """Return whether the files have a weight in MXFP4."""
+    return f"{name}{BLOCKS}" in stored
+
+
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the matrices [experts, inputs, outputs] of blocks [experts, outputs, inputs / 32, 16],
+    uint8 with two numbers each, and scales [experts, outputs, inputs / 32]."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales)
+
+
+@torch.no_grad()
+def fill(parameters: dict[str, Tensor], files: dict[str, Path]) -> None:
+    """Fill sharded parameters [experts, ...] with their weights in the `files`. Each rank reads its
+    own experts."""
+    from safetensors import safe_open
+
+    for name, parameter in parameters.items():
+        first = 0
+        local = parameter
+        if hasattr(parameter, "to_local"):  # a DTensor
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            mesh = parameter.device_mesh
+            _, offset = compute_local_shape_and_global_offset(
+                parameter.shape, mesh, parameter.placements
+            )
+            first = offset[0]
+            local = parameter.to_local()
+        slices = []
+        for ending in (BLOCKS, SCALES):
+            with safe_open(files[name + ending], "pt") as tensors:
+                slices.append(tensors.get_slice(name + ending)[first : first + len(local)])
+        if len(local):
+            local.copy_(unpack(*slices))
