@@ -127,7 +127,7 @@ ARCHITECTURES: dict[str, dict] = dict(
         ),
     ),
     gpt_neox=dict(
-        hidden_size=128, rope_parameters=ROPE | dict(partial_rotary_factor=0.25),
+        hidden_size=128, num_key_value_heads=4, rope_parameters=ROPE | dict(partial_rotary_factor=0.25),
     ),
     olmo3=dict(hidden_size=128, sliding_window=WINDOW, layer_types=ALTERNATE),
     qwen3_5_text=DELTA,
@@ -151,7 +151,7 @@ ARCHITECTURES: dict[str, dict] = dict(
     gemma4=with_images(
         "gemma4_vision", dict(), model_type="gemma4_text", sliding_window=WINDOW,
         layer_types=ALTERNATE, hidden_size_per_layer_input=16, vocab_size_per_layer_input=384,
-        global_head_dim=64, num_global_key_value_heads=2, num_kv_shared_layers=0,
+        global_head_dim=64, num_global_key_value_heads=2, num_kv_shared_layers=2,
     ) | dict(audio_config=None),
     mistral3=with_images("pixtral", dict(head_dim=16), model_type="mistral"),
     smolvlm=with_images("smolvlm_vision", dict(image_size=28), model_type="llama"),
@@ -169,6 +169,11 @@ ARCHITECTURES: dict[str, dict] = dict(
         "qwen3_5", QWEN_VISION | dict(deepstack_visual_indexes=[]), model_type="qwen3_5_text",
         **DELTA,
     ),
+    qwen3_5_moe=with_images(
+        "qwen3_5_moe", QWEN_VISION | dict(deepstack_visual_indexes=[]),
+        model_type="qwen3_5_moe_text", num_experts=4, shared_expert_intermediate_size=32,
+        **DELTA | EXPERTS,
+    ),
     deepseek_v3=EXPERTS | dict(
         n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=2, q_lora_rank=32,
         kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
@@ -185,7 +190,7 @@ EXAMPLES = dict(
     qwen3_5_moe_text="Qwen3.5 MoE of text alone", granitemoe="Granite 3 MoE",
     gemma3="Gemma 3 4B to 27B", gemma4="Gemma 4", mistral3="Mistral Small 3, Ministral 3",
     smolvlm="SmolVLM 2", idefics3="SmolVLM, Idefics 3", qwen3_vl="Qwen3-VL",
-    qwen2_5_vl="Qwen2.5-VL", qwen3_5="Qwen3.5", deepseek_v3="DeepSeek V3 and R1",
+    qwen2_5_vl="Qwen2.5-VL", qwen3_5="Qwen3.5", qwen3_5_moe="Qwen3.5 MoE", deepseek_v3="DeepSeek V3 and R1",
 )  # fmt: skip
 
 

@@ -18,9 +18,22 @@ NAMES = dict(
 )
 
 
+# Types whose experts are stacked in hub checkpoints too, with other names of these parts.
+STACKED: dict[str, dict[str, str]] = dict(
+    gpt_oss={},
+    granitemoe={
+        ".experts.gate_up_proj": ".input_linear.weight",
+        ".experts.down_proj": ".output_linear.weight",
+        ".router.weight": ".router.layer.weight",
+    },
+)
+
+
 def hub_name(model_type: str, name: str) -> str:
     """Return the name in hub checkpoints of a module or weight of transformers' model; the experts
     stay together."""
+    for part, other in STACKED.get(model_type, {}).items():
+        name = name.replace(part, other)
     return name.replace(".mlp.", f".{NAMES[model_type][0]}.") if model_type in NAMES else name
 
 
@@ -30,7 +43,7 @@ def expert_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple
     divides the first dimension."""
     name = hub_name(model_type, name)
     stem, _, kind = name.rpartition(".")
-    if not stem.endswith(".experts") or model_type not in NAMES:  # gpt-oss: stacked there too
+    if not stem.endswith(".experts") or model_type in STACKED:
         yield name, weight
         return
     first = 0

@@ -102,7 +102,7 @@ def hub_weights(
     differ, and several for experts."""
     if names is not None:
         name = names.of(name)
-    if model_type not in EXPERTS:
+    if model_type not in EXPERTS or (names is not None and names.has_stacked_experts):
         return [(name, weight)]
     from common.model.experts import expert_weights
 

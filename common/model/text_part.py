@@ -43,6 +43,7 @@ class FileNames(NamedTuple):
     prefix: str  # of transformers' model, such as `model.`
     prefix_in_files: str
     head_in_files: str
+    has_stacked_experts: bool  # as in transformers' model
 
     def of(self, name: str) -> str:
         """Return the name in the files of a weight of transformers' model."""
@@ -84,6 +85,7 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
         prefix,
         prefixes[0] if len(prefixes) == 1 else prefix,
         heads[0] if len(heads) == 1 else "lm_head.weight",
+        any(name.endswith(".experts.gate_up_proj") for name in stored),
     )
 
 
