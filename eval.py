@@ -30,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from common.config.flags import MayChange, NotNegative, Positive, Several
 from common.config.groups import SamplingArgs
 from common.config.parse import parse
+from common.config.sampling import TruncationArgs
 from common.data import durable
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches, positions_of_share, sent_values
@@ -61,7 +62,7 @@ THEIR_FILES = "against_*.jsonl"
 
 
 @dataclass
-class Args(SamplingArgs):
+class Args(TruncationArgs, SamplingArgs):
     model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
     which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""

@@ -94,6 +94,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     """Flags of every script that samples completions."""
 
     samples = True
+    truncation = None  # `TruncationArgs` has flags for it
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:

@@ -62,6 +62,13 @@ ELSEWHERE = dict(
     warmup_steps="warmup num_warmup_steps warmup_ratio",
 )
 
+# flags that only some scripts can have, with the reason
+REFUSED = dict.fromkeys(
+    ("top_p", "top_k", "min_p"),
+    "only eval.py and bok.py truncate the distribution; training needs the log-probs of the whole"
+    " one, see --temperature",
+)
+
 
 def name_here(name: str, known: Sequence[str]) -> str | None:
     """Return the one of `known` that has the name elsewhere; underscores do not count."""
@@ -73,6 +80,8 @@ def name_here(name: str, known: Sequence[str]) -> str | None:
 def hint(name: str, known: Sequence[str]) -> str:
     """Return what may be meant by a flag that is not one of `known`: a flag of other scripts, the
     name of another library's flag here, or the nearest name; empty if nothing is near."""
+    if name in REFUSED:
+        return f": {REFUSED[name]}"
     declaration = re.compile(rf"^    {re.escape(name)}: .* = ", re.MULTILINE)
     scripts = [
         path.name

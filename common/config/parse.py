@@ -126,7 +126,10 @@ def read_yaml(args_class: type, path: str) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(args_class)]
     for name in flags:
         if name not in known:
-            raise ValueError(f"--config {path}: unknown key {name}{similar(str(name), known)}")
+            from common.config.names import REFUSED
+
+            reason = f": {REFUSED[name]}" if name in REFUSED else similar(str(name), known)
+            raise ValueError(f"--config {path}: unknown key {name}{reason}")
     return flags
 
 

@@ -138,9 +138,9 @@ class Engine:
         that have ended. Each gets one token, or all its tokens from an engine that cannot be
         interrupted. Collective with tensor parallelism.
 
-        Tokens are sampled from softmax(logits / temperature), without any truncation of the
-        distribution (temperature 0: greedy). `logprobs` are those of that distribution. An EOS ends
-        a completion and belongs to it."""
+        Tokens are sampled from softmax(logits / temperature) (temperature 0: greedy), which the
+        flags of `TruncationArgs` truncate. `logprobs` are those of that distribution. An EOS ends a
+        completion and belongs to it."""
         for rank, requests in enumerate(self.gather_in_engine(self.submitted)):
             self.waiting += self.submitted if rank == self.group_rank else requests
         self.submitted = []

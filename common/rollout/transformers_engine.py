@@ -43,7 +43,8 @@ class TransformersEngine(Engine):
         padded = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         seeds = [request.piece_seed for request in requests]
-        sampler = _SeededSampler(seeds, temperature, self.device)
+        truncation = self.args.truncation if temperature > 0 else None
+        sampler = _SeededSampler(seeds, temperature, truncation, self.device)
         out = self.replica.generate(
             torch.tensor(padded, device=self.device),
             attention_mask=torch.tensor(mask, device=self.device),
@@ -76,13 +77,24 @@ class _SeededSampler:
     noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
     batches and ranks."""
 
-    def __init__(self, seeds: list[int], temperature: float, device: torch.device):
+    def __init__(
+        self,
+        seeds: list[int],
+        temperature: float,
+        truncation: dict[str, float] | None,
+        device: torch.device,
+    ):
         self.temperature = temperature
+        self.truncation = truncation
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
+        if self.truncation is not None:
+            from common.rollout.truncation import truncated
+
+            logprobs = truncated(logprobs, **self.truncation).log_softmax(dim=-1)
         chosen = logprobs
         if self.temperature > 0:
             noise = [
@@ -90,5 +102,6 @@ class _SeededSampler:
                 for generator in self.generators
             ]
             chosen = logprobs - torch.stack(noise).log()
+            chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # noise may be 0
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen

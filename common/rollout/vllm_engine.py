@@ -134,8 +134,8 @@ class VLLMEngine(Engine):
             tensor_parallel_size=self.args.tensor_parallel_size,
             skip_tokenizer_init=True,
             dtype=str(self.dtype).removeprefix("torch."),
-            logprobs_mode="processed_logprobs",  # of the distribution at this temperature
-            generation_config="vllm",  # without top_p, top_k and penalties of the model
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+            generation_config="vllm",  # without top_p, top_k and penalties of the model's file
             max_model_len=max_model_len,
             gpu_memory_utilization=memory,
             max_num_seqs=SLOTS,
@@ -172,6 +172,7 @@ class VLLMEngine(Engine):
             stop_token_ids=self.eos_ids,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
+            **(self.args.truncation or {}),  # ignored at temperature 0
         )
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs(
