@@ -61,6 +61,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     streaming = False
     planned = None
     environment = None
+    stop_token_ids = ()
     reward = ()
     adapter = None
     push_to_hub = None

@@ -5,16 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import (
-    STRICT,
-    Fraction,
-    MayChange,
-    NotNegative,
-    Positive,
-    PositiveFraction,
-    Real,
-    Several,
-)
+from common.config.flags import STRICT, Fraction, MayChange, NotNegative, Positive, Real, Several
 from common.config.rules import require_default
 
 
@@ -34,6 +25,13 @@ class CompletionArgs:
     """maximum length of a completion, in tokens; default: 256, or half of a pack if that is less"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
+    stop_token_ids: Several[NotNegative[int]] = ()
+    """ids of tokens that end a completion, in addition to the EOS tokens"""
+    stop: Several[str] = ()
+    """texts that end a completion, at the token that completes one; \\n and \\t are a newline and a
+    tab"""
+    stop_in_text: bool = False
+    """with --stop: keep the stop string in the text that rewards and environments read"""
     environment: str | None = None
     """environment that answers the model between its turns: calculator, guess_number,
     sliding_puzzle, or a user-defined one as path/to/file.py:Class; needs `--reward environment`"""
@@ -54,23 +52,14 @@ class CompletionArgs:
             )
         return self
 
-
-@dataclass(config=STRICT)
-class TruncationArgs:
-    """Truncated sampling"""
-
-    top_p: PositiveFraction = 1.0
-    """sample from the fewest tokens whose probabilities add up to this; 1: all tokens"""
-    top_k: NotNegative[int] = 0
-    """sample from this many most likely tokens; 0: all tokens"""
-    min_p: Fraction = 0.0
-    """sample from tokens with at least this fraction of the highest probability; 0: all tokens"""
-
-    @property
-    def truncation(self) -> dict[str, float] | None:
-        """The flags by name, None if they keep the whole distribution."""
-        flags = dict(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
-        return None if flags == dict(top_p=1, top_k=0, min_p=0) else flags
+    @model_validator(mode="after")
+    def _check_stop(self) -> Self:
+        if "" in self.stop:
+            raise ValueError("--stop: a stop string is empty")
+        if not self.stop:
+            require_default(self, ("stop_in_text",), "without --stop")
+        self.stop = tuple(x.replace("\\n", "\n").replace("\\t", "\t") for x in self.stop)
+        return self
 
 
 @dataclass(config=STRICT)

@@ -1,6 +1,7 @@
 """The model that a flag names as a local folder, its tokenizer and its limits."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.groups import BUILT_IN_MODELS, BaseArgs
@@ -53,6 +54,11 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         )
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
+    for token in args.stop_token_ids if args is not None else ():
+        if token >= size:
+            raise ValueError(
+                f"--stop_token_ids {token}: the vocabulary has the ids 0 to {size - 1}"
+            )
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     elif args is not None:
@@ -138,11 +144,13 @@ def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
         )
 
 
-def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int]:
+def eos_token_ids(
+    path: str, tokenizer, prompt_format: str = "auto", stop_token_ids: Sequence[int] = ()
+) -> list[int]:
     """Return all tokens that end a completion: the EOS of generation config (chat models often have
-    two), config and tokenizer and, unless `--prompt_format plain`, the token that ends a turn in
-    the chat template. For base models with a template the two often differ."""
-    ids = {tokenizer.eos_token_id}
+    two), config and tokenizer, `--stop_token_ids` and, unless `--prompt_format plain`, the token
+    that ends a turn in the chat template. For base models with a template the two often differ."""
+    ids = {tokenizer.eos_token_id, *stop_token_ids}
     for name in ("generation_config.json", "config.json"):
         eos = _fields(path, name).get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])

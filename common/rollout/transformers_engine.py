@@ -56,6 +56,7 @@ class TransformersEngine(Engine):
             top_k=None,
             repetition_penalty=None,
             logits_processor=[sampler],
+            stopping_criteria=self._stopping_criteria(requests, longest),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         for i, tokens in enumerate(out[:, longest:].tolist()):
@@ -64,6 +65,21 @@ class TransformersEngine(Engine):
             length = ends[0] + 1 if ends else limits[i]
             reason = "stop" if ends else "length"
             self.append_output(requests[i], tokens[:length], logprobs[i][:length], reason)
+
+    def _stopping_criteria(self, requests: list[Request], longest: int) -> list:
+        """Return what ends each request at a stop string; `append_output` cuts what follows."""
+        if self.stop_strings is None:
+            return []
+        stop_strings = self.stop_strings
+        turns = [request.completion.ids[request.start :] for request in requests]
+
+        def are_complete(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
+            sampled = input_ids[:, longest:].tolist()
+            pairs = zip(turns, sampled, strict=True)
+            complete = [stop_strings.is_complete([*turn, *ids]) for turn, ids in pairs]
+            return torch.tensor(complete, device=input_ids.device)
+
+        return [are_complete]
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         replica_weights = self.replica.state_dict()

@@ -201,10 +201,14 @@ class VLLMEngine(Engine):
         with torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext():
             outputs = self.client.get_output().outputs
         for output in outputs:
+            if output.request_id not in self.running:  # computed ahead of the end by a stop string
+                continue
             reason = None if output.finish_reason is None else str(output.finish_reason)
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
             request = self.running[output.request_id]
             self.append_output(request, output.new_token_ids, logprobs, reason)
+            if request.has_ended and reason is None:  # by a stop string
+                self.client.abort_requests([output.request_id])
             prefill = output.prefill_stats
             if prefill is not None:  # with the first token
                 self.cached_tokens += prefill.num_cached_tokens

@@ -61,7 +61,8 @@ class Checkpointer:
         self.files: dict[str, bytes] = {}
         if distributed.is_main():
             dtype = export_dtype(model, args.export_dtype)
-            self.files = hf_files(model, tokenizer, args.prompt_format, dtype)
+            stops = args.stop_token_ids
+            self.files = hf_files(model, tokenizer, args.prompt_format, dtype, stops)
 
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without
@@ -212,7 +213,11 @@ def export_dtype(model: PackedModel, name: str) -> torch.dtype:
 
 
 def hf_files(
-    model: PackedModel, tokenizer, prompt_format: str, dtype: torch.dtype
+    model: PackedModel,
+    tokenizer,
+    prompt_format: str,
+    dtype: torch.dtype,
+    stop_token_ids: Sequence[int] = (),
 ) -> dict[str, bytes]:
     """Return the files of an export besides the weights, by name: config.json,
     generation_config.json and those of the tokenizer. A run reads them at start: its model may be a
@@ -229,7 +234,7 @@ def hf_files(
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     return {
         "config.json": config_file(path, dtype, changes),
-        "generation_config.json": generation_file(path, tokenizer, prompt_format),
+        "generation_config.json": generation_file(path, tokenizer, prompt_format, stop_token_ids),
     } | tokenizer_files(path, tokenizer, prompt_format)
 
 
