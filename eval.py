@@ -357,7 +357,7 @@ def main(args: Args) -> None:
     if args.completions is not None and models[0][0] != folder:
         what = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {what}")
-    task = load_task(args, resolve_model(models[-1][1]), device)
+    task = load_task(args, resolve_model(models[-1][1], rope=args.rope), device)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----
@@ -369,7 +369,8 @@ def main(args: Args) -> None:
         if place != folder and not checkpoint_curve.still_there(model):
             continue
         place.mkdir(exist_ok=True)
-        lines, engine = answers(args, task, engine, "model", resolve_model(model), place / OWN_FILE)
+        path = resolve_model(model, rope=args.rope)
+        lines, engine = answers(args, task, engine, "model", path, place / OWN_FILE)
         both = [lines]
         if args.against is not None and len(lines) == len(task.prompts):
             if not theirs:  # the same for every checkpoint

@@ -1,9 +1,9 @@
 """Names of flags in other libraries and scripts, for the message about an unknown flag."""
 
+import difflib
 import re
 from collections.abc import Sequence
 
-from common.config.parse import similar
 from common.parallel import distributed
 
 # our flags, each with its names elsewhere and the flags of our other scripts with the same use
@@ -96,3 +96,10 @@ def hint(name: str, known: Sequence[str]) -> str:
     if here:
         text += f"; here it is --{here}"
     return text or similar(name, known, "--")
+
+
+def similar(name: str, known: Sequence[str], mark: str = "") -> str:
+    """Return a guess for a misspelled name, with a mark such as `--` before it, for a message;
+    empty without one."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (did you mean {mark}{close[0]}?)" if close else ""

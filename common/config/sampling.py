@@ -28,8 +28,7 @@ class CompletionArgs:
     stop_token_ids: Several[NotNegative[int]] = ()
     """ids of tokens that end a completion, in addition to the EOS tokens"""
     stop: Several[str] = ()
-    """texts that end a completion, at the token that completes one; \\n and \\t are a newline and a
-    tab"""
+    """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
     stop_in_text: bool = False
     """with --stop: keep the stop string in the text that rewards and environments read"""
     environment: str | None = None

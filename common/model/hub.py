@@ -10,15 +10,25 @@ from common.model.loading import load_config, named_errors
 from common.parallel import distributed
 
 
-def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
+def resolve_model(
+    model: str,
+    flag: str = "--model",
+    weights: bool = True,
+    rope: tuple[str, float] | None = None,
+) -> str:
     """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json,
-    tokenizer and, unless `weights` is false, safetensors.
+    tokenizer and, unless `weights` is false, safetensors. With `rope` (`--rope_scaling` and its
+    factor), return a folder of the same model with scaled rotary embeddings.
 
     The model of a resumable checkpoint is `hf/` in it, which is written if it does not exist. One
     rank of each machine writes or downloads. Collective. Raises `ValueError` naming `flag` for a
     model that is not found."""
     if not model:
         raise ValueError(f"{flag}: the name is empty")
+    if rope is not None:
+        from common.model.rope import scaled_folder
+
+        return scaled_folder(resolve_model(model, flag, weights), rope)
     if model in BUILT_IN_MODELS:
         from common.model.tiny import tiny_model
 
@@ -54,11 +64,9 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         )
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
-    for token in args.stop_token_ids if args is not None else ():
-        if token >= size:
-            raise ValueError(
-                f"--stop_token_ids {token}: the vocabulary has the ids 0 to {size - 1}"
-            )
+    last_id = max(args.stop_token_ids, default=0) if args is not None else 0
+    if last_id >= size:
+        raise ValueError(f"--stop_token_ids {last_id}: the ids of the model end at {size - 1}")
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     elif args is not None:

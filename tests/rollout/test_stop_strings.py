@@ -2,12 +2,12 @@
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from conftest import Args
+from conftest import NEW_TOKENS, Args
 from field.real_tokenizers import tokenizer as real_tokenizer
-from rollout.test_engine import SEEDS, TEXTS, flat, prompts, submitted
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,7 +16,7 @@ from common.data.encode import Encoder
 from common.data.sample import Completion
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.tiny import build_tokenizer, tiny_model
-from common.rollout.engine import Engine
+from common.rollout.engine import Engine, Request, empty_completion
 from common.rollout.stop_strings import StopStrings
 
 STRINGS = ("\nUser:", "###", "字", "é a", " b", "🙂.")
@@ -103,6 +103,14 @@ def test_text_ends_before_the_first_string_or_with_it():
 
 # ---- both engines ----
 
+TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over")
+
+
+def sampled(engine: Engine, n: int, temperature: float) -> list[Completion]:
+    prompts = [engine.tokenizer(text)["input_ids"] for text in TEXTS]
+    groups = complete(engine, prompts, n, [11, 12, 13, 14], temperature)
+    return [completion for group in groups for completion in group]
+
 
 @contextlib.contextmanager
 def stopping(engine: Engine, strings: tuple[str, ...], stays: bool = False) -> Iterator[None]:
@@ -132,15 +140,12 @@ def fields(completion: Completion) -> dict:
 
 
 def test_engine_cuts_a_completion_at_a_stop_string_and_changes_nothing_before(synced):
-    given = prompts(synced)
-    whole = flat(complete(synced, given, 16, SEEDS, 1.0))
-    counts = {}
-    for completion in whole:  # strings of two characters that are somewhere in the completions
-        for i in range(len(completion.text) - 1):
-            counts[completion.text[i : i + 2]] = counts.get(completion.text[i : i + 2], 0) + 1
-    strings = tuple(sorted(counts, key=counts.__getitem__)[-12:])
+    whole = sampled(synced, 16, 1.0)
+    texts = [completion.text for completion in whole]
+    pairs = Counter(text[i : i + 2] for text in texts for i in range(len(text) - 1))
+    strings = tuple([pair for pair, _ in pairs.most_common() if "\ufffd" not in pair][:12])
     with stopping(synced, strings):
-        cut = flat(complete(synced, given, 16, SEEDS, 1.0))
+        cut = sampled(synced, 16, 1.0)
     for completion, without in zip(cut, whole, strict=True):
         assert fields(completion) == expected(synced, without, strings)
         size = len(completion.ids)
@@ -157,11 +162,14 @@ def test_engine_cuts_a_completion_at_a_stop_string_and_changes_nothing_before(sy
 
 def test_string_that_spans_an_interruption_ends_the_turn(synced):
     """Pieces of a greedy completion, sampled one after another, end where the whole one does."""
-    whole = flat(complete(synced, prompts(synced), 1, [0] * len(TEXTS), 0.0))
+    whole = sampled(synced, 1, 0.0)
     strings = tuple({c.text[2:5] for c in whole if len(c.text) > 6})
     assert strings
     with stopping(synced, strings, stays=True):
-        requests = submitted(synced, len(TEXTS), temperature=0.0)
+        empty = [empty_completion(completion.prompt_ids) for completion in whole]
+        requests = [Request(completion, NEW_TOKENS, 0, 0.0) for completion in empty]
+        for request in requests:
+            synced.submit(request)
         while not all(request.has_ended for request in requests):
             synced.advance()
             synced.interrupt()
@@ -185,5 +193,5 @@ def test_stop_tokens_are_ends_and_must_be_in_the_vocabulary():
     ends = eos_token_ids(path, tokenizer)
     assert set(eos_token_ids(path, tokenizer, "auto", (7, 5))) == {5, 7, *ends}
     size = len(tokenizer)
-    with pytest.raises(ValueError, match=f"--stop_token_ids {size}: .* to {size - 1}"):
+    with pytest.raises(ValueError, match=f"--stop_token_ids {size}: .* end at {size - 1}"):
         load_tokenizer(path, Args(stop_token_ids=(7, size)))
