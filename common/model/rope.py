@@ -22,7 +22,7 @@ def scaled_folder(path: str, rope: tuple[str, float]) -> str:
     base = Path(path).resolve()
     config = json.dumps(scaled_config(path, rope), indent=2).encode()
     unlinked = ("config.json", durable.CHECKSUMS)
-    files = [file for file in sorted(base.iterdir()) if file.name not in unlinked]
+    files = [file for file in sorted(base.iterdir()) if file.exists() and file.name not in unlinked]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = blake2b(repr((str(base), stats)).encode() + config, digest_size=6).hexdigest()
     kind, factor = rope
