@@ -35,7 +35,7 @@ from common.config.groups import OnlineArgs
 from common.config.objectives import LogKLArgs
 from common.config.parse import parse
 from common.config.rules import require_default
-from common.config.truncation import TruncationArgs
+from common.config.truncation_flags import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
 from common.data.sample import Completion
 from common.evaluate.greedy import evaluate_prompts

@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from common.config.flags import MayChange, NotNegative, Positive, Several
 from common.config.groups import SamplingArgs
 from common.config.parse import parse
-from common.config.truncation import TruncationArgs
+from common.config.truncation_flags import TruncationArgs
 from common.data import durable
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches, positions_of_share, sent_values

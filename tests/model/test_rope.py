@@ -59,7 +59,7 @@ def logprobs_of(path: str, device) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("form", [4, 5])
 @pytest.mark.parametrize("rope", ROPES, ids=str)
-def test_trainer_and_export_equal_the_model_of_transformers(rope, form, tmp_path, device):
+def test_scaled_model_is_that_of_transformers(rope, form, tmp_path, device):
     path = base(tmp_path / "base", form)
     scaled = resolve_model(path, rope=rope)
     assert scaled == resolve_model(path, rope=rope) != path

@@ -95,7 +95,7 @@ def test_turn_ends_at_the_token_that_completes_a_string(name):
     assert 150 < sum(end is not None for end in ends) < 1400
 
 
-def test_text_ends_before_the_first_string_or_with_it():
+def test_text_ends_before_the_string():
     for stays, text in ((False, "a"), (True, "a##")):
         strings = StopStrings(("b", "##"), stays, build_tokenizer(), set())
         assert strings.without_stop("a##b") == text and strings.without_stop("a") == "a"
@@ -139,7 +139,7 @@ def fields(completion: Completion) -> dict:
     return {name: getattr(completion, name) for name in names}
 
 
-def test_engine_cuts_a_completion_at_a_stop_string_and_changes_nothing_before(synced):
+def test_engine_cuts_at_a_stop_string(synced):
     whole = sampled(synced, 16, 1.0)
     texts = [completion.text for completion in whole]
     pairs = Counter(text[i : i + 2] for text in texts for i in range(len(text) - 1))
@@ -187,7 +187,7 @@ def test_reply_to_a_turn_without_its_end_begins_with_the_end():
     assert encoder.reply(said, tokenizer.convert_tokens_to_ids("a")) == [end, *reply]
 
 
-def test_stop_tokens_are_ends_and_must_be_in_the_vocabulary():
+def test_stop_tokens_are_ends():
     path = tiny_model()
     tokenizer = load_tokenizer(path, Args(stop_token_ids=(7, 5)))
     ends = eos_token_ids(path, tokenizer)
