@@ -326,7 +326,7 @@ def test_step_without_kept_completions_does_not_update(flags, tmp_path):
 def test_run_with_a_truncated_distribution_is_not_compared_with_the_trainer(
     flags, main, tmp_path, capsys
 ):
-    """Its log-probs are those of another distribution: the limit would end the run."""
+    """The engine has log-probs of another distribution, so a comparison would end the run."""
     main("bok", *flags, "--top_k", 2, "--top_p", 0.9, "--output_dir", tmp_path)
     assert "engine and trainer are not compared" in capsys.readouterr().out
     for line in metrics(tmp_path):
