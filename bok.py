@@ -15,7 +15,8 @@ in sft.py. No term of the objective lowers the probability of the others:
 With `--offline` the starting model samples once, for all prompts, and the best of these completions
 are the training set. Differences from the papers: a rollout is one optimizer step by default, where
 RAFT alternates large rounds of sampling and training; --prompts_per_step, --minibatches and
---epochs_per_rollout make such rounds. See docs/bok.md.
+--epochs_per_rollout make such rounds. See docs/bok.md. The loss reads no log-prob of the engine, so
+the sampled distribution may be truncated (--top_p, --top_k, --min_p).
 
 Shapes: P prompts on this rank, G completions per prompt, N completions and T packed tokens of a
 micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes the prediction of
@@ -34,6 +35,7 @@ from common.config.groups import OnlineArgs
 from common.config.objectives import LogKLArgs
 from common.config.parse import parse
 from common.config.rules import require_default
+from common.config.truncation_flags import TruncationArgs
 from common.data.packing import pack_minibatches, per_sample
 from common.data.sample import Completion
 from common.evaluate.greedy import evaluate_prompts
@@ -79,7 +81,7 @@ def loss(logprobs_T: Tensor, mask_T: Tensor, tokens: Tensor) -> Tensor:
 
 
 @dataclass
-class Args(LogKLArgs, OnlineArgs):
+class Args(TruncationArgs, LogKLArgs, OnlineArgs):
     output_dir: str = ""
     """folder for all that the run writes: args.yaml, metrics.jsonl, samples.jsonl, curves.png,
     checkpoints/, hf/; with --offline completions.jsonl too"""
@@ -163,7 +165,7 @@ def main(args: Args) -> None:
 
     # ---- data: prompts as token ids, and the rewards of their completions ----
     needs_reference = args.beta > 0 or args.log_kl
-    path = resolve_model(args.model, weights=not args.dry_run)
+    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     tokenizer = load_tokenizer(path, args)
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
@@ -190,6 +192,8 @@ def main(args: Args) -> None:
     )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
+    if args.truncation is not None:  # the engine's log-probs are those of another distribution
+        run.message("engine and trainer are not compared: the sampled distribution is truncated")
     if args.offline:
         mean = stored_rewards.nanmean()
         run.message(f"offline: {stored_rewards.numel()} completions, mean reward {mean:.4g}")
@@ -214,7 +218,7 @@ def main(args: Args) -> None:
                 rewards_PG, named_rewards, _ = rewards(groups, meter)
         measure_groups(meter, groups, rewards_PG, named_rewards, warn=step == 0)
         is_own_rollout = step == 0 or not args.offline  # stored ones are the starting model's
-        if is_own_rollout and run.checks_engine(step):
+        if is_own_rollout and args.truncation is None and run.checks_engine(step):
             require_rollout_agreement(policy, groups, step, args)
 
         # ---- 2. rank and choose; pack: completions move to the ranks that train on them ----
@@ -253,7 +257,7 @@ def main(args: Args) -> None:
                     (share_T.sum() * world_size).backward()
                     total_loss += share_T.detach().sum()
                     meter.tokens(mb, {"loss": -logprobs_T, "entropy": entropy_T}, share_T)
-                    if i < args.minibatches:  # the first epoch
+                    if i < args.minibatches and args.truncation is None:  # the first epoch
                         measure_mismatch(meter, logprobs_T.detach(), mb)
                         meter.masked_mean("sampling/kept_fraction", mb.loss_mask_T, mb.loss_mask_T)
                 if tokens:

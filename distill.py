@@ -270,7 +270,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("teacher_logprobs/*",))
 
     # ---- data: prompts as token ids; samples: completions of the data ----
-    path = resolve_model(args.model, weights=not args.dry_run)
+    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     teacher_path = resolve_model(args.teacher, "--teacher", not args.dry_run)
     tokenizer = load_tokenizer(path, args)
     require_same_tokenizer("--teacher", teacher_path, tokenizer)

@@ -291,7 +291,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("reference_logps.json",))
 
     # ---- data: pairs of token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run)
+    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     fit_max_length(args, path, room=args.pack_capacity // 2)
     tokenizer = load_tokenizer(path, args)
     (pairs, counts), (eval_pairs, eval_counts) = load_samples(

@@ -30,6 +30,7 @@ from pydantic.dataclasses import dataclass
 from common.config.flags import MayChange, NotNegative, Positive, Several
 from common.config.groups import SamplingArgs
 from common.config.parse import parse
+from common.config.truncation_flags import TruncationArgs
 from common.data import durable
 from common.data.encode import Encoder
 from common.data.packing import pack_minibatches, positions_of_share, sent_values
@@ -61,7 +62,7 @@ OTHER_FILES = "against_*.jsonl"
 
 
 @dataclass
-class Args(SamplingArgs):
+class Args(TruncationArgs, SamplingArgs):
     model: str = "tiny-sft"
     """Hugging Face id or folder of the model to evaluate, or the folder of a run's checkpoints,
     which are evaluated one by one and drawn as a curve; tiny, tiny-sft: built-in models"""
@@ -356,7 +357,7 @@ def main(args: Args) -> None:
     if args.completions is not None and models[0][0] != folder:
         problem = f"are of one model, --model {args.model} has {len(models)}"
         raise ValueError(f"--completions {args.completions} {problem}")
-    task = load_task(args, resolve_model(models[-1][1]), device)
+    task = load_task(args, resolve_model(models[-1][1], rope=args.rope), device)
     distributed.say(f"{task.prompts} on {world_size} rank{'s' * (world_size > 1)}")
 
     # ---- completions of each, from a file or sampled by one engine; then their results ----
@@ -368,7 +369,7 @@ def main(args: Args) -> None:
         if target != folder and not checkpoint_curve.still_exists(model):
             continue
         target.mkdir(exist_ok=True)
-        path = resolve_model(model)
+        path = resolve_model(model, rope=args.rope)
         lines, engine = answers(args, task, engine, "model", path, target / OWN_FILE)
         outputs = [lines]
         if args.against is not None and len(lines) == len(task.prompts):

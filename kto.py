@@ -273,7 +273,7 @@ def main(args: Args) -> None:
     prepare_output_dir(args, owned=("reference_logps.json",))
 
     # ---- data: completions with a mismatch each, as token ids with masks, and their order ----
-    path = resolve_model(args.model, weights=not args.dry_run)
+    path = resolve_model(args.model, weights=not args.dry_run, rope=args.rope)
     fit_max_length(args, path, room=args.pack_capacity)
     tokenizer = load_tokenizer(path, args)
     (rows, counts), (eval_rows, eval_counts) = load_samples(

@@ -21,7 +21,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.config import objectives, preference_flags, sampling, training
+from common.config import objectives, preference_flags, sampling, training, truncation_flags
 from common.config.help import texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ PAGE, SHOWN = ROOT / "docs/flags.md", yaml.safe_load((ROOT / "bench/flags_shown.
 SCRIPTS = "sft dpo kto rm grpo dapo reinforce rloo ppo online_dpo bok distill eval".split()
 GROUPS = [
     cls
-    for module in (training, sampling, objectives, preference_flags)
+    for module in (training, sampling, truncation_flags, objectives, preference_flags)
     for cls in vars(module).values()
     if getattr(cls, "__module__", "") == module.__name__ and isinstance(cls, type)
 ]
@@ -49,6 +49,7 @@ EXPLAINED = {
 EXPLAINED |= dict.fromkeys(
     ("environment", "environment_timeout", "max_turns", "max_new_tokens"), "environments.md"
 )
+EXPLAINED |= dict.fromkeys(("top_p", "top_k", "min_p"), "eval.md#sampling-as-a-model-card-asks")
 NAMES = {str: "text", int: "integer", float: "number", bool: "true, false"}
 WORDS = {"None": "", "True": "true", "False": "false"}
 SIGNS = dict(gt="above", ge="at least", lt="below", le="at most")

@@ -127,7 +127,8 @@ ARCHITECTURES: dict[str, dict] = dict(
         ),
     ),
     gpt_neox=dict(
-        hidden_size=128, num_key_value_heads=4, rope_parameters=ROPE | dict(partial_rotary_factor=0.25),
+        hidden_size=128, num_key_value_heads=4,
+        rope_parameters=ROPE | dict(partial_rotary_factor=0.25),
     ),
     olmo3=dict(hidden_size=128, sliding_window=WINDOW, layer_types=ALTERNATE),
     qwen3_5_text=DELTA,
@@ -190,7 +191,8 @@ EXAMPLES = dict(
     qwen3_5_moe_text="Qwen3.5 MoE of text alone", granitemoe="Granite 3 MoE",
     gemma3="Gemma 3 4B to 27B", gemma4="Gemma 4", mistral3="Mistral Small 3, Ministral 3",
     smolvlm="SmolVLM 2", idefics3="SmolVLM, Idefics 3", qwen3_vl="Qwen3-VL",
-    qwen2_5_vl="Qwen2.5-VL", qwen3_5="Qwen3.5", qwen3_5_moe="Qwen3.5 MoE", deepseek_v3="DeepSeek V3 and R1",
+    qwen2_5_vl="Qwen2.5-VL", qwen3_5="Qwen3.5", qwen3_5_moe="Qwen3.5 MoE",
+    deepseek_v3="DeepSeek V3 and R1",
 )  # fmt: skip
 
 

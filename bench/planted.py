@@ -182,8 +182,8 @@ BUGS = [
     Bug(
         "vocabulary",
         SCORES,
-        "sample.ids if self.reads_policy_ids",
-        "[i ^ 1 for i in sample.ids] if self.reads_policy_ids",
+        "sample.ids if reads_ids",
+        "[i ^ 1 for i in sample.ids] if reads_ids",
         "grpo",
         RIGHT,
         MODEL,

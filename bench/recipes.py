@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.memory_plan import CONFIGS
+from common.config.flag_files import read_yaml
 from common.config.groups import OnlineArgs
-from common.config.parse import read_yaml
 from common.train import plan
 
 ROOT = Path(__file__).resolve().parent.parent

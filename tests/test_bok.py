@@ -320,3 +320,14 @@ def test_episodes_train_online_and_offline(small, main, tmp_path):
 def test_step_without_kept_completions_does_not_update(flags, tmp_path):
     run(2, "bok.py", *flags, "--keep_above", 2, "--max_steps", 2, "--output_dir", tmp_path)
     assert all(line["kept/fraction"] == 0 and "grad_norm" not in line for line in metrics(tmp_path))
+
+
+@pytest.mark.slow
+def test_run_with_a_truncated_distribution_is_not_compared_with_the_trainer(
+    flags, main, tmp_path, capsys
+):
+    """The engine has log-probs of another distribution, so a comparison would end the run."""
+    main("bok", *flags, "--top_k", 2, "--top_p", 0.9, "--output_dir", tmp_path)
+    assert "engine and trainer are not compared" in capsys.readouterr().out
+    for line in metrics(tmp_path):
+        assert not any(name.startswith("sampling/sampling_logp") for name in line)

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import yaml
 
-from common.config.parse import one_line, parse, read_yaml
+from common.config.flag_files import read_yaml
+from common.config.parse import one_line, parse
 from common.data import durable
 from common.metrics.curves import read_metrics
 from common.model.checkpoint_files import checkpoints_in

@@ -35,6 +35,7 @@ def as_tuple(value: Any) -> Any:
 Real = Annotated[float, AfterValidator(_in_float32)]
 Positive = Annotated[T, Field(gt=0), AfterValidator(_in_float32)]
 NotNegative = Annotated[T, Field(ge=0), AfterValidator(_in_float32)]
+AboveOne = Annotated[float, Field(gt=1), AfterValidator(_in_float32)]
 AtLeast2 = Annotated[int, Field(ge=2)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]

@@ -61,6 +61,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     streaming = False
     planned = None
     environment = None
+    stop_token_ids = ()
     reward = ()
     adapter = None
     push_to_hub = None
@@ -94,6 +95,7 @@ class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs
     """Flags of every script that samples completions."""
 
     samples = True
+    truncation = None  # `TruncationArgs` has flags for it
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:

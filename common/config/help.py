@@ -16,7 +16,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from common.config.flags import metavar_of
 from common.config.groups import script_of
-from common.config.parse import similar
+from common.config.names import similar
 
 CONFIG_HELP = (
     "file of `flag: value` lines, such as a run's args.yaml; flags on the command line win"

@@ -1,9 +1,9 @@
 """Names of flags in other libraries and scripts, for the message about an unknown flag."""
 
+import difflib
 import re
 from collections.abc import Sequence
 
-from common.config.parse import similar
 from common.parallel import distributed
 
 # our flags, each with its names elsewhere and the flags of our other scripts with the same use
@@ -57,9 +57,19 @@ ELSEWHERE = dict(
     ),
     save_every="save_steps save_interval",
     sft_weight="rpo_alpha sft_coef nll_weight",
+    stop="stop_strings stop_sequences stop_words until",
+    stop_in_text="include_stop_str_in_output",
+    stop_token_ids="stop_tokens eos_token_id eos_token_ids",
     tensor_parallel_size="vllm_tensor_parallel_size tp_size tp",
     wandb_name="run_name",
     warmup_steps="warmup num_warmup_steps warmup_ratio",
+)
+
+# flags that only some scripts can have, with the reason
+REFUSED = dict.fromkeys(
+    ("top_p", "top_k", "min_p"),
+    "only eval.py and bok.py truncate the distribution; training needs the log-probs of the whole"
+    " one, see --temperature",
 )
 
 
@@ -73,6 +83,8 @@ def flag_for(name: str, known: Sequence[str]) -> str | None:
 def hint(name: str, known: Sequence[str]) -> str:
     """Return what may be meant by a flag that is not one of `known`: a flag of other scripts, the
     name of another library's flag here, or the nearest name; empty if nothing is near."""
+    if name in REFUSED:
+        return f": {REFUSED[name]}"
     declaration = re.compile(rf"^    {re.escape(name)}: .* = ", re.MULTILINE)
     scripts = [
         path.name
@@ -84,3 +96,10 @@ def hint(name: str, known: Sequence[str]) -> str:
     if flag:
         text += f"; here it is --{flag}"
     return text or similar(name, known, "--")
+
+
+def similar(name: str, known: Sequence[str], mark: str = "") -> str:
+    """Return a guess for a misspelled name, with a mark such as `--` before it, for a message;
+    empty without one."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (did you mean {mark}{close[0]}?)" if close else ""

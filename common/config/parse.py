@@ -3,17 +3,13 @@
 Precedence: default < default for the built-in model or LoRA < preset < file < command line. An
 error is one line."""
 
-import contextlib
 import dataclasses
-import difflib
 import sys
 import typing
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 from pydantic.dataclasses import is_pydantic_dataclass
 
@@ -31,6 +27,8 @@ def parse(args_class: type[ArgsT], argv: Sequence[str] | None = None) -> ArgsT:
         given_flags = read_command_line(args_class, list(sys.argv[1:] if argv is None else argv))
         path = given_flags.pop("config", None)
         if path is not None:
+            from common.config.flag_files import read_yaml
+
             given_flags = read_yaml(args_class, path) | given_flags
         require_not_moved(args_class, given_flags)
         preset = args_class.PRESETS.get(str(given_flags.get("preset")), {})
@@ -112,24 +110,6 @@ def is_number(word: str) -> bool:
     return True
 
 
-def read_yaml(args_class: type, path: str) -> dict[str, Any]:
-    """Return the flags of a file of `flag: value` lines."""
-    try:
-        flags = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"--config {path}: not valid YAML: {problem}") from error
-    if not isinstance(flags, dict):
-        raise ValueError(f"--config {path}: expected `flag: value` lines")
-    known = [field.name for field in dataclasses.fields(args_class)]
-    for name in flags:
-        if name not in known:
-            raise ValueError(f"--config {path}: unknown key {name}{similar(str(name), known)}")
-    return flags
-
-
 def require_not_moved(args_class: type[BaseArgs], given_flags: dict[str, Any]) -> None:
     """Raise `ValueError` for a value that is a script of its own."""
     for flag, commands in args_class.MOVED.items():
@@ -167,7 +147,12 @@ def adapted_defaults(
     model = str(given_flags.get("model", fields["model"].default))
     defaults: dict[str, Any] = {}
     reason = ""
-    if model in BUILT_IN_MODELS or trained_from(model) in BUILT_IN_MODELS:
+    base: str | None = model
+    if model not in BUILT_IN_MODELS:
+        from common.config.flag_files import trained_from
+
+        base = trained_from(model)
+    if base in BUILT_IN_MODELS:
         reason = "the built-in model"
         defaults = args_class.TINY_DEFAULTS
         dataset = as_tuple(given_flags.get("dataset", "arithmetic")) or ()
@@ -185,20 +170,3 @@ def adapted_defaults(
             if is_valid(args_class, kept | given_flags):
                 return reason, kept
     return reason, defaults
-
-
-def trained_from(model: str) -> str | None:
-    """Return the first `--model` of the runs that led to the export in the folder `model`; None for
-    other models."""
-    flags = Path(model).expanduser().parent / "args.yaml"
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
-        base = str(yaml.safe_load(flags.read_text()).get("model"))
-        return base if base == model else trained_from(base) or base
-    return None
-
-
-def similar(name: str, known: Sequence[str], mark: str = "") -> str:
-    """Return a guess for a misspelled name, with a mark such as `--` before it, for a message;
-    empty without one."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f" (did you mean {mark}{close[0]}?)" if close else ""

@@ -34,6 +34,12 @@ class CompletionArgs:
     """maximum length of a completion, in tokens; default: 256, or half of a pack if that is less"""
     temperature: Positive[float] = 1.0
     """sampling temperature; the trainer divides its logits by it too"""
+    stop_token_ids: Several[NotNegative[int]] = ()
+    """ids of tokens that end a completion, in addition to the EOS tokens"""
+    stop: Several[str] = ()
+    """texts that end a completion, at the token that completes one; \\n: newline, \\t: tab"""
+    stop_in_text: bool = False
+    """with --stop: keep the stop string in the text that rewards and environments read"""
     environment: str | None = None
     """environment that answers the model between its turns: calculator, guess_number,
     sliding_puzzle, or a user-defined one as path/to/file.py:Class; needs `--reward environment`"""
@@ -60,6 +66,15 @@ class CompletionArgs:
             require_default(
                 self, ("prompt_template",), "with --environment, which writes the prompts"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> Self:
+        if "" in self.stop:
+            raise ValueError("--stop: a stop string is empty")
+        if not self.stop:
+            require_default(self, ("stop_in_text",), "without --stop")
+        self.stop = tuple(x.replace("\\n", "\n").replace("\\t", "\t") for x in self.stop)
         return self
 
 

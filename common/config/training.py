@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from common.config.flags import (
     STRICT,
+    AboveOne,
     BelowOne,
     Fraction,
     MayChange,
@@ -38,6 +39,21 @@ class ModelArgs:
     context_ranks: MayChange[Positive[int]] = 1
     """number of neighbouring ranks that share each pack: a sequence may have pack_tokens x
     context_ranks tokens"""
+    rope_scaling: Literal["yarn", "linear"] | None = None
+    """scaling of the rotary embeddings of `model`, for a longer context; needs rope_factor"""
+    rope_factor: AboveOne | None = None
+    """context length as a multiple of the model's"""
+
+    @model_validator(mode="after")
+    def _check_rope(self) -> Self:
+        if (self.rope_scaling is None) != (self.rope_factor is None):
+            raise ValueError("--rope_scaling and --rope_factor need each other; give both or none")
+        return self
+
+    @property
+    def rope(self) -> tuple[str, float] | None:
+        """`--rope_scaling` and `--rope_factor`."""
+        return self.rope_scaling and (self.rope_scaling, self.rope_factor)
 
     @property
     def pack_capacity(self) -> int:

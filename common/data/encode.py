@@ -53,13 +53,17 @@ class Encoder:
         messages = self._prompt_messages(row, column)
         return _plain_text(row, column) if messages is None else messages
 
-    def reply(self, messages: list[dict]) -> list[int]:
+    def reply(self, messages: list[dict], last_token: int | None = None) -> list[int]:
         """Return the ids of `messages` between two assistant turns: from the EOS of the first to
-        the start of the second."""
+        the start of the second. They begin with the EOS if the first turn ends with another
+        `last_token`."""
         if self.chat.end is None:
             raise ValueError("the chat template does not show the text of the model's turns")
         end = self.chat.end.token
-        _, ids = pieces_of(self.tokenizer, end + self.chat.reply(messages), [len(end)])
+        text = self.chat.reply(messages)
+        if last_token not in (None, self.tokenizer.convert_tokens_to_ids(end)):
+            return pieces_of(self.tokenizer, self.chat.end.last + text, [])[0]
+        _, ids = pieces_of(self.tokenizer, end + text, [len(end)])
         return ids
 
     # ---- samples ----

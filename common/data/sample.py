@@ -57,7 +57,8 @@ class Completion(Sample):
     """number of finished steps of the weights that sampled each of `ids`, -1 on tokens that were
     not sampled"""
     finish_reason: str = ""
-    """`stop` (an EOS was sampled) or `length` (truncated by max_new_tokens or max_turns)"""
+    """`stop` (an EOS or a stop string was sampled) or `length` (truncated by max_new_tokens or
+    max_turns)"""
     text: str = ""
     """decoded completion, or its last turn if there are several; for rewards and logs; never
     tokenised again"""

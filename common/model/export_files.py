@@ -5,6 +5,7 @@ base in the form that only transformers 5 reads also gets the fields of transfor
 which most other programs are built."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -93,10 +94,13 @@ def fields_of_transformers_4(config) -> dict[str, object]:
     return fields
 
 
-def generation_file(path: str, tokenizer, prompt_format: str) -> bytes:
+def generation_file(
+    path: str, tokenizer, prompt_format: str, stop_token_ids: Sequence[int] = ()
+) -> bytes:
     """Return generation_config.json of the base with all tokens that end completions in training,
-    and the `prompt_format` for later runs."""
-    ends = eos_token_ids(path, tokenizer, prompt_format)
+    and the `prompt_format` for later runs. (`stop_strings` of transformers are not written: with
+    them `generate` fails without a tokenizer.)"""
+    ends = eos_token_ids(path, tokenizer, prompt_format, stop_token_ids)
     fields = load_generation_config(path)
     return _json(fields | dict(eos_token_id=ends, prompt_format=prompt_format))
 

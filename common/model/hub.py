@@ -1,6 +1,7 @@
 """The model that a flag names as a local folder, its tokenizer and its limits."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.config.groups import BUILT_IN_MODELS, BaseArgs
@@ -9,15 +10,25 @@ from common.model.loading import load_config, named_errors
 from common.parallel import distributed
 
 
-def resolve_model(model: str, flag: str = "--model", weights: bool = True) -> str:
+def resolve_model(
+    model: str,
+    flag: str = "--model",
+    weights: bool = True,
+    rope: tuple[str, float] | None = None,
+) -> str:
     """Return the local folder of a built-in model, a folder or a Hugging Face id: config.json,
-    tokenizer and, unless `weights` is false, safetensors.
+    tokenizer and, unless `weights` is false, safetensors. With `rope` (`--rope_scaling` and its
+    factor), return a folder of the same model with scaled rotary embeddings.
 
     The model of a resumable checkpoint is `hf/` in it, which is written if it does not exist. One
     rank of each machine writes or downloads. Collective. Raises `ValueError` naming `flag` for a
     model that is not found."""
     if not model:
         raise ValueError(f"{flag}: the name is empty")
+    if rope is not None:
+        from common.model.rope import scaled_folder
+
+        return scaled_folder(resolve_model(model, flag, weights), rope)
     if model in BUILT_IN_MODELS:
         from common.model.tiny import tiny_model
 
@@ -53,6 +64,9 @@ def load_tokenizer(path: str, args: BaseArgs | None = None, flag: str = "--model
         )
     if beyond:  # Gemma 3 of text has no embedding for the tokenizer's image token
         tokenizer.model_vocab_size = size
+    last_id = max(args.stop_token_ids, default=0) if args is not None else 0
+    if last_id >= size:
+        raise ValueError(f"--stop_token_ids {last_id}: the ids of the model end at {size - 1}")
     if args is not None and args.chat_template is not None:
         use_template(tokenizer, args.chat_template)
     elif args is not None:
@@ -138,11 +152,13 @@ def require_same_tokenizer(flag: str, path: str, tokenizer) -> None:
         )
 
 
-def eos_token_ids(path: str, tokenizer, prompt_format: str = "auto") -> list[int]:
+def eos_token_ids(
+    path: str, tokenizer, prompt_format: str = "auto", stop_token_ids: Sequence[int] = ()
+) -> list[int]:
     """Return all tokens that end a completion: the EOS of generation config (chat models often have
-    two), config and tokenizer and, unless `--prompt_format plain`, the token that ends a turn in
-    the chat template. For base models with a template the two often differ."""
-    ids = {tokenizer.eos_token_id}
+    two), config and tokenizer, `--stop_token_ids` and, unless `--prompt_format plain`, the token
+    that ends a turn in the chat template. For base models with a template the two often differ."""
+    ids = {tokenizer.eos_token_id, *stop_token_ids}
     for name in ("generation_config.json", "config.json"):
         eos = _fields(path, name).get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])

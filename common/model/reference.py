@@ -58,7 +58,9 @@ def reference_or_logps(
     zeros = [torch.zeros(shape) for shape in _shapes(datasets)]
     if not needed:
         return None, zeros
-    path = resolve_model(args.reference_model or args.model, "--reference_model")
+    name = args.reference_model or args.model
+    rope = args.rope if name == args.model else None
+    path = resolve_model(name, "--reference_model", rope=rope)
     require_same_tokenizer("--reference_model", path, tokenizer)
     context = context_length(path, args)
     if args.max_length > context:

@@ -20,7 +20,6 @@ from common.data.sample import Sample
 from common.model.comparison import TopK, most_likely
 from common.model.loading import load_config
 from common.model.policy import load_policy
-from common.model.reference import digest_of
 from common.model.student import Teacher
 from common.parallel import distributed
 
@@ -79,6 +78,8 @@ class StoredTeacher:
         vocabulary: int, args: TrainArgs, device: torch.device,
     ):  # fmt: skip
         """Collective. Raises `ValueError` for a damaged file."""
+        from common.model.reference import digest_of
+
         self.vocabulary = vocabulary
         self.device = device
         chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]

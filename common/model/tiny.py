@@ -33,10 +33,15 @@ CHAT_TEMPLATE = (
 )
 
 
+def cache_folder() -> Path:
+    """Return the folder of models that are made on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
+
+
 def tiny_model(name: str = "tiny") -> str:
     """Return the folder of `tiny` or `tiny-sft`, which is made on first use, with the same weights
     everywhere."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
+    cache = cache_folder()
     folder = cache / f"{name}-{REVISION}"
     if folder.exists():
         return str(folder)

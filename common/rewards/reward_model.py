@@ -11,7 +11,7 @@ from common.data.encode import Encoder
 from common.data.rows import PROMPT_COLUMNS, require_columns
 from common.data.sample import Completion, Group
 from common.data.turns import conversation_of
-from common.model.hub import load_tokenizer
+from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.loading import load_config
 from common.model.policy import load_scalar_model
 from common.model.score import require_context, score
@@ -48,7 +48,11 @@ class RewardModel:
             self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
             and self.tokenizer.chat_template == policy_tokenizer.chat_template
         )
-        if not self.reads_policy_ids:
+        # A completion that ends at a stop string has the string in its tokens, and no EOS. Its text
+        # has neither; episodes have no text.
+        self.reads_stopped_text = bool(args.stop) and args.environment is None
+        self.ends = eos_token_ids(path, self.tokenizer)
+        if self.reads_stopped_text or not self.reads_policy_ids:
             self._prepare_text(rows, policy_tokenizer)
         self.model = load_scalar_model(path, args, device, trainable=False, flag=flag)
 
@@ -92,7 +96,9 @@ class RewardModel:
 
     def _ids_or_error(self, sample: Completion) -> list[int] | str:
         try:
-            ids = sample.ids if self.reads_policy_ids else self._ids(sample)
+            is_cut = sample.finish_reason == "stop" and sample.ids[-1] not in self.ends
+            reads_ids = self.reads_policy_ids and not (is_cut and self.reads_stopped_text)
+            ids = sample.ids if reads_ids else self._ids(sample)
             require_context(self.model, len(ids))
             if len(ids) > self.args.pack_capacity:
                 problem = f"a sequence of {len(ids)} tokens is longer than {self.args.pack_flags}"

@@ -178,7 +178,7 @@ def load_engine(
 ) -> Engine:
     """Return an engine with the model in folder `path`, which `flag` names. A process can have only
     one engine: a given one is reused with the new weights. Collective."""
-    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format)
+    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
     if engine is None:
         return make_engine(path, args, eos_ids, tokenizer, device, trained=False)
     engine.eos_ids = eos_ids

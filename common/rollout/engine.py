@@ -118,6 +118,13 @@ class Engine:
         self.waiting: list[Request] = []  # of all ranks that share this engine
         self.running: dict[str, Request] = {}  # of all ranks that share this engine, by name
         self.names = map(str, count())
+        self.stop_strings = None
+        if args.stop:
+            from common.rollout.stop_strings import StopStrings
+
+            self.stop_strings = StopStrings(
+                args.stop, args.stop_in_text, tokenizer, self.silent_ids
+            )
         self.admits_new = True  # False: run only requests that have begun
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
@@ -139,9 +146,9 @@ class Engine:
         that have ended. Each gets one token, or all its tokens from an engine that cannot be
         interrupted. Collective with tensor parallelism.
 
-        Tokens are sampled from softmax(logits / temperature), without any truncation of the
-        distribution (temperature 0: greedy). `logprobs` are those of that distribution. An EOS ends
-        a completion and belongs to it."""
+        Tokens are sampled from softmax(logits / temperature) (temperature 0: greedy), which the
+        flags of `TruncationArgs` truncate. `logprobs` are those of that distribution. An EOS ends a
+        completion and belongs to it, and so does the token that completes one of `--stop`."""
         for rank, requests in enumerate(self.gather_in_engine(self.submitted)):
             self.waiting += self.submitted if rank == self.group_rank else requests
         self.submitted = []
@@ -192,9 +199,18 @@ class Engine:
     def append_output(
         self, request: Request, ids: list[int], logprobs: list[float], finish_reason: str | None
     ) -> None:
-        """Append tokens that the present weights sampled to a running request."""
+        """Append tokens that the present weights sampled to a running request, up to the one that
+        completes a stop string and thereby ends it."""
         completion = request.completion
+        before = len(completion.ids)
         completion.ids += ids
+        if self.stop_strings is not None:
+            end = self.stop_strings.end_of_turn(completion.ids, request.start, before)
+            if end is not None:
+                del completion.ids[end:]
+                ids = ids[: end - before]
+                logprobs = logprobs[: end - before]
+                finish_reason = "stop"
         completion.loss_mask += [True] * len(ids)
         completion.rollout_logprobs += logprobs
         completion.versions += [self.version] * len(ids)
@@ -205,6 +221,8 @@ class Engine:
             turn = completion.ids[request.start :]
             text_ids = [token for token in turn if token not in self.silent_ids]
             completion.text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
+            if self.stop_strings is not None:
+                completion.text = self.stop_strings.without_stop(completion.text)
 
     def _fill_slots(self) -> None:
         """Start waiting requests by priority."""

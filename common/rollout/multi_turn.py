@@ -84,8 +84,9 @@ class Turns:
         completion.turn_rewards.append((len(completion.ids) - 1, answer.reward))
         if answer.done:
             return None
+        stops = self.args.stop or self.args.stop_token_ids  # a turn may lack its EOS
         try:
-            reply = self.encoder.reply(answer.messages)
+            reply = self.encoder.reply(answer.messages, completion.ids[-1] if stops else None)
         except Exception as error:  # the messages come from the user's code
             problem = f"{type(error).__name__}: {distributed.first_line(error)}"
             completion.error = f"step {completion.turns}: {problem}"

@@ -59,9 +59,9 @@ class Activity:
 
 def generate_until_training_ends(args: OnlineArgs, device: torch.device) -> None:
     signals.default_signals()  # a stop cannot reach the training ranks yet
-    path = resolve_model(args.model)
+    path = resolve_model(args.model, rope=args.rope)
     tokenizer = load_tokenizer(path, args)
-    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format)
+    eos_ids = eos_token_ids(path, tokenizer, args.prompt_format, args.stop_token_ids)
     engine = make_engine(path, args, eos_ids, tokenizer, device)
     episodes = Episodes(engine, args, tokenizer)
     engine.wake()

@@ -56,7 +56,8 @@ class TransformersEngine(Engine):
         padded = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         seeds = [request.piece_seed for request in requests]
-        sampler = _SeededSampler(seeds, temperature, self.device)
+        truncation = self.args.truncation if temperature > 0 else None
+        sampler = _SeededSampler(seeds, temperature, truncation, self.device)
         out = self.replica.generate(
             torch.tensor(padded, device=self.device),
             attention_mask=torch.tensor(mask, device=self.device),
@@ -68,6 +69,7 @@ class TransformersEngine(Engine):
             top_k=None,
             repetition_penalty=None,
             logits_processor=[sampler],
+            stopping_criteria=self._stopping_criteria(requests, longest),
         )
         logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
         for i, tokens in enumerate(out[:, longest:].tolist()):
@@ -76,6 +78,21 @@ class TransformersEngine(Engine):
             length = ends[0] + 1 if ends else limits[i]
             reason = "stop" if ends else "length"
             self.append_output(requests[i], tokens[:length], logprobs[i][:length], reason)
+
+    def _stopping_criteria(self, requests: list[Request], longest: int) -> list:
+        """Return what ends each request at a stop string; `append_output` cuts what follows."""
+        if self.stop_strings is None:
+            return []
+        stop_strings = self.stop_strings
+        turns = [request.completion.ids[request.start :] for request in requests]
+
+        def are_complete(input_ids: Tensor, scores: Tensor, **_) -> Tensor:
+            sampled = input_ids[:, longest:].tolist()
+            pairs = zip(turns, sampled, strict=True)
+            complete = [stop_strings.is_complete([*turn, *ids]) for turn, ids in pairs]
+            return torch.tensor(complete, device=input_ids.device)
+
+        return [are_complete]
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         replica_weights = self.replica.state_dict()
@@ -89,13 +106,24 @@ class _SeededSampler:
     noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
     batches and ranks."""
 
-    def __init__(self, seeds: list[int], temperature: float, device: torch.device):
+    def __init__(
+        self,
+        seeds: list[int],
+        temperature: float,
+        truncation: dict[str, float] | None,
+        device: torch.device,
+    ):
         self.temperature = temperature
+        self.truncation = truncation
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
+        if self.truncation is not None:
+            from common.rollout.truncation import truncated
+
+            logprobs = truncated(logprobs, **self.truncation).log_softmax(dim=-1)
         chosen = logprobs
         if self.temperature > 0:
             noise = [
@@ -103,5 +131,6 @@ class _SeededSampler:
                 for generator in self.generators
             ]
             chosen = logprobs - torch.stack(noise).log()
+            chosen = chosen.masked_fill(logprobs == -torch.inf, -torch.inf)  # noise may be 0
         self.logprobs.append(logprobs.gather(-1, chosen.argmax(-1, keepdim=True))[:, 0])
         return chosen

@@ -166,8 +166,8 @@ class VLLMEngine(Engine):
             tensor_parallel_size=self.args.tensor_parallel_size,
             skip_tokenizer_init=True,
             dtype=str(self.dtype).removeprefix("torch."),
-            logprobs_mode="processed_logprobs",  # of the distribution at this temperature
-            generation_config="vllm",  # without top_p, top_k and penalties of the model
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled
+            generation_config="vllm",  # without top_p, top_k and penalties of the model's file
             max_model_len=max_model_len,
             gpu_memory_utilization=memory,
             max_num_seqs=SLOTS,
@@ -206,6 +206,7 @@ class VLLMEngine(Engine):
             stop_token_ids=self.eos_ids,
             logprobs=0,  # of the sampled token alone
             detokenize=False,
+            **(self.args.truncation or {}),  # ignored at temperature 0
         )
         engine = self.llm.llm_engine
         return engine.input_processor.process_inputs(
@@ -234,10 +235,14 @@ class VLLMEngine(Engine):
         with torch.compiler.set_stance("force_eager") if is_cpu else contextlib.nullcontext():
             outputs = self.client.get_output().outputs
         for output in outputs:
+            if output.request_id not in self.running:  # computed ahead of the end by a stop string
+                continue
             reason = None if output.finish_reason is None else str(output.finish_reason)
             logprobs = output.new_logprobs.logprobs[:, 0].tolist()
             request = self.running[output.request_id]
             self.append_output(request, output.new_token_ids, logprobs, reason)
+            if request.has_ended and reason is None:  # by a stop string
+                self.client.abort_requests([output.request_id])
             prefill = output.prefill_stats
             if prefill is not None:  # with the first token
                 self.cached_tokens += prefill.num_cached_tokens

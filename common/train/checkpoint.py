@@ -62,7 +62,7 @@ class Checkpointer:
         self.files: dict[str, bytes] = {}
         if distributed.is_main():
             dtype = export_dtype(model, args.export_dtype)
-            self.files = hf_files(model, tokenizer, args.prompt_format, dtype)
+            self.files = hf_files(model, tokenizer, args.prompt_format, dtype, args.stop_token_ids)
 
     def load_latest(self) -> int:
         """Load the newest intact checkpoint and return its number of finished steps; 0 without
@@ -219,11 +219,11 @@ def export_dtype(model: PackedModel, name: str) -> torch.dtype:
 
 
 def hf_files(
-    model: PackedModel, tokenizer, prompt_format: str, dtype: torch.dtype
+    model: PackedModel, tokenizer, prompt_format: str, dtype: torch.dtype, stops: Sequence[int] = ()
 ) -> dict[str, bytes]:
     """Return the files of an export besides the weights, by name: config.json,
-    generation_config.json and those of the tokenizer. A run reads them at start: its model may be a
-    checkpoint that another run deletes later."""
+    generation_config.json (`stops`: more EOS tokens) and those of the tokenizer. A run reads them
+    at start: its model may be a checkpoint that another run deletes later."""
     path = model.path
     changes: dict[str, object] = {}
     is_text = isinstance(model, ScalarModel) or not has_other_parts(load_config(path))
@@ -239,7 +239,7 @@ def hf_files(
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     return {
         "config.json": config_file(path, dtype, changes, is_text),
-        "generation_config.json": generation_file(path, tokenizer, prompt_format),
+        "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),
     } | tokenizer_files(path, tokenizer, prompt_format)
 
 

@@ -12,7 +12,7 @@ from helpers import ROOT
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from common.config import groups, objectives, preference_flags, sampling, training
+from common.config import groups, objectives, preference_flags, sampling, training, truncation_flags
 from common.config.groups import (
     BaseArgs,
     OnlineArgs,
@@ -38,7 +38,8 @@ def defined(module) -> set[type]:
     }
 
 
-GROUPS = defined(training) | defined(sampling) | defined(objectives) | defined(preference_flags)
+SHARED = (training, sampling, truncation_flags, objectives, preference_flags)
+GROUPS = set().union(*map(defined, SHARED))
 UNIONS = defined(groups)
 
 

@@ -133,6 +133,7 @@ def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
         ("lr: 0\n", "--lr 0 must be greater than 0"),
         ("preset: gsp\n", "--preset gsp must be 'gspo', 'cispo' or 'dapo'"),
         ("3: 4\n", "unknown key 3"),
+        ("top_k: 5\n", "unknown key top_k: only eval.py and bok.py truncate the distribution"),
         (None, "No such file"),
     ],
 )
@@ -199,6 +200,17 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
             ["--samples_per_prompt", "1"],
             "--samples_per_prompt 1 must be greater than or equal to 2",
         ),
+        (
+            ["--top_p", "0.9"],
+            "--top_p: only eval.py and bok.py truncate the distribution; training",
+        ),
+        (["--stop", "###", ""], "--stop: a stop string is empty"),
+        (["--stop_in_text"], "--stop_in_text True has no effect without --stop"),
+        (["--stop_token_ids", "-1"], "--stop_token_ids -1 must be greater than or equal to 0"),
+        (["--rope_scaling", "yarn"], "--rope_scaling and --rope_factor need each other"),
+        (["--rope_factor", "4"], "--rope_scaling and --rope_factor need each other"),
+        (["--rope_factor", "1"], "--rope_factor 1 must be greater than 1"),
+        (["--rope_scaling", "dynamic"], "--rope_scaling dynamic must be 'yarn' or 'linear'"),
         (["--minibatches", "3"], "--prompts_per_step 64 must be a multiple of --minibatches (3)"),
         (
             ["--reward", "gsm8k", "--reward_weights", "1", "2"],
@@ -214,6 +226,31 @@ def test_dashes_lists_none_and_equals_signs_are_parsed():
 )
 def test_bad_flags_are_refused_in_one_line(argv, what, capsys):
     assert what in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["--top_p", "0"], "--top_p 0 must be greater than 0"),
+        (["--top_p", "1.5"], "--top_p 1.5 must be less than or equal to 1"),
+        (["--top_k", "-1"], "--top_k -1 must be greater than or equal to 0"),
+        (["--min_p", "2"], "--min_p 2 must be less than or equal to 1"),
+    ],
+)
+def test_bad_truncation_is_refused_in_one_line(argv, what, capsys):
+    assert what in refused(capsys, *argv, args_class=evaluation.Args)
+
+
+def test_truncation_is_none_only_if_it_changes_nothing():
+    assert parse(evaluation.Args, []).truncation is None
+    args = parse(evaluation.Args, ["--top_p", "0.9"])
+    assert args.truncation == dict(top_p=0.9, top_k=0, min_p=0)
+
+
+def test_stop_strings_have_newlines_and_survive_a_file(tmp_path):
+    args = parse(Args, ["--stop", r"\nUser:", "###", r"a\tb"])
+    assert args.stop == ("\nUser:", "###", "a\tb")
+    round_trip(args, tmp_path)
 
 
 MISSPELLED = """

@@ -136,6 +136,26 @@ def test_model_scores_the_conversation_in_its_chat_template(asked, device, tmp_p
             )
 
 
+@pytest.mark.slow
+def test_completion_that_ends_at_a_stop_string_is_scored_without_it_and_with_an_eos(
+    asked, device, tmp_path
+):
+    tokenizer, rows, groups = asked
+    ours = tmp_path / "ours" / "hf"
+    ours.parent.mkdir()
+    export_hf(load_scalar_model(resolve_model("tiny"), Args(), device), tokenizer, ours)
+    whole = [list(sample.ids) for group in groups for sample in group]
+    end = tokenizer.convert_tokens_to_ids("<|end_of_turn|>")
+    for group in groups:
+        del group[0].ids[-1]
+        group[0].ids += tokenizer("##")["input_ids"]
+    args = Args(reward=(f"model:{ours}",), max_new_tokens=64, dtype="float32", stop=("##",))
+    (part_PG,) = Rewards(args, rows, tokenizer, device)(groups, Meter())[1].values()
+    for i, ids in enumerate(whole):
+        ids[-1] = ids[-1] if i % 2 else end  # i % 2: ended with an EOS
+        assert part_PG[i // 2, i % 2] == pytest.approx(by_transformers(ours, ids), abs=1e-4)
+
+
 GROUP = """
 def f(completions, row, ids):
     rare = {"long": 1.0, "rare": 2.0}

@@ -326,9 +326,48 @@ def test_global_generators_are_unchanged(synced, policy):
     assert draw() == expected
 
 
-def test_sampling_follows_the_distribution(synced, policy, device):
+def naive_truncation(p: torch.Tensor, top_p: float, top_k: int, min_p: float) -> torch.Tensor:
+    """Return the truncated distribution in vLLM's order: min_p, top_k, top_p of what is left."""
+    kept = {i: x for i, x in enumerate(p.tolist()) if x >= min_p * p.max().item()}
+    best = sorted(kept, key=kept.__getitem__, reverse=True)[: top_k or None]
+    total, mass, nucleus = sum(kept[i] for i in best), 0.0, []
+    for i in best:
+        if mass < top_p * total:
+            nucleus.append(i)
+        mass += kept[i]
+    out = torch.zeros_like(p)
+    out[nucleus] = p[nucleus]
+    return out / out.sum()
+
+
+# Each flag alone leaves another number of tokens, and so does each pair.
+TRUNCATIONS = (
+    None,
+    dict(top_p=0.8, top_k=0, min_p=0.0),
+    dict(top_p=1.0, top_k=7, min_p=0.0),
+    dict(top_p=1.0, top_k=0, min_p=0.3),
+    dict(top_p=0.7, top_k=12, min_p=0.15),
+)
+
+
+@contextlib.contextmanager
+def truncating(engine: Engine, truncation: dict | None) -> Iterator[None]:
+    engine.args.truncation, engine.templates = truncation, {}
+    try:
+        yield
+    finally:
+        engine.args.truncation, engine.templates = None, {}
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+def test_sampling_follows_the_distribution(synced, policy, device, truncation):
     """Compare first tokens of many samples with the exact probabilities, at a temperature other
-    than 1."""
+    than 1. Recorded log-probs are those of the sampled distribution."""
+    with truncating(synced, truncation):
+        _compare_frequencies(synced, policy, device, truncation)
+
+
+def _compare_frequencies(synced, policy, device, truncation) -> None:
     prompt, count, temperature = prompts(synced)[0], 2000, 0.5
     requests = [Request(empty_completion(prompt), 1, 5 + i, temperature) for i in range(count)]
     for request in requests:
@@ -345,9 +384,26 @@ def test_sampling_follows_the_distribution(synced, policy, device):
         p = policy(mb, temperature=temperature)[0][last].exp().cpu().double()
     p = p[mb.targets_T[last].cpu().argsort()]
     assert abs(p.sum().item() - 1) < 1e-4
+    if truncation is not None:
+        p = naive_truncation(p, **truncation)
+        assert 2 < (p > 0).sum() < len(p) / 2 and counts[p == 0].sum() == 0
+        counts, p, all_p = counts[p > 0], p[p > 0], p
+        logprobs = torch.tensor([request.completion.rollout_logprobs[-1] for request in requests])
+        assert (logprobs - all_p[tokens].log()).abs().max() < 1e-4
     chi_square = ((counts - count * p).square() / (count * p)).sum().item()
     degrees = len(p) - 1
     assert abs(chi_square - degrees) < 6 * (2 * degrees) ** 0.5
+
+
+def test_truncated_samples_depend_only_on_their_seeds_and_greedy_ones_on_nothing(synced):
+    def sampled(temperature: float, n: int) -> list[list[int]]:
+        return [s.ids for s in flat(complete(synced, prompts(synced), n, SEEDS, temperature))]
+
+    greedy = sampled(0.0, 1)
+    with truncating(synced, TRUNCATIONS[-1]):
+        first, again, apart = sampled(1.0, 2), sampled(1.0, 2), sampled(1.0, 1)
+        assert first == again and first[::2] == apart and sampled(0.0, 1) == greedy
+    assert sampled(1.0, 2) != first
 
 
 def test_engine_flag_selects_the_engine(device, monkeypatch):

@@ -29,6 +29,7 @@ from common.rollout.environments import (
 )
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import encode_prompts, prompt_columns, prompt_maker
+from common.rollout.stop_strings import StopStrings
 
 # Replies with the number of characters of a turn, for as many turns as the row has; may raise.
 USER_FILE = """
@@ -141,6 +142,33 @@ def test_turns_alternate_and_replies_are_rendered_by_the_template(synced, user_f
             ]
             if sample.finish_reason == "stop":
                 assert sample.turns == row["turns"]
+
+
+def test_reply_closes_a_turn_that_ends_at_a_stop_string(synced, user_file):
+    """The environment reads the turn without the string; its reply begins with the end of turn,
+    which was not sampled and has no loss."""
+    letters = tuple("abcdefghijklmnopqrstuvwxyz")
+    play = Play(synced, user_file, stop=letters)
+    synced.stop_strings = StopStrings(letters, False, synced.tokenizer, synced.silent_ids)
+    try:
+        groups = play.episodes.generate(play.requests())
+    finally:
+        synced.stop_strings = None
+    end, closed = synced.tokenizer.convert_tokens_to_ids("<|end_of_turn|>"), 0
+    for sample in flat(groups):
+        pieces = spans(sample)
+        for turn, (_, ids) in enumerate(pieces[1::2], 1):
+            spoken = pieces[2 * turn - 2][1]
+            text = synced.tokenizer.decode([i for i in spoken if i not in synced.silent_ids])
+            text = re.split("[a-z]", text)[0]
+            said = [
+                dict(role="tool", content=f"{turn}: {len(text)}"),
+                dict(role="user", content="on"),
+            ]
+            reply = play.encoder.reply(said)
+            assert ids == (reply if spoken[-1] == end else [end, *reply])
+            closed += spoken[-1] == end
+    assert closed < sum(sample.turns - 1 for sample in flat(groups)) > 5
 
 
 def test_conversation_is_rendered_as_by_the_template(synced, user_file):

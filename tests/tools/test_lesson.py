@@ -12,7 +12,8 @@ import pytest
 import yaml
 from helpers import ROOT, call_main, run
 
-from common.config.parse import adapted_defaults, read_command_line, read_yaml
+from common.config.flag_files import read_yaml
+from common.config.parse import adapted_defaults, read_command_line
 from tools import lesson as module
 
 NAMES = sorted(path.stem for path in module.LESSONS.glob("*_*.yaml"))

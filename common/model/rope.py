@@ -1,0 +1,70 @@
+"""`--rope_scaling`: a model with scaled rotary embeddings, as a folder.
+
+The folder has links to the files of the model, and a config.json with the scaling. All that reads a
+model reads this one: trainer, references, engine, exports, checkpoints and the limits of lengths.
+"""
+
+import contextlib
+import json
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+
+from common.data import durable
+from common.model.loading import load_config
+from common.model.tiny import cache_folder
+
+
+def scaled_folder(path: str, rope: tuple[str, float]) -> str:
+    """Return the folder of the model in `path` with rotary embeddings of a kind and a factor. It is
+    made on first use, in the cache, and again after a change of the model. Raises `ValueError` for
+    a model whose embeddings cannot be scaled."""
+    base = Path(path).resolve()
+    config = json.dumps(scaled_config(path, rope), indent=2).encode()
+    unlinked = ("config.json", durable.CHECKSUMS)
+    files = [file for file in sorted(base.iterdir()) if file.exists() and file.name not in unlinked]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = blake2b(repr((str(base), stats)).encode() + config, digest_size=6).hexdigest()
+    kind, factor = rope
+    folder = cache_folder() / f"{base.name}-{kind}-{factor:g}-{digest}"
+    if folder.exists():
+        return str(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        what = f"cannot write {folder.parent} ({error.strerror}); set XDG_CACHE_HOME"
+        raise ValueError(f"--rope_scaling {kind}: {what}") from error
+    with temporary as work:
+        for file in files:
+            Path(work, file.name).symlink_to(file)
+        Path(work, "config.json").write_bytes(config)
+        # The first of several ranks wins; all make the same folder.
+        with contextlib.suppress(OSError):
+            Path(work).rename(folder)
+    return str(folder)
+
+
+def scaled_config(path: str, rope: tuple[str, float]) -> dict[str, object]:
+    """Return the fields of config.json with the scaling, in the form of the file: that of
+    transformers 4 or 5. The model's context is the length that it was trained for."""
+    kind, factor = rope
+    config = load_config(path)
+    label = f"--rope_scaling {kind}: {path}"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    context = getattr(config, "max_position_embeddings", None)
+    if "rope_theta" not in parameters or not context:
+        raise ValueError(f"{label}: {config.model_type} has no single kind of rotary embeddings")
+    known = parameters.get("rope_type", "default")
+    if known != "default":
+        raise ValueError(f"{label}: has {known} scaling already; leave the flag out")
+    scaling: dict[str, object] = dict(rope_type=kind, factor=factor)
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = context
+    fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    fields["max_position_embeddings"] = int(factor * context)
+    if "rope_parameters" in fields:
+        fields["rope_parameters"] = parameters | scaling
+    else:
+        fields["rope_scaling"] = scaling
+    return fields
