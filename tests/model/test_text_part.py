@@ -2,6 +2,7 @@
 their files, and all other weights are copied. test_coverage.py compares the numbers of every
 family with transformers' own class; this file tests files, names and runs."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_resumes_exactly, metrics, run
-from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from bench.models import ARGS, checkpoint, open_model, rows
 from common.data.packing import pack
 from common.data.sample import Sample
-from common.model.hub import resolve_model
+from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import hub_weights, load_file_names
-from common.model.policy import load_policy
+from common.model.policy import load_policy, load_scalar_model
 from common.model.text_part import meta_model, text_weights
+from common.train.checkpoint import export_hf
 
 QUICK = ("gemma3", "qwen3_vl")
 FAMILIES = (*QUICK, "gemma4", "mistral3", "smolvlm", "idefics3", "qwen2_5_vl", "qwen3_5",
@@ -224,3 +226,242 @@ def test_training_continues_from_an_adapter(path, adapted, sums, tmp_path):
     flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2)
     run(1, "sft.py", *flags, "--adapter", adapted / "adapter", "--output_dir", tmp_path)
     assert not same(stored(tmp_path / "hf"), stored(adapted / "hf"))
+
+
+# ---- reward models and value models ----
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("preferences") / "rows.jsonl"
+    pairs = [dict(prompt=f"{i}+1=", chosen=str(i + 1), rejected=str(i)) for i in range(40)]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return file
+
+
+@pytest.fixture(scope="module", params=[(), ("--lora_rank", 2)])
+def reward_run(request, gemma, preferences, device, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    flags = (*STEPS, "--model", gemma, "--dataset", preferences, "--output_dir", folder)
+    run(1, "rm.py", *flags, *request.param)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma(device, tmp_path_factory) -> str:
+    """A tied model."""
+    return checkpoint("gemma3", tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.mark.slow
+def test_reward_model_is_a_classifier_of_text(reward_run, device):
+    """Transformers opens it with the trained scores, and its checkpoints convert to it."""
+    hf = reward_run / "hf"
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        hf, dtype=torch.float32, output_loading_info=True
+    )
+    assert type(model).__name__ == "Gemma3TextForSequenceClassification"
+    assert not any(info.values()), info
+    scores = load_scalar_model(str(hf), ARGS, device, trainable=False)
+    ids = [3, 17, 40, 8]
+    (mb,) = pack([Sample([*ids, 2], [True] * 5)], 100, device)
+    with torch.no_grad():
+        score = scores(mb)[-1]
+        expected = model(input_ids=torch.tensor([ids])).logits[0, 0]
+    torch.testing.assert_close(score.cpu(), expected, atol=1e-5, rtol=0)
+    found = resolve_model(str(reward_run / "checkpoints" / "step_000002"))
+    assert same(stored(found), stored(hf))
+
+
+@pytest.mark.slow
+def test_rewards_of_a_reward_model_from_such_a_folder(gemma, reward_run, sums, tmp_path):
+    flags = ("--max_steps", 1, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--dtype",
+             "float32", "--max_new_tokens", 8, "--eval_every", 0)  # fmt: skip
+    flags = (
+        *flags,
+        "--engine",
+        "transformers",
+        "--model",
+        gemma,
+        "--dataset",
+        sums,
+        "--output_dir",
+        tmp_path,
+    )
+    run(1, "grpo.py", *flags, "--rewards", "model", "--reward_model", reward_run / "hf")
+    assert metrics(tmp_path)[0]["reward_std"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
+def test_value_model_starts_from_such_a_folder(lora, gemma, sums, tmp_path):
+    flags = ("--max_steps", 2, "--prompts_per_step", 4, "--max_new_tokens", 8, "--eval_every", 0,
+             "--engine", "transformers", "--dtype", "float32", "--save_every", 2)  # fmt: skip
+    flags = (*flags, "--model", gemma, "--dataset", sums, "--output_dir", tmp_path, *lora)
+    run(1, "ppo.py", *flags)
+    opens_whole(tmp_path / "hf")
+    for line in metrics(tmp_path):
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+    found = Path(resolve_model(str(tmp_path / "checkpoints" / "step_000002")))
+    assert same(stored(found), stored(tmp_path / "hf"))
+
+
+# ---- engines ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "smolvlm", "qwen3_vl", "mistral3"])
+def test_engine_samples_from_the_trained_weights(model_type, engine, sums, tmp_path):
+    """The weights change in every step."""
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    path = checkpoint(model_type, tmp_path / "model")
+    flags = ("--max_steps", 3, "--prompts_per_step", 2, "--samples_per_prompt", 2, "--lr", 1e-2,
+             "--max_new_tokens", 12, "--eval_every", 0, "--dtype", "float32", "--check_every", 1,
+             "--engine", engine, "--model", path, "--dataset", sums)  # fmt: skip
+    run(1, "grpo.py", *flags, "--output_dir", tmp_path / "run")
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 3
+    for line in lines:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4", "smolvlm", "qwen3_vl"])
+def test_engines_evaluate_the_same_model(model_type, sums, tmp_path):
+    """Without a trainer: greedy completions are those of transformers' own class."""
+    pytest.importorskip("vllm")
+    path = checkpoint(model_type, tmp_path / "model")
+    outputs = []
+    for engine in ("transformers", "vllm"):
+        flags = ("--model", path, "--dataset", sums, "--engine", engine, "--dtype", "float32")
+        flags = (
+            *flags,
+            "--max_new_tokens",
+            8,
+            "--max_prompts",
+            8,
+            "--output_dir",
+            tmp_path / engine,
+        )
+        run(1, "eval.py", *flags)
+        lines = (tmp_path / engine / "samples.jsonl").read_text().splitlines()
+        outputs.append([json.loads(line) for line in lines])
+    assert len(outputs[0]) > 0
+    assert outputs[0] == outputs[1]
+
+
+# ---- files ----
+
+
+def test_head_that_is_stored_beside_its_tied_embedding_is_ignored(gemma, tmp_path, device):
+    """Transformers ties it: neither the trainer nor an engine or an export takes the stored one."""
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    head = {"language_model.lm_head.weight": torch.randn(384, 64)}
+    save_file(head, folder / "head.safetensors", metadata={"format": "pt"})
+    policy = load_policy(str(folder), ARGS, device)
+    embedding = stored(gemma)["language_model.model.embed_tokens.weight"]
+    weights = list(text_weights(str(folder)))
+    heads = [weight for name, weight in weights if name == "lm_head.weight"]
+    assert len(heads) == 1 and torch.equal(heads[0], embedding)
+    export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
+    assert same(stored(tmp_path / "hf"), stored(gemma))
+
+
+def test_folder_with_two_language_models_is_refused(gemma, tmp_path, device):
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    other = {"other.embed_tokens.weight": torch.randn(384, 64)}
+    save_file(other, folder / "other.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"--model .*: .*embed_tokens.* no such weight$"):
+        load_policy(str(folder), ARGS, device)
+
+
+def test_missing_weight_of_text_is_refused_by_its_name_in_the_files(gemma, tmp_path, device):
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    name = "language_model.model.layers.1.mlp.up_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        weights.pop(name, None)
+        save_file(weights, file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=rf"{name} .* no such weight"):
+        load_policy(str(folder), ARGS, device)
+
+
+def test_other_parts_keep_their_dtype(gemma, tmp_path, device):
+    """Weights of text have the dtype of the export, others that of the base."""
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    for file in folder.glob("*.safetensors"):
+        half = {name: weight.bfloat16() for name, weight in load_file(file).items()}
+        save_file(half, file, metadata={"format": "pt"})
+    policy = load_policy(str(folder), ARGS, device)
+    export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")  # config.json: float32
+    names = policy.file_names
+    for name, weight in stored(tmp_path / "hf").items():
+        expected = torch.float32 if names.is_of_text(name) else torch.bfloat16
+        assert weight.dtype == expected, name
+
+
+@pytest.mark.slow
+def test_checkpoint_whose_base_is_gone_does_not_convert(gemma, sums, tmp_path):
+    """Else the export would lack the other parts."""
+    base = shutil.copytree(gemma, tmp_path / "base")
+    flags = (*STEPS, "--model", base, "--dataset", sums, "--output_dir", tmp_path / "run")
+    run(1, "sft.py", *flags)
+    shutil.rmtree(base)
+    with pytest.raises(ValueError, match="cannot write"):
+        resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002"))
+
+
+@pytest.mark.slow
+def test_relative_base_is_found_from_other_folders(gemma, main, sums, tmp_path, monkeypatch):
+    shutil.copytree(gemma, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    flags = (*STEPS, "--model", "base", "--dataset", sums, "--output_dir", tmp_path / "run")
+    main("sft", *flags)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002"))
+    assert same(stored(found), stored(tmp_path / "run" / "hf"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
+def test_stacked_experts_stay_stacked(lora, sums, tmp_path):
+    """In an export and in a converted checkpoint."""
+    path = checkpoint("qwen3_5_moe", tmp_path / "files")
+    stacked = Path(shutil.copytree(path, tmp_path / "stacked"))
+    for file in stacked.glob("*.safetensors*"):
+        file.unlink()
+    open_model(path).save_pretrained(stacked, save_original_format=False)
+    experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert experts in stored(stacked)
+    flags = (*STEPS, "--model", stacked, "--dataset", sums, "--output_dir", tmp_path / "run")
+    run(1, "sft.py", *flags, *lora)
+    assert stored(tmp_path / "run" / "hf").keys() == stored(stacked).keys()
+    found = Path(resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000002")))
+    assert same(stored(found), stored(tmp_path / "run" / "hf"))
+    opens_whole(found)
+
+
+# ---- rows and flags ----
+
+
+def test_rows_with_images_are_refused(gemma, main, tmp_path):
+    content = [dict(type="image", image="x.png"), dict(type="text", text="What is this?")]
+    turns = [dict(role="user", content=content), dict(role="assistant", content="A cat.")]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dict(messages=turns)) + "\n")
+    flags = ("--model", gemma, "--dataset", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "x")
+    with pytest.raises(ValueError, match="turn 1 has a part of type image; only text is supported"):
+        main("sft", *flags)
+
+
+def test_dry_run_needs_no_weights(gemma, main, sums, tmp_path, capsys):
+    folder = Path(shutil.copytree(gemma, tmp_path / "model"))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    flags = ("--model", folder, "--dataset", sums, "--dry_run", "true", "--output_dir", tmp_path)
+    with pytest.raises(SystemExit, match="0"):
+        main("sft", *flags)
+    assert "dry run: no weights were loaded" in capsys.readouterr().out
