@@ -37,8 +37,9 @@ from bench.delta_vllm import prepare
 from common.config.groups import SamplingArgs, TrainArgs
 from common.data.packing import pack
 from common.data.sample import Sample
+from common.model.flops import num_delta_nets
 from common.model.hub import eos_token_ids, load_tokenizer
-from common.model.loading import has_delta_nets
+from common.model.loading import load_text_config
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
@@ -350,7 +351,7 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
 def against_vllm(path: str, device: torch.device) -> float:
     """Return the largest difference of a sampled token's log-prob, in nats."""
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
-    if has_delta_nets(path):
+    if num_delta_nets(load_text_config(path)):
         prepare()
     engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
     for _ in range(3):  # syncs, as in training

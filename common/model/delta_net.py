@@ -22,6 +22,24 @@ CONVOLUTION = "causal_conv1d_fn"
 RECURRENCE = "torch_chunk_gated_delta_rule"
 
 
+def state_size(config) -> int:
+    """Return the numbers of a layer's state."""
+    width = config.linear_key_head_dim * config.linear_value_head_dim
+    return config.linear_num_value_heads * width
+
+
+def kept_numbers(config) -> int:
+    """Return the float32 numbers per token that a layer keeps for its backward: with
+    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
+    chunk, by counting them there."""
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim
+    numbers = 2 * key + 2 * value
+    if importlib.util.find_spec("fla") is None:
+        numbers = 12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK
+    return config.linear_num_value_heads * numbers
+
+
 def keep_sequences_apart(hf: nn.Module) -> None:
     """Replace the functions of transformers' module that mix tokens in delta nets. Raises
     `AttributeError` for a module that has other ones."""

@@ -11,7 +11,6 @@ from common.model.loading import (
     load_text_config,
     named_errors,
     one_line_errors,
-    quantization_of,
     require_unchanged,
 )
 from common.parallel import distributed
@@ -129,7 +128,7 @@ def _require_supported(label: str, folder: Path) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
     # The weights would be read without their scales.
-    if quantization_of(config) is not None:
+    if getattr(config, "quantization_config", None):
         raise ValueError(
             f"{label}: its weights are quantized; name the model that it was made from"
         )

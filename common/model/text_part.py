@@ -5,7 +5,7 @@ the files, such as `language_model.model.` (Gemma 3). It alone is built and trai
 weights, such as those of the vision tower, are passengers: an export copies them unchanged."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import mxfp4
-from common.model.loading import load_text_config
+from common.model.loading import load_config, load_text_config
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
 # another type. Rotary embeddings of images have three positions, which are equal for text.
@@ -22,7 +22,12 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def text_config(config):
-    """Return the config of the language model in that of a model of images and text."""
+    """Return the config of the language model in that of a folder. It has no quantization: weights
+    in MXFP4 are read as floats."""
+    if method_of_quantization(config) == "mxfp4":
+        del config.quantization_config
+    if "text_config" not in config.sub_configs:
+        return config
     text = config.get_text_config()
     if text.model_type in SAME_ON_TEXT:
         from transformers import AutoConfig
@@ -34,6 +39,12 @@ def text_config(config):
     text.tie_word_embeddings = config.tie_word_embeddings  # in the text's config it may be missing
     text.dtype = config.dtype or text.dtype
     return text
+
+
+def method_of_quantization(config) -> str | None:
+    """Return the method by which the weights in the files are quantized, None if they are not."""
+    fields = getattr(config, "quantization_config", None)
+    return fields["quant_method"] if fields else None
 
 
 class FileNames(NamedTuple):
@@ -61,6 +72,24 @@ class FileNames(NamedTuple):
         if name == self.head_in_files:
             return "lm_head.weight"
         return self.prefix + name.removeprefix(self.prefix_in_files)
+
+    def fill_unpacked(self, hf: nn.Module, path: str) -> None:
+        """Fill the parameters whose weights in the files are in MXFP4."""
+        files = names_in(path)
+        packed = {n: x for n, x in hf.state_dict().items() if n + mxfp4.BLOCKS in files}
+        mxfp4.fill(packed, files)
+
+    def of_all(self, hf: nn.Module) -> dict[str, str]:
+        """Return the names in the files of all weights of `hf`."""
+        return {name: self.of(name) for name in hf.state_dict()}
+
+    def passengers(
+        self, hf: nn.Module, path: str, exported: Collection[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in a folder that are neither `exported` nor any of `hf`."""
+        known = {*exported, *self.of_all(hf).values()}
+        known |= {name + ending for name in known for ending in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        yield from read_weights(path, left_out=known)
 
     @property
     def key_mapping(self) -> dict[str, str]:
@@ -128,6 +157,10 @@ def meta_model(path: str) -> nn.Module:
 
 def text_options(path: str) -> dict:
     """Return options with which `from_pretrained` loads the language model of a folder alone."""
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    if method_of_quantization(load_config(path)) is not None:
+        return dict(quantization_config=Mxfp4Config(dequantize=True))
     hf = meta_model(path)
     return dict(config=hf.config, key_mapping=file_names(hf, path).key_mapping)
 
