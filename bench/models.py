@@ -34,7 +34,8 @@ from transformers.utils import logging
 
 from bench.completions import complete
 from bench.delta_vllm import prepare
-from common.config.groups import SamplingArgs, TrainArgs
+from common.config.groups import TrainArgs
+from common.config.online import SamplingArgs
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.flops import num_delta_nets

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.model.flops import num_delta_nets
