@@ -117,6 +117,8 @@ def dry_run(
         prompts = [prompt for (prompt,) in groups[:10]]
         has_environment = args.environment is not None
         lines += plan.rewards_of_rows(tokenizer, prompts, rewards, has_environment)
+    if path is not None:
+        lines += plan.describe_model(path)
     steps = num_steps(args, data)
     problem, memory = plan.predicted(args, models)
     lines += plan.schedule(args, groups, steps, len(held_out))
