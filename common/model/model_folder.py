@@ -121,8 +121,9 @@ def _require_supported(label: str, folder: Path) -> None:
             config = load_text_config(folder)
     except StrictDataclassError as error:  # its first line has the field, its second the problem
         raise ValueError(f"{label}: {' '.join(str(error).split())}") from error
+    differing = getattr(config, "per_layer_attributes", None) or ()  # Gemma 4: head_dim
     for name, largest in SIZES.items():
-        size = getattr(config.get_text_config(), name, None)
+        size = None if name in differing else getattr(config, name, None)
         if isinstance(size, int) and not 0 < size <= largest:
             raise ValueError(f"{label}: {name} {size} must be in 1 to {largest}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -57,7 +57,7 @@ def describe_model(path: str) -> list[str]:
     text = load_text_config(path)
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
     lines = []
-    if text is not config:
+    if "text_config" in config.sub_configs:
         whole = ", ".join(config.architectures or [config.model_type])
         lines.append(f"{name}, the language model of {whole}: all other weights stay as they are")
     delta_nets = num_delta_nets(text)
