@@ -158,7 +158,7 @@ class Checkpointer:
                 (work / checkpoint_files.ADAPTED).write_text(json.dumps(adapted(self.model)))
             names = self.model.export_names
             if names is not None:
-                base = dict(path=self.model.path, names=names.of_all(self.model.hf))
+                base = dict(path=str(Path(self.model.path).resolve()), names=names._asdict())
                 (work / checkpoint_files.BASE).write_text(json.dumps(base))
             write_files(self.files, work)
         distributed.barrier()
@@ -273,7 +273,9 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
                 weights[hub_name] = weight.to("cpu", dtype, copy=True)
     if distributed.is_main():
         if names is not None:
-            weights |= names.passengers(model.hf, model.path, weights)
+            from common.model.text_part import read_weights
+
+            weights |= dict(read_weights(model.path, names.passengers))
         checkpoint_files.write_safetensors(weights, work)
         durable.replace_folder(work, folder)
     distributed.barrier()
