@@ -90,10 +90,7 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
     the prefix: no other part has one of this name."""
     stored = names_in(path)
     prefix = f"{hf.base_model_prefix}."
-    modules = dict(hf.base_model.named_modules())
-    (embedding,) = (name for name, x in modules.items() if x is hf.get_input_embeddings())
-    pattern = re.compile(rf"(|.*\.){re.escape(embedding)}\.weight")
-    prefixes = [found[1] for found in map(pattern.fullmatch, stored) if found]
+    prefixes = _prefixes(stored, _embedding(hf))
     heads = [name for name in stored if re.fullmatch(r"(.*\.)?(lm_head|embed_out)\.weight", name)]
     names = FileNames(
         prefix,
@@ -108,6 +105,29 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
         known |= dict(hub_weights(hf.config.model_type, name, whole, names)).keys()
     known |= {name + ending for name in known for ending in (mxfp4.BLOCKS, mxfp4.SCALES)}
     return names._replace(passengers=tuple(sorted(stored.keys() - known)))
+
+
+def _prefixes(names: Iterable[str], ending: str) -> list[str]:
+    """Return what stands before `ending` in the names that have it."""
+    matches = (re.fullmatch(rf"(|.*\.){re.escape(ending)}", name) for name in names)
+    return [match[1] for match in matches if match]
+
+
+def _embedding(hf: nn.Module) -> str:
+    """Return the name of the embedding's weight in the base model."""
+    modules = dict(hf.base_model.named_modules())
+    (name,) = (name for name, x in modules.items() if x is hf.get_input_embeddings())
+    return f"{name}.weight"
+
+
+def prefix_in_whole_model(hf: nn.Module, path: str) -> str:
+    """Return the prefix of the language model `hf` in transformers' model of images and text."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(load_config(path))
+    (prefix,) = _prefixes(dict(whole.named_parameters()), _embedding(hf))
+    return prefix
 
 
 def names_in(path: str) -> dict[str, Path]:
