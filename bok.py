@@ -31,8 +31,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, NotNegative, Positive, Real
-from common.config.groups import OnlineArgs
 from common.config.objectives import LogKLArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.config.truncation_flags import TruncationArgs

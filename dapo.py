@@ -40,8 +40,8 @@ from common.config.flags import (
     Positive,
     PositiveFraction,
 )
-from common.config.groups import OnlineArgs
 from common.config.objectives import ClipArgs, CorrectionArgs, LogKLArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.data.packing import PackedBatch, count_trained, pack_minibatches

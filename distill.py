@@ -31,8 +31,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import BelowOne, Fraction, NotNegative, OpenFraction, Positive, Several
-from common.config.groups import TINY_ONLINE, OnlineArgs
 from common.config.objectives import CorrectionArgs
+from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.data.answers import read_samples

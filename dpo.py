@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from common.config.flags import Fraction, Positive
+from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
 from common.config.rules import require_default
-from common.config.sampling import GenerateArgs
 from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples

@@ -28,7 +28,7 @@ import torch
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import MayChange, NotNegative, Positive, Several
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.config.parse import parse
 from common.config.truncation_flags import TruncationArgs
 from common.data import durable

@@ -32,8 +32,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.groups import OnlineArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
 from common.data.packing import count_trained, pack_minibatches

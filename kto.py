@@ -29,9 +29,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import Positive
+from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
-from common.config.sampling import GenerateArgs
 from common.data.encode import Encoder, truncate
 from common.data.load import Samples, load_samples
 from common.data.order import make_order

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, Positive
-from common.config.groups import TINY_ONLINE, OnlineArgs
+from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
 from common.data.packing import PackedBatch, pack_minibatches

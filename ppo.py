@@ -30,8 +30,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from common.config.flags import Fraction, NotNegative, Positive
-from common.config.groups import TINY_ONLINE, OnlineArgs
 from common.config.objectives import ClipArgs, CorrectionArgs, KLEstimateArgs, LogKLArgs, RewardArgs
+from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample

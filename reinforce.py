@@ -34,8 +34,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import BelowOne, NotNegative, Positive
-from common.config.groups import OnlineArgs
 from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, RewardArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
 from common.data.packing import count_trained, pack_minibatches, per_sample

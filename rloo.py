@@ -27,8 +27,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.groups import TINY_ONLINE, OnlineArgs
 from common.config.objectives import CorrectionArgs, LogKLArgs, RewardArgs
+from common.config.online import TINY_ONLINE, OnlineArgs
 from common.config.parse import parse
 from common.data.packing import pack_minibatches, per_sample
 from common.evaluate.greedy import evaluate_prompts

@@ -24,9 +24,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import NotNegative, Positive
+from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
-from common.config.sampling import GenerateArgs
 from common.config.training import StreamArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples

@@ -39,7 +39,8 @@ from pydantic.dataclasses import dataclass
 
 from bench.completions import complete
 from bench.logprobs import peak, reset_peak
-from common.config.groups import OnlineArgs, SamplingArgs, TrainArgs
+from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs, SamplingArgs
 from common.data.packing import PackedBatch, pack
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs

@@ -34,11 +34,13 @@ from transformers.utils import logging
 
 from bench.completions import complete
 from bench.delta_vllm import prepare
-from common.config.groups import SamplingArgs, TrainArgs
+from common.config.groups import TrainArgs
+from common.config.online import SamplingArgs
 from common.data.packing import pack
 from common.data.sample import Sample
+from common.model.flops import num_delta_nets
 from common.model.hub import eos_token_ids, load_tokenizer
-from common.model.loading import has_delta_nets
+from common.model.loading import load_text_config
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
@@ -201,40 +203,62 @@ PAGE = """\
 
 `--model` accepts an architecture (`model_type` in config.json) that keeps its blocks in `layers`
 and uses transformers' attention interface. The table was measured on a CPU in float32, with tiny
-random checkpoints whose tensors have the names of the hub. `python bench/models.py` writes this
-page, and `tests/test_coverage.py` checks it.
+random checkpoints whose tensors have the names of the hub, in several files. `python
+bench/models.py` writes this page, and `tests/test_coverage.py` checks it.
 
 | column | largest difference between |
 | --- | --- |
 | packed | log-probs in a pack and transformers' attention on padded, masked rows, in nats |
 | gradient | the same for the gradient of all log-probs, over the largest gradient |
-| vLLM | vLLM's log-probs of its samples (trainer's weights, temperature 0.7) and the trainer's |
-| export | logits of `hf/`, opened by transformers, and those of the checkpoint |
+| vLLM | vLLM's log-probs of its samples (temperature 0.7, weights changed 3 times) and ours |
+| export | logits of `hf/`, opened with the checkpoint's class, and those of the checkpoint |
 
 | architecture | for example | packed | gradient | vLLM | export |
 | --- | --- | --- | --- | --- | --- |
 {rows}
 
-The checkpoints use all special features of their architecture:
-
-- sliding windows, shorter than the sequences, in all or every other layer; norms of queries and
-  keys;
-- rotary embeddings on a part of a head, of two kinds, or only in some layers;
-- multipliers of embeddings, residuals and attention; scaled or softly capped logits;
-- a bias in the head, fused projections, a tied head.
+The checkpoints use all special features of their architecture: sliding windows shorter than the
+sequences, norms of queries and keys, rotary embeddings on a part of a head or of two kinds,
+multipliers, capped or scaled logits, a bias in the head, fused projections, tied heads, layers that
+share keys (Gemma 4), attention sinks.
 
 Any other architecture is checked when it is loaded, on 12 tokens. A sequence must have the same
 log-probs in a pack and alone, and they must match the model's own logits. Otherwise the run ends
 with one line. The check is too short to cover a sliding window.
 
-- Soft-capped attention (Gemma 2) has no kernel here. The scores of a sequence are stored in full,
-  so memory grows with the square of the longest sequence. `--activation_checkpointing` limits this
-  to one layer.
-- Cohere 2 (Command R7B): vLLM's window is one token longer than transformers', so log-probs differ
-  beyond the window.
-- Not supported: mixtures of experts except these three (docs/moe.md); attention sinks; state-space
-  and convolutional layers; checkpoints of images and text. `dynamic` and `longrope` rotary
-  embeddings are not supported either: they depend on the longest sequence of a batch.
+## Images and text
+
+The language model of a checkpoint of images and text is built and trained alone. All other weights
+(towers, projectors, heads for several tokens) are passengers: they are never in the memory of the
+trainer or the engine, and `hf/` has them unchanged. So `hf/` opens with the class of the base. The
+copy is made at the end of a run and when a checkpoint is converted, from the folder of `--model`,
+which must still be there. vLLM runs the class of the language model, with the trainer's weights. A
+reward or value model from such a folder is exported as a model of text. Rows with images are
+refused.
+
+## What costs more
+
+- **Gated delta nets** (Qwen3.5, Qwen3-Next). Convolution and recurrence begin anew at every
+  sequence of a pack. Without `flash-linear-attention` and `causal-conv1d` (`pip install
+  onefile[delta]`) they run in transformers' torch code, which keeps about 35 numbers per head and
+  token and 64 for its backward: use `--activation_checkpointing true`. Prefixes are not shared, and
+  `--context_ranks` is refused. On a CPU vLLM computes them in bfloat16 only, so `--engine auto`
+  samples with transformers there. The column vLLM was measured with torch code in place of its CPU
+  kernel (bench/delta_vllm.py); the CUDA kernels have not run yet.
+- **Soft-capped attention** (Gemma 2) and **sinks** (gpt-oss) have no kernel here. The scores of a
+  sequence are stored in full, on CUDA too, so memory grows with the square of the longest sequence.
+- **gpt-oss** in MXFP4 is read as bfloat16 and exported so. vLLM's reload skips its experts and
+  sinks; they are copied into its model (rollout/gpt_oss_weights.py), which needs a second copy of
+  the experts during the sync, and `--tensor_parallel_size 1`. This has run on a CPU only.
+- **Cohere 2** (Command R7B): vLLM's window is one token longer than transformers', so log-probs
+  differ beyond the window.
+
+## Refused
+
+- `dynamic` and `longrope` rotary embeddings: they depend on the longest sequence of a batch.
+- State-space layers and other convolutions (Mamba, LFM2), which mix the sequences of a pack.
+- DeepSeek V3 and other mixtures of experts without a row in the table (docs/moe.md).
+- Quantized weights, except MXFP4.
 """
 
 
@@ -350,7 +374,7 @@ def against_export(path: str, policy: Policy, folder: Path, device: torch.device
 def against_vllm(path: str, device: torch.device) -> float:
     """Return the largest difference of a sampled token's log-prob, in nats."""
     policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
-    if has_delta_nets(path):
+    if num_delta_nets(load_text_config(path)):
         prepare()
     engine = make_engine(path, ARGS, eos_token_ids(path, tokenizer), tokenizer, device)
     for _ in range(3):  # syncs, as in training

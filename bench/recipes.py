@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.memory_plan import CONFIGS
 from common.config.flag_files import read_yaml
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.train import plan
 
 ROOT = Path(__file__).resolve().parent.parent

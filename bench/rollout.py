@@ -35,7 +35,8 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from bench.completions import complete
-from common.config.groups import SamplingArgs, TrainArgs
+from common.config.groups import TrainArgs
+from common.config.online import SamplingArgs
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import compute_dtype, load_policy
 from common.parallel import distributed

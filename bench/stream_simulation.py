@@ -302,7 +302,7 @@ def _result(ranks: list[Rank], trained, waited, ahead, lengths, skipped: int) ->
 
 def measure() -> Machine:
     """Measure vLLM with `tiny` in this process."""
-    from common.config.groups import OnlineArgs
+    from common.config.online import OnlineArgs
     from common.model.hub import load_tokenizer, resolve_model
     from common.model.policy import load_policy
     from common.parallel import distributed

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 from transformers import AutoModelForCausalLM
 
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.data.tasks import arithmetic_rows
 from common.metrics.logger import RunLogger

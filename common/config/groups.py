@@ -1,23 +1,21 @@
-"""Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`, `SamplingArgs`,
-`OnlineArgs`.
+"""Flags of each kind of script, as unions of groups: `BaseArgs`, `TrainArgs`; in online.py
+`SamplingArgs` and `OnlineArgs`.
 
-A group (training.py, sampling.py, objectives.py, preference.py) is a pydantic dataclass without a
-base and a section of --help. The types of its flags carry their bounds (flags.py). A script's
-`Args` inherits what it needs in any order, overrides defaults and adds its own flags. Rules between
-flags are validators of their group or union, because pydantic runs those of all bases; rules of one
-script are in its `__post_init__`."""
+A group (training.py, sampling.py, objectives.py, preference_flags.py) is a pydantic dataclass
+without a base and a section of --help. The types of its flags carry their bounds (flags.py). A
+script's `Args` inherits what it needs in any order, overrides defaults and adds its own flags.
+Rules between flags are validators of their group or union, because pydantic runs those of all
+bases; rules of one script are in its `__post_init__`."""
 
 import sys
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from common.config.flags import MAY_CHANGE, STRICT
-from common.config.sampling import CompletionArgs, EngineArgs, RolloutArgs, ScoringArgs
 from common.config.training import (
     CheckpointArgs,
     DataArgs,
@@ -25,7 +23,6 @@ from common.config.training import (
     LoRAArgs,
     ModelArgs,
     OptimArgs,
-    PrefixArgs,
     RunArgs,
 )
 
@@ -33,8 +30,6 @@ from common.config.training import (
 BUILT_IN_MODELS = ("tiny", "tiny-sft")
 TINY_TRAINING = dict(lr=3e-3, warmup_steps=10, max_steps=100, eval_every=20, prompt_format="plain")
 TINY_GENERATE = dict(eval_generate=256, eval_new_tokens=5)
-TINY_ONLINE = dict(lr=4e-4, lr_schedule="linear", max_steps=60, eval_every=10, prompts_per_step=16,
-                   samples_per_prompt=16, max_new_tokens=5, prompt_format="plain")  # fmt: skip
 
 
 @dataclass(config=STRICT)
@@ -88,60 +83,6 @@ class TrainArgs(LoRAArgs, CheckpointArgs, OptimArgs, HeldOutArgs, BaseArgs):
     def reward_models(self) -> list[str]:
         """Names of the reward models in `--reward`."""
         return []
-
-
-@dataclass(config=STRICT)
-class SamplingArgs(EngineArgs, ScoringArgs, CompletionArgs, PrefixArgs, BaseArgs):
-    """Flags of every script that samples completions."""
-
-    samples = True
-    truncation = None  # `TruncationArgs` has flags for it
-
-    @model_validator(mode="after")
-    def _check_sampling(self) -> Self:
-        if ("environment" in self.reward) != (self.environment is not None):
-            raise ValueError(
-                "--environment and --reward environment need each other; give both or neither"
-            )
-        if self.max_new_tokens is None:
-            self.max_new_tokens = min(256, max(1, self.pack_capacity // 2))
-        if self.max_new_tokens >= self.pack_capacity:
-            flag = f"--max_new_tokens {self.max_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; raise it")
-        return self
-
-
-@dataclass(config=STRICT)
-class OnlineArgs(RolloutArgs, SamplingArgs, TrainArgs):
-    """Flags of every script that trains on its own samples."""
-
-    TINY_DEFAULTS: ClassVar[dict] = TINY_ONLINE
-    ROWS_FLAG: ClassVar[str] = "prompts_per_step"
-    model: str = "tiny-sft"
-
-    @model_validator(mode="after")
-    def _check_online(self) -> Self:
-        if (
-            self.batch_invariant and self.rollout_ranks
-        ):  # NCCL may hang: vLLM sets its protocol on rollout ranks only
-            raise ValueError("--batch_invariant true needs --rollout_ranks 0")
-        return self
-
-    @property
-    def live_rollout_ranks(self) -> int:
-        """Number of ranks of this launch that only generate: none in a dry run."""
-        return 0 if self.dry_run else self.rollout_ranks
-
-    @property
-    def reward_models(self) -> list[str]:
-        """Names of the reward models in `--reward`."""
-        models = [name for name in self.reward if name.startswith("model:")]
-        return [name.removeprefix("model:") for name in models]
-
-    @property
-    def updates_per_rollout(self) -> int:
-        """Number of optimizer steps per rollout."""
-        return self.minibatches * self.epochs_per_rollout
 
 
 def check_ranks(args: BaseArgs, ranks: int) -> None:

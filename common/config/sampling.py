@@ -1,6 +1,6 @@
 """Groups of flags for sampling: completions, rewards, inference engine, rollouts."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -110,32 +110,6 @@ class ScoringArgs:
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             count = len(self.reward_weights)
             raise ValueError(f"--reward_weights has {count} values for {len(self.reward)} rewards")
-        return self
-
-
-@dataclass(config=STRICT)
-class GenerateArgs:
-    """Evaluation by generation"""
-
-    eval_generate: MayChange[NotNegative[int]] = 0
-    """number of held-out prompts that are completed greedily before training and at each
-    evaluation, for eval/solved and eval/reward; 0: off"""
-    eval_reward: MayChange[Several[str]] = ("exact_match",)
-    """rewards of these completions (docs/rewards.md lists all)"""
-    eval_new_tokens: MayChange[Positive[int]] = 256
-    """maximum length of these completions, in tokens"""
-
-    @model_validator(mode="after")
-    def _check_generation(self: Any) -> Any:  # reads flags of `TrainArgs`
-        if not self.eval_generate:
-            require_default(self, ("eval_reward", "eval_new_tokens"), "with --eval_generate 0")
-        elif not self.eval_every:
-            raise ValueError(
-                f"--eval_generate {self.eval_generate} needs evaluations; set --eval_every above 0"
-            )
-        elif self.eval_new_tokens >= self.pack_capacity:
-            flag = f"--eval_new_tokens {self.eval_new_tokens}"
-            raise ValueError(f"{flag} leaves no room for a prompt in {self.pack_flags}; lower it")
         return self
 
 

@@ -1,6 +1,6 @@
 """Completions that the data has for the prompts of a script that samples."""
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.encode import Encoder, truncate
 from common.data.rows import SFT_COLUMNS, encode_each, require_columns
 from common.data.sample import Sample

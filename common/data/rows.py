@@ -45,6 +45,9 @@ def encode_each(
     bad = BadRows(on_bad_row)
     for row in rows:
         try:
+            for column in ("images", "image"):
+                if row.get(column):
+                    raise ValueError(f"{row['_source']}: column {column}: only text is supported")
             value = encode(row)
         except (ValueError, RecursionError) as error:
             if isinstance(error, RecursionError):

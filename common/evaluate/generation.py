@@ -3,7 +3,7 @@ alone."""
 
 import dataclasses
 
-from common.config.groups import OnlineArgs, TrainArgs
+from common.config.groups import TrainArgs
 from common.data.encode import Encoder
 from common.data.rows import held_out_rows, train_and_eval_rows
 from common.model.hub import context_length
@@ -55,8 +55,11 @@ class Generation:
             self.sampler.close()
 
 
-def sampling_args(args: TrainArgs) -> OnlineArgs:
-    """Return the flags of a script that samples for the evaluations of one that does not."""
+def sampling_args(args: TrainArgs) -> TrainArgs:
+    """Return the flags of a script that samples, `OnlineArgs`, for the evaluations of one that does
+    not."""
+    from common.config.online import OnlineArgs
+
     names = {field.name for field in dataclasses.fields(OnlineArgs)}
     shared = {name: value for name, value in vars(args).items() if name in names}
     evaluation = dict(

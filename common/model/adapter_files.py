@@ -2,6 +2,7 @@
 `--adapter`."""
 
 import json
+import re
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from common.config.groups import BUILT_IN_MODELS
 from common.config.training import LoRAArgs
 from common.data import durable
-from common.model.loading import one_line_errors, require_unchanged, whole
+from common.model.loading import load_config, one_line_errors, require_unchanged, whole
 from common.model.lora import layers_of, trained_parameters
 from common.parallel import distributed
 
@@ -17,6 +18,8 @@ from common.parallel import distributed
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# The language model in transformers' models of images and text.
+OF_IMAGES_AND_TEXT = r"^model\.(language_model|text_model)\."
 
 
 def save_adapter(
@@ -28,16 +31,19 @@ def save_adapter(
     from safetensors.torch import save_file
 
     tensors = {}
+    prefix = _prefix_of_base(hf, path)
     for name, parameter in trained_parameters(hf).items():
         tensor = whole(parameter.detach())
         if distributed.is_main():
             ending = "" if name == "score.weight" else ".weight"
-            tensors[PREFIX + name + ending] = tensor.cpu().contiguous()
+            inner = name.removeprefix(f"{hf.base_model_prefix}.")
+            named = name if inner == name else prefix + inner
+            tensors[PREFIX + named + ending] = tensor.cpu().contiguous()
     if distributed.is_main():
         work = folder.with_suffix(".tmp")
         work.mkdir(parents=True)
         save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
-        (work / CONFIG).write_text(json.dumps(_peft_config(hf, path, args), indent=2))
+        (work / CONFIG).write_text(json.dumps(_peft_config(hf, path, args, prefix), indent=2))
         for name, content in (card or {}).items():
             (work / name).write_bytes(content)
         durable.write_checksums(work)
@@ -45,13 +51,26 @@ def save_adapter(
     distributed.barrier()
 
 
-def _peft_config(hf: nn.Module, path: str, args: LoRAArgs) -> dict[str, object]:
+def _prefix_of_base(hf: nn.Module, path: str) -> str:
+    """Return the prefix of the layers in the model that PEFT opens: that of `hf`, or a model of
+    images and text."""
+    prefix = f"{hf.base_model_prefix}."
+    if "text_config" not in load_config(path).sub_configs or hasattr(hf, "score"):
+        return prefix
+    from common.model.text_part import prefix_in_whole_model
+
+    return prefix_in_whole_model(hf, path)
+
+
+def _peft_config(hf: nn.Module, path: str, args: LoRAArgs, prefix: str) -> dict[str, object]:
     """Return the fields of adapter_config.json. Layers have the endings of their names, if these
-    mean no other layers."""
-    adapted = layers_of(hf).keys()
+    mean no other layers; in a model of images and text, whole names."""
+    own_prefix = f"{hf.base_model_prefix}."
+    adapted = {prefix + name.removeprefix(own_prefix) for name in layers_of(hf)}
     endings = {name.rpartition(".")[2] for name in adapted}
     linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     matched = {name for name in linear if name.rpartition(".")[2] in endings}
+    is_whole = prefix == own_prefix and matched == adapted
     is_local = args.model in BUILT_IN_MODELS or Path(args.model).expanduser().exists()
     is_scalar = hasattr(hf, "score")
     return dict(
@@ -60,7 +79,7 @@ def _peft_config(hf: nn.Module, path: str, args: LoRAArgs) -> dict[str, object]:
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         use_rslora=args.lora_rslora,
-        target_modules=sorted(endings if matched == adapted else adapted),
+        target_modules=sorted(endings if is_whole else adapted),
         lora_dropout=0.0,
         bias="none",
         fan_in_fan_out=False,
@@ -85,7 +104,7 @@ def read_adapter(hf: nn.Module, args: LoRAArgs) -> dict[str, Tensor]:
     _require_same_kind(label, config, args)
     stored = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix(PREFIX)
+        name = re.sub(OF_IMAGES_AND_TEXT, "model.", key.removeprefix(PREFIX))
         stored[name.removesuffix(".weight") if "lora_" in name else name] = tensor
     wanted = trained_parameters(hf)
     # An adapter of a language model has no head.

@@ -8,12 +8,14 @@ import os
 import shutil
 import socket
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.data import durable
+from common.model import mxfp4, text_part
 from common.model.checkpoint_files import (
     ADAPTED,
     BASE,
@@ -26,6 +28,7 @@ from common.model.checkpoint_files import (
 )
 from common.model.experts import hub_name
 from common.model.loading import hub_weights, load_text_config
+from common.model.text_part import FileNames
 from common.parallel import distributed
 
 
@@ -90,11 +93,12 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     config = load_text_config(folder)
-    base = json.loads((folder / BASE).read_text()) if (folder / BASE).is_file() else None
-    names = base["names"] if base else {}
     reader = checkpoint_reader(folder)
     stored = reader.read_metadata().state_dict_metadata
-    adapted = json.loads((folder / ADAPTED).read_text()) if (folder / ADAPTED).is_file() else {}
+    base = _read_json(folder / BASE)
+    names = FileNames(**base["names"]) if base else None
+    adapted = _read_json(folder / ADAPTED)
+    names_under_adapters = FileNames(**adapted["names"]) if adapted.get("names") else None
 
     def read(name: str) -> Tensor:
         key = f"model.hf.{name}"
@@ -106,13 +110,15 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     weights = {}
     for name in json.loads((folder / WEIGHTS).read_text()):
-        stored_name = names.get(name, name)
         if f"model.hf.{name}" in stored:
-            by_hub_name = dict(hub_weights(config.model_type, stored_name, read(name)))
+            by_hub_name = dict(hub_weights(config.model_type, name, read(name), names))
         else:  # a frozen weight, which was used in the compute dtype
             dtype = getattr(torch, adapted["dtype"])
-            frozen = _read_base(adapted["base"], config.model_type, stored_name)
-            by_hub_name = {key: weight.to(dtype) for key, weight in frozen.items()}
+            by_hub_name = {}
+            for key, weight in _read_base(adapted, config.model_type, name, names_under_adapters):
+                if names_under_adapters is not None and names is None:  # a model of text alone
+                    key = names_under_adapters.in_model(key)
+                by_hub_name[key] = weight.to(dtype)
         layer = name.removesuffix(".weight")
         if f"model.hf.{layer}.lora_A" in stored:
             from common.model.lora import merge
@@ -124,27 +130,29 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for key, weight in by_hub_name.items():
             # A file has no views.
             weights[key] = weight.to(config.dtype or torch.float32, copy=True)
-    if base:
-        from common.model import text_part
-
-        left_out = weights.keys() | set(names.values())
-        weights |= text_part.read_weights(base["path"], left_out)
+    if names is not None:
+        weights |= dict(text_part.read_weights(base["path"], names.passengers))
     return weights
 
 
-def _read_base(base: str, model_type: str, name: str) -> dict[str, Tensor]:
-    """Return a weight, or those of a layer's experts, of the model under a checkpoint's
-    adapters."""
-    from safetensors import safe_open
+def _read_json(file: Path) -> dict:
+    return json.loads(file.read_text()) if file.is_file() else {}
 
-    wanted = hub_name(model_type, name)
+
+def _read_base(
+    adapted: dict, model_type: str, name: str, names: FileNames | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a weight, or those of a layer's experts, of the model under a checkpoint's adapters, by
+    their names there."""
+    base = adapted["base"]
+    files = text_part.names_in(base)
+    wanted = hub_name(model_type, name if names is None else names.of(name))
+    if wanted + mxfp4.BLOCKS in files:
+        packed = (wanted + mxfp4.BLOCKS, wanted + mxfp4.SCALES)
+        yield wanted, mxfp4.unpack(*(weight for _, weight in text_part.read_weights(base, packed)))
+        return
     experts = wanted.rpartition(".")[0] + "." if ".experts." in wanted else wanted
-    weights = {}
-    for path in sorted(Path(base).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if key == wanted or key.startswith(experts):
-                    weights[key] = file.get_tensor(key)
-    if not weights:
+    keys = [wanted] if wanted in files else [key for key in files if key.startswith(experts)]
+    if not keys:
         raise FileNotFoundError(f"the model under its adapters, {base}, has no {name}")
-    return weights
+    yield from text_part.read_weights(base, keys)

@@ -16,15 +16,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers.utils import logging
 
 CHUNK = 64  # tokens that transformers' recurrence computes at a time; it pads to a multiple
 CONVOLUTION = "causal_conv1d_fn"
 RECURRENCE = "torch_chunk_gated_delta_rule"
 
 
+def state_size(config) -> int:
+    """Return the numbers of a layer's state."""
+    width = config.linear_key_head_dim * config.linear_value_head_dim
+    return config.linear_num_value_heads * width
+
+
+def kept_numbers(config) -> int:
+    """Return the float32 numbers per token that a layer keeps for its backward: with
+    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
+    chunk, by counting them there."""
+    key = config.linear_key_head_dim
+    value = config.linear_value_head_dim
+    numbers = 2 * key + 2 * value
+    if not has_kernels():
+        numbers = 12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK
+    return config.linear_num_value_heads * numbers
+
+
+def has_kernels() -> bool:
+    """Return whether the kernels that transformers uses are installed."""
+    return importlib.util.find_spec("fla") is not None
+
+
 def keep_sequences_apart(hf: nn.Module) -> None:
     """Replace the functions of transformers' module that mix tokens in delta nets. Raises
     `AttributeError` for a module that has other ones."""
+    # It warns of missing kernels on every rank; the dry run says so once (train/plan.py).
+    logging.get_logger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     module = sys.modules[type(hf).__module__]
     for name, packed in ((CONVOLUTION, packed_convolution), (RECURRENCE, packed_recurrence)):
         function = getattr(module, name)
@@ -58,7 +84,7 @@ def packed_recurrence(recurrence: Callable) -> Callable:
     flash-linear-attention, if it is installed, knows the offsets of sequences (`cu_seqlens`).
     Transformers' own code takes sequences with as many chunks as a batch, padded at their ends,
     where no other token reads."""
-    knows_offsets = importlib.util.find_spec("fla") is not None
+    knows_offsets = has_kernels()
 
     @torch._disable_dynamo
     def of_pack(*streams: Tensor, g: Tensor, beta: Tensor, pack=None, **kwargs):

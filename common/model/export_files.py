@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.model.hub import eos_token_ids, load_generation_config
-from common.model.loading import has_other_parts, load_config, load_text_config
+from common.model.loading import load_config, load_text_config
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -50,27 +50,29 @@ def base_dtype(path: str) -> torch.dtype:
 
 
 def config_file(
-    path: str, dtype: torch.dtype, changes: dict[str, object], is_text: bool = True
+    path: str, dtype: torch.dtype, changes: dict[str, object], text_alone: bool = False
 ) -> bytes:
-    """Return config.json of the base with `dtype` and the `changes`, for transformers 4 and 5. With
-    `is_text` it describes the language model alone."""
-    config = load_config(path)
+    """Return config.json of the base, or of its language model alone, with `dtype` and the
+    `changes`, for transformers 4 and 5."""
     fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    if is_text and has_other_parts(config):
+    config = load_config(path)
+    if text_alone:
         config = load_text_config(path)
         fields = json.loads(config.to_json_string(use_diff=False))
     fields.pop("auto_map", None)  # names Python files, which are not exported
     fields.pop("quantization_config", None)  # weights are exported as floats
-    name = str(dtype).removeprefix("torch.")
-    dtypes = dict(dtype=name, torch_dtype=name)
-    if "rope_parameters" in fields:  # written by transformers 5
-        fields |= fields_of_transformers_4(config)
     text = fields.get("text_config")
-    if isinstance(text, dict):
-        fields["text_config"] = text | dtypes
-        if "rope_parameters" in text:
-            fields["text_config"] |= fields_of_transformers_4(config.get_text_config())
-    return _json(fields | dtypes | changes)
+    if isinstance(text, dict):  # of the language model in a model of images and text
+        fields["text_config"] = _in_both_forms(text, config.get_text_config(), dtype)
+    return _json(_in_both_forms(fields, config, dtype) | changes)
+
+
+def _in_both_forms(fields: dict, config, dtype: torch.dtype) -> dict[str, object]:
+    """Return the fields of a config as transformers 4 and 5 read them."""
+    if "rope_parameters" in fields:  # written by transformers 5
+        fields = fields | fields_of_transformers_4(config)
+    name = str(dtype).removeprefix("torch.")
+    return fields | dict(dtype=name, torch_dtype=name)
 
 
 def fields_of_transformers_4(config) -> dict[str, object]:

@@ -28,12 +28,9 @@ def attention_shape(config) -> tuple[int, int]:
     return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def state_size(config) -> int:
-    """Return the numbers of a gated delta net's state, 0 for a model without such layers."""
-    heads = getattr(config, "linear_num_value_heads", 0)
-    if not heads:
-        return 0
-    return heads * config.linear_key_head_dim * config.linear_value_head_dim
+def num_delta_nets(config) -> int:
+    """Return the number of layers that are gated delta nets (delta_net.py)."""
+    return (getattr(config, "layer_types", None) or []).count("linear_attention")
 
 
 def matrix_weights(hf: nn.Module) -> int:
@@ -62,10 +59,13 @@ def forward_flops(config, weights: int, tokens: Tokens) -> float:
     # This rank's share of the heads of its context group.
     pairs *= len(tokens.targets_T) / tokens.offsets[-1]
     heads, width = attention_shape(config)
-    delta_nets = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    delta_nets = num_delta_nets(config)
     attention = 4 * heads * width * pairs * (config.num_hidden_layers - delta_nets)
-    recurrence = 6 * delta_nets * state_size(config) * len(tokens.targets_T)
-    return 2.0 * weights * len(tokens.targets_T) + attention + recurrence
+    if delta_nets:
+        from common.model.delta_net import state_size
+
+        attention += 6 * delta_nets * state_size(config) * len(tokens.targets_T)
+    return 2.0 * weights * len(tokens.targets_T) + attention
 
 
 def peak_memory() -> dict[str, float]:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +14,9 @@ from torch import Tensor, nn
 from common.data import durable
 from common.parallel import distributed
 
-if TYPE_CHECKING:
-    from common.model.text_part import FileNames
-
-# Supported mixtures of experts, by model type.
-EXPERTS = (
-    "qwen3_moe",
-    "olmoe",
-    "mixtral",
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-    "glm4_moe",
-    "granitemoe",
-)
+# Supported mixtures of experts, by model type (experts.py).
+EXPERTS = ["qwen3_moe", "olmoe", "mixtral", "gpt_oss", "glm4_moe", "granitemoe"]
+EXPERTS += ["qwen3_next", "qwen3_5_moe_text"]
 # Types whose head has another name in files than in transformers.
 OWN_HEADS = ("gpt_neox",)
 
@@ -40,42 +28,27 @@ def load_config(path: str | Path):
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
+def is_plain(config) -> bool:
+    """Return whether a folder has a language model alone, by transformers' names and as floats:
+    see text_part.py."""
+    is_whole = "text_config" not in config.sub_configs and config.model_type not in OWN_HEADS
+    return is_whole and getattr(config, "quantization_config", None) is None
+
+
 def load_text_config(path: str | Path):
-    """Return the config of the language model in a folder: that of the model, or a part of it. It
-    has no quantization: weights are read as floats."""
+    """Return the config of the language model in a folder: that of the model, or a part of it."""
     config = load_config(path)
-    if quantization_of(config) == "mxfp4":
-        del config.quantization_config
-    if not has_other_parts(config):
+    if is_plain(config):
         return config
     from common.model.text_part import text_config
 
     return text_config(config)
 
 
-def quantization_of(config) -> str | None:
-    """Return the method by which the weights in the files are quantized, None if they are not."""
-    method = getattr(config, "quantization_config", None)
-    return method["quant_method"] if method else None
-
-
-def has_other_parts(config) -> bool:
-    """Return whether the model has more than a language model, such as a vision tower."""
-    return "text_config" in config.sub_configs
-
-
-def has_delta_nets(path: str | Path) -> bool:
-    """Return whether layers of the language model in a folder are gated delta nets
-    (delta_net.py)."""
-    config = load_config(path).get_text_config()
-    return "linear_attention" in (getattr(config, "layer_types", None) or ())
-
-
-def load_file_names(hf: nn.Module, path: str) -> "FileNames | None":
+def load_file_names(hf: nn.Module, path: str):
     """Return the names of a language model's weights in its files, None if they are those of
     transformers' model."""
-    config = load_config(path)
-    if not has_other_parts(config) and config.model_type not in OWN_HEADS:
+    if is_plain(load_config(path)):
         return None
     from common.model.text_part import file_names
 
@@ -96,10 +69,10 @@ def require_unchanged(label: str, folder: Path) -> None:
 
 
 def hub_weights(
-    model_type: str, name: str, weight: Tensor, names: "FileNames | None" = None
+    model_type: str, name: str, weight: Tensor, names=None
 ) -> Iterable[tuple[str, Tensor]]:
-    """Return a weight of transformers' model under its names in hub checkpoints: `names` if they
-    differ, and several for experts."""
+    """Return a weight of transformers' model under its names in hub checkpoints: by `names` of
+    `load_file_names`, and under several for experts."""
     if names is not None:
         name = names.of(name)
     if model_type not in EXPERTS or (names is not None and names.has_stacked_experts):
@@ -110,10 +83,10 @@ def hub_weights(
 
 
 def load_weights(
-    hf: nn.Module, path: str, label: str, device: torch.device, names: "FileNames | None" = None
+    hf: nn.Module, path: str, label: str, device: torch.device, names=None
 ) -> Tensor | None:
     """Fill the sharded parameters of a meta model from safetensors: each rank reads its own slices.
-    `names`: those of the weights in the files, if they differ.
+    `names`: see `load_file_names`.
 
     Returns the scalar head for the caller to fill, if the checkpoint has none. Raises `ValueError`
     if names or shapes of the checkpoint are not those of the model."""
@@ -134,12 +107,8 @@ def load_weights(
     wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored, names)
     with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
-        if quantization_of(load_config(path)) == "mxfp4":
-            from common.model import mxfp4
-            from common.model.text_part import names_in
-
-            packed = {name: x for name, x in hf.state_dict().items() if name + "_blocks" in stored}
-            mxfp4.fill(packed, names_in(path))
+        if names is not None:
+            names.fill_unpacked(hf, path)
     return None if "score.weight" in stored else hf.state_dict().get("score.weight")
 
 
@@ -155,7 +124,7 @@ def _weights_to_read(hf: nn.Module, stored: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _by_stored_name(
-    hf: nn.Module, weights: dict[str, Tensor], stored: Iterable[str], names: "FileNames | None"
+    hf: nn.Module, weights: dict[str, Tensor], stored: Iterable[str], names
 ) -> dict[str, Tensor]:
     """Return weights under their names in the checkpoint."""
     named = {}
@@ -168,9 +137,8 @@ def _by_stored_name(
 
 
 def _require_shapes(
-    hf: nn.Module, wanted: dict[str, Tensor], stored: dict[str, list[int]], label: str,
-    names: "FileNames | None",
-) -> None:  # fmt: skip
+    hf: nn.Module, wanted: dict[str, Tensor], stored: dict[str, list[int]], label: str, names
+) -> None:
     """Raise `ValueError` if a wanted weight is not stored, or has another shape; report stored
     weights that are not used."""
     for name, tensor in wanted.items():
@@ -182,16 +150,11 @@ def _require_shapes(
     known = wanted.keys() | hf.state_dict().keys()
     known |= {name + ending for name in known for ending in ("_blocks", "_scales")}  # MXFP4
     unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
-    if unused and names is not None:
-        distributed.say(
-            f"{label}: {len(unused)} weights beside the language model stay as they are, for"
-            f" example {min(unused)}"
-        )
-    elif unused:
-        distributed.say(
-            f"{label}: {len(unused)} weights are not used by {hf.config.model_type}, for example"
-            f" {min(unused)}"
-        )
+    if unused:
+        use = f"are not used by {hf.config.model_type}"
+        if names is not None:
+            use = "beside the language model stay as they are"
+        distributed.say(f"{label}: {len(unused)} weights {use}, for example {min(unused)}")
 
 
 @torch.no_grad()

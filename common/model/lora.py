@@ -185,10 +185,12 @@ class StartingModel(nn.Module):
 
 def adapted(model: nn.Module) -> dict[str, object]:
     """Return what a checkpoint of adapters needs to become a model: the folder of the frozen
-    weights, the scale of the adapters, and the compute dtype."""
+    weights and their names there, the scale of the adapters, and the compute dtype."""
     scales = [layer.scale for layer in layers_of(model.hf).values()]
     dtype = str(model.compute_dtype).removeprefix("torch.")
-    return dict(base=str(Path(model.path).resolve()), scale=scales[0], dtype=dtype)
+    names = None if model.file_names is None else model.file_names._asdict()
+    base = str(Path(model.path).resolve())
+    return dict(base=base, names=names, scale=scales[0], dtype=dtype)
 
 
 def merged_weight(hf: nn.Module, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:

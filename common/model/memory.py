@@ -4,18 +4,17 @@ docs/memory.md explains the arithmetic; `bench/memory_plan.py` compares it with 
 training step on fake tensors, and writes the tables. capacity.py compares it with the GPU of a run.
 Shapes: T packed tokens, D hidden size, V vocabulary. Bytes, on each of R ranks."""
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from common.model.flops import attention_shape
+from common.model.delta_net import kept_numbers
+from common.model.flops import attention_shape, num_delta_nets
 from common.model.head import chunk_size
 
 Bytes = dict[str, float]  # bytes by use
-CHUNK = 64  # tokens that transformers' code of a gated delta net computes at a time
 
 
 @dataclass(frozen=True)
@@ -95,23 +94,9 @@ def shapes_of(hf: nn.Module) -> Shapes:
         experts=experts,
         vocabulary=config.vocab_size,
         capped=getattr(config, "attn_logit_softcapping", None) is not None,
-        delta_nets=(getattr(config, "layer_types", None) or []).count("linear_attention"),
-        delta_numbers=_delta_numbers(config),
+        delta_nets=num_delta_nets(config),
+        delta_numbers=kept_numbers(config) if num_delta_nets(config) else 0,
     )
-
-
-def _delta_numbers(config) -> int:
-    """Return the float32 numbers per token that a gated delta net keeps for its backward: with
-    flash-linear-attention its inputs and output, in transformers' torch code also every step of a
-    chunk, by counting them there."""
-    heads = getattr(config, "linear_num_value_heads", 0)
-    if not heads:
-        return 0
-    key = config.linear_key_head_dim
-    value = config.linear_value_head_dim
-    if importlib.util.find_spec("fla") is not None:
-        return heads * (2 * key + 2 * value)
-    return heads * (12 * key + 8 * value + 8 * CHUNK + 4 * key * value // CHUNK)
 
 
 def _count(module: nn.Module, trained: bool = False) -> int:

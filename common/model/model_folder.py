@@ -11,7 +11,6 @@ from common.model.loading import (
     load_text_config,
     named_errors,
     one_line_errors,
-    quantization_of,
     require_unchanged,
 )
 from common.parallel import distributed
@@ -122,14 +121,15 @@ def _require_supported(label: str, folder: Path) -> None:
             config = load_text_config(folder)
     except StrictDataclassError as error:  # its first line has the field, its second the problem
         raise ValueError(f"{label}: {' '.join(str(error).split())}") from error
+    differing = getattr(config, "per_layer_attributes", None) or ()  # Gemma 4: head_dim
     for name, largest in SIZES.items():
-        size = getattr(config.get_text_config(), name, None)
+        size = None if name in differing else getattr(config, name, None)
         if isinstance(size, int) and not 0 < size <= largest:
             raise ValueError(f"{label}: {name} {size} must be in 1 to {largest}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
     # The weights would be read without their scales.
-    if quantization_of(config) is not None:
+    if getattr(config, "quantization_config", None):
         raise ValueError(
             f"{label}: its weights are quantized; name the model that it was made from"
         )

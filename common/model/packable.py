@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from common.data.packing import pack_groups
 from common.data.sample import Sample
 from common.model.attention import packed_attention, packed_inputs
+from common.model.flops import num_delta_nets
 from common.model.loading import EXPERTS, load_text_config, named_errors
 from common.model.logprobs import TokenStats
 from common.parallel import distributed
@@ -75,7 +76,7 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
         torch.device("meta"),
     ):
         hf = auto_class.from_config(config, **options)
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+    if num_delta_nets(config):
         from common.model.delta_net import keep_sequences_apart
 
         with named_errors(f"{label}: {config.model_type} has no packed forward", AttributeError):

@@ -6,7 +6,6 @@ Shapes: T packed tokens, t computed ones (equal, unless `mb.compact`), D hidden 
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +13,9 @@ from torch import Tensor, nn
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
-from common.model.flops import capacity_of, forward_flops, matrix_weights
+from common.model.flops import capacity_of, forward_flops, matrix_weights, num_delta_nets
 from common.model.head import Logits, logits_of
-from common.model.loading import (
-    EXPERTS,
-    draw_head,
-    has_delta_nets,
-    load_file_names,
-    load_weights,
-)
+from common.model.loading import EXPERTS, draw_head, load_file_names, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
 from common.model.packable import (
     check_packing,
@@ -32,9 +25,6 @@ from common.model.packable import (
 )
 from common.parallel.context import context_group_size, setup_context_groups
 from common.parallel.mesh import shard_mesh
-
-if TYPE_CHECKING:
-    from common.model.text_part import FileNames
 
 Output = tuple[Tensor, ...] | Tensor  # statistics of each token
 
@@ -49,7 +39,7 @@ class PackedModel(nn.Module):
 
     watch: Callable[[PackedBatch, Output], None] | None = None
     forward_methods: tuple[str, ...] = ()  # further methods, within which FSDP's root is whole
-    file_names: "FileNames | None" = None  # of the weights, if they differ from those of `hf`
+    file_names = None  # see `load_file_names`
 
     def __init__(self, hf: nn.Module, path: str):
         super().__init__()
@@ -77,6 +67,11 @@ class PackedModel(nn.Module):
             balance_N = expert_balance(router_logits, lengths_N, top_k)
             self.expert_balance_N = balance_N[: mb.num_samples]
         return output.last_hidden_state[0]
+
+    @property
+    def export_names(self):
+        """Names of the weights in exports, as for `file_names`."""
+        return self.file_names
 
     def _watched(self, mb: PackedBatch, output: Output) -> Output:
         if self.watch is not None and torch.is_grad_enabled():
@@ -119,7 +114,9 @@ class Policy(PackedModel):
 
 class ScalarModel(PackedModel):
     """Model with one number per token, in the form of Hugging Face's sequence classifiers with one
-    label: a reward model or a value model."""
+    label: a reward model or a value model. Its export is a model of text alone."""
+
+    export_names = None
 
     def forward(self, mb: PackedBatch) -> Tensor:
         """Return scalars [T], float32. Like every stream they are aligned with targets: `x_T[t]`
@@ -224,7 +221,7 @@ def prepare(
         raise ValueError(
             f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`"
         )
-    if args.context_ranks > 1 and has_delta_nets(model.path):
+    if args.context_ranks > 1 and num_delta_nets(hf.config):
         raise ValueError(
             f"--context_ranks {args.context_ranks}: gated delta nets ({hf.config.model_type}) need"
             " whole sequences on each rank; leave the flag out"

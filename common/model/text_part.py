@@ -5,7 +5,7 @@ the files, such as `language_model.model.` (Gemma 3). It alone is built and trai
 weights, such as those of the vision tower, are passengers: an export copies them unchanged."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import mxfp4
-from common.model.loading import load_text_config
+from common.model.loading import hub_weights, load_config, load_text_config
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
 # another type. Rotary embeddings of images have three positions, which are equal for text.
@@ -22,7 +22,12 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def text_config(config):
-    """Return the config of the language model in that of a model of images and text."""
+    """Return the config of the language model in that of a folder. It has no quantization: weights
+    in MXFP4 are read as floats."""
+    if method_of_quantization(config) == "mxfp4":
+        del config.quantization_config
+    if "text_config" not in config.sub_configs:
+        return config
     text = config.get_text_config()
     if text.model_type in SAME_ON_TEXT:
         from transformers import AutoConfig
@@ -36,6 +41,12 @@ def text_config(config):
     return text
 
 
+def method_of_quantization(config) -> str | None:
+    """Return the method by which the weights in the files are quantized, None if they are not."""
+    fields = getattr(config, "quantization_config", None)
+    return fields["quant_method"] if fields else None
+
+
 class FileNames(NamedTuple):
     """Names of a language model's weights in its files: another prefix, and perhaps another name of
     the head."""
@@ -44,6 +55,7 @@ class FileNames(NamedTuple):
     prefix_in_files: str
     head_in_files: str
     has_stacked_experts: bool  # as in transformers' model
+    passengers: tuple[str, ...]  # names in the files of all other weights
 
     def of(self, name: str) -> str:
         """Return the name in the files of a weight of transformers' model."""
@@ -52,15 +64,17 @@ class FileNames(NamedTuple):
         inner = name.removeprefix(self.prefix)
         return name if inner == name else self.prefix_in_files + inner
 
-    def is_of_text(self, name: str) -> bool:
-        """Return whether a weight in the files is one of the language model."""
-        return name == self.head_in_files or name.startswith(self.prefix_in_files)
-
     def in_model(self, name: str) -> str:
         """Return the name in transformers' model of a weight in the files, the inverse of `of`."""
         if name == self.head_in_files:
             return "lm_head.weight"
         return self.prefix + name.removeprefix(self.prefix_in_files)
+
+    def fill_unpacked(self, hf: nn.Module, path: str) -> None:
+        """Fill the parameters whose weights in the files are in MXFP4."""
+        files = names_in(path)
+        packed = {n: x for n, x in hf.state_dict().items() if n + mxfp4.BLOCKS in files}
+        mxfp4.fill(packed, files)
 
     @property
     def key_mapping(self) -> dict[str, str]:
@@ -76,17 +90,44 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
     the prefix: no other part has one of this name."""
     stored = names_in(path)
     prefix = f"{hf.base_model_prefix}."
-    modules = dict(hf.base_model.named_modules())
-    (embedding,) = (name for name, x in modules.items() if x is hf.get_input_embeddings())
-    pattern = re.compile(rf"(|.*\.){re.escape(embedding)}\.weight")
-    prefixes = [found[1] for found in map(pattern.fullmatch, stored) if found]
+    prefixes = _prefixes(stored, _embedding(hf))
     heads = [name for name in stored if re.fullmatch(r"(.*\.)?(lm_head|embed_out)\.weight", name)]
-    return FileNames(
+    names = FileNames(
         prefix,
         prefixes[0] if len(prefixes) == 1 else prefix,
         heads[0] if len(heads) == 1 else "lm_head.weight",
         any(name.endswith(".experts.gate_up_proj") for name in stored),
+        passengers=(),
     )
+    known = {names.head_in_files}
+    for name, weight in hf.state_dict().items():
+        whole = torch.empty(weight.shape, device="meta")  # a shard has only some of the experts
+        known |= dict(hub_weights(hf.config.model_type, name, whole, names)).keys()
+    known |= {name + ending for name in known for ending in (mxfp4.BLOCKS, mxfp4.SCALES)}
+    return names._replace(passengers=tuple(sorted(stored.keys() - known)))
+
+
+def _prefixes(names: Iterable[str], ending: str) -> list[str]:
+    """Return what stands before `ending` in the names that have it."""
+    matches = (re.fullmatch(rf"(|.*\.){re.escape(ending)}", name) for name in names)
+    return [match[1] for match in matches if match]
+
+
+def _embedding(hf: nn.Module) -> str:
+    """Return the name of the embedding's weight in the base model."""
+    modules = dict(hf.base_model.named_modules())
+    (name,) = (name for name, x in modules.items() if x is hf.get_input_embeddings())
+    return f"{name}.weight"
+
+
+def prefix_in_whole_model(hf: nn.Module, path: str) -> str:
+    """Return the prefix of the language model `hf` in transformers' model of images and text."""
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(load_config(path))
+    (prefix,) = _prefixes(dict(whole.named_parameters()), _embedding(hf))
+    return prefix
 
 
 def names_in(path: str) -> dict[str, Path]:
@@ -100,22 +141,17 @@ def names_in(path: str) -> dict[str, Path]:
     return files
 
 
-def read_weight(path: str, name: str) -> Tensor:
-    """Return one weight in a folder."""
+def read_weights(path: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of these names in a folder. Raises `FileNotFoundError` for one that is no
+    longer there."""
     from safetensors import safe_open
 
-    with safe_open(names_in(path)[name], "pt") as tensors:
-        return tensors.get_tensor(name)
-
-
-def read_weights(path: str, left_out: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in a folder by their names there, except those `left_out`."""
-    from safetensors import safe_open
-
-    for name, file in names_in(path).items():
-        if name not in left_out:
-            with safe_open(file, "pt") as tensors:
-                yield name, tensors.get_tensor(name)
+    files = names_in(path)
+    for name in names:
+        if name not in files:
+            raise FileNotFoundError(f"{path}, the model that was trained, has no {name} any more")
+        with safe_open(files[name], "pt") as tensors:
+            yield name, tensors.get_tensor(name)
 
 
 def meta_model(path: str) -> nn.Module:
@@ -128,6 +164,10 @@ def meta_model(path: str) -> nn.Module:
 
 def text_options(path: str) -> dict:
     """Return options with which `from_pretrained` loads the language model of a folder alone."""
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    if method_of_quantization(load_config(path)) is not None:
+        return dict(quantization_config=Mxfp4Config(dequantize=True))
     hf = meta_model(path)
     return dict(config=hf.config, key_mapping=file_names(hf, path).key_mapping)
 
@@ -137,15 +177,14 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
     and a tied head too."""
     hf = meta_model(path)
     names = file_names(hf, path)
-    others = {name for name in names_in(path) if not names.is_of_text(name)}
-    for stored_name, weight in read_weights(path, others):
+    for stored_name, weight in read_weights(path, names_in(path).keys() - set(names.passengers)):
         name = names.in_model(stored_name)
         if name.endswith(mxfp4.SCALES):
             continue
         if name.endswith(mxfp4.BLOCKS):
             scales = stored_name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
             name = name.removesuffix(mxfp4.BLOCKS)
-            weight = mxfp4.unpack(weight, read_weight(path, scales))
+            weight = mxfp4.unpack(weight, dict(read_weights(path, [scales]))[scales])
         yield name, weight
         if hf.all_tied_weights_keys.get("lm_head.weight") == name:
             yield "lm_head.weight", weight

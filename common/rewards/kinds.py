@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
 from common.rewards.registry import load_reward, require_usable_rows, reward_of_row

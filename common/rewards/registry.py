@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.parallel import distributed
 from common.rewards.functions import REWARDS, Reward
 

@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.chat import ChatTemplate, rendered
 from common.data.encode import Encoder
 from common.data.rows import PROMPT_COLUMNS, require_columns

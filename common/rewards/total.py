@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed

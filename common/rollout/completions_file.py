@@ -24,7 +24,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, TypeAdapter, Valida
 from torch import Tensor
 from typing_extensions import TypedDict  # before Python 3.12 pydantic needs this one
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data import durable
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter

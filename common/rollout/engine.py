@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.model.loading import has_delta_nets
+from common.model.flops import num_delta_nets
+from common.model.loading import load_text_config
 from common.model.policy import compute_dtype
 from common.parallel import distributed, signals
 
@@ -293,7 +294,8 @@ def make_engine(
         raise ValueError(
             "--engine vllm: vllm is not installed; use --engine transformers, which is slower"
         )
-    if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets(path):
+    has_delta_nets = num_delta_nets(load_text_config(path)) > 0
+    if args.engine == "auto" and is_installed and device.type == "cpu" and has_delta_nets:
         distributed.say(
             "sampling with transformers: on a CPU vLLM computes gated delta nets in bfloat16 only"
         )

@@ -6,7 +6,7 @@ its last episode has ended."""
 
 from dataclasses import dataclass
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.rollout.engine import SEED_SPACING, Engine, Request, empty_completion
 

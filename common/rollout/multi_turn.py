@@ -9,7 +9,7 @@ The next turn is requested as soon as the environment has answered."""
 import copy
 from collections.abc import Callable
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.messages import is_message
 from common.parallel import distributed

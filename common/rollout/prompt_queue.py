@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.data.order import Order
 
 

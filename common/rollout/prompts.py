@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config.groups import SamplingArgs, TrainArgs
+from common.config.groups import TrainArgs
+from common.config.online import SamplingArgs
 from common.data.encode import Encoder
 from common.data.order import Order, make_order
 from common.data.rows import (

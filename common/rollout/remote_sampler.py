@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.data.order import Order
 from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.data.sample import Group
 from common.metrics.meter import Meter
 from common.metrics.timeline import Span, Timeline

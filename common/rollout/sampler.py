@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.data.order import Order
 from common.data.sample import Group
 from common.metrics.meter import Meter

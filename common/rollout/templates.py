@@ -6,7 +6,7 @@ import string
 from collections import defaultdict
 from collections.abc import Callable
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.config.specs import weights_of
 from common.data.rows import rows_of_split
 from common.parallel import distributed

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.loading import has_other_parts, load_config, quantization_of
+from common.model.loading import is_plain, load_config
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -19,15 +19,10 @@ class TransformersEngine(Engine):
         from transformers import AutoModelForCausalLM, GenerationConfig
 
         options = {}
-        config = load_config(path)
-        if has_other_parts(config):
+        if not is_plain(load_config(path)):
             from common.model.text_part import text_options
 
             options = text_options(path)
-        if quantization_of(config) == "mxfp4":
-            from transformers.utils.quantization_config import Mxfp4Config
-
-            options = dict(quantization_config=Mxfp4Config(dequantize=True))
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=self.dtype, trust_remote_code=False, **options
         )

@@ -12,15 +12,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from common.metrics.meter import Meter
+from common.model.flops import num_delta_nets
 from common.model.hub import context_length
-from common.model.loading import (
-    has_delta_nets,
-    has_other_parts,
-    hub_weights,
-    load_config,
-    load_text_config,
-    quantization_of,
-)
+from common.model.loading import OWN_HEADS, hub_weights, is_plain, load_config, load_text_config
 from common.parallel import distributed
 from common.rollout.engine import SLOTS, Engine, Request
 
@@ -99,10 +93,9 @@ class VLLMEngine(Engine):
         from transformers import MODEL_MAPPING
 
         config = load_text_config(path)
-        stored = load_config(path)
-        is_part = has_other_parts(stored) or quantization_of(stored) is not None
+        is_part = load_config(path).model_type not in OWN_HEADS and not is_plain(load_config(path))
         self.model_type = config.model_type
-        self.has_delta_nets = has_delta_nets(path)
+        self.has_delta_nets = num_delta_nets(config) > 0
         self._set_environment()
         with undone_changes(MODEL_MAPPING[type(config)]):
             from vllm import LLM

@@ -25,7 +25,6 @@ from common.model.export_files import base_dtype, config_file, generation_file, 
 from common.model.hub import eos_token_ids
 from common.model.loading import (
     has_adapters,
-    has_other_parts,
     hub_weights,
     load_config,
     one_line_errors,
@@ -157,11 +156,9 @@ class Checkpointer:
                 from common.model.lora import adapted
 
                 (work / checkpoint_files.ADAPTED).write_text(json.dumps(adapted(self.model)))
-            if self.model.file_names is not None and not isinstance(self.model, ScalarModel):
-                names = {
-                    name: self.model.file_names.of(name) for name in self.model.hf.state_dict()
-                }
-                base = dict(path=self.model.path, names=names)
+            names = self.model.export_names
+            if names is not None:
+                base = dict(path=str(Path(self.model.path).resolve()), names=names._asdict())
                 (work / checkpoint_files.BASE).write_text(json.dumps(base))
             write_files(self.files, work)
         distributed.barrier()
@@ -226,8 +223,8 @@ def hf_files(
     at start: its model may be a checkpoint that another run deletes later."""
     path = model.path
     changes: dict[str, object] = {}
-    is_text = isinstance(model, ScalarModel) or not has_other_parts(load_config(path))
-    if is_text:
+    text_alone = model.file_names is not None and model.export_names is None
+    if model.export_names is None:
         changes |= dict(architectures=[type(model.hf).__name__])
     if isinstance(model, ScalarModel):
         changes |= dict(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})  # one score
@@ -238,7 +235,7 @@ def hf_files(
         ends = eos_token_ids(path, tokenizer, prompt_format)
         changes["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
     return {
-        "config.json": config_file(path, dtype, changes, is_text),
+        "config.json": config_file(path, dtype, changes, text_alone),
         "generation_config.json": generation_file(path, tokenizer, prompt_format, stops),
     } | tokenizer_files(path, tokenizer, prompt_format)
 
@@ -258,8 +255,7 @@ def exported_names(model: PackedModel) -> list[str]:
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
     state = model.hf.state_dict()
-    # A scalar model has no head for the other parts: its export is a model of text alone.
-    names = None if isinstance(model, ScalarModel) else model.file_names
+    names = model.export_names
     weights = {}
     work = folder.with_suffix(".tmp")
     if distributed.is_main():
@@ -279,8 +275,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
         if names is not None:
             from common.model.text_part import read_weights
 
-            known = weights.keys() | {names.of(name) for name in state}
-            weights |= read_weights(model.path, left_out=known)
+            weights |= dict(read_weights(model.path, names.passengers))
         checkpoint_files.write_safetensors(weights, work)
         durable.replace_folder(work, folder)
     distributed.barrier()

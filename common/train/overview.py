@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from typing import NoReturn, Protocol
 
-from common.config.groups import OnlineArgs, TrainArgs
+from common.config.groups import TrainArgs
 from common.parallel import distributed
 
 # Of scripts that sample from the policy they train.
@@ -73,10 +73,10 @@ def describe_data(
 
 
 def describe_rollouts(
-    args: OnlineArgs, prompts: Sized, held_out: Sized, rollouts: Rollouts
+    args: TrainArgs, prompts: Sized, held_out: Sized, rollouts: Rollouts
 ) -> list[str]:
-    """Return lines about the data, the length, the engine and the updates of a run, and about its
-    preset."""
+    """Return lines about the data, the length, the engine and the updates of a run with flags for
+    sampling, and about its preset."""
     updates = args.updates_per_rollout
     mode = [f"{updates} updates per rollout"] if updates > 1 else []
     mode += [f"weights up to {args.max_staleness} steps old"] if rollouts.prefetch_steps else []
@@ -117,6 +117,8 @@ def dry_run(
         prompts = [prompt for (prompt,) in groups[:10]]
         has_environment = args.environment is not None
         lines += plan.rewards_of_rows(tokenizer, prompts, rewards, has_environment)
+    if path is not None:
+        lines += plan.describe_model(path)
     steps = num_steps(args, data)
     problem, memory = plan.predicted(args, models)
     lines += plan.schedule(args, groups, steps, len(held_out))

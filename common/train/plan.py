@@ -8,14 +8,16 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from common.config.groups import TrainArgs
 from common.data.sample import Completion, Sample
 from common.metrics.logger import preview
 from common.metrics.meter import Meter
 from common.model import capacity
-from common.model.flops import capacity_of
+from common.model.flops import capacity_of, num_delta_nets
 from common.model.hub import resolve_model
+from common.model.loading import load_config, load_text_config
 from common.model.memory import Shapes, shapes_of
 from common.model.policy import PackedModel, compute_dtype, load_policy, load_scalar_model
 from common.model.value import load_with_value_model
@@ -46,6 +48,29 @@ def shapes(
         folder = resolve_model(name, "--reward", weights=False)
         models.append(load_scalar_model(folder, args, META, trainable=False, flag="--reward"))
     return [shapes_of(model.hf) for model in models if isinstance(model, PackedModel)]
+
+
+def describe_model(path: str) -> list[str]:
+    """Return lines about the class of a policy and what it leaves alone or computes slowly, none
+    for most models."""
+    config = load_config(path)
+    text = load_text_config(path)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
+    lines = []
+    if "text_config" in config.sub_configs:
+        whole = ", ".join(config.architectures or [config.model_type])
+        lines.append(f"{name}, the language model of {whole}: all other weights stay as they are")
+    delta_nets = num_delta_nets(text)
+    if delta_nets:
+        from common.model.delta_net import has_kernels
+
+        slow = "" if has_kernels() else ", in torch code, slowly; pip install onefile[delta]"
+        layers = f"{delta_nets} of {text.num_hidden_layers} layers"
+        lines.append(f"{name}: {layers} are gated delta nets{slow}")
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    if capped or text.model_type == "gpt_oss":
+        lines.append(f"{name}: attention stores all scores of a sequence (docs/models.md)")
+    return lines
 
 
 def first_samples(args: TrainArgs, data) -> list[list[Sample]]:

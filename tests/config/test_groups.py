@@ -13,16 +13,10 @@ from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from common.config import groups, objectives, preference_flags, sampling, training, truncation_flags
-from common.config.groups import (
-    BaseArgs,
-    OnlineArgs,
-    SamplingArgs,
-    TrainArgs,
-    check_ranks,
-    may_change,
-)
+from common.config.groups import BaseArgs, TrainArgs, check_ranks, may_change
 from common.config.help import texts
 from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.online import OnlineArgs, SamplingArgs
 from common.config.parse import one_line
 from common.config.preference_flags import PreferenceArgs
 

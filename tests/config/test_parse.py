@@ -21,9 +21,10 @@ import eval as evaluation
 import grpo
 import ppo
 from common.config.flags import AtLeast2, MayChange, Positive
-from common.config.groups import OnlineArgs, check_ranks, flags_of
+from common.config.groups import check_ranks, flags_of
 from common.config.names import ELSEWHERE, flag_for
 from common.config.objectives import CorrectionArgs, RewardArgs
+from common.config.online import OnlineArgs
 from common.config.parse import adapted_defaults, is_valid, parse, valid
 
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 
 from bench.completions import complete
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.data.packing import pack
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import load_policy

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from model.test_policy import ARCHITECTURES, small, write_checkpoint
 from torch import Tensor
 
-from common.config.groups import OnlineArgs
+from common.config.online import OnlineArgs
 from common.data import compact
 from common.data.compact import Keys
 from common.data.packing import PackedBatch, pack_groups, pack_minibatches

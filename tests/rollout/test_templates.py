@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common.config.groups import SamplingArgs
+from common.config.online import SamplingArgs
 from common.rollout.prompts import prompt_maker
 
 

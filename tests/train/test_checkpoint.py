@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.groups import OnlineArgs, TrainArgs
+from common.config.groups import TrainArgs
+from common.config.online import OnlineArgs
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in
 from common.model.hub import load_tokenizer, resolve_model
