@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import assert_resumes_exactly, metrics, run
+from model.test_policy import write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.models import ARGS, DELTA, SIZES, checkpoint
+from bench.models import ARCHITECTURES, ARGS, DELTA, SIZES
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.delta_net import CONVOLUTION, RECURRENCE, keep_sequences_apart
-from common.model.flops import forward_flops, state_size
+from common.model.flops import forward_flops
 from common.model.memory import Plan, kept_by_delta_net, shapes_of
 from common.model.policy import load_policy
 
@@ -38,15 +39,10 @@ def model_type(request) -> str:
 @pytest.fixture(scope="module")
 def path(model_type, tmp_path_factory) -> str:
     """Two layers: a delta net and attention."""
-    folder = tmp_path_factory.mktemp(model_type)
-    checkpoint(model_type, folder)
     layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
-    config = AutoConfig.from_pretrained(folder, max_position_embeddings=512, **layers)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config)
-    for file in folder.glob("*.safetensors*"):
-        file.unlink()
-    model.save_pretrained(folder)
-    return str(folder)
+    sizes = SIZES | ARCHITECTURES[model_type] | layers | dict(max_position_embeddings=512)
+    config = AutoConfig.for_model(model_type, **sizes)
+    return write_checkpoint(config, tmp_path_factory.mktemp(model_type))
 
 
 def samples(lengths=LENGTHS) -> list[Sample]:
@@ -147,6 +143,20 @@ def test_shared_prefixes_are_off(path, device, capsys):
     assert f"{model_type} needs every prefix with its sequence; continues as with" in out
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shared_prefixes_are_off_however_small_their_effect(dtype, path, tmp_path, device):
+    """Attention may carry most of what a prefix does, in an untrained model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("linear_attn.out_proj.weight"):
+                weight.mul_(0.01)
+    model.save_pretrained(tmp_path)
+    args = replace(ARGS, share_prefix=1, dtype=dtype)
+    load_policy(str(tmp_path), args, device)
+    assert args.share_prefix == 0
+
+
 def test_context_ranks_are_refused(path, device):
     message = r"--context_ranks 2: gated delta nets \(.*\) need whole sequences on each rank"
     with pytest.raises(ValueError, match=message):
@@ -189,7 +199,6 @@ def test_attention_is_counted_in_its_layers_alone(path, device):
     assert difference == 4 * config.num_attention_heads * config.head_dim * pairs
     state = config.linear_num_value_heads * config.linear_key_head_dim
     state *= config.linear_value_head_dim
-    assert state_size(config) == state
     attention = 4 * config.num_attention_heads * config.head_dim * 100 * 101 / 2
     assert forward_flops(config, weights, one) == 100 * (2 * weights + 6 * state) + attention
 

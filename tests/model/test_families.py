@@ -1,0 +1,153 @@
+"""Properties of single families: GPT-NeoX, GLM-4.5, Qwen3.5 and others. test_coverage.py compares
+their numbers with transformers'."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT, run
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from bench.models import ARGS, checkpoint
+from common.model.hub import load_tokenizer, resolve_model
+from common.model.policy import load_policy, load_scalar_model
+from common.rollout.engine import whole_weights
+from common.rollout.transformers_engine import TransformersEngine
+from common.train.checkpoint import export_hf
+
+STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-2, "--eval_every", 0, "--save_every", 1,
+         "--lr_schedule", "constant", "--dtype", "float32")  # fmt: skip
+
+# Program of a rank: vLLM samples the same prompts again and again, with other weights each time.
+AGAIN = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+from model.test_families import *
+from bench.completions import complete
+from bench.delta_vllm import prepare
+from bench.models import rows
+from common.data.packing import pack
+from common.model.hub import eos_token_ids
+from common.parallel import distributed
+from common.rollout.engine import make_engine
+path, has_delta_nets = sys.argv[1:]
+device, _, _ = distributed.setup(0)
+if has_delta_nets == "True":
+    prepare()
+policy, tokenizer = load_policy(path, ARGS, device), load_tokenizer(path)
+args = replace(ARGS, engine="vllm")
+engine = make_engine(path, args, eos_token_ids(path, tokenizer), tokenizer, device)
+worst = []
+with torch.no_grad():
+    for turn in range(4):
+        engine.wake()
+        engine.load_weights(whole_weights(policy, engine.dtype))
+        groups = complete(engine, rows()[1:4], 2, [1, 2, 3], 0.7)
+        (mb,) = pack([sample for group in groups for sample in group], 2000, device)
+        difference_T = policy(mb, temperature=0.7)[0] - mb.rollout_logprobs_T
+        worst.append((difference_T * mb.loss_mask_T).abs().max().item())
+        policy.reshard()
+        for number, parameter in enumerate(policy.parameters()):
+            parameter.mul_(1 + 0.05 * (number % 3))
+engine.close()
+print(worst)
+assert max(worst) < 1e-4, worst
+"""
+
+
+def stored(folder: Path | str) -> dict[str, torch.Tensor]:
+    return {n: w for f in Path(folder).glob("*.safetensors") for n, w in load_file(f).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_5_text", "gpt_oss", "gpt_neox", "gemma4", "glm4_moe", "granitemoe", "qwen3_5_moe"],
+)
+def test_vllm_keeps_nothing_of_old_weights(model_type, tmp_path):
+    """It samples the same prompts four times, with other weights each time: neither a weight, nor
+    a cached prefix, nor a state of a delta net is left from before."""
+    pytest.importorskip("vllm")
+    path = checkpoint(model_type, tmp_path / "model")
+    (tmp_path / "rank.py").write_text(AGAIN.format(root=str(ROOT)))
+    run(1, tmp_path / "rank.py", path, model_type.startswith("qwen3_5"))
+
+
+# ---- GPT-NeoX ----
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory) -> str:
+    return checkpoint("gpt_neox", tmp_path_factory.mktemp("neox"))
+
+
+def test_head_of_gpt_neox_has_its_name_in_files(neox, tmp_path, device):
+    """And the file's form is that of the base, with changed weights too."""
+    before = stored(neox)
+    assert "embed_out.weight" in before and "lm_head.weight" not in before
+    policy = load_policy(neox, ARGS, device)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.5)
+    export_hf(policy, load_tokenizer(neox), tmp_path / "hf")
+    after = stored(tmp_path / "hf")
+    assert after.keys() == before.keys()
+    for name in before:
+        torch.testing.assert_close(after[name], before[name] + 0.5, msg=name)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", 2)])
+def test_checkpoint_of_gpt_neox_converts_to_its_export(lora, neox, sums, tmp_path):
+    run(1, "sft.py", *STEPS, "--model", neox, "--dataset", sums, "--output_dir", tmp_path, *lora)
+    exported = stored(tmp_path / "hf")
+    found = resolve_model(str(tmp_path / "checkpoints" / "step_000002"))
+    converted = stored(found)
+    assert converted.keys() == exported.keys() == stored(neox).keys()
+    assert all(torch.equal(converted[name], exported[name]) for name in exported)
+
+
+@pytest.mark.slow
+def test_reward_model_of_gpt_neox_is_opened_by_transformers(neox, tmp_path, device):
+    model = load_scalar_model(neox, ARGS, device)
+    export_hf(model, load_tokenizer(neox), tmp_path / "hf")
+    _, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(info.values()), info
+
+
+# ---- GLM-4.5 ----
+
+
+@torch.no_grad()
+def test_router_bias_keeps_its_precision(tmp_path, device):
+    """In bfloat16 too: files, transformers and the trainer have it in float32."""
+    path = checkpoint("glm4_moe", tmp_path / "model")
+    generator = torch.Generator().manual_seed(6)
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            weights[name] = weight.bfloat16()
+            if name.endswith("e_score_correction_bias"):
+                weights[name] = 7 + torch.rand(weight.shape, generator=generator)
+        save_file(weights, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | dict(dtype="bfloat16")))
+    policy = load_policy(path, replace(ARGS, dtype="bfloat16"), device)
+    biases = {n: w for n, w in stored(path).items() if n.endswith("e_score_correction_bias")}
+    assert len(biases) == 3
+    args = replace(ARGS, dtype="bfloat16")
+    engine = TransformersEngine(path, args, [1], load_tokenizer(path), device, True)
+    engine.load_weights(whole_weights(policy, engine.dtype))
+    export_hf(policy, load_tokenizer(path), tmp_path / "hf")
+    exported = stored(tmp_path / "hf")
+    sent = dict(whole_weights(policy, torch.bfloat16))
+    for name, bias in biases.items():
+        for weights in (policy.hf.state_dict(), engine.replica.state_dict(), exported, sent):
+            assert torch.equal(weights[name].float().cpu(), bias), name
