@@ -17,9 +17,12 @@ class TransformersEngine(Engine):
 
     def _start(self, path: str, trained: bool) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
 
         options = {}
         if not is_plain(load_config(path)):
+            # It would list all weights that are left out.
+            logging.get_logger("transformers.modeling_utils").setLevel(logging.ERROR)
             from common.model.text_part import text_options
 
             options = text_options(path)
