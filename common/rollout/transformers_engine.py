@@ -21,8 +21,9 @@ class TransformersEngine(Engine):
 
         options = {}
         if not is_plain(load_config(path)):
-            # It would list all weights that are left out.
-            logging.get_logger("transformers.modeling_utils").setLevel(logging.ERROR)
+            # They would list all weights that are left out.
+            for module in ("modeling_utils", "integrations.tensor_parallel"):
+                logging.get_logger(f"transformers.{module}").setLevel(logging.ERROR)
             from common.model.text_part import text_options
 
             options = text_options(path)
