@@ -22,7 +22,7 @@ class TransformersEngine(Engine):
         options = {}
         if not is_plain(load_config(path)):
             # They would list all weights that are left out.
-            for module in ("modeling_utils", "integrations.tensor_parallel"):
+            for module in ("modeling_utils", "distributed.tensor_parallel"):
                 logging.get_logger(f"transformers.{module}").setLevel(logging.ERROR)
             from common.model.text_part import text_options
 
