@@ -15,7 +15,7 @@ class TransformersEngine(Engine):
     """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
     one round."""
 
-    def _start(self, path: str, trained: bool) -> None:
+    def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging
 
