@@ -44,7 +44,8 @@ from common.model.loading import load_text_config
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
-from common.rollout.engine import make_engine, whole_weights
+from common.rollout.engine import make_engine
+from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 
 OUTSIDE = dict(os.environ)  # before this process becomes a rank
@@ -270,9 +271,9 @@ class Args(SamplingArgs, TrainArgs):
 ARGS = Args(dtype="float32", max_new_tokens=24, engine="vllm")
 
 
-def checkpoint(model_type: str, folder: Path) -> str:
-    """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its
-    folder."""
+def checkpoint(model_type: str, folder: Path, file_size: str = "1GB") -> str:
+    """Write a tiny random checkpoint, float32, with the tokenizer of `tiny`, and return its folder.
+    Weights are in files of at most `file_size`."""
     fields = ARCHITECTURES[model_type]
     has_images = "text_config" in fields
     config = AutoConfig.for_model(model_type, **fields if has_images else SIZES | fields)
@@ -283,7 +284,7 @@ def checkpoint(model_type: str, folder: Path) -> str:
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     logging.disable_progress_bar()
-    model.save_pretrained(folder, max_shard_size="200KB")
+    model.save_pretrained(folder, max_shard_size=file_size)
     build_tokenizer().save_pretrained(folder)
     return str(folder)
 
@@ -413,7 +414,7 @@ def in_own_process(model_type: str) -> float | str:
 
 def measure(model_type: str, folder: Path, device: torch.device) -> dict[str, float | str]:
     """Return `forward`, `gradient` and `export`, or `refused` with the error message."""
-    path = checkpoint(model_type, folder / "checkpoint")
+    path = checkpoint(model_type, folder / "checkpoint", "200KB")
     try:
         policy = load_policy(path, ARGS, device)
     except ValueError as error:
@@ -446,7 +447,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if flags.vllm:
             try:
-                outcome = against_vllm(checkpoint(flags.vllm, Path(folder)), device)
+                outcome = against_vllm(checkpoint(flags.vllm, Path(folder), "200KB"), device)
             except ValueError as error:
                 outcome = str(error)
             print(json.dumps(dict(vllm=outcome)))

@@ -40,7 +40,8 @@ from common.config.online import SamplingArgs
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import compute_dtype, load_policy
 from common.parallel import distributed
-from common.rollout.engine import make_engine, whole_weights
+from common.rollout.engine import make_engine
+from common.rollout.weights import whole_weights
 
 COUNT, FIXED, MEAN, LONGEST = 256, 128, 32, 256
 TARGETS = {"a": 1.3, "b": 2.0}

@@ -306,7 +306,8 @@ def measure() -> Machine:
     from common.model.hub import load_tokenizer, resolve_model
     from common.model.policy import load_policy
     from common.parallel import distributed
-    from common.rollout.engine import Request, empty_completion, make_engine, whole_weights
+    from common.rollout.engine import Request, empty_completion, make_engine
+    from common.rollout.weights import whole_weights
 
     device, _, _ = distributed.setup(seed=0)
     args, path = OnlineArgs(max_new_tokens=64), resolve_model("tiny")

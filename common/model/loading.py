@@ -101,22 +101,26 @@ def load_weights(
     # Every rank checks all names and shapes before it takes memory, and reads its own shards.
     weights = _weights_to_read(hf, stored).items()
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights}
-    _require_shapes(hf, _by_stored_name(hf, shapes, stored, names), stored, label, names)
+    expected = _by_stored_name(hf, shapes, stored, names)
+    if names is not None:
+        expected = names.replace_packed(expected)
+    _require_shapes(hf, expected, stored, label, names)
     hf.to_empty(device=device)
     _rebuild_buffers(hf, label)
     wanted = _by_stored_name(hf, _weights_to_read(hf, stored), stored, names)
+    if names is not None:
+        wanted = {name: x for name, x in wanted.items() if name not in names.packed}
     with one_line_errors(label):
         dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path))
         if names is not None:
-            names.fill_unpacked(hf, path)
+            names.fill_packed(hf, path)
     return None if "score.weight" in stored else hf.state_dict().get("score.weight")
 
 
 def _weights_to_read(hf: nn.Module, stored: Iterable[str]) -> dict[str, Tensor]:
     """Return the weights that are read from the checkpoint: not those of adapters, nor a tied head,
-    which checkpoints need not list, nor a scalar head if none is stored, nor weights in MXFP4."""
+    which checkpoints need not list, nor a scalar head if none is stored."""
     unread = set(hf.all_tied_weights_keys)
-    unread |= {name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")}
     if "score.weight" not in stored:
         unread.add("score.weight")
     weights = hf.state_dict().items()

@@ -1,7 +1,6 @@
 """Experts in MXFP4 (gpt-oss): 4-bit floats in blocks of 32 with a common power of two, the scale
 (OCP Microscaling Formats, version 1.0). They are read as bfloat16, which has all their values."""
 
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -9,11 +8,14 @@ from torch import Tensor
 
 BLOCKS = "_blocks"
 SCALES = "_scales"
+BLOCK = 32  # numbers with a common scale
 
 
-def is_packed(name: str, stored: Collection[str]) -> bool:
-    """Return whether the files have a weight in MXFP4."""
-    return f"{name}{BLOCKS}" in stored
+def parts(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return the two tensors in a file, on meta, of a weight [experts, inputs, outputs]."""
+    experts, inputs, outputs = weight.shape
+    scales = torch.empty(experts, outputs, inputs // BLOCK, device="meta")
+    return {name + BLOCKS: scales[..., None].expand(-1, -1, -1, BLOCK // 2), name + SCALES: scales}
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:

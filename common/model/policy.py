@@ -342,22 +342,11 @@ def shard(
     if offloads_all(args):
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if args.compile:
+        from common.model.compiled import compile_blocks
+
         compile_blocks(blocks)
     for block in blocks:
         fsdp.fully_shard(block, **options)
     fsdp.fully_shard(model, reshard_after_forward=reshard_root, **options)
     for method in model.forward_methods:
         fsdp.register_fsdp_forward_method(model, method)
-
-
-def compile_blocks(blocks: nn.ModuleList) -> None:
-    """Compile each transformer block, except its experts."""
-    # A block has variants: with a graph or not, with shared prefixes or not, of fixed or any sizes.
-    torch._dynamo.config.recompile_limit = 32
-    for block in blocks:
-        for name, module in block.named_modules():
-            # The router decides the sizes of experts, and inductor fails to compile them in float32
-            # (torch 2.13).
-            if name.endswith("experts"):
-                module.forward = torch.compiler.disable(module.forward)
-        block.compile()

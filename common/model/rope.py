@@ -49,7 +49,7 @@ def scaled_config(path: str, rope: tuple[str, float]) -> dict[str, object]:
     """Return the fields of config.json with the scaling, in the form of the file: that of
     transformers 4 or 5. The model's context is the length that it was trained for."""
     kind, factor = rope
-    config = load_config(path)
+    config = load_config(path).get_text_config()
     label = f"--rope_scaling {kind}: {path}"
     parameters = getattr(config, "rope_parameters", None) or {}
     context = getattr(config, "max_position_embeddings", None)
@@ -61,10 +61,11 @@ def scaled_config(path: str, rope: tuple[str, float]) -> dict[str, object]:
     scaling: dict[str, object] = dict(rope_type=kind, factor=factor)
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = context
-    fields = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    whole = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    fields = whole.get("text_config", whole)  # of a model of images and text
     fields["max_position_embeddings"] = int(factor * context)
     if "rope_parameters" in fields:
         fields["rope_parameters"] = parameters | scaling
     else:
         fields["rope_scaling"] = scaling
-    return fields
+    return whole

@@ -55,6 +55,7 @@ class FileNames(NamedTuple):
     prefix_in_files: str
     head_in_files: str
     has_stacked_experts: bool  # as in transformers' model
+    packed: tuple[str, ...]  # names of the weights that the files have in MXFP4
     passengers: tuple[str, ...]  # names in the files of all other weights
 
     def of(self, name: str) -> str:
@@ -70,11 +71,17 @@ class FileNames(NamedTuple):
             return "lm_head.weight"
         return self.prefix + name.removeprefix(self.prefix_in_files)
 
-    def fill_unpacked(self, hf: nn.Module, path: str) -> None:
+    def replace_packed(self, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors on meta by their names in the files, with the parts of those in MXFP4."""
+        parts = {}
+        for name, tensor in expected.items():
+            parts |= mxfp4.parts(name, tensor) if name in self.packed else {name: tensor}
+        return parts
+
+    def fill_packed(self, hf: nn.Module, path: str) -> None:
         """Fill the parameters whose weights in the files are in MXFP4."""
-        files = names_in(path)
-        packed = {n: x for n, x in hf.state_dict().items() if n + mxfp4.BLOCKS in files}
-        mxfp4.fill(packed, files)
+        state = hf.state_dict()
+        mxfp4.fill({name: state[name] for name in self.packed}, names_in(path))
 
     @property
     def key_mapping(self) -> dict[str, str]:
@@ -97,6 +104,7 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
         prefixes[0] if len(prefixes) == 1 else prefix,
         heads[0] if len(heads) == 1 else "lm_head.weight",
         any(name.endswith(".experts.gate_up_proj") for name in stored),
+        packed=tuple(sorted(n for n in hf.state_dict() if n + mxfp4.BLOCKS in stored)),
         passengers=(),
     )
     known = {names.head_in_files}

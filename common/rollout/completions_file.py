@@ -32,9 +32,10 @@ from common.model.hub import eos_token_ids
 from common.model.policy import load_policy
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.engine import Engine, make_engine, whole_weights
+from common.rollout.engine import Engine, make_engine
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompts import Prompts
+from common.rollout.weights import whole_weights
 
 CRC = ', "crc": '  # ends the lines that this module writes
 

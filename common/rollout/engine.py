@@ -1,5 +1,5 @@
 """Base class of the engines: requests in flight, their priority and seeds, and their conversion to
-completions; the choice of an engine, and the weights that it loads.
+completions; the choice of an engine.
 
 An engine is vLLM (one per rank or per tensor-parallel group) or, where vLLM is not installed,
 transformers. It works in rounds: `submit` adds a request, `advance` runs a round and returns the
@@ -16,12 +16,12 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.config.online import SamplingArgs
 from common.data.sample import Completion
@@ -109,6 +109,7 @@ class Engine:
         """tokens that are no text: those that end a turn, BOS and padding; a character that ends a
         turn is text"""
         self.dtype = compute_dtype(args, device)
+        self.trained = trained
         self.beside_trainer = trained and not distributed.is_rollout_rank()
         # the ranks that share this engine, if there are several, and this rank's place among them
         self.group: dist.ProcessGroup | None = None
@@ -130,7 +131,7 @@ class Engine:
         with untouched_rng(), warnings.catch_warnings():
             # vLLM walks over deprecated names of torch
             warnings.simplefilter("ignore", FutureWarning)
-            self._start(path, trained)
+            self._start(path)
             if trained:
                 self.sleep()
         signals.install_signal_handlers()  # vLLM's imports may have replaced them
@@ -238,7 +239,7 @@ class Engine:
 
     # ---- implemented by each engine ----
 
-    def _start(self, path: str, trained: bool) -> None:
+    def _start(self, path: str) -> None:
         raise NotImplementedError
 
     def _admit(self, name: str, request: Request) -> None:
@@ -310,42 +311,3 @@ def make_engine(
     from common.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(path, args, eos_ids, tokenizer, device, trained)
-
-
-def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of the policy, whole, by name, in the same order on every rank.
-    Collective.
-
-    FSDP gathers one transformer block at a time in the compute dtype, so at most two blocks are
-    whole at once. The weights are copies, because vLLM keeps references to them until a layer is
-    complete. `remove_duplicate=False` also yields a tied head: without it the engine would silently
-    keep its old head."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    prefixes = {
-        block: f"{name}."
-        for name, block in model.hf.named_modules()
-        if isinstance(block, FSDPModule)
-    }
-    units = [model, *prefixes]
-    for unit in units:
-        unit.reshard()  # after a forward without a backward it may still hold older whole weights
-    for unit, next_unit in pairwise([*units, None]):
-        unit.unshard()  # waits for the gather that the previous turn has begun
-        if next_unit is not None:
-            next_unit.unshard(async_op=True)  # overlaps with the engine's loading of this unit
-        for name, weight in unit.named_parameters(remove_duplicate=False):
-            # A sharded weight belongs to another unit; LoRA is merged below.
-            if isinstance(weight, DTensor) or ".lora_" in name:
-                continue
-            layer = unit.get_submodule(name.rpartition(".")[0])
-            if hasattr(layer, "merged") and weight is layer.weight:  # a LoRALinear
-                weight = layer.merged()
-            whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
-            yield whole_name, weight.detach().to(dtype, copy=True)
-        unit.reshard()
-    parameters = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
-    for name, buffer in model.hf.state_dict().items():  # of Gemma 4: a factor of each layer
-        if name not in parameters:
-            yield name, buffer.to(dtype, copy=True)

@@ -19,7 +19,6 @@ from common.metrics.meter import Meter
 from common.model.policy import Policy, compute_dtype
 from common.parallel import distributed, signals
 from common.rewards.total import Rewards
-from common.rollout.engine import whole_weights
 from common.rollout.episodes import PromptRequest
 from common.rollout.mail import (
     CompleteGroups,
@@ -33,6 +32,7 @@ from common.rollout.mail import (
 )
 from common.rollout.prompts import Prompts
 from common.rollout.sampler import Sampler
+from common.rollout.weights import whole_weights
 
 PORTIONS = 4  # portions of a step's prompts: reward models score each when it is complete
 

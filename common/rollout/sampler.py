@@ -21,10 +21,11 @@ from common.model.hub import eos_token_ids
 from common.model.policy import Policy
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.engine import make_engine, whole_weights
+from common.rollout.engine import make_engine
 from common.rollout.episodes import Episodes, PromptRequest
 from common.rollout.prompt_queue import PromptQueue
 from common.rollout.prompts import Prompts
+from common.rollout.weights import whole_weights
 
 
 def make_sampler(

@@ -15,11 +15,15 @@ class TransformersEngine(Engine):
     """`model.generate` on an unsharded replica of the policy. It samples each request to its end in
     one round."""
 
-    def _start(self, path: str, trained: bool) -> None:
+    def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
 
         options = {}
         if not is_plain(load_config(path)):
+            # They would list all weights that are left out.
+            for module in ("modeling_utils", "distributed.tensor_parallel"):
+                logging.get_logger(f"transformers.{module}").setLevel(logging.ERROR)
             from common.model.text_part import text_options
 
             options = text_options(path)

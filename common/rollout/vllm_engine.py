@@ -89,7 +89,7 @@ def undone_changes(decoder: type) -> Iterator[None]:
 class VLLMEngine(Engine):
     """vLLM with `external_launcher`: the torchrun ranks are its workers."""
 
-    def _start(self, path: str, trained: bool) -> None:
+    def _start(self, path: str) -> None:
         from transformers import MODEL_MAPPING
 
         config = load_text_config(path)
@@ -128,7 +128,7 @@ class VLLMEngine(Engine):
         if size > 1:
             self.group, _ = dist.new_subgroups(size, backend="gloo")
             self.group_rank = dist.get_rank() % size
-        if is_part and not trained:
+        if is_part and not self.trained:
             from common.model.text_part import text_weights
 
             self._load((name, x.to(self.dtype)) for name, x in text_weights(path))

@@ -12,7 +12,16 @@ from helpers import ROOT
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
-from common.config import groups, objectives, preference_flags, sampling, training, truncation_flags
+from common.config import (
+    generation_flags,
+    groups,
+    objectives,
+    online,
+    preference_flags,
+    sampling,
+    training,
+    truncation_flags,
+)
 from common.config.groups import BaseArgs, TrainArgs, check_ranks, may_change
 from common.config.help import texts
 from common.config.objectives import CorrectionArgs, RewardArgs
@@ -32,9 +41,16 @@ def defined(module) -> set[type]:
     }
 
 
-SHARED = (training, sampling, truncation_flags, objectives, preference_flags)
+SHARED = (
+    training,
+    sampling,
+    generation_flags,
+    truncation_flags,
+    objectives,
+    preference_flags,
+)
 GROUPS = set().union(*map(defined, SHARED))
-UNIONS = defined(groups)
+UNIONS = defined(groups) | defined(online)
 
 
 def tree(path) -> ast.Module:

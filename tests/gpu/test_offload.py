@@ -14,7 +14,7 @@ from common.data.sample import Sample
 from common.model.memory import Plan, predict, shapes_of
 from common.model.policy import load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engine import whole_weights
+from common.rollout.weights import whole_weights
 from common.train.optim import adamw, optimizer_step
 
 pytestmark = gpu(1)

@@ -34,7 +34,7 @@ from common.model.lora import LoRALinear
 from common.model.policy import load_policy, load_reference, load_scalar_model
 from common.model.tiny import tiny_model
 from common.model.value import load_with_value_model
-from common.rollout.engine import whole_weights
+from common.rollout.weights import whole_weights
 from common.train.checkpoint import Checkpointer, export_hf
 from common.train.optim import adamw, optimizer_step
 

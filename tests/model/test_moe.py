@@ -22,8 +22,8 @@ from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import EXPERTS
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
-from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
+from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 
 DOWN = dict(

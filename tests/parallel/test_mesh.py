@@ -21,7 +21,7 @@ from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.train.optim import adamw, optimizer_step
 from common.data.packing import pack
-from common.rollout.engine import whole_weights
+from common.rollout.weights import whole_weights
 
 device, rank, size = distributed.setup(0)
 folder = Path(sys.argv[1])

@@ -11,7 +11,8 @@ from conftest import NEW_TOKENS, Args
 from common.model.hub import eos_token_ids, load_tokenizer
 from common.model.policy import Policy, load_policy
 from common.model.tiny import tiny_model
-from common.rollout.engine import Engine, make_engine, whole_weights
+from common.rollout.engine import Engine, make_engine
+from common.rollout.weights import whole_weights
 
 RANK_0_OF_1 = dict(
     RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",

@@ -19,14 +19,9 @@ from common.model.hub import context_length, load_tokenizer
 from common.model.policy import Policy
 from common.model.tiny import tiny_model
 from common.rollout import engine as base
-from common.rollout.engine import (
-    Engine,
-    Request,
-    empty_completion,
-    make_engine,
-    whole_weights,
-)
+from common.rollout.engine import Engine, Request, empty_completion, make_engine
 from common.rollout.vllm_engine import lost_asleep
+from common.rollout.weights import whole_weights
 
 TEXTS = ("1+1=", "123+4=", "a", "the quick brown fox jumps over", "1+1=")
 SEEDS = [11, 12, 13, 14, 15]

@@ -1,0 +1,46 @@
+"""The weights of the policy for an engine: whole, by name."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of the policy, whole, by name, in the same order on every rank.
+    Collective.
+
+    FSDP gathers one transformer block at a time in the compute dtype, so at most two blocks are
+    whole at once. The weights are copies, because vLLM keeps references to them until a layer is
+    complete. `remove_duplicate=False` also yields a tied head: without it the engine would silently
+    keep its old head."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    prefixes = {
+        block: f"{name}."
+        for name, block in model.hf.named_modules()
+        if isinstance(block, FSDPModule)
+    }
+    units = [model, *prefixes]
+    for unit in units:
+        unit.reshard()  # after a forward without a backward it may still hold older whole weights
+    for unit, next_unit in pairwise([*units, None]):
+        unit.unshard()  # waits for the gather that the previous turn has begun
+        if next_unit is not None:
+            next_unit.unshard(async_op=True)  # overlaps with the engine's loading of this unit
+        for name, weight in unit.named_parameters(remove_duplicate=False):
+            # A sharded weight belongs to another unit; LoRA is merged below.
+            if isinstance(weight, DTensor) or ".lora_" in name:
+                continue
+            layer = unit.get_submodule(name.rpartition(".")[0])
+            if hasattr(layer, "merged") and weight is layer.weight:  # a LoRALinear
+                weight = layer.merged()
+            whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
+            yield whole_name, weight.detach().to(dtype, copy=True)
+        unit.reshard()
+    parameters = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
+    for name, buffer in model.hf.state_dict().items():  # of Gemma 4: a factor of each layer
+        if name not in parameters:
+            yield name, buffer.to(dtype, copy=True)
