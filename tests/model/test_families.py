@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from bench.models import ARGS, checkpoint
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_scalar_model
-from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
+from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 
 STEPS = ("--max_steps", 2, "--batch_size", 4, "--lr", 1e-2, "--eval_every", 0, "--save_every", 1,

@@ -18,8 +18,8 @@ from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.policy import load_policy
 from common.model.text_part import text_weights
-from common.rollout.engine import whole_weights
 from common.rollout.transformers_engine import TransformersEngine
+from common.rollout.weights import whole_weights
 from common.train.checkpoint import export_hf
 
 # Program of a rank: its policy is exported.
@@ -186,7 +186,7 @@ def without(folder: str, tmp_path: Path, change) -> str:
         change(weights, config)
         save_file(weights, file, metadata={"format": "pt"})
     (copy / "config.json").write_text(json.dumps(config))
-    (copy / "model.safetensors.index.json").unlink()
+    (copy / "model.safetensors.index.json").unlink(missing_ok=True)
     return str(copy)
 
 
