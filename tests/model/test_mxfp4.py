@@ -61,7 +61,7 @@ def pack_experts(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("mxfp4")
-    checkpoint("gpt_oss", folder)
+    checkpoint("gpt_oss", folder, file_size="200KB")
     return pack_experts(folder)
 
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from helpers import assert_resumes_exactly, metrics, run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
-from bench.models import ARGS, checkpoint, open_model, rows
+from bench.models import ARCHITECTURES, ARGS, checkpoint, open_model, rows
 from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.hub import load_tokenizer, resolve_model
 from common.model.loading import hub_weights, load_file_names
 from common.model.policy import load_policy, load_scalar_model
 from common.model.text_part import meta_model, text_weights
+from common.model.tiny import build_tokenizer
 from common.train.checkpoint import export_hf
 
 QUICK = ("gemma3", "qwen3_vl")
@@ -40,7 +41,7 @@ def family(request) -> str:
 
 @pytest.fixture(scope="module")
 def path(family, tmp_path_factory) -> str:
-    return checkpoint(family, tmp_path_factory.mktemp(family))
+    return checkpoint(family, tmp_path_factory.mktemp(family), file_size="200KB")
 
 
 def stored(folder: Path | str) -> dict[str, torch.Tensor]:
@@ -224,6 +225,25 @@ def test_adapters_are_merged_into_the_language_model(path, adapted, device):
 
 
 @pytest.mark.slow
+def test_adapter_alone_has_the_names_of_the_whole_model(path, adapted):
+    """PEFT would give adapters to exactly these layers of transformers' own class."""
+    modules = dict(open_model(path).named_modules())
+    layers = set()
+    for key, weight in load_file(adapted / "adapter" / "adapter_model.safetensors").items():
+        name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
+        layers.add(name)
+        sizes = dict(A=modules[name].in_features, B=modules[name].out_features)
+        assert weight.shape["AB".index(kind[0]) - 1] == sizes[kind[0]]
+    config = json.loads((adapted / "adapter" / "adapter_config.json").read_text())
+    targets = config["target_modules"]
+    if isinstance(targets, str):
+        matched = {name for name in modules if re.fullmatch(targets, name)}
+    else:
+        matched = {n for n in modules if any(f".{n}".endswith(f".{t}") for t in targets)}
+    assert matched == layers and all(map(is_of_text, layers))
+
+
+@pytest.mark.slow
 def test_training_continues_from_an_adapter(path, adapted, sums, tmp_path):
     flags = (*STEPS, "--model", path, "--dataset", sums, "--lora_rank", 2)
     run(1, "sft.py", *flags, "--adapter", adapted / "adapter", "--output_dir", tmp_path)
@@ -252,7 +272,7 @@ def reward_run(request, gemma, preferences, device, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def gemma(device, tmp_path_factory) -> str:
     """A tied model."""
-    return checkpoint("gemma3", tmp_path_factory.mktemp("gemma"))
+    return checkpoint("gemma3", tmp_path_factory.mktemp("gemma"), file_size="200KB")
 
 
 @pytest.mark.slow
@@ -273,6 +293,29 @@ def test_reward_model_is_a_classifier_of_text(reward_run, device):
     torch.testing.assert_close(score.cpu(), expected, atol=1e-5, rtol=0)
     found = resolve_model(str(reward_run / "checkpoints" / "step_000002"))
     assert same(stored(found), stored(hf))
+
+
+@pytest.mark.slow
+def test_classifier_of_each_family_opens_or_is_refused(path, tmp_path, device):
+    try:
+        model = load_scalar_model(path, ARGS, device)
+    except ValueError as error:
+        assert "transformers has no sequence classifier of" in str(error)
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    export_hf(model, load_tokenizer(path), tmp_path)
+    opened, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ids = [3, 17, 40, 8]
+    (mb,) = pack([Sample([*ids, 2], [True] * 5)], 100, device)
+    with torch.no_grad():
+        score = model(mb)[-1].cpu()
+        expected = opened(input_ids=torch.tensor([ids])).logits[0, 0]
+    torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -370,6 +413,30 @@ def test_head_that_is_stored_beside_its_tied_embedding_is_ignored(gemma, tmp_pat
     assert len(heads) == 1 and torch.equal(heads[0], embedding)
     export_hf(policy, load_tokenizer(str(folder)), tmp_path / "hf")
     assert same(stored(tmp_path / "hf"), stored(gemma))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_config_of_the_whole_model_decides_whether_its_head_is_tied(is_tied, tmp_path, device):
+    """That of its language model may say the opposite (Qwen3-VL, SmolVLM)."""
+    fields = dict(ARCHITECTURES["qwen3_vl"], tie_word_embeddings=is_tied)
+    fields["text_config"] = fields["text_config"] | dict(tie_word_embeddings=not is_tied)
+    config = AutoConfig.for_model("qwen3_vl", **fields)
+    torch.manual_seed(0)
+    full = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    full.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    assert ("lm_head.weight" in stored(tmp_path)) != is_tied
+    policy = load_policy(str(tmp_path), ARGS, device)
+    assert ("lm_head.weight" in policy.hf.all_tied_weights_keys) == is_tied
+    ids = rows()[0]
+    expected_TV = logits(opens_whole(tmp_path), ids)[:-1].log_softmax(-1)
+    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    logprobs_T = logprobs(str(tmp_path), device, ids).cpu()
+    torch.testing.assert_close(logprobs_T, expected_T, atol=1e-5, rtol=0)
+    export_hf(policy, load_tokenizer(str(tmp_path)), tmp_path / "hf")
+    assert same(stored(tmp_path / "hf"), stored(tmp_path))
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["tie_word_embeddings"] == is_tied
 
 
 def test_folder_with_two_language_models_is_refused(gemma, tmp_path, device):
