@@ -5,12 +5,14 @@ family with transformers' own class; this file tests files, names and runs."""
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_resumes_exactly, metrics, run
+from helpers import ROOT, assert_resumes_exactly, environment, metrics, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
@@ -534,3 +536,30 @@ def test_dry_run_needs_no_weights(gemma, main, sums, tmp_path, capsys):
     with pytest.raises(SystemExit, match="0"):
         main("sft", *flags)
     assert "dry run: no weights were loaded" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
+def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, device):
+    """With the numbers of the full class, whose export has them in its text_config."""
+    path = checkpoint(model_type, tmp_path / "model")
+    flags = (*STEPS, "--model", path, "--dataset", sums, "--rope_scaling", "yarn", "--rope_factor")
+    main("sft", *flags, 2, "--output_dir", tmp_path / "run")
+    hf = tmp_path / "run" / "hf"
+    text = json.loads((hf / "config.json").read_text())["text_config"]
+    assert text["rope_parameters"]["rope_type"] == "yarn"
+    assert text["max_position_embeddings"] == 512
+    ids = rows()[4]
+    expected_TV = logits(opens_whole(hf), ids)[:-1].log_softmax(-1)
+    expected_T = expected_TV.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(logprobs(str(hf), device, ids).cpu(), expected_T, atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_chat_opens_the_export(trained):
+    """The next command that a run names."""
+    done = subprocess.run(
+        [sys.executable, "tools/chat.py", "--model", trained / "hf"],
+        input="12+5=\n", cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
