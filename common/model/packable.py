@@ -92,6 +92,18 @@ def build_on_meta(auto_class, config, label: str, dtype: torch.dtype) -> nn.Modu
     return hf
 
 
+def require_context_ranks(hf: nn.Module, context_ranks: int, label: str) -> None:
+    """Raise `ValueError` for a model whose layers a context group cannot divide."""
+    config = hf.config.get_text_config()
+    flag = f"--context_ranks {context_ranks}"
+    if num_delta_nets(config):
+        problem = f"gated delta nets ({config.model_type}) need whole sequences on each rank"
+        raise ValueError(f"{flag}: {problem}; leave the flag out")
+    heads = config.num_attention_heads
+    if heads % context_ranks:
+        raise ValueError(f"{flag}: does not divide the {heads} attention heads of {label}")
+
+
 @torch.no_grad()
 def check_packing(model: nn.Module, label: str) -> None:
     """Refuse a model in which one sequence of a pack changes another, or whose log-probs differ

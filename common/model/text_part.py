@@ -111,7 +111,8 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
     for name, weight in hf.state_dict().items():
         whole = torch.empty(weight.shape, device="meta")  # a shard has only some of the experts
         known |= dict(hub_weights(hf.config.model_type, name, whole, names)).keys()
-    known |= {name + ending for name in known for ending in (mxfp4.BLOCKS, mxfp4.SCALES)}
+    for name in names.packed:
+        known |= {name + mxfp4.BLOCKS, name + mxfp4.SCALES}
     return names._replace(passengers=tuple(sorted(stored.keys() - known)))
 
 

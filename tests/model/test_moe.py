@@ -51,7 +51,7 @@ distributed.cleanup()
 
 @pytest.fixture(
     scope="module",
-    params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS],
+    params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in DOWN],
 )
 def model_type(request) -> str:
     return request.param
