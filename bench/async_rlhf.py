@@ -9,7 +9,7 @@ reward has weight 0. Each run has one training rank and one rollout rank. S is `
 S = 0 is the synchronous run. eval.py samples greedy completions of the 500 held-out prompts from
 each checkpoint. It measures the true reward, the win rate against the demonstrations of the data,
 the reward model's score, and the perplexity under the SFT model. Runs stay in runs/async_rlhf; a
-finished run is not repeated. The program prints the tables of the page and draws
+finished run is not repeated. The program prints the table of the page and draws
 docs/async_rlhf.png."""
 
 import json
@@ -51,45 +51,64 @@ def train(staleness: int, seed: int) -> Path:
     return folder
 
 
-def evaluate(folder: Path) -> list[dict]:
-    """Run eval.py on all checkpoints of a run, and return their results."""
+def evaluate(model: Path, results: Path) -> None:
+    """Run eval.py on a model, or on all checkpoints in a folder."""
     references = RUNS / "references.jsonl"
     rows = arithmetic_rows("test")
     references.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    results = folder.with_name(f"{folder.name}_eval")
     launch(
-        results, "eval.py", "--model", str(folder / "checkpoints"), "--dataset", "arithmetic",
+        results, "eval.py", "--model", str(model), "--dataset", "arithmetic",
         "--prompt_format", "plain", *REWARDS, "1", "0", "--samples_per_prompt", "0",
         "--max_new_tokens", "5", "--against", str(references),
         "--perplexity_model", str(RUNS / "sft/hf"),
     )  # fmt: skip
-    return read_metrics(results / "metrics.jsonl")
+
+
+def start_line() -> dict:
+    """Return the results of the SFT model, in the form of a checkpoint's."""
+    evaluate(RUNS / "sft/hf", RUNS / "sft_eval")
+    results = json.loads((RUNS / "sft_eval/results.json").read_text())
+    overall = results["overall"]
+    values = dict(reward=overall["reward"], win_rate=results["win_rate"])
+    values |= {
+        "perplexity": results["perplexity"],
+        "rewards/model/mean": overall["rewards"]["model"],
+    }
+    return dict(step=0) | {name: value["mean"] for name, value in values.items()}
+
+
+def shown(line: dict) -> str:
+    """Return the results of a model for the console."""
+    return (
+        f"true reward {line['reward']:.3f}, win rate {line['win_rate']:.3f}, "
+        f"reward model {line['rewards/model/mean']:.2f}, "
+        f"log-perplexity {math.log(line['perplexity']):.3f}"
+    )
 
 
 def picture(runs: dict[int, list[list[dict]]], file: Path) -> None:
-    """Draw the true reward over the steps, and over the KL of the paper: the log-perplexity."""
+    """Draw the true reward over the steps, then it and the reward model's score over the paper's
+    measure of the KL."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    kl = "log-perplexity under the SFT model, nats"
+    true = "true reward of greedy answers"
+    panels = [("step", true, "reward"), (kl, true, "reward")]
+    panels.append((kl, "reward model's score of greedy answers", "rewards/model/mean"))
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.3), layout="constrained")
-    panels = {
-        "step": "true reward of greedy answers",
-        "log-perplexity under the SFT model, nats": "true reward of greedy answers",
-        "log-perplexity under the SFT model, nats ": "reward model's score",
-    }
-    for axis, (label, title) in zip(axes, panels.items(), strict=True):
+    for axis, (label, title, name) in zip(axes, panels, strict=True):
         for color, (staleness, seeds) in enumerate(runs.items()):
             for seed, lines in enumerate(seeds):
                 x = [line["step"] for line in lines]
-                if label != "step":
+                if label == kl:
                     x = [math.log(line["perplexity"]) for line in lines]
-                name = "reward" if title.startswith("true") else "rewards/model/mean"
                 y = [line[name] for line in lines]
                 legend = f"S = {staleness}" if seed == 0 else None
                 axis.plot(x, y, "o-", color=f"C{color}", label=legend, markersize=3, linewidth=1)
-        axis.set_xlabel(label.strip(), fontsize=9)
+        axis.set_xlabel(label, fontsize=9)
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
@@ -99,22 +118,20 @@ def picture(runs: dict[int, list[list[dict]]], file: Path) -> None:
 
 def main() -> None:
     start_models()
+    start = start_line()
+    print(f"SFT model: {shown(start)}", flush=True)
     runs: dict[int, list[list[dict]]] = {}
     for seed in range(SEEDS):
         for staleness in STALENESS:
             folder = train(staleness, seed)
-            lines = evaluate(folder)
-            runs.setdefault(staleness, []).append(lines)
+            results = folder.with_name(f"{folder.name}_eval")
+            evaluate(folder / "checkpoints", results)
+            lines = read_metrics(results / "metrics.jsonl")
+            runs.setdefault(staleness, []).append([start, *lines])
             steps = read_metrics(folder / "metrics.jsonl")
             age = fmean(line.get("sampling/staleness/mean", 0) for line in steps)
-            last = lines[-1]
-            print(
-                f"S = {staleness:2d} seed {seed}: mean age {age:.2f}, "
-                f"true reward {', '.join(format(line['reward'], '.3f') for line in lines)}, "
-                f"win rate {last['win_rate']:.3f}, reward model {last['rewards/model/mean']:.2f}, "
-                f"log-perplexity {math.log(last['perplexity']):.3f}",
-                flush=True,
-            )
+            print(f"S = {staleness}, seed {seed}: mean age {age:.1f}, {shown(lines[-1])}")
+            print("    true reward " + ", ".join(f"{x['reward']:.3f}" for x in lines), flush=True)
     picture(runs, ROOT / "docs/async_rlhf.png")
 
 
