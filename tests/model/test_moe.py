@@ -19,7 +19,6 @@ from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.expert_balance import expert_balance
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.loading import EXPERTS
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.rollout.transformers_engine import TransformersEngine
