@@ -3,8 +3,8 @@
     python bench/families.py    # 1 rank; --draw: only the picture of the runs there are
 
 Qwen3.5 (gated delta nets, images and text), Gemma 3 (images and text) and Pythia (GPT-NeoX) with
-1M to 2M weights in the language model, the data of `make demo`, its steps of sft.py and 80 of grpo.py, one seed. Writes
-runs/families/ and docs/families.png."""
+1M to 2M weights in the language model, the data of `make demo`, its steps of sft.py and 80 of
+grpo.py, one seed. Writes runs/families/ and docs/families.png."""
 
 import argparse
 import json

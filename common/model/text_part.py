@@ -186,7 +186,10 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
     and a tied head too."""
     hf = meta_model(path)
     names = file_names(hf, path)
-    for stored_name, weight in read_weights(path, names_in(path).keys() - set(names.passengers)):
+    tied = hf.all_tied_weights_keys.get("lm_head.weight")
+    left_out = {*names.passengers, *([names.head_in_files] if tied else [])}
+    of_text = [name for name in names_in(path) if name not in left_out]
+    for stored_name, weight in read_weights(path, of_text):
         name = names.in_model(stored_name)
         if name.endswith(mxfp4.SCALES):
             continue
@@ -195,5 +198,5 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
             name = name.removesuffix(mxfp4.BLOCKS)
             weight = mxfp4.unpack(weight, dict(read_weights(path, [scales]))[scales])
         yield name, weight
-        if hf.all_tied_weights_keys.get("lm_head.weight") == name:
+        if name == tied:
             yield "lm_head.weight", weight
