@@ -196,7 +196,7 @@ def require_same_architecture(path: str, other: str) -> None:
     # As transformers reads them: an export has its fields in two forms.
     fields, others = (load_config(folder).to_dict() for folder in (path, other))
     differing = {name for name in fields | others if fields.get(name) != others.get(name)}
-    if differing - {"dtype", "transformers_version", "architectures"}:
+    if differing - {"dtype", "transformers_version", "architectures", "_name_or_path"}:
         what = f"--against {other}: another architecture than --model"
         raise ValueError(f"{what}; evaluate it alone and pass its completions.jsonl")
 
