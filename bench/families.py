@@ -3,8 +3,8 @@
     python bench/families.py    # 1 rank; --draw: only the picture of the runs there are
 
 Qwen3.5 (gated delta nets, images and text), Gemma 3 (images and text) and Pythia (GPT-NeoX) with
-1M to 2M weights in the language model, the data and steps of `make demo`, one seed. Writes
-runs/families/ and docs/families.png."""
+1M to 2M weights in the language model, the data of `make demo`, its steps of sft.py and 80 of
+grpo.py, one seed. Writes runs/families/ and docs/families.png."""
 
 import argparse
 import json
@@ -41,10 +41,13 @@ FAMILIES = dict(
     gpt_neox=SIZES | dict(num_key_value_heads=4, rope_parameters=ROPE),
 )  # fmt: skip
 CURVES = dict(sft="eval/solved", grpo="eval/solved")
+STEPS = dict(sft=[], grpo=["--max_steps", "80", "--eval_every", "20"])
 
 
 def make(family: str, folder: Path) -> None:
-    """Write a checkpoint of random weights in the hub's form."""
+    """Write a checkpoint of random weights in the hub's form, once."""
+    if folder.is_dir():
+        return
     tokenizer = build_tokenizer()
     fields = FAMILIES[family]
     ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -64,7 +67,7 @@ def train(family: str) -> None:
     for script in CURVES:
         output = RUNS / family / script
         line = [sys.executable, f"{script}.py", "--config", f"configs/demo_{script}.yaml"]
-        line += ["--model", str(model), "--output_dir", str(output), "--resume", "never"]
+        line += ["--model", str(model), "--output_dir", str(output), *STEPS[script]]
         subprocess.run(line, cwd=ROOT, check=True)
         model = output / "hf"
 

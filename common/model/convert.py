@@ -109,7 +109,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return tensor
 
     weights = {}
-    for name in json.loads((folder / WEIGHTS).read_text()):
+    dtypes = json.loads((folder / WEIGHTS).read_text())  # of buffers; None: that of the config
+    for name in dtypes:
         if f"model.hf.{name}" in stored:
             by_hub_name = dict(hub_weights(config.model_type, name, read(name), names))
         else:  # a frozen weight, which was used in the compute dtype
@@ -129,7 +130,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             by_hub_name[key] = merge(weight, a_RI, b_OR, adapted["scale"])
         for key, weight in by_hub_name.items():
             # A file has no views.
-            weights[key] = weight.to(config.dtype or torch.float32, copy=True)
+            dtype = getattr(torch, dtypes[name]) if dtypes[name] else config.dtype
+            weights[key] = weight.to(dtype or torch.float32, copy=True)
     if names is not None:
         weights |= dict(text_part.read_weights(base["path"], names.passengers))
     return weights

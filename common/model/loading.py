@@ -152,7 +152,6 @@ def _require_shapes(
                 f"{label}: {name} {list(tensor.shape)} expected, the checkpoint has {problem}"
             )
     known = wanted.keys() | hf.state_dict().keys()
-    known |= {name + ending for name in known for ending in ("_blocks", "_scales")}  # MXFP4
     unused = stored.keys() - known - {"lm_head.weight"}  # a scalar model does not need it
     if unused:
         use = f"are not used by {hf.config.model_type}"

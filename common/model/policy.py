@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from common.config.groups import BaseArgs, TrainArgs
 from common.data.packing import PackedBatch, Tokens
 from common.model.attention import packed_inputs
-from common.model.flops import capacity_of, forward_flops, matrix_weights, num_delta_nets
+from common.model.flops import capacity_of, forward_flops, matrix_weights
 from common.model.head import Logits, logits_of
 from common.model.loading import EXPERTS, draw_head, load_file_names, load_weights
 from common.model.logprobs import TokenStats, token_logprobs
@@ -22,6 +22,7 @@ from common.model.packable import (
     classifier_on_meta,
     keeps_shared_prefixes,
     language_model_on_meta,
+    require_context_ranks,
 )
 from common.parallel.context import context_group_size, setup_context_groups
 from common.parallel.mesh import shard_mesh
@@ -221,17 +222,8 @@ def prepare(
         raise ValueError(
             f"{label}: {hf.config.model_type} does not keep its transformer blocks in `layers`"
         )
-    if args.context_ranks > 1 and num_delta_nets(hf.config):
-        raise ValueError(
-            f"--context_ranks {args.context_ranks}: gated delta nets ({hf.config.model_type}) need"
-            " whole sequences on each rank; leave the flag out"
-        )
-    heads = hf.config.get_text_config().num_attention_heads if args.context_ranks > 1 else 0
-    if heads % args.context_ranks:
-        raise ValueError(
-            f"--context_ranks {args.context_ranks}: does not divide the {heads} attention heads"
-            f" of {label}"
-        )
+    if args.context_ranks > 1:
+        require_context_ranks(hf, args.context_ranks, label)
     if not (trainable and args.lora_rank):
         return None
     from common.model.lora import add_adapters

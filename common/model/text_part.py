@@ -111,7 +111,8 @@ def file_names(hf: nn.Module, path: str) -> FileNames:
     for name, weight in hf.state_dict().items():
         whole = torch.empty(weight.shape, device="meta")  # a shard has only some of the experts
         known |= dict(hub_weights(hf.config.model_type, name, whole, names)).keys()
-    known |= {name + ending for name in known for ending in (mxfp4.BLOCKS, mxfp4.SCALES)}
+    for name in names.packed:
+        known |= {name + mxfp4.BLOCKS, name + mxfp4.SCALES}
     return names._replace(passengers=tuple(sorted(stored.keys() - known)))
 
 
@@ -185,7 +186,10 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
     and a tied head too."""
     hf = meta_model(path)
     names = file_names(hf, path)
-    for stored_name, weight in read_weights(path, names_in(path).keys() - set(names.passengers)):
+    tied = hf.all_tied_weights_keys.get("lm_head.weight")
+    left_out = {*names.passengers, *([names.head_in_files] if tied else [])}
+    of_text = [name for name in names_in(path) if name not in left_out]
+    for stored_name, weight in read_weights(path, of_text):
         name = names.in_model(stored_name)
         if name.endswith(mxfp4.SCALES):
             continue
@@ -194,5 +198,5 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
             name = name.removesuffix(mxfp4.BLOCKS)
             weight = mxfp4.unpack(weight, dict(read_weights(path, [scales]))[scales])
         yield name, weight
-        if hf.all_tied_weights_keys.get("lm_head.weight") == name:
+        if name == tied:
             yield "lm_head.weight", weight

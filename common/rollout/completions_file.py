@@ -29,6 +29,7 @@ from common.data import durable
 from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.model.hub import eos_token_ids
+from common.model.loading import load_config
 from common.model.policy import load_policy
 from common.parallel import distributed
 from common.rewards.total import Rewards
@@ -192,9 +193,10 @@ def load_engine(
 def require_same_architecture(path: str, other: str) -> None:
     """Raise `ValueError` unless the model in folder `other` fits into an engine that was made for
     that in `path`."""
-    ours, theirs = (json.loads((Path(p) / "config.json").read_text()) for p in (path, other))
-    keys = (ours | theirs).keys() - {"dtype", "torch_dtype", "transformers_version"}
-    if any(ours.get(key) != theirs.get(key) for key in keys):
+    # As transformers reads them: an export has its fields in two forms.
+    fields, others = (load_config(folder).to_dict() for folder in (path, other))
+    differing = {name for name in fields | others if fields.get(name) != others.get(name)}
+    if differing - {"dtype", "transformers_version", "architectures", "_name_or_path"}:
         what = f"--against {other}: another architecture than --model"
         raise ValueError(f"{what}; evaluate it alone and pass its completions.jsonl")
 

@@ -43,4 +43,4 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     parameters = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
     for name, buffer in model.hf.state_dict().items():  # of Gemma 4: a factor of each layer
         if name not in parameters:
-            yield name, buffer.to(dtype, copy=True)
+            yield name, buffer.clone()

@@ -151,7 +151,7 @@ class Checkpointer:
         if distributed.is_main():
             state = {name: item.state_dict() for name, item in self.stateful.items()}
             (work / checkpoint_files.STATE).write_text(json.dumps(dict(step=step) | state))
-            (work / checkpoint_files.WEIGHTS).write_text(json.dumps(exported_names(self.model)))
+            (work / checkpoint_files.WEIGHTS).write_text(json.dumps(exported_dtypes(self.model)))
             if has_adapters(self.model.hf):
                 from common.model.lora import adapted
 
@@ -246,11 +246,14 @@ def write_files(files: dict[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-def exported_names(model: PackedModel) -> list[str]:
-    """Return the names of exported weights. A tied head is the embedding; adapters are merged into
-    their base."""
+def exported_dtypes(model: PackedModel) -> dict[str, str | None]:
+    """Return the names of exported weights, each with its dtype, or None for that of the export. A
+    tied head is the embedding; adapters are merged into their base. Buffers keep their dtype: a
+    router's bias (GLM-4.5) does not fit in bfloat16."""
     tied = model.hf.all_tied_weights_keys
-    return [name for name in model.hf.state_dict() if name not in tied and ".lora_" not in name]
+    buffers = {name: str(x.dtype).removeprefix("torch.") for name, x in model.hf.named_buffers()}
+    names = (n for n in model.hf.state_dict() if n not in tied and ".lora_" not in n)
+    return {name: buffers.get(name) for name in names}
 
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
@@ -262,7 +265,7 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
         work.mkdir(parents=True)
         write_files(files, work)
         dtype = load_config(work).dtype or torch.float32
-    for name in exported_names(model):
+    for name, kept_dtype in exported_dtypes(model).items():
         tensor = whole(state[name])
         if has_adapters(model.hf):
             from common.model.lora import merged_weight
@@ -270,7 +273,8 @@ def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:
             tensor = merged_weight(model.hf, name, tensor, model.compute_dtype)
         if distributed.is_main():
             for hub_name, weight in hub_weights(model.hf.config.model_type, name, tensor, names):
-                weights[hub_name] = weight.to("cpu", dtype, copy=True)
+                kind = getattr(torch, kept_dtype) if kept_dtype else dtype
+                weights[hub_name] = weight.to("cpu", kind, copy=True)
     if distributed.is_main():
         if names is not None:
             from common.model.text_part import read_weights

@@ -609,7 +609,7 @@ def test_preset_overrides_the_values_for_the_built_in_model():
 @pytest.mark.parametrize(
     "recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe):
+def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe, monkeypatch):
     """The launch line in the recipe's comment names the script and the number of ranks."""
     launch = re.search(
         r"torchrun --nproc_per_node (\d+) (\w+)\.py --config configs/(\w+)\.yaml",
@@ -617,6 +617,7 @@ def test_recipe_is_valid_for_the_script_in_its_launch_line(recipe):
     )
     ranks, script, name = launch.groups()
     assert name == recipe.stem
+    monkeypatch.setenv("WORLD_SIZE", ranks)  # bounds --rollout_ranks
     args = parse(importlib.import_module(script).Args, ["--config", str(recipe)])
     check_ranks(args, int(ranks))
     for flag, value in yaml.safe_load(recipe.read_text()).items():

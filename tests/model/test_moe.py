@@ -19,7 +19,6 @@ from common.data.packing import pack, pack_groups
 from common.data.sample import Sample
 from common.model.expert_balance import expert_balance
 from common.model.hub import load_tokenizer, resolve_model
-from common.model.loading import EXPERTS
 from common.model.policy import load_policy, load_scalar_model
 from common.model.tiny import tiny_model
 from common.rollout.transformers_engine import TransformersEngine
@@ -51,7 +50,7 @@ distributed.cleanup()
 
 @pytest.fixture(
     scope="module",
-    params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in EXPERTS],
+    params=[t if t == "mixtral" else pytest.param(t, marks=pytest.mark.slow) for t in DOWN],
 )
 def model_type(request) -> str:
     return request.param
