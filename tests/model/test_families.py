@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, run
+from model.test_convert import saved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -148,6 +149,15 @@ def test_router_bias_keeps_its_precision(tmp_path, device):
     export_hf(policy, load_tokenizer(path), tmp_path / "hf")
     exported = stored(tmp_path / "hf")
     sent = dict(whole_weights(policy, torch.bfloat16))
+    training = saved(tmp_path / "run", device, path)  # a checkpoint after other weights
+    training.export_hf()
+    found = resolve_model(str(tmp_path / "run" / "checkpoints" / "step_000001"))
+    after = stored(tmp_path / "run" / "hf")
+    converted = stored(found)
+    assert converted.keys() == after.keys()
+    assert all(converted[n].dtype == after[n].dtype for n in after)
+    assert all(torch.equal(converted[n], after[n]) for n in after)
     for name, bias in biases.items():
+        assert exported[name].dtype == torch.float32
         for weights in (policy.hf.state_dict(), engine.replica.state_dict(), exported, sent):
             assert torch.equal(weights[name].float().cpu(), bias), name

@@ -556,10 +556,10 @@ def test_rotary_embeddings_of_text_are_scaled(model_type, main, sums, tmp_path, 
 
 
 @pytest.mark.slow
-def test_chat_opens_the_export(trained):
-    """The next command that a run names."""
+def test_chat_opens_such_a_folder(gemma):
+    """An export is one too: a run names it in its last line."""
     done = subprocess.run(
-        [sys.executable, "tools/chat.py", "--model", trained / "hf"],
+        [sys.executable, "tools/chat.py", "--model", gemma],
         input="12+5=\n", cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
