@@ -35,7 +35,7 @@ from common.data.encode import Encoder
 from common.data.tasks import TASKS
 from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
-from common.model.loading import load_config, one_line_errors
+from common.model.loading import load_config, load_options, one_line_errors
 from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import load_environment
@@ -127,7 +127,8 @@ class Speaker:
         )
         self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
         self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
-        if config.architectures and "CausalLM" not in config.architectures[0]:
+        is_text = "text_config" not in config.sub_configs
+        if is_text and config.architectures and "CausalLM" not in config.architectures[0]:
             raise ValueError(f"{flag} {model}: {config.architectures[0]} is not a language model")
         if options.environment and self.encoder.chat is None:
             raise ValueError(
@@ -137,11 +138,10 @@ class Speaker:
             ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         )
         with one_line_errors(f"{flag} {model}"):
-            self.hf = (
-                AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-                .to(device)
-                .eval()
+            hf = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, **load_options(path)
             )
+            self.hf = hf.to(device).eval()
         if options.adapter is not None and flag == "--model":
             merge_adapter(self.hf, options.adapter, model)
         self.hf.generation_config = (

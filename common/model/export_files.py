@@ -88,7 +88,8 @@ def fields_of_transformers_4(config) -> dict[str, object]:
     moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     scaling = {key: value for key, value in rope.items() if key not in moved}
     fields |= moved
-    fields["rope_scaling"] = None if rope["rope_type"] == "default" else scaling
+    # Qwen3-VL has further fields beside the default type.
+    fields["rope_scaling"] = None if scaling == dict(rope_type="default") else scaling
     if config.model_type == "gpt_neox":
         fields |= dict(rotary_emb_base=rope["rope_theta"], rotary_pct=rope["partial_rotary_factor"])
     if "sliding_attention" in layers:  # Gemma 3

@@ -45,6 +45,15 @@ def load_text_config(path: str | Path):
     return text_config(config)
 
 
+def load_options(path: str) -> dict:
+    """Return options with which `from_pretrained` loads the language model of a folder alone."""
+    if is_plain(load_config(path)):
+        return {}
+    from common.model.text_part import text_options
+
+    return text_options(path)
+
+
 def load_file_names(hf: nn.Module, path: str):
     """Return the names of a language model's weights in its files, None if they are those of
     transformers' model."""

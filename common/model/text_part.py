@@ -173,8 +173,12 @@ def meta_model(path: str) -> nn.Module:
 
 def text_options(path: str) -> dict:
     """Return options with which `from_pretrained` loads the language model of a folder alone."""
+    from transformers.utils import logging
     from transformers.utils.quantization_config import Mxfp4Config
 
+    # They would list all weights that are left out.
+    for module in ("modeling_utils", "distributed.tensor_parallel"):
+        logging.get_logger(f"transformers.{module}").setLevel(logging.ERROR)
     if method_of_quantization(load_config(path)) is not None:
         return dict(quantization_config=Mxfp4Config(dequantize=True))
     hf = meta_model(path)

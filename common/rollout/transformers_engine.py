@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from common.model.loading import is_plain, load_config
+from common.model.loading import load_options
 from common.rollout.engine import Engine, Request
 
 BATCH = 64  # requests that `generate` samples together
@@ -17,18 +17,9 @@ class TransformersEngine(Engine):
 
     def _start(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
-        from transformers.utils import logging
 
-        options = {}
-        if not is_plain(load_config(path)):
-            # They would list all weights that are left out.
-            for module in ("modeling_utils", "distributed.tensor_parallel"):
-                logging.get_logger(f"transformers.{module}").setLevel(logging.ERROR)
-            from common.model.text_part import text_options
-
-            options = text_options(path)
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=self.dtype, trust_remote_code=False, **options
+            path, dtype=self.dtype, trust_remote_code=False, **load_options(path)
         )
         for parameter in model.parameters():  # experts that were in MXFP4 are bfloat16
             parameter.data = parameter.data.to(self.dtype)
