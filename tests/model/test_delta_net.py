@@ -110,8 +110,8 @@ def test_sequence_of_one_token_keeps_its_neighbours_apart(path, device):
 
 
 def test_transformers_own_model_is_unchanged(path, device):
-    """Its module has the functions of packs, which do what transformers' do without a pack; they
-    replace them once."""
+    """Without a pack, the functions in its module return the outputs of transformers; they are
+    replaced only once."""
     ids = torch.tensor([samples()[3].ids])
     policy = load_policy(path, SHORT, device)
     module = sys.modules[type(policy.hf).__module__]
@@ -228,7 +228,7 @@ def saved_bytes(block: nn.Module, **inputs) -> int:
     ],
 )
 def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
-    """Within a quarter, without flash-linear-attention."""
+    """Without flash-linear-attention; 4 to 10% more in the shapes that were tried."""
     config = AutoConfig.for_model(QUICK, **SIZES | DELTA | sizes)
     config._attn_implementation = "eager"
     hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -240,7 +240,7 @@ def test_predicted_memory_of_a_delta_net_is_what_it_keeps(sizes, device):
     kept = saved_bytes(hf.model.layers[0], hidden_states=x_1TD, position_embeddings=rotary, pack=mb)
     plan = Plan(ranks=1, pack_tokens=T, recompute=False, bytes=4, on_cuda=False)
     predicted = T * kept_by_delta_net(shapes_of(hf), plan)
-    assert 0.75 < predicted / kept < 1.25, predicted / kept
+    assert 0.95 < predicted / kept < 1.2, predicted / kept
 
 
 # ---- runs ----

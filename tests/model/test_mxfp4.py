@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers import ROOT, metrics, run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 from bench.completions import complete
 from bench.models import ARGS, WINDOW, against_transformers, checkpoint, rows
@@ -81,7 +82,7 @@ def stored(folder: Path | str) -> dict[str, torch.Tensor]:
 
 
 def test_weights_are_those_of_transformers(path, device):
-    """Of the policy, and of an engine without a trainer."""
+    """Policy and engines without a trainer read equal values."""
     expected = dequantized(path).state_dict()
     loaded = load_policy(path, ARGS, device).hf.state_dict()
     assert loaded.keys() == expected.keys()
@@ -95,7 +96,7 @@ def test_weights_are_those_of_transformers(path, device):
 
 
 def test_export_has_floats_and_says_so(path, tmp_path, device):
-    """Its config names no quantization; transformers opens it with equal weights."""
+    """The export names no quantization; transformers opens it with equal weights."""
     policy = load_policy(path, ARGS, device)
     export_hf(policy, load_tokenizer(path), tmp_path / "hf")
     assert "quantization_config" not in (tmp_path / "hf" / "config.json").read_text()
