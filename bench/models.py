@@ -241,8 +241,10 @@ refused.
 
 - **Gated delta nets** (Qwen3.5, Qwen3-Next). Convolution and recurrence begin anew at every
   sequence of a pack. Without `flash-linear-attention` and `causal-conv1d` (`pip install
-  onefile[delta]`) they run in transformers' torch code, which keeps about 35 numbers per head and
-  token and 64 for its backward: use `--activation_checkpointing true`. Prefixes are not shared, and
+  onefile[delta]`) they run in transformers' torch code, which pads each sequence to a multiple of 64
+  tokens and keeps about 35 numbers per token, head and unit of its width for the backward: use
+  `--activation_checkpointing true`. The memory plan counts tokens without this padding: for
+  sequences of 8 tokens it predicts a third. Prefixes are not shared, and
   `--context_ranks` is refused. On a CPU vLLM computes them in bfloat16 only, so `--engine auto`
   samples with transformers there. The column vLLM was measured with torch code in place of its CPU
   kernel (bench/delta_vllm.py); the CUDA kernels have not run yet.

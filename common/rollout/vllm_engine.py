@@ -96,6 +96,8 @@ class VLLMEngine(Engine):
         is_part = load_config(path).model_type not in OWN_HEADS and not is_plain(load_config(path))
         self.model_type = config.model_type
         self.has_delta_nets = num_delta_nets(config) > 0
+        if self.model_type == "gpt_oss" and self.args.tensor_parallel_size > 1:
+            raise ValueError("--tensor_parallel_size above 1 is not supported for gpt_oss")
         self._set_environment()
         with undone_changes(MODEL_MAPPING[type(config)]):
             from vllm import LLM
