@@ -241,7 +241,7 @@ refused.
 
 - **Gated delta nets** (Qwen3.5, Qwen3-Next). Convolution and recurrence begin anew at every
   sequence of a pack. Without `flash-linear-attention` and `causal-conv1d` (`pip install
-  onefile[delta]`) they run in transformers' torch code, which pads each sequence to a multiple of 64
+  onefile[delta]`) they run in transformers' torch code. It pads each sequence to a multiple of 64
   tokens and keeps about 35 numbers per token, head and unit of its width for the backward: use
   `--activation_checkpointing true`. The memory plan counts tokens without this padding: for
   sequences of 8 tokens it predicts a third. Prefixes are not shared, and
