@@ -8,6 +8,7 @@ from common.data import durable
 from common.model.checkpoint_files import checkpoints_in, is_checkpoint
 from common.model.convert import as_model
 from common.model.loading import (
+    load_config,
     load_text_config,
     named_errors,
     one_line_errors,
@@ -129,10 +130,16 @@ def _require_supported(label: str, folder: Path) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{label}: {config.model_type} is not a causal language model")
     # The weights would be read without their scales.
-    if getattr(config, "quantization_config", None):
+    methods = [_method_of_quantization(part) for part in (load_config(folder), config)]
+    if any(method not in (None, "mxfp4") for method in methods):
         raise ValueError(
             f"{label}: its weights are quantized; name the model that it was made from"
         )
+
+
+def _method_of_quantization(config) -> str | None:
+    fields = getattr(config, "quantization_config", None)
+    return fields.get("quant_method", "unknown") if fields else None
 
 
 def _require_single_weights(label: str, folder: Path) -> None:

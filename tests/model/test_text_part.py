@@ -563,3 +563,14 @@ def test_chat_opens_such_a_folder(gemma):
         input="12+5=\n", cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_quantized_weights_are_refused(part, tmp_path):
+    """Ministral 3 has its quantization beside the config of the language model."""
+    path = Path(checkpoint("mistral3", tmp_path))
+    fields = json.loads((path / "config.json").read_text())
+    (fields[part] if part else fields)["quantization_config"] = dict(quant_method="fp8")
+    (path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="its weights are quantized"):
+        resolve_model(str(path))
