@@ -46,16 +46,20 @@ def expert_weights(model_type: str, name: str, weight: Tensor) -> Iterator[tuple
     if not stem.endswith(".experts") or model_type in STACKED:
         yield name, weight
         return
-    first = 0
-    if hasattr(weight, "to_local"):  # a DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        mesh = weight.device_mesh
-        _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-        first = offset[0]
-        weight = weight.to_local()
+    first, weight = local_rows(weight)
     _, gate, up, down = NAMES[model_type]
     matrices = dict(gate_up_proj=(gate, up), down_proj=(down,))[kind]
     for number, expert in enumerate(weight, start=first):
         for matrix, rows in zip(matrices, expert.chunk(len(matrices)), strict=True):
             yield f"{stem}.{number}.{matrix}.weight", rows
+
+
+def local_rows(weight: Tensor) -> tuple[int, Tensor]:
+    """Return this rank's rows of a parameter, all without shards, and the number of the first."""
+    if not hasattr(weight, "to_local"):  # no DTensor
+        return 0, weight
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = weight.device_mesh
+    _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+    return offset[0], weight.to_local()

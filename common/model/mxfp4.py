@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common.model.experts import local_rows
+
 BLOCKS = "_blocks"
 SCALES = "_scales"
 BLOCK = 32  # numbers with a common scale
@@ -33,17 +35,7 @@ def fill(parameters: dict[str, Tensor], files: dict[str, Path]) -> None:
     from safetensors import safe_open
 
     for name, parameter in parameters.items():
-        first = 0
-        local = parameter
-        if hasattr(parameter, "to_local"):  # a DTensor
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            mesh = parameter.device_mesh
-            _, offset = compute_local_shape_and_global_offset(
-                parameter.shape, mesh, parameter.placements
-            )
-            first = offset[0]
-            local = parameter.to_local()
+        first, local = local_rows(parameter)
         slices = []
         for ending in (BLOCKS, SCALES):
             with safe_open(files[name + ending], "pt") as tensors:
