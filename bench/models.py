@@ -227,6 +227,19 @@ Any other architecture is checked when it is loaded, on 12 tokens. A sequence mu
 log-probs in a pack and alone, and they must match the model's own logits. Otherwise the run ends
 with one line. The check is too short to cover a sliding window.
 
+## They learn
+
+`python bench/families.py`: from random weights, with 1M to 2M in the language model, on the data of
+`make demo`; one seed, beside other runs. Held-out rows solved:
+
+| | after 320 steps of sft.py | after 80 steps of grpo.py |
+| --- | --- | --- |
+| Qwen3.5 (images and text, gated delta nets) | 0.40 | 1.00 |
+| Gemma 3 (images and text) | 0.41 | 0.88 |
+| Pythia | 0.11 | 0.27 |
+
+![held-out rows solved](families.png)
+
 ## Images and text
 
 The language model of a checkpoint of images and text is built and trained alone. All other weights
