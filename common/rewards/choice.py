@@ -32,26 +32,21 @@ ANNOUNCED = re.compile(
     rf"(?:####|{ANSWER} ?(?::|=|\b(?:is|are|was|be)\b:?)|\b(?:choose|pick|select|go with)\b)\s*",
     re.IGNORECASE,
 )
+RIGHT_ONE = r"(?:correct|right|best|answer|option|choice)"
 FILLERS = re.compile(
-    r"(?:(?:therefore|thus|most|\w+ly|either|both|the|correct|right|best|option|choice|letter|answer)"
-    r"\s+)*",
-    re.IGNORECASE,
+    rf"(?:(?:therefore|most|\w+ly|either|both|the|letter|{RIGHT_ONE})\s+)*", re.IGNORECASE
 )
 OPTION = r"[(\[]?\b[A-Z]\b[)\]]?"
 OPTIONS = rf"{OPTION}(?:(?:,? (?:and|or) |, ?| ?[/&] ?){OPTION})*"
 # What follows an option. An article is followed by a word: `The answer is A lot of work`.
 END = r"(?=\s*(?:$|[(–—]|[.,;:!?)](?!\w)|(?:-|as|and|because|since|which|with|but)\s))"
-LINE = rf"(?:[#>•] ?|- )*{OPTION}(?: ?[.:)–-]* \[[A-Z]\])?[ .:;,!]*(?:\n|\Z)"
+LINE = rf"(?:[>•] ?|- )*{OPTION}(?: ?[.:)–-]* \[[A-Z]\])?[ .:;,!]*(?:\n|\Z)"
 STATEMENT = re.compile(
     rf"(?i:{ANNOUNCED.pattern}{FILLERS.pattern})({OPTIONS}){END}"
-    rf"|({OPTION}) (?:is|must be|would be) (?i:{FILLERS.pattern})"
-    rf"(?:correct|right|best|answer|option|choice){END}"
+    rf"|({OPTION}) (?:is|must be|would be) (?i:{FILLERS.pattern}){RIGHT_ONE}{END}"
     rf"|^((?:{LINE})+)",
     re.MULTILINE,
 )
-
-
-# ---- the options of a row ----
 
 
 def options_of(row: dict) -> tuple[list[str], int]:
@@ -85,9 +80,10 @@ def options_of(row: dict) -> tuple[list[str], int]:
     options = [as_text(option).strip() for option in options]
     is_number = type(answer) in (int, float)
     indices = [str(i) for i in range(len(options))]
+    name = as_text(answer).strip()
     for names in (labels[: len(options)], indices if is_number else options):
-        if names.count(as_text(answer).strip()) == 1:
-            return options, names.index(as_text(answer).strip())
+        if names.count(name) == 1:
+            return options, names.index(name)
     raise ValueError(f"{source}: answer {answer!r:.80} is none of the {len(options)} options")
 
 
@@ -101,9 +97,6 @@ def option_columns(row: dict) -> dict[str, str]:
     options, right = options_of(row)
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False)]
     return dict(lettered_options="\n".join(lines), right_letter=LETTERS[right])
-
-
-# ---- the statements of a completion ----
 
 
 def choice(completion: str, row: dict) -> float:
@@ -122,19 +115,20 @@ def stated_letters(completion: str, options: list[str]) -> set[str]:
     for option, letter in sorted(zip(texts, LETTERS, strict=False), key=lambda x: -len(x[0])):
         is_letter = re.fullmatch("[a-z]?", option)
         if not is_letter and texts.count(option) == 1:
-            option = rf"(?<!\w){re.escape(option)}(?!\w)"
-            text = re.sub(option, f"[{letter}]", text, flags=re.IGNORECASE)
-    statements = list(STATEMENT.finditer(text))
-    if statements:
-        return set(re.findall(r"\b[A-Z]\b", statements[-1][statements[-1].lastindex]))
-    return set(re.findall(r"\(([A-Z])\)", text.rpartition("\n")[2]))
+            pattern = rf"(?<!\w){re.escape(option)}(?!\w)"
+            text = re.sub(pattern, f"[{letter}]", text, flags=re.IGNORECASE)
+    last_line = text.rpartition("\n")[2]
+    letters = re.findall(r"\(([A-Z])\)", last_line)
+    for match in STATEMENT.finditer(text):
+        letters = re.findall(r"\b[A-Z]\b", match[match.lastindex])
+    return set(letters)
 
 
 def plain(text: str) -> str:
-    """Return a text without marks and empty lines. Letters that name an option are capital."""
+    """Return a text without marks. Letters that name an option are capital."""
     text = unformatted(NAMED_LETTER.sub(r"(\1\2)", text))
     text = re.sub(r"[_{}\[\]\\]", "", text)
-    text = re.sub(r"\s*\n\s*", "\n", text).strip()
+    text = re.sub(r" *\n *", "\n", text).strip()
     return SMALL_LETTER.sub(lambda match: match[0].upper(), text)
 
 
@@ -144,9 +138,6 @@ def unformatted(text: str) -> str:
     text = BOX.sub(" ####{", text.replace("</answer>", "}\n"))
     text = re.sub(r"[*`$\"“”]", "", LATEX_FONT.sub(r"\1", text))
     return re.sub(r"[^\S\n]+", " ", text).strip()
-
-
-# ---- a short answer in the form that the question asks for ----
 
 
 def stated(completion: str, row: dict) -> float:
