@@ -27,26 +27,23 @@ NAMED_LETTER = re.compile(r"\*\*\(?([A-Z])\)?\*\*|\b[Oo]ption ([A-Z])\b")
 # At the end of a line, `a` may be the article of an unfinished sentence.
 SMALL_LETTER = re.compile(r"(?<!\w)\([a-z]\)|(?:\b[b-z]|^a)(?=\.?$)", re.MULTILINE)
 
+# "The answer to this question is", "Answer:", "the best option would be", "I choose", a box
 ANSWER = r"\b(?:answers?|option|choice)\b(?: (?!not\b|cannot\b|choices\b|options\b)\w\w+){0,6}?"
-ANNOUNCED = re.compile(
-    rf"(?:####|{ANSWER} ?(?::|=|\b(?:is|are|was|be)\b:?)|\b(?:choose|pick|select|go with)\b)\s*",
-    re.IGNORECASE,
-)
+VERB = r"\b(?:choose|pick|select|go with)\b"
+ANNOUNCED = rf"(?i:(?:####|{ANSWER} ?(?::|=|\b(?:is|are|was|be)\b:?)|{VERB})\s*)"
 RIGHT_ONE = r"(?:correct|right|best|answer|option|choice)"
-FILLERS = re.compile(
-    rf"(?:(?:therefore|most|\w+ly|either|both|the|letter|{RIGHT_ONE})\s+)*", re.IGNORECASE
-)
+FILLERS = rf"(?i:(?:(?:therefore|most|\w+ly|either|both|the|letter|{RIGHT_ONE})\s+)*)"
 OPTION = r"[(\[]?\b[A-Z]\b[)\]]?"
 OPTIONS = rf"{OPTION}(?:(?:,? (?:and|or) |, ?| ?[/&] ?){OPTION})*"
 # What follows an option. An article is followed by a word: `The answer is A lot of work`.
 END = r"(?=\s*(?:$|[(–—]|[.,;:!?)](?!\w)|(?:-|as|and|because|since|which|with|but)\s))"
 LINE = rf"(?:[>•] ?|- )*{OPTION}(?: ?[.:)–-]* \[[A-Z]\])?[ .:;,!]*(?:\n|\Z)"
-STATEMENT = re.compile(
-    rf"(?i:{ANNOUNCED.pattern}{FILLERS.pattern})({OPTIONS}){END}"
-    rf"|({OPTION}) (?:is|must be|would be) (?i:{FILLERS.pattern}){RIGHT_ONE}{END}"
-    rf"|^((?:{LINE})+)",
-    re.MULTILINE,
+STATEMENTS = (
+    rf"{ANNOUNCED}{FILLERS}({OPTIONS}){END}",
+    rf"({OPTION}) (?:is|must be|would be) {FILLERS}{RIGHT_ONE}{END}",
+    rf"^((?:{LINE})+)",
 )
+STATEMENT = re.compile("|".join(STATEMENTS), re.MULTILINE)
 
 
 def options_of(row: dict) -> tuple[list[str], int]:
@@ -60,6 +57,7 @@ def options_of(row: dict) -> tuple[list[str], int]:
         random.Random("\n".join(options)).shuffle(options)
         return options, options.index(correct)
     column = first_column(row, OPTION_COLUMNS)
+    answer = row.get(first_column(row, ANSWER_COLUMNS))
     if column is None:
         expected = " or ".join((*OPTION_COLUMNS, "Correct Answer and Incorrect Answer 1 to 3"))
         raise ValueError(f"{source}: no options; expected the columns {expected}")
@@ -74,7 +72,6 @@ def options_of(row: dict) -> tuple[list[str], int]:
         raise ValueError(f"{source}: column {column}: {expected}, got {row[column]!r:.80}")
     if not 2 <= len(options) <= len(LETTERS):
         raise ValueError(f"{source}: column {column}: expected 2 to 26 options, got {len(options)}")
-    answer = row.get(first_column(row, ANSWER_COLUMNS))
     if answer is None:
         raise ValueError(f"{source}: no answer; expected a column {' or '.join(ANSWER_COLUMNS)}")
     options = [as_text(option).strip() for option in options]
@@ -145,12 +142,12 @@ def stated(completion: str, row: dict) -> float:
     is the `answer`. Case, emphasis, white space and a full stop do not matter. An answer in the
     form `(A)` is also right if its letter is stated, as in `choice`."""
     text = unformatted(completion)
-    announced = list(ANNOUNCED.finditer(text))
+    announced = list(re.finditer(ANNOUNCED, text))
     start = announced[-1].end() if announced else text.rfind("\n") + 1
     line = text[start:].partition("\n")[0]
     if line.startswith("{"):  # not up to the matching brace: the answer may be `} ]`
         line = line[1:].rpartition("}")[0]
-    forms = {bare(line), bare(FILLERS.sub("", line, count=1))}
+    forms = {bare(line), bare(re.sub(FILLERS, "", line, count=1))}
     letters = stated_letters(completion, options=[])
     if len(letters) == 1:
         forms.add(bare(f"({letters.pop()})"))
