@@ -4,15 +4,13 @@ The folder has links to the files of the model, and a config.json with the scali
 model reads this one: trainer, references, engine, exports, checkpoints and the limits of lengths.
 """
 
-import contextlib
 import json
-import tempfile
 from hashlib import blake2b
 from pathlib import Path
 
 from common.data import durable
 from common.model.loading import load_config
-from common.model.tiny import cache_folder
+from common.model.tiny import cached_folder
 
 
 def scaled_folder(path: str, rope: tuple[str, float]) -> str:
@@ -25,24 +23,15 @@ def scaled_folder(path: str, rope: tuple[str, float]) -> str:
     files = [file for file in sorted(base.iterdir()) if file.exists() and file.name not in unlinked]
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = blake2b(repr((str(base), stats)).encode() + config, digest_size=6).hexdigest()
-    kind, factor = rope
-    folder = cache_folder() / f"{base.name}-{kind}-{factor:g}-{digest}"
-    if folder.exists():
-        return str(folder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=folder.parent)
-    except OSError as error:
-        what = f"cannot write {folder.parent} ({error.strerror}); set XDG_CACHE_HOME"
-        raise ValueError(f"--rope_scaling {kind}: {what}") from error
-    with temporary as work:
+
+    def write(folder: Path) -> None:
         for file in files:
-            Path(work, file.name).symlink_to(file)
-        Path(work, "config.json").write_bytes(config)
-        # The first of several ranks wins; all make the same folder.
-        with contextlib.suppress(OSError):
-            Path(work).rename(folder)
-    return str(folder)
+            (folder / file.name).symlink_to(file)
+        (folder / "config.json").write_bytes(config)
+
+    kind, factor = rope
+    name = f"{base.name}-{kind}-{factor:g}-{digest}"
+    return cached_folder(name, f"--rope_scaling {kind}", write)
 
 
 def scaled_config(path: str, rope: tuple[str, float]) -> dict[str, object]:

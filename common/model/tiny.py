@@ -10,6 +10,7 @@ import contextlib
 import os
 import string
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,21 +34,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def cache_folder() -> Path:
-    """Return the folder of models that are made on this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
-
-
 def tiny_model(name: str = "tiny") -> str:
-    """Return the folder of `tiny` or `tiny-sft`, which is made on first use, with the same weights
-    everywhere."""
-    cache = cache_folder()
-    folder = cache / f"{name}-{REVISION}"
+    """Return the folder of `tiny` or `tiny-sft`, with the same weights everywhere."""
+    return cached_folder(
+        f"{name}-{REVISION}", f"--model {name}", lambda folder: _write(name, folder)
+    )
+
+
+def cached_folder(name: str, flag: str, write: Callable[[Path], None]) -> str:
+    """Return a folder for models that are made on this machine. `write` makes its files on first
+    use. Raises `ValueError` naming `flag` if the disk refuses them."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefile"
+    folder = cache / name
     if folder.exists():
         return str(folder)
 
     def refusal(problem: str) -> ValueError:
-        return ValueError(f"--model {name}: cannot write {cache} ({problem}); set XDG_CACHE_HOME")
+        return ValueError(f"{flag}: cannot write {cache} ({problem}); set XDG_CACHE_HOME")
 
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ def tiny_model(name: str = "tiny") -> str:
         raise refusal(error.strerror) from error
     with temporary as work:
         try:
-            _write(name, Path(work))
+            write(Path(work))
         except Exception as error:  # of Python or, with a class of its own, of a library in Rust
             problem = disk_error(error)
             if problem is None:

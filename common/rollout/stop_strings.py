@@ -4,14 +4,15 @@ The text is the decoded turn, without the tokens that are no text. A stop string
 and a token may have only some of the bytes of a character. To look at every new token in constant
 time, only the last tokens are decoded."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence, Set
 
-MORE_TOKENS = 8  # before a stop string: decoders change the text of the first tokens
+# before a stop string: decoders change the text of the first tokens, and some tokens are no text
+MORE_TOKENS = 16
 
 
 class StopStrings:
     def __init__(
-        self, strings: Sequence[str], stays_in_text: bool, tokenizer, silent_ids: Container[int]
+        self, strings: Sequence[str], stays_in_text: bool, tokenizer, silent_ids: Set[int]
     ):
         """`silent_ids`: tokens that are no text."""
         self.strings = strings
@@ -20,7 +21,8 @@ class StopStrings:
         self.silent_ids = silent_ids
         # SentencePiece decodes a run of byte tokens as a whole: one false byte spoils all
         byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
-        self.byte_ids = {i for token, i in tokenizer.get_vocab().items() if token in byte_tokens}
+        byte_ids = {i for token, i in tokenizer.get_vocab().items() if token in byte_tokens}
+        self.joined_ids = byte_ids | silent_ids
         # a token of text has at least one byte
         self.window = max(len(string.encode()) for string in strings) + MORE_TOKENS
 
@@ -36,7 +38,11 @@ class StopStrings:
         end = len(ids) if end is None else end
         if end == start or ids[end - 1] in self.silent_ids:
             return False
-        text = self.tokenizer.decode(self._last_of_text(ids, start, end), skip_special_tokens=False)
+        first = max(start, end - self.window)
+        while first > start and ids[first] in self.joined_ids:
+            first -= 1
+        text_ids = [token for token in ids[first:end] if token not in self.silent_ids]
+        text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
     def without_stop(self, text: str) -> str:
@@ -46,14 +52,3 @@ class StopStrings:
             return text
         start, length = min(places)
         return text[: start + length] if self.stays_in_text else text[:start]
-
-    def _last_of_text(self, ids: list[int], start: int, end: int) -> list[int]:
-        """Return the last tokens of `ids[start:end]` that are text: as many as a stop string may
-        have, or all."""
-        last_ids: list[int] = []
-        for i in range(end - 1, start - 1, -1):
-            if len(last_ids) >= self.window and last_ids[-1] not in self.byte_ids:
-                break
-            if ids[i] not in self.silent_ids:
-                last_ids.append(ids[i])
-        return last_ids[::-1]

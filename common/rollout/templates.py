@@ -1,7 +1,6 @@
 """`--prompt_template`: prompts from the columns of a row, with solved examples (few-shot) and
 lettered options."""
 
-import re
 import string
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,39 +23,30 @@ def template_maker(args: SamplingArgs) -> Callable[[dict], str]:
 
 def template_filler(flag: str, template: str) -> Callable[[dict], str]:
     """Return the function that replaces columns in braces by a row's values. The columns may also
-    be `lettered_options` and `right_letter`, of a row with options."""
-    columns = template_columns(flag, template)
-
-    def fill(row: dict) -> str:
-        place = f"{row['_source']}: {flag}"
-        if not {"lettered_options", "right_letter"}.isdisjoint(columns):
-            from common.rewards.choice import option_columns
-
-            row = row | option_columns(row)
-        for column in columns:
-            if row.get(column) is None:
-                raise ValueError(f"{place}: no column {column}")
-        try:
-            return template.format_map(row)
-        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
-
-    return fill
-
-
-def template_columns(flag: str, template: str) -> list[str]:
-    """Return the columns named in braces. Raises `ValueError` if braces do not match or are
-    empty."""
+    be `lettered_options` and `right_letter`, of a row with options. Raises `ValueError` if braces
+    do not match or are empty."""
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template)]
+        fields = {field for _, field, _, _ in string.Formatter().parse(template)}
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from error
     if "" in fields:
         raise ValueError(f"{flag}: {{}} names no column")
-    return [re.split(r"[.\[]", field)[0] for field in fields if field is not None]
 
+    def fill(row: dict) -> str:
+        place = f"{row['_source']}: {flag}"
+        if fields & {"lettered_options", "right_letter"}:
+            from common.rewards.choice import option_columns
 
-# ---- solved examples ----
+            row = row | option_columns(row)
+        values = {column: value for column, value in row.items() if value is not None}
+        try:
+            return template.format_map(values)
+        except KeyError as error:
+            raise ValueError(f"{place}: no column {error.args[0]}") from error
+        except (ValueError, IndexError, AttributeError, TypeError) as error:
+            raise ValueError(f"{place}: {distributed.first_line(error)}") from error
+
+    return fill
 
 
 def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:
@@ -66,11 +56,10 @@ def examples_maker(args: SamplingArgs) -> Callable[[dict], str]:
     Raises `ValueError` if the data has no such split; the function raises it for a row with too few
     examples."""
     fill = template_filler("--shot_template", args.shot_template)
-    examples = defaultdict(list)
     datasets = list(weights_of(args.dataset))  # without weights
     advice = "--shots_split, or set --shots 0"
-    rows = rows_of_split("--dataset", datasets, advice, args.shots_split, args)
-    for example in rows:
+    examples = defaultdict(list)
+    for example in rows_of_split("--dataset", datasets, advice, args.shots_split, args):
         examples[value_of(example, args.shots_by)].append(example)
 
     def make(row: dict) -> str:

@@ -46,7 +46,7 @@ class TransformersEngine(Engine):
         padded = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         seeds = [request.piece_seed for request in requests]
-        truncation = self.args.truncation if temperature > 0 else None
+        truncation = (self.args.truncation or {}) if temperature > 0 else {}
         sampler = _SeededSampler(seeds, temperature, truncation, self.device)
         out = self.replica.generate(
             torch.tensor(padded, device=self.device),
@@ -91,6 +91,21 @@ class TransformersEngine(Engine):
                 replica_weights[name].copy_(whole)
 
 
+def truncation_of(top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0):
+    """Return the processors that set the logits of tokens that are not sampled to -inf, in the
+    order of vLLM (vllm/v1/sample/sampler.py). The list is empty if all tokens stay."""
+    from transformers.generation import logits_process
+
+    processors = logits_process.LogitsProcessorList()
+    if min_p > 0:
+        processors.append(logits_process.MinPLogitsWarper(min_p))
+    if top_k > 0:
+        processors.append(logits_process.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(logits_process.TopPLogitsWarper(top_p))
+    return processors
+
+
 class _SeededSampler:
     """Logits processor that turns the argmax of `generate` into a sample: argmax(log p + Gumbel
     noise) ~ p. Each completion has a noise generator of its own, so that samples do not depend on
@@ -100,20 +115,18 @@ class _SeededSampler:
         self,
         seeds: list[int],
         temperature: float,
-        truncation: dict[str, float] | None,
+        truncation: dict[str, float],
         device: torch.device,
     ):
         self.temperature = temperature
-        self.truncation = truncation
+        self.truncate = truncation_of(**truncation)
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logprobs = torch.log_softmax(scores.float() / (self.temperature or 1.0), dim=-1)
-        if self.truncation is not None:
-            from common.rollout.truncation import truncated
-
-            logprobs = truncated(logprobs, **self.truncation).log_softmax(dim=-1)
+        if self.truncate:
+            logprobs = self.truncate(input_ids, logprobs).log_softmax(dim=-1)
         chosen = logprobs
         if self.temperature > 0:
             noise = [

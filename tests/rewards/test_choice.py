@@ -54,6 +54,7 @@ def stated_letter(completion: str, options: list[str]) -> str:
         ("(B) is correct.", "B"), ("So option B is the right choice.", "B"),
         ("**B** is the correct answer, as A is too far north.", "B"),
         ("The answer is B. A is the best known of the others.", "B"),
+        ("Paris is correct.", "B"), (ECHO + "\n**B**", "B"), ("A\n\\boxed{B}", "B"),
         # the only one that the last line names
         ("Paris is a capital.\nSo it must be (B).", "B"), ("Not London, hence option B.", "B"),
         ("It can only be **B**!", "B"), ("It is (B), not (A).", ""),
@@ -134,7 +135,17 @@ def test_answers_of_any_text_are_quick():
         "-",
     ]
     rng = random.Random(0)
-    for piece in alphabet + ["answer is A, ", "answer x x x x x x ", "A. London\n", " \n", "(A) "]:
+    pieces = [
+        "answer is A, ",
+        "answer x x x x x x ",
+        "A. London\n",
+        " \n",
+        "(A) ",
+        "> ",
+        "#",
+        "the ",
+    ]
+    for piece in alphabet + pieces:
         start = time.perf_counter()
         choice(piece * 20_000, row)
         stated(piece * 20_000, dict(answer="(A)"))
