@@ -10,7 +10,6 @@ from transformers import GPTJConfig
 
 import common.model.policy
 from bench.models import ARCHITECTURES, ARGS, PAGE, TABLE, checkpoint, measure, row
-from common.model.attention import packed_attention
 from common.model.head import Logits
 from common.model.logprobs import token_logprobs
 from common.model.policy import load_policy
@@ -63,11 +62,6 @@ def test_incomplete_head_is_refused(left_out, tmp_path, device, monkeypatch):
     model_type = dict(scale="cohere", softcap="gemma2", bias_V="phi")[left_out]
     with pytest.raises(ValueError, match=f"{model_type} has a head that is not supported"):
         load_policy(checkpoint(model_type, tmp_path), ARGS, device)
-
-
-def test_attention_sinks_are_refused():
-    with pytest.raises(NotImplementedError, match="Linear needs s_aux in attention"):
-        packed_attention(torch.nn.Linear(1, 1), None, None, None, None, 1.0, s_aux=torch.zeros(2))
 
 
 def test_irreplaceable_attention_is_refused(tmp_path, device):

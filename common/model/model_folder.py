@@ -128,7 +128,8 @@ def _require_supported(label: str, folder: Path) -> None:
         if isinstance(size, int) and not 0 < size <= largest:
             raise ValueError(f"{label}: {name} {size} must be in 1 to {largest}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{label}: {config.model_type} is not a causal language model")
+        model_type = load_config(folder).model_type
+        raise ValueError(f"{label}: {model_type} is not a causal language model")
     # The weights would be read without their scales.
     methods = [_method_of_quantization(part) for part in (load_config(folder), config)]
     if any(method not in (None, "mxfp4") for method in methods):

@@ -36,7 +36,8 @@ def text_config(config):
         rope = fields["rope_parameters"].items()
         fields["rope_parameters"] = {name: x for name, x in rope if name not in OF_IMAGES}
         text = AutoConfig.for_model(SAME_ON_TEXT[text.model_type], **fields)
-    text.tie_word_embeddings = config.tie_word_embeddings  # in the text's config it may be missing
+    # In the text's config it may be missing. Some models, such as CLIP, have no head.
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     text.dtype = config.dtype or text.dtype
     return text
 
