@@ -79,7 +79,9 @@ def test_launched_ranks_get_the_words_and_a_failed_launch_raises_the_first_error
 ):
     script = tmp_path / "rank.py"
     script.write_text(
-        "import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\n"
+        "import os, sys\n"
+        "line = ' '.join(['rank', os.environ['RANK'], *sys.argv[1:]])\n"
+        "os.write(1, f'{line}\\n'.encode())\n"  # at once: the ranks write to one file
         "if sys.argv[-1] == 'bad': sys.exit('error: no such step')\n"
     )
     monkeypatch.setattr(replay, "__file__", str(script))
