@@ -88,17 +88,7 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
             e = args.label_smoothing
             terms[name] = -(1 - e) * logsigmoid(z) - e * logsigmoid(-z)
         else:
-            terms[name] = preference.preference_loss(
-                name,
-                pairs,
-                beta=args.beta,
-                label_smoothing=args.label_smoothing,
-                length_normalize=args.length_normalize,
-                f_divergence=args.f_divergence,
-                f_alpha=args.f_alpha,
-                simpo_gamma=args.simpo_gamma,
-                discopop_tau=args.discopop_tau,
-            )
+            terms[name] = preference.preference_loss(name, pairs, **args.loss_settings)
     weights = args.loss_weights or [1.0] * len(terms)
     total_N = sum(weight * term for weight, term in zip(weights, terms.values(), strict=True))
     return pairs.weights * total_N, terms

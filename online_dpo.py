@@ -79,19 +79,7 @@ def loss(pairs: Pairs, args: "Args") -> Tensor:
             margin_N = args.beta * (pairs.lc - pairs.lr)
             losses.append(preference.dpo_loss(margin_N, args.label_smoothing))
         else:
-            losses.append(
-                preference.preference_loss(
-                    name,
-                    pairs,
-                    beta=args.beta,
-                    label_smoothing=args.label_smoothing,
-                    length_normalize=args.length_normalize,
-                    f_divergence=args.f_divergence,
-                    f_alpha=args.f_alpha,
-                    simpo_gamma=args.simpo_gamma,
-                    discopop_tau=args.discopop_tau,
-                )
-            )
+            losses.append(preference.preference_loss(name, pairs, **args.loss_settings))
     weights = args.loss_weights or [1.0] * len(losses)
     loss_N = sum(weight * each_N for weight, each_N in zip(weights, losses, strict=True))
     if args.sft_weight:

@@ -63,7 +63,7 @@ def main() -> None:
     for name, lengths in LENGTHS.items():
         rows = [torch.randint(3, 2000, (n,), generator=generator).tolist() for n in lengths]
         packs = pack([Sample(row, [True] * len(row)) for row in rows], 8192, device)
-        ids = torch.nn.utils.rnn.pad_sequence(map_tensors(rows), batch_first=True)
+        ids = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, rows)], batch_first=True)
         mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()
 
         def packed(packs=packs) -> None:
@@ -77,10 +77,6 @@ def main() -> None:
 
         ours, theirs = fastest(packed, padded)
         print(f"| {name} | {ours:.2f} | {theirs:.2f} | {theirs / ours:.2f} |", flush=True)
-
-
-def map_tensors(rows: list[list[int]]) -> list[torch.Tensor]:
-    return [torch.tensor(row) for row in rows]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from common.data.packing import pack
 from common.data.sample import Sample
 from common.model.flops import num_delta_nets
 from common.model.hub import eos_token_ids, load_tokenizer
-from common.model.loading import load_text_config
+from common.model.loading import has_other_parts, load_text_config
 from common.model.policy import Policy, load_policy
 from common.model.tiny import build_tokenizer
 from common.parallel import distributed
@@ -306,8 +306,7 @@ def checkpoint(model_type: str, folder: Path, file_size: str = "1GB") -> str:
 
 def model_class(config) -> type:
     """Return the class that opens a folder with this config."""
-    has_images = "text_config" in config.sub_configs
-    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    return AutoModelForImageTextToText if has_other_parts(config) else AutoModelForCausalLM
 
 
 def open_model(path: str | Path, **options) -> torch.nn.Module:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from bench.fault_cases.shim import shim
 from common.data.packing import PackedBatch
-from common.data.sample import Sample
+from common.data.sample import Completion, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -260,6 +260,15 @@ def _be_a_rank(words: list[str], variables: dict[str, str], folder: str) -> None
     ):  # multiprocessing would report the exception itself; a script has its own hook
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+
+
+def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:
+    """Return a completion after a prompt of two tokens; all tokens but the first are an
+    environment's reply."""
+    trained = [True] + [False] * said + [True] * (length - 1 - said)
+    return Completion(
+        [0] * (2 + length), [False] * 2 + trained, prompt_length=2, finish_reason=finish_reason
+    )
 
 
 def samples_of(mb: PackedBatch) -> list[Sample]:

@@ -35,7 +35,12 @@ from common.data.encode import Encoder
 from common.data.tasks import TASKS
 from common.model import adapter_files, lora
 from common.model.hub import eos_token_ids, load_tokenizer, recorded_format, resolve_model
-from common.model.loading import load_config, load_options, one_line_errors
+from common.model.loading import (
+    has_other_parts,
+    load_config,
+    load_options,
+    one_line_errors,
+)
 from common.parallel import distributed
 from common.parallel.console import print_any_text, visible
 from common.rollout.environments import load_environment
@@ -127,7 +132,7 @@ class Speaker:
         )
         self.ends = eos_token_ids(path, self.tokenizer, options.prompt_format)
         self.context = getattr(config.get_text_config(), "max_position_embeddings", math.inf)
-        is_text = "text_config" not in config.sub_configs
+        is_text = not has_other_parts(config)
         if is_text and config.architectures and "CausalLM" not in config.architectures[0]:
             raise ValueError(f"{flag} {model}: {config.architectures[0]} is not a language model")
         if options.environment and self.encoder.chat is None:

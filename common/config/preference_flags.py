@@ -1,6 +1,6 @@
 """Flags of the losses on pairs."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -43,6 +43,19 @@ class PreferenceArgs:
     """weight of the chosen completion's negative log-likelihood, added to the loss (RPO)"""
     sft_length_normalize: bool = True
     """with --sft_weight: likelihood per token; false: summed over the completion"""
+
+    @property
+    def loss_settings(self) -> dict[str, Any]:
+        """Flags that `preference.preference_loss` reads."""
+        return dict(
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            length_normalize=self.length_normalize,
+            f_divergence=self.f_divergence,
+            f_alpha=self.f_alpha,
+            simpo_gamma=self.simpo_gamma,
+            discopop_tau=self.discopop_tau,
+        )
 
     @model_validator(mode="after")
     def _check_preference(self) -> Self:

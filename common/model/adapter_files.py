@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from common.config.groups import BUILT_IN_MODELS
 from common.config.training import LoRAArgs
 from common.data import durable
-from common.model.loading import load_config, one_line_errors, require_unchanged, whole
+from common.model.loading import (
+    has_other_parts,
+    load_config,
+    one_line_errors,
+    require_unchanged,
+    whole,
+)
 from common.model.lora import layers_of, trained_parameters
 from common.parallel import distributed
 
@@ -55,7 +61,7 @@ def _prefix_of_base(hf: nn.Module, path: str) -> str:
     """Return the prefix of the layers in the model that PEFT opens: that of `hf`, or a model of
     images and text."""
     prefix = f"{hf.base_model_prefix}."
-    if "text_config" not in load_config(path).sub_configs or hasattr(hf, "score"):
+    if not has_other_parts(load_config(path)) or hasattr(hf, "score"):
         return prefix
     from common.model.text_part import prefix_in_whole_model
 

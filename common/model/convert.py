@@ -99,6 +99,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     names = FileNames(**base["names"]) if base else None
     adapted = _read_json(folder / ADAPTED)
     names_under_adapters = FileNames(**adapted["names"]) if adapted.get("names") else None
+    files_under_adapters = text_part.names_in(adapted["base"]) if adapted else {}
 
     def read(name: str) -> Tensor:
         key = f"model.hf.{name}"
@@ -116,7 +117,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         else:  # a frozen weight, which was used in the compute dtype
             dtype = getattr(torch, adapted["dtype"])
             by_hub_name = {}
-            for key, weight in _read_base(adapted, config.model_type, name, names_under_adapters):
+            frozen = _read_base(
+                adapted["base"], files_under_adapters, config.model_type, name, names_under_adapters
+            )
+            for key, weight in frozen:
                 if names_under_adapters is not None and names is None:  # a model of text alone
                     key = names_under_adapters.in_model(key)
                 by_hub_name[key] = weight.to(dtype)
@@ -142,19 +146,18 @@ def _read_json(file: Path) -> dict:
 
 
 def _read_base(
-    adapted: dict, model_type: str, name: str, names: FileNames | None
+    base: str, files: dict[str, Path], model_type: str, name: str, names: FileNames | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a weight, or those of a layer's experts, of the model under a checkpoint's adapters, by
-    their names there."""
-    base = adapted["base"]
-    files = text_part.names_in(base)
+    their names there. `files`: see `names_in`."""
     wanted = hub_name(model_type, name if names is None else names.of(name))
     if wanted + mxfp4.BLOCKS in files:
         packed = (wanted + mxfp4.BLOCKS, wanted + mxfp4.SCALES)
-        yield wanted, mxfp4.unpack(*(weight for _, weight in text_part.read_weights(base, packed)))
+        yield wanted, mxfp4.unpack(*(text_part.read_weight(files, name) for name in packed))
         return
     experts = wanted.rpartition(".")[0] + "." if ".experts." in wanted else wanted
     keys = [wanted] if wanted in files else [key for key in files if key.startswith(experts)]
     if not keys:
         raise FileNotFoundError(f"the model under its adapters, {base}, has no {name}")
-    yield from text_part.read_weights(base, keys)
+    for key in keys:
+        yield key, text_part.read_weight(files, key)

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from torch import Tensor
 
 # Names in checkpoints of the module, and of an expert's gate, up and down matrices.
+USUAL = ("mlp", "gate_proj", "up_proj", "down_proj")
 NAMES = dict(
-    qwen3_moe=("mlp", "gate_proj", "up_proj", "down_proj"),
-    olmoe=("mlp", "gate_proj", "up_proj", "down_proj"),
-    qwen3_next=("mlp", "gate_proj", "up_proj", "down_proj"),
-    qwen3_5_moe_text=("mlp", "gate_proj", "up_proj", "down_proj"),
-    glm4_moe=("mlp", "gate_proj", "up_proj", "down_proj"),
+    qwen3_moe=USUAL,
+    olmoe=USUAL,
+    qwen3_next=USUAL,
+    qwen3_5_moe_text=USUAL,
+    glm4_moe=USUAL,
     mixtral=("block_sparse_moe", "w1", "w3", "w2"),
 )
-
-
 # Types whose experts are stacked in hub checkpoints too, with other names of these parts.
 STACKED: dict[str, dict[str, str]] = dict(
     gpt_oss={},

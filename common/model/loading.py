@@ -28,10 +28,15 @@ def load_config(path: str | Path):
     return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
+def has_other_parts(config) -> bool:
+    """Return whether a model is more than a language model, such as one of images and text."""
+    return "text_config" in config.sub_configs
+
+
 def is_plain(config) -> bool:
     """Return whether a folder has a language model alone, by transformers' names and as floats:
     see text_part.py."""
-    is_whole = "text_config" not in config.sub_configs and config.model_type not in OWN_HEADS
+    is_whole = not has_other_parts(config) and config.model_type not in OWN_HEADS
     return is_whole and getattr(config, "quantization_config", None) is None
 
 
@@ -181,6 +186,12 @@ def _rebuild_buffers(hf: nn.Module, label: str) -> None:
         hf._init_weights(hf.get_submodule(name.rpartition(".")[0]))
     if any(buffer.isnan().any() for _, buffer in hf.named_non_persistent_buffers()):
         raise ValueError(f"{label}: {hf.config.model_type} keeps buffers that cannot be rebuilt")
+
+
+def persistent_buffers(hf: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints have, by name."""
+    left_out = {name for name, _ in hf.named_non_persistent_buffers()}
+    return {name: x for name, x in hf.named_buffers() if name not in left_out}
 
 
 def draw_head(head: Tensor, seed: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from common.data import durable
 from common.model.checkpoint_files import checkpoints_in, is_checkpoint
 from common.model.convert import as_model
+from common.model.flops import differs_by_layer
 from common.model.loading import (
     load_config,
     load_text_config,
@@ -14,6 +15,7 @@ from common.model.loading import (
     one_line_errors,
     require_unchanged,
 )
+from common.model.text_part import method_of_quantization
 from common.parallel import distributed
 
 # Largest sizes in a config.json that are not taken for a damaged file.
@@ -122,25 +124,19 @@ def _require_supported(label: str, folder: Path) -> None:
             config = load_text_config(folder)
     except StrictDataclassError as error:  # its first line has the field, its second the problem
         raise ValueError(f"{label}: {' '.join(str(error).split())}") from error
-    differing = getattr(config, "per_layer_attributes", None) or ()  # Gemma 4: head_dim
     for name, largest in SIZES.items():
-        size = None if name in differing else getattr(config, name, None)
+        size = None if differs_by_layer(config, name) else getattr(config, name, None)
         if isinstance(size, int) and not 0 < size <= largest:
             raise ValueError(f"{label}: {name} {size} must be in 1 to {largest}")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_type = load_config(folder).model_type
         raise ValueError(f"{label}: {model_type} is not a causal language model")
     # The weights would be read without their scales.
-    methods = [_method_of_quantization(part) for part in (load_config(folder), config)]
+    methods = [method_of_quantization(part) for part in (load_config(folder), config)]
     if any(method not in (None, "mxfp4") for method in methods):
         raise ValueError(
             f"{label}: its weights are quantized; name the model that it was made from"
         )
-
-
-def _method_of_quantization(config) -> str | None:
-    fields = getattr(config, "quantization_config", None)
-    return fields.get("quant_method", "unknown") if fields else None
 
 
 def _require_single_weights(label: str, folder: Path) -> None:

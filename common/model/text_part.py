@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model import mxfp4
-from common.model.loading import hub_weights, load_config, load_text_config
+from common.model.loading import has_other_parts, hub_weights, load_config, load_text_config
 
 # Language models without a causal class in transformers: on text alone they have the numbers of
 # another type. Rotary embeddings of images have three positions, which are equal for text.
@@ -26,7 +26,7 @@ def text_config(config):
     in MXFP4 are read as floats."""
     if method_of_quantization(config) == "mxfp4":
         del config.quantization_config
-    if "text_config" not in config.sub_configs:
+    if not has_other_parts(config):
         return config
     text = config.get_text_config()
     if text.model_type in SAME_ON_TEXT:
@@ -45,7 +45,7 @@ def text_config(config):
 def method_of_quantization(config) -> str | None:
     """Return the method by which the weights in the files are quantized, None if they are not."""
     fields = getattr(config, "quantization_config", None)
-    return fields["quant_method"] if fields else None
+    return fields.get("quant_method", "unknown") if fields else None
 
 
 class FileNames(NamedTuple):
@@ -81,8 +81,9 @@ class FileNames(NamedTuple):
 
     def fill_packed(self, hf: nn.Module, path: str) -> None:
         """Fill the parameters whose weights in the files are in MXFP4."""
-        state = hf.state_dict()
-        mxfp4.fill({name: state[name] for name in self.packed}, names_in(path))
+        if self.packed:
+            state = hf.state_dict()
+            mxfp4.fill({name: state[name] for name in self.packed}, names_in(path))
 
     @property
     def key_mapping(self) -> dict[str, str]:
@@ -154,14 +155,19 @@ def names_in(path: str) -> dict[str, Path]:
 def read_weights(path: str, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of these names in a folder. Raises `FileNotFoundError` for one that is no
     longer there."""
-    from safetensors import safe_open
-
     files = names_in(path)
     for name in names:
         if name not in files:
             raise FileNotFoundError(f"{path}, the model that was trained, has no {name} any more")
-        with safe_open(files[name], "pt") as tensors:
-            yield name, tensors.get_tensor(name)
+        yield name, read_weight(files, name)
+
+
+def read_weight(files: dict[str, Path], name: str) -> Tensor:
+    """Return a weight from one of the files of `names_in`."""
+    from safetensors import safe_open
+
+    with safe_open(files[name], "pt") as tensors:
+        return tensors.get_tensor(name)
 
 
 def meta_model(path: str) -> nn.Module:
@@ -193,15 +199,18 @@ def text_weights(path: str) -> Iterator[tuple[str, Tensor]]:
     names = file_names(hf, path)
     tied = hf.all_tied_weights_keys.get("lm_head.weight")
     left_out = {*names.passengers, *([names.head_in_files] if tied else [])}
-    of_text = [name for name in names_in(path) if name not in left_out]
-    for stored_name, weight in read_weights(path, of_text):
+    files = names_in(path)
+    for stored_name in files:
+        if stored_name in left_out:
+            continue
         name = names.in_model(stored_name)
         if name.endswith(mxfp4.SCALES):
             continue
+        weight = read_weight(files, stored_name)
         if name.endswith(mxfp4.BLOCKS):
             scales = stored_name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
             name = name.removesuffix(mxfp4.BLOCKS)
-            weight = mxfp4.unpack(weight, dict(read_weights(path, [scales]))[scales])
+            weight = mxfp4.unpack(weight, read_weight(files, scales))
         yield name, weight
         if name == tied:
             yield "lm_head.weight", weight

@@ -93,7 +93,8 @@ class VLLMEngine(Engine):
         from transformers import MODEL_MAPPING
 
         config = load_text_config(path)
-        is_part = load_config(path).model_type not in OWN_HEADS and not is_plain(load_config(path))
+        stored = load_config(path)
+        is_part = stored.model_type not in OWN_HEADS and not is_plain(stored)
         self.model_type = config.model_type
         self.has_delta_nets = num_delta_nets(config) > 0
         if self.model_type == "gpt_oss" and self.args.tensor_parallel_size > 1:

@@ -6,6 +6,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from common.model.loading import persistent_buffers
+
 
 def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of the policy, whole, by name, in the same order on every rank.
@@ -40,7 +42,5 @@ def whole_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
             whole_name = prefixes.get(unit, "") + name.removeprefix("hf.")
             yield whole_name, weight.detach().to(dtype, copy=True)
         unit.reshard()
-    parameters = {name for name, _ in model.hf.named_parameters(remove_duplicate=False)}
-    for name, buffer in model.hf.state_dict().items():  # of Gemma 4: a factor of each layer
-        if name not in parameters:
-            yield name, buffer.clone()
+    for name, buffer in persistent_buffers(model.hf).items():  # of Gemma 4: a factor of each layer
+        yield name, buffer.clone()

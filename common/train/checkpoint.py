@@ -28,6 +28,7 @@ from common.model.loading import (
     hub_weights,
     load_config,
     one_line_errors,
+    persistent_buffers,
     whole,
 )
 from common.model.policy import PackedModel, ScalarModel
@@ -251,9 +252,11 @@ def exported_dtypes(model: PackedModel) -> dict[str, str | None]:
     tied head is the embedding; adapters are merged into their base. Buffers keep their dtype: a
     router's bias (GLM-4.5) does not fit in bfloat16."""
     tied = model.hf.all_tied_weights_keys
-    buffers = {name: str(x.dtype).removeprefix("torch.") for name, x in model.hf.named_buffers()}
     names = (n for n in model.hf.state_dict() if n not in tied and ".lora_" not in n)
-    return {name: buffers.get(name) for name in names}
+    dtypes: dict[str, str | None] = dict.fromkeys(names)
+    for name, buffer in persistent_buffers(model.hf).items():
+        dtypes[name] = str(buffer.dtype).removeprefix("torch.")
+    return dtypes
 
 
 def _export(model: PackedModel, files: dict[str, bytes], folder: Path) -> None:

@@ -17,7 +17,7 @@ from common.metrics.meter import Meter
 from common.model import capacity
 from common.model.flops import capacity_of, num_delta_nets
 from common.model.hub import resolve_model
-from common.model.loading import load_config, load_text_config
+from common.model.loading import has_other_parts, load_config, load_text_config
 from common.model.memory import Shapes, shapes_of
 from common.model.policy import PackedModel, compute_dtype, load_policy, load_scalar_model
 from common.model.value import load_with_value_model
@@ -57,7 +57,7 @@ def describe_model(path: str) -> list[str]:
     text = load_text_config(path)
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__
     lines = []
-    if "text_config" in config.sub_configs:
+    if has_other_parts(config):
         whole = ", ".join(config.architectures or [config.model_type])
         lines.append(f"{name}, the language model of {whole}: all other weights stay as they are")
     delta_nets = num_delta_nets(text)

@@ -5,20 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import completion
 
-from common.data.sample import Completion
 from common.evaluate.greedy import evaluate_prompts
 
 CPU, NAN = torch.device("cpu"), math.nan
-
-
-def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:
-    """Return a completion after a prompt of two tokens; all tokens but the first are an
-    environment's reply."""
-    trained = [True] + [False] * said + [True] * (length - 1 - said)
-    return Completion(
-        [0] * (2 + length), [False] * 2 + trained, prompt_length=2, finish_reason=finish_reason
-    )
 
 
 def test_solved_uses_the_first_reward_and_ignores_a_missing_one():

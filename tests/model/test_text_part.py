@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, assert_resumes_exactly, environment, metrics, run
+from helpers import ROOT, assert_close_metrics, assert_resumes_exactly, environment, metrics, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
@@ -196,9 +196,8 @@ def test_run_resumes_exactly(path, main, sums, tmp_path):
 @pytest.mark.slow
 def test_update_does_not_depend_on_ranks(path, trained, sums, tmp_path):
     run(2, "sft.py", *STEPS, "--model", path, "--dataset", sums, "--output_dir", tmp_path)
-    for a, b in zip(metrics(trained), metrics(tmp_path), strict=True):
-        for name in ("loss", "grad_norm", "entropy"):
-            assert a[name] == pytest.approx(b[name], rel=1e-3), (a["step"], name)
+    names = ("loss", "grad_norm", "entropy")
+    assert_close_metrics(trained, tmp_path, names, rel=5e-4)
 
 
 # ---- adapters ----

@@ -5,23 +5,14 @@ import math
 
 import pytest
 import torch
+from helpers import completion
 
 from common.data.packing import count_trained, pack
-from common.data.sample import Completion
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rollout import measure
 
 CPU, NAN = torch.device("cpu"), math.nan
-
-
-def completion(length: int, finish_reason: str = "stop", said: int = 0) -> Completion:
-    """Return a completion after a prompt of two tokens; all tokens but the first are an
-    environment's reply."""
-    trained = [True] + [False] * said + [True] * (length - 1 - said)
-    return Completion(
-        [0] * (2 + length), [False] * 2 + trained, prompt_length=2, finish_reason=finish_reason
-    )
 
 
 def test_completion_counts_equal_a_count_by_hand():
