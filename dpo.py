@@ -39,7 +39,7 @@ from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
 from common.config.rules import require_default
-from common.config.training import PrefixArgs
+from common.config.training import PrefixArgs, ReferenceArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups
@@ -95,7 +95,7 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
+class Args(PreferenceArgs, ReferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"
@@ -127,7 +127,13 @@ class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
         names = " ".join(self.loss)
         chosen = set(self.loss)
         if chosen <= REFERENCE_FREE:
-            require_default(self, ("reference_model", "reference_logprobs"), f"with --loss {names}")
+            unread = ("reference_model", "reference_logprobs", "reference_sync")
+            require_default(self, unread, f"with --loss {names}")
+        if self.reference_sync:
+            flag = f"--reference_sync {self.reference_sync}"
+            if self.reference_logprobs == "stored":
+                raise ValueError(f"{flag} needs the model: set --reference_logprobs online")
+            require_default(self, ("reference_model",), f"with {flag}")
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
             raise ValueError(
                 f"--ld_alpha {self.ld_alpha} needs losses of summed log-ratios, not --loss {names}"
@@ -307,8 +313,9 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, pairs)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
-    )
+        args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES,
+        reference=reference if args.reference_sync else None,
+    )  # fmt: skip
     run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
@@ -339,6 +346,10 @@ def main(args: Args) -> None:
                 batch_loss += mb_loss.detach()
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
+        if args.reference_sync and (step + 1) % args.reference_sync == 0:
+            from common.model.ema import move_towards
+
+            move_towards(reference, policy, args.reference_rate)
 
         # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)

@@ -32,10 +32,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
+from common.config.objectives import CorrectionArgs, EntropyArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
+from common.config.training import ReferenceArgs
 from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
 from common.model.fixed_streams import with_logprobs
@@ -50,6 +51,7 @@ from common.objectives.importance import (
 )
 from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.reduction import per_token, sequence_mean, sequence_sum
+from common.objectives.shaping import EntropyCoefficient
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -204,7 +206,7 @@ def loss(
 
 
 @dataclass
-class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
+class Args(KLEstimateArgs, EntropyArgs, ReferenceArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04,
                      clip_low=0.2, clip_high=0.2),
@@ -269,8 +271,6 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     kl_estimator: KLEstimator = "k3"
     unbiased_kl: bool = False
     """importance ratio, with its gradient, as a factor of the KL estimate (arXiv:2512.02556)"""
-    entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
         require_effect(self, "loss", {name: flags for name, (_, flags) in LOSSES.items()})
@@ -319,9 +319,11 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
+    entropy = EntropyCoefficient(args.entropy_coef, args.entropy_target, args.entropy_step)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES
-    )
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
+        curves=CURVES, entropy=entropy, reference=reference if args.reference_sync else None,
+    )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
     on_policy = args.updates_per_rollout == 1  # the policy of the update is that of the rollout
@@ -360,6 +362,7 @@ def main(args: Args) -> None:
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
+            args.entropy_coef = entropy.value  # changes only with --entropy_target
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, sequences = count_trained(minibatch)  # of all ranks
                 total_loss = torch.zeros((), device=device)
@@ -381,9 +384,14 @@ def main(args: Args) -> None:
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
+        if args.reference_sync and (step + 1) % args.reference_sync == 0:
+            from common.model.ema import move_towards
+
+            move_towards(reference, policy, args.reference_rate)
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
-        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
+        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta, entropy_coef=args.entropy_coef)
+        entropy.update(metrics.get("entropy", math.inf))  # no entropy without trained tokens
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

@@ -303,7 +303,9 @@ def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
         [5.0, 2, 1],
         [1.0] * 3,
     )
-    flags = dict(length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, discopop_tau=0.05)
+    flags = dict(
+        length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, alphapo_alpha=0.25, discopop_tau=0.05
+    )
     table_N = preference_loss(
         "sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl", **flags
     )

@@ -103,6 +103,7 @@ def kl(f: Mapping) -> Formulas:
 
 
 def entropy_bonus(f: Mapping) -> str:
+    """Return the term of the bonus. A trace has the coefficient of its step among its flags."""
     return " - entropy_coef * entropy" if f["entropy_coef"] else ""
 
 
@@ -190,10 +191,11 @@ def rloo(f: Mapping) -> Formulas:
 
 
 def kto(f: Mapping) -> Formulas:
-    above = "where(log_ratio > kl, 1, -1)"  # which is right, and whether it is right
+    kl = "0" if f.get("loss") == "apo_zero_unpaired" else "kl"
+    above = f"where(log_ratio > {kl}, 1, -1)"  # which is right, and whether it is right
     return [
         ("desirable", f"where(rewards_accuracies > 0, {above}, -{above})"),
-        ("margin", "beta * (log_ratio - kl)"),
+        ("margin", f"beta * (log_ratio - {kl})"),
         ("weight", "where(desirable > 0, desirable_weight, undesirable_weight)"),
         ("loss", f"weight * sigmoid(-desirable * margin){' * wpo_weight' if f['wpo'] else ''}"),
         ("w", "1 / batch_size"),
@@ -234,6 +236,8 @@ PAIRS: dict[str, str] = {
     "discopop": "-sigmoid(-z / discopop_tau) * logsigmoid(z) + exp(logsigmoid(z / "
     "discopop_tau) - z)",
     "simpo": "-logsigmoid(beta * (mean_pc - mean_pr) - simpo_gamma)",
+    "alphapo": "-logsigmoid(beta * (-expm1(-alphapo_alpha * mean_pc) + "
+    "expm1(-alphapo_alpha * mean_pr)) / alphapo_alpha - simpo_gamma)",
     "orpo": f"-mean_pc - beta * logsigmoid({LOG_ODDS[0]} - {LOG_ODDS[1]})",
     "cpo": "-logsigmoid(beta * (logps_chosen - logps_rejected)) - mean_pc",
 }
@@ -245,11 +249,11 @@ def preference(f: Mapping, weight: str) -> Formulas:
     """Return the formulas of a pair. Log-ratios come from the logged rewards, which the first
     objective defines."""
     first = f["loss"][0]
-    per_token = first in ("simpo", "orpo", "sigmoid_norm") or (
+    per_token = first in ("simpo", "alphapo", "orpo", "sigmoid_norm") or (
         first == "ipo" and f["length_normalize"]
     )
     found = [("mean_pc", "logps_chosen / nc"), ("mean_pr", "logps_rejected / nr")]
-    if first not in ("simpo", "orpo", "cpo"):
+    if first not in ("simpo", "alphapo", "orpo", "cpo"):
         ends = [(" * nc" if per_token else ""), (" * nr" if per_token else "")]
         form = (
             "{0}"

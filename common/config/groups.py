@@ -51,6 +51,7 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     rollout_ranks = 0
     tensor_parallel_size = 1
     minibatches = 1
+    reference_sync = 0
     oversample = 1
     teacher_logprobs = None
     streaming = False

@@ -81,6 +81,25 @@ class KLEstimateArgs:
 
 
 @dataclass(config=STRICT)
+class EntropyArgs:
+    """Entropy bonus"""
+
+    entropy_coef: NotNegative[float] = 0.0
+    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
+    entropy_target: NotNegative[float] = 0.0
+    """entropy, in nats per token, below which there is a bonus; entropy_coef grows after a step
+    below it and shrinks after one above (arXiv:2505.22312); 0: constant entropy_coef"""
+    entropy_step: Positive[float] = 1e-4
+    """with --entropy_target: change of entropy_coef after a step"""
+
+    @model_validator(mode="after")
+    def _check_entropy(self) -> Self:
+        if not self.entropy_target:
+            require_default(self, ("entropy_step",), "with --entropy_target 0")
+        return self
+
+
+@dataclass(config=STRICT)
 class LogKLArgs:
     """KL to the starting model"""
 

@@ -101,6 +101,7 @@ def make_plan(
         recompute=bool(args.activation_checkpointing),
         offload=args.offload,
         bytes=dtype.itemsize,
+        frozen=4 if args.reference_sync else dtype.itemsize,
         distils=args.teacher_logprobs is not None,
         on_cuda=on_cuda,
     )

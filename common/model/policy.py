@@ -141,10 +141,11 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
-    """Return the dtype of the shards: float32 for weights that are trained. Frozen weights, also
-    under adapters, have the compute dtype: FSDP casts to it before every forward, so that the
-    numbers are the same in fewer bytes."""
-    return torch.float32 if trainable and not args.lora_rank else compute_dtype(args, device)
+    """Return the dtype of the shards: float32 for weights that are trained or that follow these
+    (`--reference_sync`). Frozen weights, also under adapters, have the compute dtype: FSDP casts to
+    it before every forward, so that the numbers are the same in fewer bytes."""
+    changes = (trainable or args.reference_sync > 0) and not args.lora_rank
+    return torch.float32 if changes else compute_dtype(args, device)
 
 
 def load_policy(

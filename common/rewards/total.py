@@ -25,7 +25,7 @@ from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rewards.kinds import Scorer, make_model_scorer, make_scorer, make_scorers_by_row
-from common.rewards.registry import short_names
+from common.rewards.registry import BY_LENGTH, short_names
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
 
@@ -71,8 +71,14 @@ class Rewards:
         self.first_names: list[str] = []  # several with by_row
         weights: list[float] = []
         reward_weights = args.reward_weights or [1.0] * len(args.reward)
+        self.by_length: dict[str, float] = {}  # weights of rewards that the first one decides
         short = short_names(args.reward)
         for name, weight in zip(args.reward, reward_weights, strict=True):
+            if name in BY_LENGTH and name not in self.by_length and name != args.reward[0]:
+                self.by_length[name] = weight
+                continue
+            if name in BY_LENGTH:
+                raise ValueError(f"--reward {name} comes once, behind a reward for right answers")
             if name == "by_row":
                 added = make_scorers_by_row(rows, args, self.thoughts)
             elif name.startswith("model:"):
@@ -85,6 +91,9 @@ class Rewards:
             self.scorers |= added
             self.first_names = self.first_names or list(added)
             weights += [weight] * len(added)
+        if not self.first_names:  # in a dry run, a model
+            self.by_length = {}
+        weights += self.by_length.values()
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
         self.begun: dict[int, BegunGroup] = {}
@@ -149,13 +158,30 @@ class Rewards:
         # not stacked: there may be no reward
         rewards_KPG = torch.tensor(values, dtype=torch.float64).reshape(len(results), *shape)
         failed_KPG = torch.tensor(failed, dtype=torch.bool).reshape(len(results), *shape)
+        by_name = dict(zip(results, rewards_KPG, strict=True))
+        if self.by_length:
+            by_name |= self._by_length(groups, self.first(by_name))
+            rewards_KPG = torch.stack([*by_name.values()])
         rewards_PG = (self.weights[:, None, None] * rewards_KPG).nansum(0)
         rewards_PG[failed_KPG.any(0) | rewards_KPG.isnan().all(0)] = math.nan
-        return Scored(rewards_PG, dict(zip(results, rewards_KPG, strict=True)), numbers)
+        return Scored(rewards_PG, by_name, numbers)
+
+    def _by_length(self, groups: list[Group], first_PG: Tensor) -> dict[str, Tensor]:
+        from common.rewards import lengths
+
+        right_PG = first_PG.ge(1).double().masked_fill(first_PG.isnan(), math.nan)
+        counts = [len(sample.completion_ids) for sample in chain(*groups)]
+        arguments = (
+            right_PG,
+            torch.tensor(counts).reshape(right_PG.shape),
+            self.args.max_new_tokens,
+        )
+        return {name: getattr(lengths, name)(*arguments) for name in self.by_length}
 
     def weight_of(self, name: str) -> float:
         """Return the weight of a reward, 0 for one that is not in `--reward`."""
-        return dict(zip(self.scorers, self.weights.tolist(), strict=True)).get(name, 0.0)
+        names = [*self.scorers, *self.by_length]
+        return dict(zip(names, self.weights.tolist(), strict=True)).get(name, 0.0)
 
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
         """Return the first of `--reward`, [P, G]; with by_row the one that applies. NaN where there

@@ -263,6 +263,7 @@ def ipo(pairs, length_normalize=True):
         f_divergence="reverse_kl",
         f_alpha=0.5,
         simpo_gamma=0.5,
+        alphapo_alpha=0.25,
         discopop_tau=0.05,
     )
     return preference_loss(
