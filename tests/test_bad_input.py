@@ -87,6 +87,25 @@ FLAG_ERRORS = [
     ),
     ("grpo", "--dual_clip 0.5", "--dual_clip 0.5 must be above 1, or 0 to turn it off"),
     ("grpo", "--kl_clamp 1", "--kl_clamp 1.0 has no effect with --beta 0"),
+    ("grpo", "--entropy_step 1", "--entropy_step 1.0 has no effect with --entropy_target 0"),
+    ("grpo", "--reference_sync 8", "--reference_sync 8 moves all weights; it needs --beta above 0"),
+    ("grpo", "--reference_rate 0.5", "--reference_rate 0.5 has no effect with --reference_sync 0"),
+    ("dpo", "--reference_sync 8", "--reference_sync 8 needs the model: set --reference_logprobs"),
+    (
+        "dpo",
+        "--reference_sync 8 --reference_logprobs online --lora_rank 4",
+        "--reference_sync 8 moves all weights; it needs --beta above 0 and --lora_rank 0",
+    ),
+    (
+        "dpo",
+        "--reference_sync 8 --reference_logprobs online --reference_model x",
+        "--reference_model x has no effect with --reference_sync 8",
+    ),
+    (
+        "dpo",
+        "--loss simpo --reference_sync 8",
+        "--reference_sync 8 has no effect with --loss simpo",
+    ),
     ("grpo", "--entropy_coef -1", "--entropy_coef -1 must be greater than or equal to 0"),
     (
         "grpo",
@@ -108,6 +127,8 @@ FLAG_ERRORS = [
         "--overlong_buffer 0 --overlong_penalty 2",
         "--overlong_penalty 2.0 has no effect with --overlong",
     ),
+    ("dapo", "--gfpo_by reward_per_token", "--gfpo_by reward_per_token has no effect with"),
+    ("dapo", "--gfpo_keep 9", "--gfpo_keep 9 must be 0, or at least 2 and at most --samples_per"),
     ("dapo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
     (
         "reinforce",
@@ -174,7 +195,7 @@ FLAG_ERRORS = [
         "--batch_size 7",
         "--batch_size 7 must be a multiple of the number of training ranks (2)",
     ),
-    ("kto", "--loss kto", "unknown flag --loss"),
+    ("kto", "--loss sigmoid", "--loss sigmoid must be 'kto' or 'apo_zero_unpaired'"),
     ("kto", "--sft_weight 1", "unknown flag --sft_weight"),
     ("kto", "--beta 0", "--beta 0 must be greater than 0"),
     ("kto", "--desirable_weight 0", "--desirable_weight 0 must be greater than 0"),

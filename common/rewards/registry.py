@@ -55,7 +55,7 @@ def intention(name: str) -> str:
         return f"did you mean {file}.py:{function}?"
     if Path(name, "config.json").is_file():
         return f"did you mean model:{name}?"
-    forms = (*BY_LENGTH, "by_row", "environment", "path/to/file.py:function", "model:PATH")
+    forms = ("by_row", "environment", *BY_LENGTH, "path/to/file.py:function", "model:PATH")
     return f"there are {', '.join((*BUILT_IN, *forms))}"
 
 

@@ -317,6 +317,7 @@ class PairArgs(PreferenceArgs, TrainArgs):
             "--length_normalize False has no effect with --loss sigmoid",
         ),
         (dict(simpo_gamma=1.0), "--simpo_gamma 1.0 has no effect with --loss sigmoid"),
+        (dict(alphapo_alpha=1.0), "--alphapo_alpha 1.0 has no effect with --loss sigmoid"),
         (dict(discopop_tau=0.1), "--discopop_tau 0.1 has no effect with --loss sigmoid"),
         (dict(f_alpha=0.1), "--f_alpha 0.1 has no effect with --f_divergence reverse_kl"),
         (
