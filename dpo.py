@@ -33,13 +33,13 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import Fraction, Positive
+from common.config.flags import Fraction, NotNegative, Positive, PositiveFraction
 from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
 from common.config.preference_flags import PreferenceArgs
 from common.config.rules import require_default
-from common.config.training import PrefixArgs, ReferenceArgs
+from common.config.training import PrefixArgs
 from common.data.encode import Encoder
 from common.data.load import Samples, load_samples
 from common.data.packing import PackedBatch, pack_groups
@@ -95,7 +95,7 @@ def loss(pairs: Pairs, args: "Args") -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @dataclass
-class Args(PreferenceArgs, ReferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
+class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     MOVED: ClassVar[dict] = {"loss": {"kto": "python kto.py"}}
     TINY_DEFAULTS: ClassVar[dict] = TINY_TRAINING | TINY_GENERATE | dict(lr=5e-4, sft_weight=1.0)
     model: str = "tiny-sft"
@@ -117,6 +117,11 @@ class Args(PreferenceArgs, ReferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     reference_logprobs: Literal["stored", "online"] = "stored"
     """log-probs of the reference model. stored: computed once before training; online: computed in
     every step by the model, which stays in memory"""
+    reference_sync: NotNegative[int] = 0
+    """steps between moves of the reference model towards the policy (TR-DPO, arXiv:2404.09656); 0:
+    none"""
+    reference_rate: PositiveFraction = 1.0
+    """with --reference_sync: rate a of a move, reference <- (1 - a) reference + a policy"""
     ld_alpha: Fraction = 1.0
     """weight of a completion's tokens beyond the length of the other one (LD-DPO,
     arXiv:2409.06411)"""
@@ -129,11 +134,11 @@ class Args(PreferenceArgs, ReferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
         if chosen <= REFERENCE_FREE:
             unread = ("reference_model", "reference_logprobs", "reference_sync")
             require_default(self, unread, f"with --loss {names}")
-        if self.reference_sync:
-            flag = f"--reference_sync {self.reference_sync}"
-            if self.reference_logprobs == "stored":
-                raise ValueError(f"{flag} needs the model: set --reference_logprobs online")
-            require_default(self, ("reference_model",), f"with {flag}")
+        if not self.reference_sync:
+            require_default(self, ("reference_rate",), "with --reference_sync 0")
+        elif self.reference_logprobs == "stored" or self.reference_model or self.lora_rank:
+            needs = "--reference_logprobs online, --lora_rank 0 and no --reference_model"
+            raise ValueError(f"--reference_sync {self.reference_sync} needs {needs}")
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
             raise ValueError(
                 f"--ld_alpha {self.ld_alpha} needs losses of summed log-ratios, not --loss {names}"

@@ -32,11 +32,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, EntropyArgs, KLEstimateArgs, LogKLArgs
+from common.config.objectives import AdaptiveArgs, CorrectionArgs, KLEstimateArgs, LogKLArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
-from common.config.training import ReferenceArgs
 from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
 from common.model.fixed_streams import with_logprobs
@@ -206,7 +205,7 @@ def loss(
 
 
 @dataclass
-class Args(KLEstimateArgs, EntropyArgs, ReferenceArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
+class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, AdaptiveArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04,
                      clip_low=0.2, clip_high=0.2),

@@ -1,11 +1,11 @@
 """Flags of objectives that several scripts share, in groups: importance weights, reward shaping."""
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, BelowOne, NotNegative, Positive
+from common.config.flags import STRICT, BelowOne, NotNegative, Positive, PositiveFraction
 from common.config.rules import require_default
 
 if TYPE_CHECKING:
@@ -81,21 +81,30 @@ class KLEstimateArgs:
 
 
 @dataclass(config=STRICT)
-class EntropyArgs:
-    """Entropy bonus"""
+class AdaptiveArgs:
+    """Entropy bonus and reference that change"""
 
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
     entropy_target: NotNegative[float] = 0.0
-    """entropy, in nats per token, below which there is a bonus; entropy_coef grows after a step
-    below it and shrinks after one above (arXiv:2505.22312); 0: constant entropy_coef"""
+    """entropy in nats per token below which there is a bonus: entropy_coef grows after a step below
+    it and shrinks after one above (arXiv:2505.22312); 0: entropy_coef is constant"""
     entropy_step: Positive[float] = 1e-4
     """with --entropy_target: change of entropy_coef after a step"""
+    reference_sync: NotNegative[int] = 0
+    """steps between moves of the reference model towards the policy (arXiv:2404.09656); 0: none"""
+    reference_rate: PositiveFraction = 1.0
+    """with --reference_sync: rate a of a move, reference <- (1 - a) reference + a policy"""
 
     @model_validator(mode="after")
-    def _check_entropy(self) -> Self:
+    def _check_adaptive(self: Any) -> Any:  # reads flags of the script
         if not self.entropy_target:
             require_default(self, ("entropy_step",), "with --entropy_target 0")
+        if not self.reference_sync:
+            require_default(self, ("reference_rate",), "with --reference_sync 0")
+        elif self.lora_rank or not self.beta:
+            flag = f"--reference_sync {self.reference_sync}"
+            raise ValueError(f"{flag} needs --beta above 0, and --lora_rank 0 (docs/dpo.md)")
         return self
 
 

@@ -16,7 +16,6 @@ from common.config.flags import (
     MayChange,
     NotNegative,
     Positive,
-    PositiveFraction,
     Several,
 )
 from common.config.rules import require_default
@@ -75,27 +74,6 @@ class PrefixArgs:
     share_prefix: MayChange[NotNegative[int]] = 16
     """compute a prefix that samples of a group have in common, such as their prompt, once if it has
     at least this many tokens; never changes the gradient; 0: never (docs/prefix.md)"""
-
-
-@dataclass(config=STRICT)
-class ReferenceArgs:
-    """Moving reference"""
-
-    reference_sync: NotNegative[int] = 0
-    """steps between moves of the reference model towards the policy (TR-DPO, arXiv:2404.09656); 0:
-    it does not move"""
-    reference_rate: PositiveFraction = 1.0
-    """with --reference_sync: rate of a move, reference <- (1 - rate) reference + rate policy; 1: a
-    copy of the policy"""
-
-    @model_validator(mode="after")
-    def _check_reference(self: Any) -> Any:  # reads flags of `TrainArgs`
-        if not self.reference_sync:
-            require_default(self, ("reference_rate",), "with --reference_sync 0")
-        elif self.lora_rank or not self.beta:
-            needs = "it needs --beta above 0 and --lora_rank 0"
-            raise ValueError(f"--reference_sync {self.reference_sync} moves all weights; {needs}")
-        return self
 
 
 @dataclass(config=STRICT)

@@ -84,13 +84,9 @@ def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None
 
 
 def make_plan(
-    models: Sequence[Shapes],
-    args: TrainArgs,
-    ranks: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    models: Sequence[Shapes], args: TrainArgs, ranks: int, device: torch.device, dtype: torch.dtype,
     capacity: float,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the plan for models with the compute `dtype` that are sharded over `ranks` devices of
     this type. Without `--activation_checkpointing`, CUDA recomputes activations that do not fit."""
     on_cuda = device.type == "cuda"

@@ -98,18 +98,10 @@ PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "alphapo", "orpo"}  # implicit rewa
 
 
 def preference_loss(
-    name: str,
-    p: Pairs,
-    *,
-    beta: float,
-    label_smoothing: float,
-    length_normalize: bool,
-    f_divergence: FDivergence,
-    f_alpha: float,
-    simpo_gamma: float,
-    alphapo_alpha: float,
+    name: str, p: Pairs, *, beta: float, label_smoothing: float, length_normalize: bool,
+    f_divergence: FDivergence, f_alpha: float, simpo_gamma: float, alphapo_alpha: float,
     discopop_tau: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the objective `name` of each pair, [N], float64. Objectives in `OVER_BATCH` need all
     pairs of the global batch."""
     z = beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))

@@ -1,7 +1,4 @@
-"""Rewards by the length of a completion, for right and wrong ones: a completion is right if the
-first of `--reward` is at least 1.
-
-Shapes: P prompts, G completions per prompt. NaN, where the first reward is missing, stays NaN."""
+"""Rewards by the length of right and wrong completions, computed from the first of `--reward`."""
 
 import math
 
@@ -9,20 +6,19 @@ import torch
 from torch import Tensor
 
 
-def cosine_length(right_PG: Tensor, lengths_PG: Tensor, longest: int) -> Tensor:
-    """Return the cosine reward (arXiv:2502.03373 Sec. 4.2) with the values of its authors' runs:
-    from 2 to 1 for a right completion and from -10 to 0 for a wrong one, as its length goes from 0
-    to `longest` tokens; -10 at `longest`. [P, G], float64."""
-    start_PG = torch.where(right_PG > 0, 2.0, -10.0).masked_fill(right_PG.isnan(), math.nan)
-    end_PG = torch.where(right_PG > 0, 1.0, 0.0)
-    fall_PG = (1 - torch.cos(math.pi * lengths_PG.double() / longest)) / 2
-    rewards_PG = start_PG + (end_PG - start_PG) * fall_PG
-    return torch.where((lengths_PG >= longest) & ~right_PG.isnan(), -10.0, rewards_PG)
-
-
-def adaptive_length(right_PG: Tensor, lengths_PG: Tensor, longest: int) -> Tensor:
-    """Return the adaptive length penalty (ALP, arXiv:2506.05256): minus the length, as a fraction
-    of `longest`, times the fraction of right completions in the group, which counts as 1 / G at
-    least. Its beta is the weight of this reward. [P, G], float64."""
-    rate_P1 = right_PG.nanmean(-1, keepdim=True).clamp(min=1 / right_PG.shape[-1])
-    return (-rate_P1 * lengths_PG / longest).masked_fill(right_PG.isnan(), math.nan)
+def by_length(name: str, first_PG: Tensor, lengths_PG: Tensor, longest: int) -> Tensor:
+    """Return the reward `name` of completions with these first rewards, which are right from 1, and
+    lengths of at most `longest` tokens. NaN where the first reward is missing. [P, G], float64."""
+    right_PG = first_PG >= 1
+    share_PG = lengths_PG.double() / longest
+    if name == "cosine_length":
+        # arXiv:2502.03373 Sec. 4.2, values of its runs: right from 2 to 1, wrong from -10 to 0
+        start_PG = torch.where(right_PG, 2.0, -10.0)
+        end_PG = torch.where(right_PG, 1.0, 0.0)
+        rewards_PG = start_PG + (end_PG - start_PG) * (1 - torch.cos(math.pi * share_PG)) / 2
+        rewards_PG = torch.where(share_PG >= 1, -10.0, rewards_PG)
+    else:  # adaptive_length: ALP (arXiv:2506.05256); its beta is the weight of this reward
+        count_P1 = (~first_PG.isnan()).sum(-1, keepdim=True).clamp(min=1)
+        pass_rate_P1 = right_PG.sum(-1, keepdim=True) / count_P1
+        rewards_PG = -pass_rate_P1.clamp(min=1 / first_PG.shape[-1]) * share_PG
+    return rewards_PG.masked_fill(first_PG.isnan(), math.nan)

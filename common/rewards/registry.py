@@ -21,7 +21,7 @@ OTHERS = dict(
     code_fraction="code_reward:fraction",
 )  # module and function
 BUILT_IN = (*REWARDS, *OTHERS)
-BY_LENGTH = ("cosine_length", "adaptive_length")  # of lengths.py, computed from the first reward
+BY_LENGTH = ("cosine_length", "adaptive_length")  # computed from the first of --reward
 
 
 def load_reward(name: str) -> Reward:

@@ -65,20 +65,18 @@ class Rewards:
         Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a
         row that a reward cannot use, a model that is no reward model or does not fit these prompts.
         """
+        if args.reward[:1] and args.reward[0] in BY_LENGTH:
+            raise ValueError(
+                f"--reward {args.reward[0]}: name a reward for right answers before it"
+            )
         self.args = args
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         self.scorers: dict[str, Scorer] = {}
         self.first_names: list[str] = []  # several with by_row
         weights: list[float] = []
         reward_weights = args.reward_weights or [1.0] * len(args.reward)
-        self.by_length: dict[str, float] = {}  # weights of rewards that the first one decides
         short = short_names(args.reward)
         for name, weight in zip(args.reward, reward_weights, strict=True):
-            if name in BY_LENGTH and name not in self.by_length and name != args.reward[0]:
-                self.by_length[name] = weight
-                continue
-            if name in BY_LENGTH:
-                raise ValueError(f"--reward {name} comes once, behind a reward for right answers")
             if name == "by_row":
                 added = make_scorers_by_row(rows, args, self.thoughts)
             elif name.startswith("model:"):
@@ -91,9 +89,6 @@ class Rewards:
             self.scorers |= added
             self.first_names = self.first_names or list(added)
             weights += [weight] * len(added)
-        if not self.first_names:  # in a dry run, a model
-            self.by_length = {}
-        weights += self.by_length.values()
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.pools = [scorer.pool for scorer in self.scorers.values() if scorer.pool]
         self.begun: dict[int, BegunGroup] = {}
@@ -159,29 +154,20 @@ class Rewards:
         rewards_KPG = torch.tensor(values, dtype=torch.float64).reshape(len(results), *shape)
         failed_KPG = torch.tensor(failed, dtype=torch.bool).reshape(len(results), *shape)
         by_name = dict(zip(results, rewards_KPG, strict=True))
-        if self.by_length:
-            by_name |= self._by_length(groups, self.first(by_name))
-            rewards_KPG = torch.stack([*by_name.values()])
+        for name in by_name.keys() & set(BY_LENGTH):
+            from common.rewards.lengths import by_length
+
+            lengths = [len(sample.completion_ids) for sample in chain(*groups)]
+            lengths_PG = torch.tensor(lengths).reshape(shape)
+            first_PG = self.first(by_name)
+            by_name[name][:] = by_length(name, first_PG, lengths_PG, self.args.max_new_tokens)
         rewards_PG = (self.weights[:, None, None] * rewards_KPG).nansum(0)
         rewards_PG[failed_KPG.any(0) | rewards_KPG.isnan().all(0)] = math.nan
         return Scored(rewards_PG, by_name, numbers)
 
-    def _by_length(self, groups: list[Group], first_PG: Tensor) -> dict[str, Tensor]:
-        from common.rewards import lengths
-
-        right_PG = first_PG.ge(1).double().masked_fill(first_PG.isnan(), math.nan)
-        counts = [len(sample.completion_ids) for sample in chain(*groups)]
-        arguments = (
-            right_PG,
-            torch.tensor(counts).reshape(right_PG.shape),
-            self.args.max_new_tokens,
-        )
-        return {name: getattr(lengths, name)(*arguments) for name in self.by_length}
-
     def weight_of(self, name: str) -> float:
         """Return the weight of a reward, 0 for one that is not in `--reward`."""
-        names = [*self.scorers, *self.by_length]
-        return dict(zip(names, self.weights.tolist(), strict=True)).get(name, 0.0)
+        return dict(zip(self.scorers, self.weights.tolist(), strict=True)).get(name, 0.0)
 
     def first(self, by_name: dict[str, Tensor]) -> Tensor:
         """Return the first of `--reward`, [P, G]; with by_row the one that applies. NaN where there

@@ -43,15 +43,9 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        args: TrainArgs,
-        model: PackedModel,
-        optimizer: Optimizer,
-        tokenizer,
-        value=None,
-        reference: PackedModel | None = None,
-        **stateful,
-    ):
+        self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
+        reference: PackedModel | None = None, **stateful,
+    ):  # fmt: skip
         self.args = args
         self.folder = Path(args.output_dir)
         self.checkpoints = self.folder / "checkpoints"

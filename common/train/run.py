@@ -36,21 +36,11 @@ class Run:
     """Run of `total_steps` steps, resumed from the newest checkpoint in `--output_dir`."""
 
     def __init__(
-        self,
-        args: TrainArgs,
-        model: PackedModel,
-        optimizer: Optimizer,
-        tokenizer,
-        total_steps: int,
-        *,
-        show: Sequence[str],
-        curves: Sequence[str],
-        value: tuple[PackedModel, Optimizer] | None = None,
-        reference: PackedModel | None = None,
-        order=None,
-        rollouts=None,
-        **stateful,
-    ):
+        self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer,
+        total_steps: int, *, show: Sequence[str], curves: Sequence[str],
+        value: tuple[PackedModel, Optimizer] | None = None, reference: PackedModel | None = None,
+        order=None, rollouts=None, **stateful,
+    ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
         which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
         second model with its optimizer, `reference` a frozen one that moves. `show`: metrics beside

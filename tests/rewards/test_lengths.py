@@ -10,7 +10,7 @@ from rewards.test_total import ROW, make
 
 from common.data.sample import Completion
 from common.metrics.meter import Meter
-from common.rewards.lengths import adaptive_length, cosine_length
+from common.rewards.lengths import by_length
 
 LONGEST = 20
 completion = st.tuples(st.sampled_from([0.0, 1.0, math.nan]), st.integers(1, LONGEST))
@@ -34,15 +34,16 @@ def cosine(right: float, length: int) -> float:
 
 @given(groups)
 def test_cosine_reward_equals_naive_code(groups):
-    got = cosine_length(*tables(groups), LONGEST)
+    got = by_length("cosine_length", *tables(groups), LONGEST)
     expected = [[cosine(*sample) for sample in group] for group in groups]
     torch.testing.assert_close(got, torch.tensor(expected).double(), equal_nan=True)
 
 
 def test_cosine_reward_prefers_short_right_and_long_wrong_completions():
+    lengths = torch.arange(1, LONGEST)[None]
     right, wrong = (
-        cosine_length(torch.full((1, LONGEST - 1), x).double(), torch.arange(1, LONGEST)[None], 20)
-        for x in (1.0, 0.0)
+        by_length("cosine_length", torch.full(lengths.shape, first).double(), lengths, LONGEST)
+        for first in (1.5, 0.5)
     )
     assert (right.diff() < 0).all() and (wrong.diff() > 0).all() and right.min() > wrong.max()
 
@@ -54,7 +55,7 @@ def test_adaptive_penalty_equals_naive_code(groups):
         known = [right for right, _ in group if not math.isnan(right)]
         rate = max(sum(known) / len(known), 1 / 3) if known else math.nan
         expected.append([-rate * n / LONGEST + (0 * right) for right, n in group])
-    got = adaptive_length(*tables(groups), LONGEST)
+    got = by_length("adaptive_length", *tables(groups), LONGEST)
     torch.testing.assert_close(got, torch.tensor(expected).double(), equal_nan=True)
 
 
@@ -73,14 +74,11 @@ def test_rewards_by_length_read_the_first_reward():
     total, parts, _ = make(("exact_match", "cosine_length", "format"), (0.0, 1.0, 1.0))(
         batch, Meter()
     )
-    assert list(parts) == ["exact_match", "format", "cosine_length"]
+    assert list(parts) == ["exact_match", "cosine_length", "format"]
     assert total.tolist() == [[pytest.approx(x) for x in parts["cosine_length"][0].tolist()]]
     assert total[0, 0] > total[0, 1] > total[0, 2] > total[0, 3] == -10
 
 
-@pytest.mark.parametrize(
-    "names", [("cosine_length", "exact_match"), ("exact_match", *["adaptive_length"] * 2)]
-)
-def test_reward_by_length_follows_another_one(names):
-    with pytest.raises(ValueError, match="_length comes once, behind a reward for right answers"):
-        make(names)
+def test_reward_by_length_follows_another_one():
+    with pytest.raises(ValueError, match="cosine_length: name a reward for right answers before"):
+        make(("cosine_length", "exact_match"))
