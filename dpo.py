@@ -50,7 +50,7 @@ from common.evaluate.generation import Generation
 from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
-from common.model.policy import Policy, load_policy
+from common.model.policy import Policy, load_policy, move_reference
 from common.model.reference import completion_logps, reference_logps, reference_or_logps
 from common.objectives import preference
 from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
@@ -319,7 +319,7 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, pairs)
     run = Run(
         args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES,
-        reference=reference if args.reference_sync else None,
+        reference=reference,
     )  # fmt: skip
     run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for sample in pairs[0]:
@@ -351,10 +351,7 @@ def main(args: Args) -> None:
                 batch_loss += mb_loss.detach()
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
-        if args.reference_sync and (step + 1) % args.reference_sync == 0:
-            from common.model.ema import move_towards
-
-            move_towards(reference, policy, args.reference_rate)
+        move_reference(reference, policy, step + 1, args)  # with --reference_sync
 
         # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)

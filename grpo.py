@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.objectives import AdaptiveArgs, CorrectionArgs, KLEstimateArgs, LogKLArgs
+from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, MovingArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
@@ -40,7 +40,7 @@ from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.policy import load_policy, load_reference
+from common.model.policy import load_policy, load_reference, move_reference
 from common.objectives.advantages import centre_groups, group_std, whiten
 from common.objectives.importance import (
     bounded_exp,
@@ -205,7 +205,7 @@ def loss(
 
 
 @dataclass
-class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, AdaptiveArgs, OnlineArgs):
+class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04,
                      clip_low=0.2, clip_high=0.2),
@@ -307,8 +307,7 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = [path] if needs_reference else []
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] * needs_reference)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
@@ -320,8 +319,8 @@ def main(args: Args) -> None:
     total_steps = num_steps(args, prompts)
     entropy = EntropyCoefficient(args.entropy_coef, args.entropy_target, args.entropy_step)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW,
-        curves=CURVES, entropy=entropy, reference=reference if args.reference_sync else None,
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, reference=reference,
+        entropy=entropy, show=SHOW, curves=CURVES,
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
@@ -383,10 +382,7 @@ def main(args: Args) -> None:
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
-        if args.reference_sync and (step + 1) % args.reference_sync == 0:
-            from common.model.ema import move_towards
-
-            move_towards(reference, policy, args.reference_rate)
+        move_reference(reference, policy, step + 1, args)  # with --reference_sync
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta, entropy_coef=args.entropy_coef)

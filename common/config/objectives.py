@@ -81,8 +81,8 @@ class KLEstimateArgs:
 
 
 @dataclass(config=STRICT)
-class AdaptiveArgs:
-    """Entropy bonus and reference that change"""
+class MovingArgs:
+    """Entropy bonus and reference that move"""
 
     entropy_coef: NotNegative[float] = 0.0
     """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
@@ -97,7 +97,7 @@ class AdaptiveArgs:
     """with --reference_sync: rate a of a move, reference <- (1 - a) reference + a policy"""
 
     @model_validator(mode="after")
-    def _check_adaptive(self: Any) -> Any:  # reads flags of the script
+    def _check_moving(self: Any) -> Any:  # reads flags of the script
         if not self.entropy_target:
             require_default(self, ("entropy_step",), "with --entropy_target 0")
         if not self.reference_sync:

@@ -149,13 +149,9 @@ def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch
 
 
 def load_policy(
-    path: str,
-    args: BaseArgs,
-    device: torch.device,
-    trainable: bool = True,
-    flag: str = "--model",
+    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
     kind: type[Policy] = Policy,
-) -> Policy:
+) -> Policy:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
     compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py).
 
@@ -182,6 +178,17 @@ def load_reference(
     from common.model.lora import StartingModel
 
     return StartingModel(policy)
+
+
+def move_reference(
+    reference: nn.Module | None, policy: Policy, finished: int, args: BaseArgs
+) -> None:
+    """Move the reference towards the policy, as `--reference_sync` and `--reference_rate` say,
+    after so many finished steps."""
+    if reference is not None and args.reference_sync and finished % args.reference_sync == 0:
+        from common.model.ema import move_towards
+
+        move_towards(reference, policy, args.reference_rate)
 
 
 def load_scalar_model(
@@ -310,12 +317,9 @@ def home_of(args: BaseArgs, device: torch.device) -> torch.device:
 
 
 def shard(
-    model: PackedModel,
-    blocks: nn.ModuleList,
-    args: BaseArgs,
-    device: torch.device,
+    model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device,
     reshard_root: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile`
     compile the blocks and the log-probs.
 

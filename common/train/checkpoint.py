@@ -39,7 +39,7 @@ class Checkpointer:
     """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
     on every rank).
 
-    `value` is a second model with its optimizer, `reference` a frozen model that moves.
+    `value` is a second model with its optimizer, `reference` the one of --reference_sync.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Checkpointer:
         self.model = model
         self.stateful = stateful
         self.trained = {"": (model, optimizer)}
-        self.moved = {} if reference is None else {"reference": reference}
+        self.moved = {"reference": reference} if args.reference_sync else {}
         if value is not None:
             self.trained["value_"] = value
         self.files: dict[str, bytes] = {}

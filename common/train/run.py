@@ -43,8 +43,8 @@ class Run:
     ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
         which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
-        second model with its optimizer, `reference` a frozen one that moves. `show`: metrics beside
-        the progress bar; `curves`: metrics to draw. Collective.
+        second model with its optimizer, `reference` that of --reference_sync. `show`: metrics
+        beside the progress bar; `curves`: metrics to draw. Collective.
 
         Raises `ValueError` if all checkpoints are damaged.
         """
