@@ -16,7 +16,8 @@ from common.objectives.importance import Correction, importance_weights, off_pol
 def bounded(log_ratio, mode, low, high):
     """Return the weights of single tokens."""
     mask, ids = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
-    return importance_weights(log_ratio, mask, ids, Correction("token", mode, low, high))
+    engine = torch.zeros_like(log_ratio)
+    return importance_weights(log_ratio, engine, mask, ids, Correction("token", mode, low, high))
 
 
 @given(
@@ -78,7 +79,8 @@ MASK, IDS = (
 )
 def test_weights_follow_level_mode_and_bounds(flags, expected):
     correction = Correction(**dict(level="token") | flags)
-    weights_T = importance_weights(RATIOS.log().requires_grad_(), MASK, IDS, correction)
+    old_T = RATIOS.log().requires_grad_()
+    weights_T = importance_weights(old_T, torch.zeros(7), MASK, IDS, correction)
     assert weights_T[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert not weights_T.requires_grad
 
@@ -91,7 +93,8 @@ def test_weights_without_trained_tokens_are_finite(flags):
         torch.tensor([0, 0, 1]),
     )
     correction = Correction(**dict(level="token") | flags)
-    assert importance_weights(log_ratio_T, none_T, ids_T, correction).isfinite().all()
+    streams = log_ratio_T, torch.zeros(3), none_T, ids_T
+    assert importance_weights(*streams, correction).isfinite().all()
 
 
 # ---- off-policy sequence masking ----

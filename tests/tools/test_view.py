@@ -149,7 +149,7 @@ def reinforce_case():
 def ppo_case():
     args = ppo.Args(entropy_coef=0.01)
     A_T = torch.linspace(-1, 1, 7).double().round(decimals=3)
-    c_T = importance_weights(OLD - ROLLOUT, *WHERE, args.correction_form)
+    c_T = importance_weights(OLD, ROLLOUT, *WHERE, args.correction_form)
     share_T, logged = ppo.loss(NEW, OLD, ENTROPY, A_T, c_T, MASK, TOKENS, torch.tensor(5), args)
     return token_case(args, share_T, logged, advantages=A_T, importance=c_T)
 
@@ -171,7 +171,7 @@ def sums(x_T):
 
 def rloo_case():
     args = rloo.Args()
-    c_T = importance_weights(OLD - ROLLOUT, *WHERE, args.correction_form)
+    c_T = importance_weights(OLD, ROLLOUT, *WHERE, args.correction_form)
     share_N, logged = rloo.loss(
         sums(NEW), sums(OLD), c_T[torch.tensor([3, 6])], ADVANTAGES, SEQUENCES, args
     )
