@@ -253,6 +253,9 @@ CASES: dict[str, Callable] = {
     "k1": lambda: grpo_lines(kl_estimator="k1", kl_clamp=0.2, correction="none"),
     "unbiased k2": lambda: grpo_lines(kl_estimator="k2", unbiased_kl=True),
     "filter": lambda: grpo_lines(correction_filter=(0.9, 1.02), correction_mode="mask"),
+    "rejection": lambda: grpo_lines(
+        correction="none", correction_reject="token_tv", correction_bound=0.1
+    ),
     "off policy": lambda: grpo_lines(off_policy_threshold=0.05),
     "gspo": lambda: grpo_lines(loss="gspo", **WHOLE),
     "sequence_clip": lambda: grpo_lines(loss="sequence_clip", **WHOLE),
