@@ -175,10 +175,7 @@ def naive_gradient(form):
         weights.append([0.0 if drops else x for x in c])
     counted = [c[:1] for c in weights] if form["level"] == "sequence" else weights
     mean = sum(map(sum, counted)) / sum(map(len, counted))
-    assert (
-        0 < mean != 1
-        and abs(sum(x / mean for c in counted for x in c) / sum(map(len, counted)) - 1) < 1e-9
-    )
+    assert mean > 0 and abs(mean - 1) > 0.02
     tokens = sum(map(len, NEW))
     return [
         [-a * math.exp(new - old) * x / mean / tokens for new, old, x in zip(*rows, strict=True)]
