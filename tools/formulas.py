@@ -74,8 +74,8 @@ def policy_loss(f: Mapping) -> Formulas:
 
 
 def importance(f: Mapping) -> Formulas:
-    """Return the formulas of c, the importance weight pi_old / pi_engine, bounded: its recorded value
-    with --correction_reject or --correction_normalize."""
+    """Return the formulas of c, the bounded importance weight pi_old / pi_engine; its recorded
+    value with --correction_reject or --correction_normalize."""
     if f.get("correction_reject") or f.get("correction_normalize"):
         return [("c", "sampling_weight")]
     total = "sum_old_logprobs - sum_rollout_logprobs"
