@@ -67,15 +67,10 @@ class CorrectionArgs:
         from common.objectives.importance import Correction
 
         return Correction(
-            self.correction,
-            self.correction_mode,
-            self.correction_low,
-            self.correction_high,
-            self.correction_filter,
-            self.correction_reject,
-            self.correction_bound,
+            self.correction, self.correction_mode, self.correction_low, self.correction_high,
+            self.correction_filter, self.correction_reject, self.correction_bound,
             self.correction_normalize,
-        )
+        )  # fmt: skip
 
 
 @dataclass(config=STRICT)
