@@ -57,7 +57,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import kl_estimate
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import lengths, measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import Sampler, make_sampler, serve
@@ -110,6 +110,7 @@ def loss(
     tokens: Tensor,
     threshold: float,
     args: "Args",
+    c_mean: float = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log.
     `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token; `tokens`: number of
@@ -121,7 +122,7 @@ def loss(
     clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
     loss_T = -torch.min(rho_T * A_T, clipped_T * A_T)
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     loss_T = loss_T * c_T
     if args.top_entropy < 1:
@@ -309,7 +310,7 @@ def main(args: Args) -> None:
     )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
-    needs_old = args.updates_per_rollout > 1 or args.top_entropy < 1
+    needs_old = args.updates_per_rollout > 1 or args.top_entropy < 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -343,6 +344,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, _ = count_trained(minibatch)  # of all ranks
+                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -352,7 +354,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.old_entropy_T,
                         mb.on_tokens(kept_advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, threshold, args,
+                        tokens, threshold, args, c_mean,
                     )  # fmt: skip
                     if mb.ref_logprobs_T is not None:
                         logged["kl"] = kl_estimate(logprobs_T.detach(), mb.ref_logprobs_T)

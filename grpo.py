@@ -53,7 +53,7 @@ from common.objectives.reduction import per_token, sequence_mean, sequence_sum
 from common.objectives.shaping import EntropyCoefficient
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -62,8 +62,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-# For each --loss: the reduction of its log-ratios (of a token, or the mean or sum over its
-# completion), and the flags that it reads and not all others do.
+# For each --loss: the reduction of its log-ratios, and the flags that not all others read.
 CLIP_FLAGS = ("clip_low", "clip_high", "dual_clip")
 SAPO_FLAGS = ("sapo_tau_positive", "sapo_tau_negative")
 VESPO_FLAGS = (
@@ -151,22 +150,22 @@ def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args"
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
     ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
-    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args",
+    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args", c_mean: float = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
     With the weights w_t, the shares of all micro-batches and ranks add up to a mean over the
-    *global* minibatch. It has `tokens` trained tokens in `sequences` completions. c_t = pi_old /
-    pi_engine, bounded, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`: trained tokens;
-    `sequence_ids_T`: number of each token's completion."""
+    *global* minibatch of `tokens` trained tokens in `sequences` completions. c_t = pi_old /
+    pi_engine, bounded, over `c_mean`, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`:
+    trained tokens; `sequence_ids_T`: number of each token's completion."""
     reduce, _ = LOSSES[args.loss]
     new_T = reduce(logprobs_T, mask_T, sequence_ids_T)
     old_T = reduce(old_logprobs_T, mask_T, sequence_ids_T)
     log_rho_T = new_T - old_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {
@@ -324,7 +323,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
-    on_policy = args.updates_per_rollout == 1  # the policy of the update is that of the rollout
+    needs_old = args.updates_per_rollout > 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -351,7 +350,7 @@ def main(args: Args) -> None:
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or not on_policy else None  # None: the update computes them
+        old = policy if checks_engine or needs_old else None  # None: the update computes them
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
@@ -363,6 +362,7 @@ def main(args: Args) -> None:
             args.entropy_coef = entropy.value  # changes only with --entropy_target
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, sequences = count_trained(minibatch)  # of all ranks
+                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -372,7 +372,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, args,
+                        tokens, sequences, args, c_mean,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

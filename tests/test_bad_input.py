@@ -171,6 +171,11 @@ FLAG_ERRORS = [
     ),
     ("rloo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
     ("rloo", "--correction token", "--correction token must be 'none' or 'sequence'"),
+    (
+        "rloo",
+        "--correction_reject token_tv --correction_bound 0.1",
+        "--correction_reject token_tv: a completion has one weight; use seq_mean or seq_max",
+    ),
     ("rloo", "--clip_low 1", "--clip_low 1 must be less than 1"),
     ("dpo", "--loss kto", "--loss kto is another script; run python kto.py"),
     ("dpo", "--desirable_weight 2", "unknown flag --desirable_weight"),

@@ -74,9 +74,10 @@ def policy_loss(f: Mapping) -> Formulas:
 
 
 def importance(f: Mapping) -> Formulas:
-    """Return the formulas of c, the bounded importance weight pi_old / pi_engine."""
-    if f["correction"] == "none":
-        return [("c", "1")]
+    """Return the formulas of c, the bounded importance weight pi_old / pi_engine; its recorded
+    value with --correction_reject or --correction_normalize."""
+    if f.get("correction_reject") or f.get("correction_normalize"):
+        return [("c", "sampling_weight")]
     total = "sum_old_logprobs - sum_rollout_logprobs"
     log_ratio = total if f["correction"] == "sequence" else "old_logprobs - rollout_logprobs"
     found = [("unbounded", f"exp({log_ratio})")]
@@ -85,6 +86,8 @@ def importance(f: Mapping) -> Formulas:
         bounded = (
             "where(unbounded < correction_low, 0, where(unbounded > correction_high, 0, unbounded))"
         )
+    if f["correction"] == "none":
+        found, bounded = [], "1"
     if f["correction_filter"] is None:
         return [*found, ("c", bounded)]
     low, high = f["correction_filter"]
@@ -185,6 +188,8 @@ def likelihood(f: Mapping) -> Formulas:
 
 
 def rloo(f: Mapping) -> Formulas:
+    if f.get("correction_reject") or f.get("correction_normalize"):
+        raise ValueError("the weights of completions are not recorded")
     log_rho = ("log_rho", "sum_logprobs - sum_old_logprobs")
     parts = [RATIO[0], log_rho, RATIO[2], ("policy_loss", f"-{CLIP}"), *importance(f)]
     return [*parts, ("loss", "policy_loss * c"), ("w", "1 / sequences")]

@@ -29,6 +29,18 @@ class CorrectionArgs:
     correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
     """two bounds, e.g. 0.5 2: completions are dropped if the geometric mean of their tokens'
     trainer / engine probability ratios lies outside them; default: off"""
+    correction_reject: Literal[
+        "veto", "token_k2", "token_k3", "token_tv", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv",
+        "seq_max_k2", "seq_max_k3", "seq_max_tv",
+    ] | None = None  # fmt: skip
+    """completions to drop, with correction_bound. veto: any ratio is below it; seq_mean, seq_max:
+    the mean or any token is above it in k2, k3 (KL estimate in nats) or tv (probability
+    difference); token: drop these tokens only"""
+    correction_bound: Positive[float] | None = None
+    """bound of correction_reject"""
+    correction_normalize: bool = False
+    """divide the weights by their mean over the minibatch; costs a forward pass if a rollout has
+    one update"""
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
@@ -41,8 +53,12 @@ class CorrectionArgs:
             if low >= high:
                 raise ValueError(f"--correction_filter {low:g} {high:g}: {problem}")
         if self.correction == "none":
-            unused = ("correction_mode", "correction_low", "correction_high", "correction_filter")
-            require_default(self, unused, "with --correction none")
+            unused = ("mode", "low", "high", "normalize")
+            flags = [f"correction_{name}" for name in unused]
+            require_default(self, flags, "with --correction none")
+        if (self.correction_reject is None) != (self.correction_bound is None):
+            pair = f"{self.correction_reject} --correction_bound {self.correction_bound}"
+            raise ValueError(f"--correction_reject {pair}: set both or none")
         return self
 
     @property
@@ -51,12 +67,10 @@ class CorrectionArgs:
         from common.objectives.importance import Correction
 
         return Correction(
-            self.correction,
-            self.correction_mode,
-            self.correction_low,
-            self.correction_high,
-            self.correction_filter,
-        )
+            self.correction, self.correction_mode, self.correction_low, self.correction_high,
+            self.correction_filter, self.correction_reject, self.correction_bound,
+            self.correction_normalize,
+        )  # fmt: skip
 
 
 @dataclass(config=STRICT)
