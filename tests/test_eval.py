@@ -113,6 +113,16 @@ def test_results_equal_those_of_the_written_completions(one_rank):
 
 
 @pytest.mark.slow
+def test_completions_give_the_pass_rates_of_training_rows(one_rank):
+    lines = completions(one_rank)
+    rows = [dict(_source=line["source"]) for line in lines]
+    kept = with_pass_rates(rows, str(one_rank / "completions.jsonl"), ())
+    for line, row in zip(lines, kept, strict=True):
+        solved = sum(c["score"] for c in line["completions"][1:])
+        assert row["_pass_counts"] == (solved, 4 - solved)
+
+
+@pytest.mark.slow
 def test_results_do_not_depend_on_ranks_or_resume(one_rank, flags, main, tmp_path, capsys):
     """The state after a kill includes half a line."""
     whole = (one_rank / "completions.jsonl").read_text()
