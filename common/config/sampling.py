@@ -156,7 +156,7 @@ class RolloutArgs:
     pass_rates: str | None = None
     """completions.jsonl of eval.py for the training rows: selects prompts, see pass_rate, and is
     where the estimates of `--draw difficulty` start"""
-    pass_rate: Several[Fraction] = ()
+    pass_rate: tuple[Fraction, Fraction] | None = None
     """with --pass_rates: lowest and highest pass rate of the prompts to train on; default: all"""
     minibatches: Positive[int] = 1
     """minibatches per rollout: optimizer steps per epoch over it"""
@@ -190,13 +190,13 @@ class RolloutArgs:
     def _check_draw(self) -> Self:
         if self.draw == "uniform":
             require_default(self, ("draw_floor", "draw_half_life"), "with --draw uniform")
-            if not self.pass_rate:
+            if self.pass_rate is None:
                 require_default(self, ("pass_rates",), "without --pass_rate or --draw difficulty")
         if self.pass_rates is None:
             require_default(self, ("pass_rate",), "without --pass_rates")
-        if self.pass_rate and (len(self.pass_rate) != 2 or self.pass_rate[0] > self.pass_rate[1]):
+        if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
             values = " ".join(map(str, self.pass_rate))
-            raise ValueError(f"--pass_rate {values}: expected the lowest and the highest pass rate")
+            raise ValueError(f"--pass_rate {values}: the lower bound must be below the upper one")
         return self
 
     @model_validator(mode="after")

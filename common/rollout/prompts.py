@@ -51,7 +51,7 @@ def load_prompts(args: OnlineArgs, tokenizer, context: int) -> tuple[Prompts, Pr
     row_check(args)  # finds unknown names of rewards before anything slow
     rows, held_out_rows = train_and_eval_rows(args)
     if args.pass_rates is not None:
-        from common.rollout.difficulty import with_pass_rates
+        from common.rollout.pass_rates import with_pass_rates
 
         rows = with_pass_rates(rows, args.pass_rates, args.pass_rate)
     columns = prompt_columns(args, rows)

@@ -97,7 +97,7 @@ class Sampler:
         self._wait_for_step(meter)
         groups = self._take(step, meter)
         if self.args.draw == "difficulty":
-            from common.rollout.difficulty import learn
+            from common.rollout.pass_rates import learn
 
             learn(self.queue, self.rewards, groups, meter)
         return groups

@@ -257,11 +257,7 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
         ),
         (
             dict(pass_rates="x", pass_rate=(0.9, 0.1)),
-            "--pass_rate 0.9 0.1: expected the lowest and the highest pass rate",
-        ),
-        (
-            dict(pass_rates="x", pass_rate=(0.9,)),
-            "--pass_rate 0.9: expected the lowest and the highest pass rate",
+            "--pass_rate 0.9 0.1: the lower bound must be below the upper one",
         ),
         (dict(oversample=2.5), "--oversample 2.5 must be less than or equal to 2"),
         (dict(oversample=1.5, max_staleness=0), "--oversample 1.5 needs --max_staleness 1 or more"),

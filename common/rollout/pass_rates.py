@@ -1,5 +1,7 @@
-"""Results of prompts for `--draw difficulty` (data/difficulty.py) and `--pass_rate`, from rollouts
-or from a file. A completion solves its prompt if its first reward is at least 1.
+"""Pass rates of prompts: numbers of completions that solve them, from a rollout for `--draw
+difficulty` (data/difficulty.py), or from the file of `--pass_rates`.
+
+A completion solves its prompt if its first reward is at least 1.
 
 Shapes: P prompts on this rank; 2: completions that solve the prompt, and the others."""
 
@@ -47,7 +49,7 @@ def count_solved(rewards: Rewards, groups: list[Group]) -> Tensor:
     return counts_P2
 
 
-def with_pass_rates(rows: list[dict], file: str, bounds: tuple[float, ...]) -> list[dict]:
+def with_pass_rates(rows: list[dict], file: str, bounds: tuple[float, float] | None) -> list[dict]:
     """Return the rows whose pass rate in the `file` of eval.py is within the `bounds`, all rows
     without bounds. Their column `_pass_counts` has the numbers of sampled completions, [2].
 
@@ -55,7 +57,7 @@ def with_pass_rates(rows: list[dict], file: str, bounds: tuple[float, ...]) -> l
     counts: dict[str, tuple[int, int]] = {}
     flag = f"--pass_rates {file}"
     try:
-        for text in Path(file).read_text(encoding="utf-8").splitlines():
+        for text in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
             line = LINE.validate_json(text)
             scores = [c["score"] for c in line["completions"] if not c["greedy"]]
             solved = [score >= 1 for score in scores if score is not None]
@@ -74,5 +76,6 @@ def with_pass_rates(rows: list[dict], file: str, bounds: tuple[float, ...]) -> l
     kept = [row for row, solved, failed in tried if low <= solved / (solved + failed) <= high]
     if not kept:
         raise ValueError(f"{flag}: no training row has a pass rate from {low:g} to {high:g}")
+    kept = rows if bounds is None else kept
     distributed.say(f"{flag}: {len(kept)} of {len(rows)} training rows are kept")
     return kept
