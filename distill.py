@@ -179,6 +179,8 @@ class Args(CorrectionArgs, OnlineArgs):
         if not self.needs_engine:
             why = "with --on_policy_fraction 0 and without --reward"
             require_default(self, ("rollout_ranks",), why)
+        if not (self.own_prompts and self.reward):
+            require_default(self, ("draw",), "without --reward or with --on_policy_fraction 0")
         if self.teacher_logprobs == "stored" and (self.on_policy_fraction > 0 or not self.top_k):
             flag = "--teacher_logprobs stored"
             raise ValueError(f"{flag} needs --on_policy_fraction 0 and --top_k above 0")

@@ -259,6 +259,11 @@ FLAG_ERRORS = [
         "--reward --on_policy_fraction 0 --rollout_ranks 1",
         "--rollout_ranks 1 has no effect with --on_policy_fraction 0 and without --reward",
     ),
+    (
+        "distill",
+        "--reward --draw difficulty",
+        "--draw difficulty has no effect without --reward or with --on_policy_fraction 0",
+    ),
     ("distill", "--reward_coef 1", "--reward_coef 1.0 has no effect with --estimator full"),
     ("distill", "--teacher_coef 2", "--teacher_coef 2.0 has no effect with --estimator full"),
     (
@@ -310,6 +315,7 @@ FLAG_ERRORS = [
     ("bok", "--keep_above nan", "--keep_above nan must be finite in float32"),
     ("bok", "--offline --beta 0.1", "--beta 0.1 has no effect with --offline"),
     ("bok", "--offline --rollout_ranks 1", "--rollout_ranks 1 has no effect with --offline"),
+    ("bok", "--offline --draw difficulty", "--draw difficulty has no effect with --offline"),
     (
         "bok",
         "--rollout_ranks 1 --tensor_parallel_size 2",

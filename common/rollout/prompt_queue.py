@@ -10,7 +10,7 @@ trained on exactly once, and over a run no length is favoured."""
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, count, dropwhile, islice
 
 from common.config.online import OnlineArgs
 from common.data.order import Order
@@ -18,13 +18,12 @@ from common.data.order import Order
 
 @dataclass
 class PromptBatch:
-    """Batch of `prompts_per_step` prompts that are drawn together, and the state from which to draw
-    them again."""
+    """Batch of `prompts_per_step` prompts that are drawn together."""
 
     index: int
     """number of the batch in this run, from 0"""
     cursor: dict
-    """state of the row order before this batch"""
+    """position of the row order before this batch"""
     rows: list[int]
     """indices of the data rows"""
 
@@ -154,7 +153,7 @@ class PromptQueue:
         new ones."""
         for i in count():
             if i == len(self.pending):
-                cursor = self.order.state_dict()
+                cursor = self.order.cursor
                 rows = self.order.draw(self.prompts_per_step)
                 self.pending.append(PromptBatch(self.next_batch, cursor, rows))
                 self.next_batch += 1
@@ -177,22 +176,30 @@ class PromptQueue:
 
     # ---- resume ----
 
+    def _unfinished(self) -> list[PromptBatch]:
+        """Return the drawn batches from the oldest one of which not all prompts are taken."""
+        return list(dropwhile(lambda b: self.used.issuperset(b.numbers), self.pending))
+
     @property
     def cursor(self) -> dict:
-        """State of the row order before the oldest prompt that is not taken yet."""
-        return self.state_dict()["order"]
+        """Position of the row order before the oldest prompt that is not taken yet."""
+        return next((batch.cursor for batch in self._unfinished()), self.order.cursor)
 
     def state_dict(self) -> dict:
         """Return the position in the data. After a resume, prompts that were drawn but not taken
         are sampled again."""
-        for batch in self.pending:
-            if not self.used.issuperset(batch.numbers):  # the oldest one
-                state = dict(number=batch.index, order=batch.cursor)
-                used = sorted(number for number in self.used if number >= batch.numbers.start)
-                return state | dict(used=used) if used else state
-        return dict(number=self.next_batch, order=self.order.state_dict())
+        batches = self._unfinished()
+        number = self.next_batch - len(batches)
+        state = dict(number=number, order=self.order.state_dict())
+        if batches:
+            state["batches"] = [(batch.cursor, batch.rows) for batch in batches]
+        used = sorted(n for n in self.used if n >= number * self.prompts_per_step)
+        return state | dict(used=used) if used else state
 
     def load_state_dict(self, state: dict) -> None:
-        self.next_batch = state["number"]
+        first = state["number"]
+        batches = state.get("batches", ())  # earlier versions drew them again
+        self.pending = deque(PromptBatch(first + i, *batch) for i, batch in enumerate(batches))
+        self.next_batch = first + len(batches)
         self.used = set(state.get("used", ()))
         self.order.load_state_dict(state["order"])

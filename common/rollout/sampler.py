@@ -95,7 +95,12 @@ class Sampler:
         `--oversample`, it is rounded up to a multiple of the number of ranks. Collective."""
         self._request(self._draw(step, total_steps, size), step, meter)
         self._wait_for_step(meter)
-        return self._take(step, meter)
+        groups = self._take(step, meter)
+        if self.args.draw == "difficulty":
+            from common.rollout.pass_rates import learn
+
+            learn(self.queue, self.rewards, groups, meter)
+        return groups
 
     def sample_now(
         self, step: int, prompts: Prompts, seeds: list[int], n: int, temperature: float
