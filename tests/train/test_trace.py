@@ -22,6 +22,7 @@ SCRIPTS = {
     "kto": (),
     "rm": (),
     "grpo": (*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
+    "gspo": (*SAMPLING, "--beta", 0.1, "--loss", "gmpo"),
     "dapo": (*SAMPLING, "--max_draws", 0),
     "reinforce": SAMPLING,
     "rloo": SAMPLING,
