@@ -21,8 +21,10 @@ SCRIPTS = {
     "dpo": ("--sft_weight", 0.5),
     "kto": (),
     "rm": (),
-    "grpo": (*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
-    "gspo": (*SAMPLING, "--beta", 0.1, "--loss", "gmpo"),
+    "grpo": (
+        *(*SAMPLING, "--beta", 0.1, "--entropy_coef", 0.01),
+        *("--old_logprobs", "engine", "--correction", "none"),
+    ),
     "dapo": (*SAMPLING, "--max_draws", 0),
     "reinforce": SAMPLING,
     "rloo": SAMPLING,

@@ -1,13 +1,15 @@
-"""The objective of gspo.py equals naive scalar code in float64, values and gradients, written from
-the papers."""
+"""gspo.py: the objective equals naive scalar code in float64, values and gradients, written from
+the papers; the gradient of a run does not depend on ranks."""
 
 import math
 
 import pytest
 import torch
+from helpers import assert_close_metrics, metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
 from naive import check, rows
+from test_grpo import REWARD, SAME, samples
 from test_grpo_objective import (
     ADVANTAGES,
     LONGEST,
@@ -312,3 +314,25 @@ def test_advantages_equal_those_of_grpo():
     for name in ("group", "group_mean", "leave_one_out"):
         expected = grpo.advantages(name, rewards, rewards[None], [1.0])
         assert torch.equal(gspo.advantages(name, rewards), expected)
+
+
+# ---- whole runs ----
+
+
+@pytest.mark.slow
+def test_gradient_does_not_depend_on_ranks(main, small, sums, tmp_path):
+    """With clipped tokens, weights of whole completions, a KL term and an entropy bonus."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    flags = (
+        *small, "--dataset", sums, "--reward", f"{tmp_path / 'reward.py'}:digits", "--loss", "gmpo",
+        "--clip_low", 0.01, "--clip_high", 0.01, "--beta", 0.05, "--entropy_coef", 0.01,
+        "--prompts_per_step", 4, "--samples_per_prompt", 4, "--minibatches", 2, "--lr", 1e-4,
+        "--max_new_tokens", 12, "--max_steps", 3, "--eval_every", 0, "--log_every", 1,
+        "--engine", "transformers",
+    )  # fmt: skip
+    run(2, "gspo.py", *flags, "--output_dir", tmp_path / "two")
+    main("gspo", *flags, "--pack_tokens", 40, "--output_dir", tmp_path / "one")
+    assert samples(tmp_path / "two") == samples(tmp_path / "one")
+    assert_close_metrics(tmp_path / "two", tmp_path / "one", ("loss", "kl"), rel=1e-4, floor=0.1)
+    assert_close_metrics(tmp_path / "two", tmp_path / "one", SAME, rel=1e-4)
+    assert metrics(tmp_path / "one")[-1]["clip_ratio/region_mean"] > 0
