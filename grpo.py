@@ -41,7 +41,7 @@ from common.evaluate.greedy import evaluate_prompts
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
-from common.objectives.advantages import best_of_k, centre_groups, group_std, whiten
+from common.objectives.advantages import centre_groups, group_std, whiten
 from common.objectives.importance import (
     bounded_exp,
     importance_weights,
@@ -49,7 +49,7 @@ from common.objectives.importance import (
     off_policy_mask,
 )
 from common.objectives.kl import KLEstimator, kl_estimate
-from common.objectives.reduction import token_weights
+from common.objectives.token_weights import token_weights
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement
@@ -97,6 +97,8 @@ def advantages(
             size_B1 = valid_BG.sum(-1, keepdim=True)
             return centred_BG * size_B1 / (size_B1 - 1).clamp(min=1)
         case "pass_at_k":  # PKPO (arXiv:2505.15201): the best of k with it, less that without it
+            from common.objectives.best_of_k import best_of_k
+
             return best_of_k(centred_BG, valid_BG, k)
         case "group_mean_batch_std":  # LitePPO (arXiv:2508.08221): std of the whole batch
             valid = rewards_BG[valid_BG].double()

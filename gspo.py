@@ -41,7 +41,8 @@ from common.model.policy import load_policy, load_reference
 from common.objectives.advantages import centre_groups, group_std
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
-from common.objectives.reduction import sequence_mean, sequence_sum, token_weights
+from common.objectives.reduction import sequence_mean, sequence_sum
+from common.objectives.token_weights import token_weights
 from common.parallel import distributed
 from common.rewards.total import Rewards
 from common.rollout.agreement import measure_mismatch, require_agreement

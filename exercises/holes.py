@@ -218,7 +218,7 @@ EXERCISES = [
     ),
     Exercise(
         "reductions",
-        "common.objectives.reduction:token_weights",
+        "common.objectives.token_weights:token_weights",
         ("match reduction",),
         "Reductions and length",
         """Return the weight of each token in the loss, [T]; 0 where mask_T is False. `tokens` and

@@ -109,7 +109,7 @@ def kl(f: Mapping) -> Formulas:
     if f["kl_clamp"]:
         estimate = f"clip({estimate}, -kl_clamp, kl_clamp)"
     if f.get("unbiased_kl"):
-        estimate = f"exp(logprobs - old_logprobs) * ({estimate})"
+        estimate = f"rho * ({estimate})"
     return [("d", "logprobs - ref_logprobs"), ("KL", estimate)]
 
 

@@ -123,8 +123,9 @@ FIXED = dict(rollout_logprobs=ROLLOUT, old_logprobs=OLD, ref_logprobs=REF, versi
 def grpo_lines(**changed) -> tuple[grpo.Args, list[dict]]:
     texts = changed.pop("texts", None)
     args = grpo.Args(beta=0.05, entropy_coef=0.01, max_new_tokens=16, **changed)
+    old_T = ROLLOUT if args.old_logprobs == "engine" else OLD
     share_T, logged = grpo.loss(
-        NEW, OLD, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args
+        NEW, old_T, ROLLOUT, REF, ENTROPY, ADVANTAGES[IDS], MASK, IDS, TOKENS, SEQUENCES, args
     )
     streams = dict(logprobs=NEW, entropy=ENTROPY, logprobs_gradient=-share_T) | logged
     return args, lines(args, share_T, streams, FIXED, texts)
@@ -462,8 +463,9 @@ def test_changed_copy_shows_the_recorded_share_and_its_source(tmp_path, tab, cha
 
 def test_advantage_of_a_token_takes_the_place_of_that_of_its_completion(tmp_path, tab):
     args, A_T = grpo.Args(), torch.linspace(-1, 1, 7).double().round(decimals=3)
+    old_T = ROLLOUT if args.old_logprobs == "engine" else OLD
     share_T, logged = grpo.loss(
-        NEW, OLD, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args
+        NEW, old_T, ROLLOUT, None, ENTROPY, A_T, MASK, IDS, TOKENS, SEQUENCES, args
     )
     page = tab(built(write(tmp_path / "run", *token_case(args, share_T, logged, advantages=A_T))))
     assert page.evaluate("view.audit().map((x) => [x.tokens, x.equal])") == [[3, 3]] * 2
