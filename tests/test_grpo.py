@@ -304,7 +304,7 @@ def whole_flags(flags, small, reward):
         "--reduction", "sequence", "--old_beta", 0.1,
         "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2", "--entropy_coef", 0.01,
         "--reference_sync", 2, "--reference_rate", 0.5, "--entropy_target", 5.8385,
-        "--entropy_step", 0.004,
+        "--entropy_step", 0.02,
         "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
         "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2,
         "--engine", "transformers",

@@ -222,13 +222,14 @@ def dpo_case(*names: str, **changed):
 def kto_case(**changed):
     args = kto.Args(desirable_weight=1.5, **changed)
     weights = [0.5, 0.25] if args.wpo else [1, 1]
-    ratio_N, baseline = torch.tensor([0.5, -0.25]).double(), torch.tensor(0.125).double()
+    ratio_N = torch.tensor([0.5, -0.25]).double()
+    baseline = torch.tensor(0.125 if args.loss == "kto" else 0.0).double()
     loss_N = kto.loss(ratio_N, torch.tensor([True, False]), baseline, args)
     rows = [
         {
             "share": weights[n] * loss_N[n] / args.batch_size, "log_ratio": ratio_N[n],
-            "kl": baseline, "rewards/accuracies": 1, "wpo/weight": weights[n],
-        } for n in range(2)
+            "rewards/accuracies": 1, "wpo/weight": weights[n],
+        } | ({"kl": baseline} if args.loss == "kto" else {}) for n in range(2)
     ]  # fmt: skip
     return row_case(args, {}, *rows)
 
@@ -289,6 +290,7 @@ CASES: dict[str, Callable] = {
     "distill": lambda: distill_case(divergence="forward_kl"),
     "distill sampled": lambda: distill_case(estimator="sampled", reward_coef=1.0),
     "kto wpo": lambda: kto_case(wpo=True),
+    "kto apo": lambda: kto_case(loss="apo_zero_unpaired"),
     "dpo sum": lambda: dpo_case("sigmoid", "nca_pair", loss_weights=(0.8, 0.2)),
     "dpo js": lambda: dpo_case("hinge", f_divergence="js"),
     "dpo forward_kl": lambda: dpo_case("sigmoid", f_divergence="forward_kl"),
