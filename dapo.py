@@ -13,7 +13,8 @@ chapter 1 of the loop). There is no KL term:
     L     = mean_t [ -c_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i) ]     loss()
     rho_t = pi(y_t) / pi_old(y_t)                    pi_old: the policy at the time of the rollout
 
-On request only the tokens of highest entropy have a loss (Wang et al. 2025, arXiv:2506.01939).
+On request only the tokens of highest entropy have a loss (Wang et al. 2025, arXiv:2506.01939), or
+only the shortest completions of a group (GFPO, arXiv:2508.09726).
 
 Differences from the paper (docs/dapo.md): truncated importance weights c_t = pi_old(y_t) /
 pi_engine(y_t) correct for the difference between engine and trainer, and a step trains on fewer
@@ -27,7 +28,7 @@ import fractions
 import math
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -56,7 +57,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.kl import kl_estimate
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import lengths, measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import Sampler, make_sampler, serve
@@ -78,6 +79,19 @@ def overlong_penalties(lengths: Tensor, args: "Args") -> Tensor:
     return args.overlong_penalty * excess.clamp(-1, 0)
 
 
+def retained(scores_PG: Tensor, lengths_PG: Tensor, args: "Args") -> Tensor:
+    """Return which completions count in the statistics of their group and are trained on, [P, G]
+    bool: all or, with --gfpo_keep, the shortest ones or those with the most reward per token
+    (arXiv:2508.09726); the first of equal ones, and those without a reward (NaN) last."""
+    if not args.gfpo_keep:
+        return torch.ones_like(scores_PG, dtype=torch.bool)
+    cost_PG = lengths_PG.double()
+    if args.gfpo_by == "reward_per_token":
+        cost_PG = -scores_PG / cost_PG
+    cost_PG = cost_PG.masked_fill(scores_PG.isnan(), math.inf)
+    return cost_PG.argsort(stable=True).argsort() < args.gfpo_keep
+
+
 def advantages(rewards_BG: Tensor) -> Tensor:
     """Return the advantage of every completion, [B, G] float64: (R - mean) / std of its group. A
     missing reward (NaN) counts in no statistic and gets 0; a group of equal rewards gets exactly
@@ -96,6 +110,7 @@ def loss(
     tokens: Tensor,
     threshold: float,
     args: "Args",
+    c_mean: float = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log.
     `mask_T`: trained tokens; `sequence_ids_T`: the completion of each token; `tokens`: number of
@@ -107,7 +122,7 @@ def loss(
     clipped_T = rho_T.clamp(1 - args.clip_low, 1 + args.clip_high)
     loss_T = -torch.min(rho_T * A_T, clipped_T * A_T)
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     loss_T = loss_T * c_T
     if args.top_entropy < 1:
@@ -166,9 +181,9 @@ class Drawn(NamedTuple):
     scores_BG: Tensor
     """rewards of all ranks without penalties"""
     rewards_BG: Tensor
-    """rewards of all ranks"""
+    """rewards of all ranks; NaN for completions that are not `retained`"""
     is_unequal_B: Tensor
-    """whether a group has unequal rewards, or all are trained on"""
+    """whether a group has unequal rewards among the retained ones, or all are trained on"""
     kept: list[int]
     """positions of the groups to train on"""
 
@@ -196,11 +211,14 @@ def draw_groups(
         named_rewards.append(named_PG)
         penalties_PG = truncation_penalties(new_groups, args.missing_eos_penalty)
         penalties_PG = penalties_PG + overlong_penalties(lengths(new_groups), args)
-        scores_P2G = torch.stack([scores_PG, scores_PG + penalties_PG], dim=1)
+        is_retained_PG = retained(scores_PG, lengths(new_groups), args)
+        rewards_PG = (scores_PG + penalties_PG).masked_fill(~is_retained_PG, math.nan)
+        scores_P2G = torch.stack([scores_PG, rewards_PG], dim=1)
         draws.append(distributed.gather_rows(scores_P2G, rollouts.positions))
         groups |= zip((num_drawn + i for i in rollouts.positions), new_groups, strict=True)
         scores_BG, rewards_BG = torch.cat(draws).unbind(1)
-        is_unequal_B = unequal(scores_BG) | (args.max_draws == 0)
+        retained_BG = scores_BG.masked_fill(rewards_BG.isnan(), math.nan)
+        is_unequal_B = unequal(retained_BG) | (args.max_draws == 0)
         num_drawn = len(is_unequal_B)
         kept = is_unequal_B.nonzero().flatten().tolist()[: args.prompts_per_step]
     if not kept:
@@ -228,6 +246,11 @@ class Args(ClipArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     begins"""
     mask_truncated: bool = False
     """do not train on truncated completions; their rewards still count in their groups"""
+    gfpo_keep: NotNegative[int] = 0
+    """number of completions of each group to train on; only these count in its statistics (GFPO,
+    arXiv:2508.09726); 0: all"""
+    gfpo_by: Literal["length", "reward_per_token"] = "length"
+    """what --gfpo_keep keeps. length: the shortest; reward_per_token: those with most of it"""
     top_entropy: PositiveFraction = 1.0
     """fraction of tokens with a policy loss, those of highest entropy (arXiv:2506.01939: 0.2); 1:
     all tokens"""
@@ -235,13 +258,27 @@ class Args(ClipArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     def __post_init__(self) -> None:
         if not self.overlong_buffer:
             require_default(self, ("overlong_penalty",), "with --overlong_buffer 0")
+        if not self.gfpo_keep:
+            require_default(self, ("gfpo_by",), "with --gfpo_keep 0")
+        elif not 2 <= self.gfpo_keep <= self.samples_per_prompt:
+            most = f"at most --samples_per_prompt ({self.samples_per_prompt})"
+            raise ValueError(f"--gfpo_keep {self.gfpo_keep} must be 0, or at least 2 and {most}")
 
 
-def masked_if_truncated(sample: Completion) -> Completion:
-    """Return the completion; without trained tokens if it is truncated."""
-    if sample.finish_reason != "length":
-        return sample
-    return replace(sample, loss_mask=[False] * len(sample.loss_mask))
+def masked(group: Group, rewards_G: Tensor, args: Args) -> Group:
+    """Return the group; without trained tokens are completions that are not `retained`, and with
+    --mask_truncated truncated ones."""
+
+    def is_masked(sample: Completion, reward: float) -> bool:
+        is_dropped = args.gfpo_keep > 0 and math.isnan(reward)
+        return is_dropped or (args.mask_truncated and sample.finish_reason == "length")
+
+    return [
+        replace(sample, loss_mask=[False] * len(sample.loss_mask))
+        if is_masked(sample, reward)
+        else sample
+        for sample, reward in zip(group, rewards_G.tolist(), strict=True)
+    ]
 
 
 def main(args: Args) -> None:
@@ -273,7 +310,7 @@ def main(args: Args) -> None:
     )
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
-    needs_old = args.updates_per_rollout > 1 or args.top_entropy < 1
+    needs_old = args.updates_per_rollout > 1 or args.top_entropy < 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -289,9 +326,7 @@ def main(args: Args) -> None:
         advantages_BG = advantages(drawn.rewards_BG)
         kept_advantages_BG = advantages_BG[kept]
         positions = [position for position, i in enumerate(kept) if i in groups]  # of this rank
-        kept_groups = [groups[kept[position]] for position in positions]
-        if args.mask_truncated:
-            kept_groups = [[masked_if_truncated(s) for s in group] for group in kept_groups]
+        kept_groups = [masked(groups[i], drawn.rewards_BG[i], args) for i in kept if i in groups]
         count = min(args.minibatches, len(kept))
         minibatches = pack_minibatches(
             kept_groups, positions, count, args.pack_tokens, device, args.share_prefix
@@ -309,6 +344,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, _ = count_trained(minibatch)  # of all ranks
+                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -318,7 +354,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.old_entropy_T,
                         mb.on_tokens(kept_advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, threshold, args,
+                        tokens, threshold, args, c_mean,
                     )  # fmt: skip
                     if mb.ref_logprobs_T is not None:
                         logged["kl"] = kl_estimate(logprobs_T.detach(), mb.ref_logprobs_T)

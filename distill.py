@@ -21,7 +21,7 @@ pi_old(y_t) / pi_engine(y_t).
 Shapes: P prompts on this rank, G completions of each, T packed tokens of a micro-batch; x_T[t]
 describes targets_T[t]."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
 from typing import ClassVar, Literal
@@ -53,7 +53,7 @@ from common.objectives.divergence import DIVERGENCES, Divergence, jsd
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import Prompts, load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -69,8 +69,8 @@ CURVES = (
 )  # fmt: skip
 # Flags that only --estimator sampled reads.
 SAMPLED_FLAGS = (
-    "clip_low", "clip_high", "correction", "correction_mode", "correction_low", "correction_high",
-    "correction_filter", "teacher_coef", "reward_coef",
+    "clip_low", "clip_high", "teacher_coef", "reward_coef",
+    *(field.name for field in fields(CorrectionArgs)),
 )  # fmt: skip
 
 # ---- the objective ----
@@ -93,7 +93,7 @@ def advantages(rewards_PG: Tensor) -> Tensor:
 def loss(
     comparison: Comparison, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor | None,
     advantages_T: Tensor | None, mask_T: Tensor, sequence_ids_T: Tensor, tokens: Tensor,
-    args: "Args",
+    args: "Args", c_mean: float = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of L, a mean over the `tokens` of the *global* minibatch, and
     tensors [T] to log. `comparison`: student and teacher. Only the student's own completions have
@@ -105,7 +105,7 @@ def loss(
         return comparison.divergence_T * mask_T / tokens, logged
     A_T = args.teacher_coef * (comparison.teacher_logprobs_T - old_logprobs_T) + advantages_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     log_rho_T = comparison.logprobs_T - old_logprobs_T
     rho_T = bounded_exp(log_rho_T)
@@ -338,14 +338,12 @@ def main(args: Args) -> None:
                 groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
             )
         if num_from_data:
-            places = positions_of_share(len(from_data))
-            written = pack_minibatches(
-                from_data, places, args.minibatches, args.pack_tokens, device
-            )
+            share = positions_of_share(len(from_data))
+            written = pack_minibatches(from_data, share, args.minibatches, args.pack_tokens, device)
         checks_engine = num_sampled > 0 and run.checks_engine(step)
         with meter.time("logprobs"):  # None: those of the update serve as old ones
-            needs_old = checks_engine or (num_sampled > 0 and args.updates_per_rollout > 1)
-            old = policy if needs_old else None
+            needs_old = checks_engine or args.updates_per_rollout > 1 or args.correction_normalize
+            old = policy if num_sampled and needs_old else None
             sampled = with_logprobs(sampled, args.temperature, old=old)
         if checks_engine:
             require_agreement(sampled, step, args, device)
@@ -355,6 +353,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for m in [*range(args.minibatches)] * args.epochs_per_rollout:
                 tokens, _ = count_trained(sampled[m] + written[m])  # of all ranks
+                c_mean = mean_weight(sampled[m], args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in sampled[m] + written[m]:
                     is_sampled = mb in sampled[m]
@@ -367,7 +366,7 @@ def main(args: Args) -> None:
                     advantages_T = mb.on_tokens(advantages_BG) if is_sampled else None
                     share_T, logged = loss(
                         comparison, old_logprobs_T, mb.rollout_logprobs_T, advantages_T,
-                        mb.loss_mask_T, mb.sequence_ids_T, tokens, args,
+                        mb.loss_mask_T, mb.sequence_ids_T, tokens, args, c_mean,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

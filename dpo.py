@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from common.config.flags import Fraction, Positive
+from common.config.flags import Fraction, NotNegative, Positive, PositiveFraction
 from common.config.generation_flags import GenerateArgs
 from common.config.groups import TINY_GENERATE, TINY_TRAINING, TrainArgs
 from common.config.parse import parse
@@ -50,7 +50,7 @@ from common.evaluate.generation import Generation
 from common.evaluate.held_out import held_out_accuracy, signs_of_unlearning
 from common.metrics.meter import Meter, evaluate_sets
 from common.model.hub import fit_max_length, load_tokenizer, resolve_model
-from common.model.policy import Policy, load_policy
+from common.model.policy import Policy, load_policy, move_reference
 from common.model.reference import completion_logps, reference_logps, reference_or_logps
 from common.objectives import preference
 from common.objectives.preference import OVER_BATCH, PER_TOKEN, REFERENCE_FREE, Pairs
@@ -117,6 +117,11 @@ class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
     reference_logprobs: Literal["stored", "online"] = "stored"
     """log-probs of the reference model. stored: computed once before training; online: computed in
     every step by the model, which stays in memory"""
+    reference_sync: NotNegative[int] = 0
+    """steps between moves of the reference model towards the policy (TR-DPO, arXiv:2404.09656); 0:
+    none"""
+    reference_rate: PositiveFraction = 1.0
+    """with --reference_sync: rate a of a move, reference <- (1 - a) reference + a policy"""
     ld_alpha: Fraction = 1.0
     """weight of a completion's tokens beyond the length of the other one (LD-DPO,
     arXiv:2409.06411)"""
@@ -127,7 +132,13 @@ class Args(PreferenceArgs, GenerateArgs, PrefixArgs, TrainArgs):
         names = " ".join(self.loss)
         chosen = set(self.loss)
         if chosen <= REFERENCE_FREE:
-            require_default(self, ("reference_model", "reference_logprobs"), f"with --loss {names}")
+            unread = ("reference_model", "reference_logprobs", "reference_sync")
+            require_default(self, unread, f"with --loss {names}")
+        if not self.reference_sync:
+            require_default(self, ("reference_rate",), "with --reference_sync 0")
+        elif self.reference_logprobs == "stored" or self.reference_model or self.lora_rank:
+            needs = "--reference_logprobs online, --lora_rank 0 and no --reference_model"
+            raise ValueError(f"--reference_sync {self.reference_sync} needs {needs}")
         if self.ld_alpha < 1 and chosen & (REFERENCE_FREE | PER_TOKEN):
             raise ValueError(
                 f"--ld_alpha {self.ld_alpha} needs losses of summed log-ratios, not --loss {names}"
@@ -307,8 +318,9 @@ def main(args: Args) -> None:
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, pairs)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES
-    )
+        args, policy, optimizer, tokenizer, total_steps, order=order, show=SHOW, curves=CURVES,
+        reference=reference,
+    )  # fmt: skip
     run.message(*describe_data(args, pairs, eval_pairs, counts, eval_counts))
     for sample in pairs[0]:
         run.logger.preview(sample, tokenizer)
@@ -339,6 +351,7 @@ def main(args: Args) -> None:
                 batch_loss += mb_loss.detach()
             lr = run.learning_rate(step)
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
+        move_reference(reference, policy, step + 1, args)  # with --reference_sync
 
         # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
         metrics = run.reduce(chain(*batch), grad_norm=grad_norm, lr=lr)

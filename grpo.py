@@ -32,7 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from common.config.flags import AtLeast2, BelowOne, NotNegative, Positive
-from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs
+from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, MovingArgs
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default, require_effect
@@ -40,7 +40,7 @@ from common.data.packing import count_trained, pack_minibatches
 from common.evaluate.greedy import evaluate_prompts
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
-from common.model.policy import load_policy, load_reference
+from common.model.policy import load_policy, load_reference, move_reference
 from common.objectives.advantages import centre_groups, group_std, whiten
 from common.objectives.importance import (
     bounded_exp,
@@ -50,9 +50,10 @@ from common.objectives.importance import (
 )
 from common.objectives.kl import KLEstimator, kl_estimate
 from common.objectives.reduction import per_token, sequence_mean, sequence_sum
+from common.objectives.shaping import EntropyCoefficient
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -61,8 +62,7 @@ from common.train.overview import CURVES, SHOW, describe_rollouts, dry_run, num_
 from common.train.run import Run
 from common.train.run_folder import prepare_output_dir
 
-# For each --loss: the reduction of its log-ratios (of a token, or the mean or sum over its
-# completion), and the flags that it reads and not all others do.
+# For each --loss: the reduction of its log-ratios, and the flags that not all others read.
 CLIP_FLAGS = ("clip_low", "clip_high", "dual_clip")
 SAPO_FLAGS = ("sapo_tau_positive", "sapo_tau_negative")
 VESPO_FLAGS = (
@@ -150,22 +150,22 @@ def policy_loss(log_rho_T: Tensor, A_T: Tensor, logprobs_T: Tensor, args: "Args"
 def loss(
     logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
     ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
-    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args",
+    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, args: "Args", c_mean: float = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
 
     With the weights w_t, the shares of all micro-batches and ranks add up to a mean over the
-    *global* minibatch. It has `tokens` trained tokens in `sequences` completions. c_t = pi_old /
-    pi_engine, bounded, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`: trained tokens;
-    `sequence_ids_T`: number of each token's completion."""
+    *global* minibatch of `tokens` trained tokens in `sequences` completions. c_t = pi_old /
+    pi_engine, bounded, over `c_mean`, without gradient. KL_t estimates KL(pi || pi_ref). `mask_T`:
+    trained tokens; `sequence_ids_T`: number of each token's completion."""
     reduce, _ = LOSSES[args.loss]
     new_T = reduce(logprobs_T, mask_T, sequence_ids_T)
     old_T = reduce(old_logprobs_T, mask_T, sequence_ids_T)
     log_rho_T = new_T - old_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     loss_T = policy_loss(log_rho_T, advantages_T, logprobs_T, args) * c_T
     logged = {
@@ -204,7 +204,7 @@ def loss(
 
 
 @dataclass
-class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
+class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, MovingArgs, OnlineArgs):
     PRESETS: ClassVar[dict[str, dict]] = {
         "grpo": dict(loss="clip", reduction="sequence", advantage="group", beta=0.04,
                      clip_low=0.2, clip_high=0.2),
@@ -269,8 +269,6 @@ class Args(KLEstimateArgs, LogKLArgs, CorrectionArgs, OnlineArgs):
     kl_estimator: KLEstimator = "k3"
     unbiased_kl: bool = False
     """importance ratio, with its gradient, as a factor of the KL estimate (arXiv:2512.02556)"""
-    entropy_coef: NotNegative[float] = 0.0
-    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
 
     def __post_init__(self) -> None:
         require_effect(self, "loss", {name: flags for name, (_, flags) in LOSSES.items()})
@@ -308,8 +306,7 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, tokenizer, context_length(path, args))
     rewards = Rewards(args, prompts.rows + held_out.rows, tokenizer, device)
     if args.dry_run:  # ends the process
-        frozen = [path] if needs_reference else []
-        dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
+        dry_run(args, path, tokenizer, prompts, held_out, rewards, [path] * needs_reference)
 
     # ---- models: FSDP2 shards ----
     policy = load_policy(path, args, device)  # trained
@@ -319,12 +316,14 @@ def main(args: Args) -> None:
 
     # ---- resume from the newest checkpoint; everything else is a function of (seed, step) ----
     total_steps = num_steps(args, prompts)
+    entropy = EntropyCoefficient(args.entropy_coef, args.entropy_target, args.entropy_step)
     run = Run(
-        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, show=SHOW, curves=CURVES
-    )
+        args, policy, optimizer, tokenizer, total_steps, rollouts=rollouts, reference=reference,
+        entropy=entropy, show=SHOW, curves=CURVES,
+    )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
-    on_policy = args.updates_per_rollout == 1  # the policy of the update is that of the rollout
+    needs_old = args.updates_per_rollout > 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -351,7 +350,7 @@ def main(args: Args) -> None:
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
         checks_engine = run.checks_engine(step)
-        old = policy if checks_engine or not on_policy else None  # None: the update computes them
+        old = policy if checks_engine or needs_old else None  # None: the update computes them
         with meter.time("logprobs"):
             minibatches = with_logprobs(minibatches, args.temperature, old=old, ref=reference)
         if checks_engine:
@@ -360,8 +359,10 @@ def main(args: Args) -> None:
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
             lr = run.learning_rate(step)
+            args.entropy_coef = entropy.value  # changes only with --entropy_target
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, sequences = count_trained(minibatch)  # of all ranks
+                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -371,7 +372,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, args,
+                        tokens, sequences, args, c_mean,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
@@ -381,9 +382,11 @@ def main(args: Args) -> None:
                 grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, total_loss)
                 meter.mean("grad_norm", grad_norm)
                 meter.mean("loss", total_loss, 1 / world_size)  # the loss is the sum over ranks
+        move_reference(reference, policy, step + 1, args)  # with --reference_sync
 
         # ---- 5. metrics, with the tokens of the samples; log and evaluate ----
-        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta)
+        metrics = run.reduce(chain(*groups), lr=lr, beta=args.beta, entropy_coef=args.entropy_coef)
+        entropy.update(metrics.get("entropy", math.inf))  # no entropy without trained tokens
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)

@@ -11,7 +11,8 @@ pairs it is compared with a baseline z0:
     L    = mean_y [ desirable_weight (1 - sigma(beta (l(y) - z0))) ]      desirable y         loss()
            mean_y [ undesirable_weight (1 - sigma(beta (z0 - l(y)))) ]    undesirable y
 
-A mismatch is a prompt with the completion of another prompt. Differences from the paper: z0 is an
+A mismatch is a prompt with the completion of another prompt. `--loss apo_zero_unpaired`
+(arXiv:2408.06266) has z0 = 0, without mismatches. Differences from the paper: z0 is an
 average over the global batch; the log-probs of the reference are computed once, before training.
 See docs/kto.md.
 
@@ -70,7 +71,7 @@ def loss(
     log_ratio_N: Tensor, desirable_N: Tensor, baseline: Tensor | float, args: "Args"
 ) -> Tensor:
     """Return the loss of each completion, [N]. `desirable_N`: bool; `baseline`: z0, without
-    gradient."""
+    gradient; 0 for apo_zero_unpaired."""
     margin_N = args.beta * (log_ratio_N - baseline)
     sign_N = torch.where(desirable_N, 1.0, -1.0).to(margin_N)
     weight_N = torch.where(desirable_N, args.desirable_weight, args.undesirable_weight).to(margin_N)
@@ -94,6 +95,9 @@ class Args(GenerateArgs, TrainArgs):
     error: end the run"""
     lr: Positive[float] = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """loss of a completion. kto: its log-ratio is compared with a baseline; apo_zero_unpaired: with
+    0, which needs no further passes"""
     beta: Positive[float] = 0.1
     """scale of the implicit rewards: larger values keep the policy closer to the reference"""
     desirable_weight: Positive[float] = 1.0
@@ -148,7 +152,7 @@ def label_of(row: dict) -> bool:
 def with_mismatches(rows: Samples, args: Args) -> Samples:
     """Return [completion, mismatch] for each completion; for pairs, all desirable ones come first.
     A mismatch is the same prompt with the completion of the next row that has another prompt: its
-    log-ratio estimates the KL."""
+    log-ratio estimates the KL. apo_zero_unpaired needs none: [completion] alone."""
     count = len(rows) * (len(rows[0]) if rows else 1)
 
     def completion(i: int) -> Sample:
@@ -156,6 +160,8 @@ def with_mismatches(rows: Samples, args: Args) -> Samples:
 
     def group(i: int) -> list[Sample]:
         sample = completion(i)
+        if args.loss == "apo_zero_unpaired":
+            return [sample]
         later = (completion(j % count) for j in range(i + 1, i + count))
         candidates = (x for x in later if x.prompt_ids != sample.prompt_ids)
         other = next(candidates, None)
@@ -216,8 +222,10 @@ def forward(
     log_ratio_N = logps_N - mb.select(ref_logps_B)
     loss_N = loss(log_ratio_N, desirable_N, baseline, args)
     rewards_N = args.beta * log_ratio_N.detach()
-    logged = {"log_ratio": log_ratio_N, "kl": baseline.expand(mb.num_samples),
+    logged = {"log_ratio": log_ratio_N,
               "rewards/accuracies": (rewards_N > args.beta * baseline) == desirable_N}  # fmt: skip
+    if args.loss == "kto":
+        logged["kl"] = baseline.expand(mb.num_samples)
     if args.wpo:
         lengths_N = mb.sequence_sums(torch.ones_like(logprobs_T))
         logged["wpo/weight"] = wpo_weights(
@@ -237,18 +245,17 @@ def prepare(
     policy: Policy, reference: Policy | None, groups: list[list[Sample]], stored_B2: Tensor,
     args: Args, device: torch.device,
 ) -> tuple[list[PackedBatch], Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the packed completions of this rank's [completion, mismatch] groups; of those of all
+    """Return the packed completions of this rank's groups of `with_mismatches`; of those of all
     ranks the log-probs by the reference and which are desirable, [B] each, and the baseline z0.
     Collective."""
-    completions, mismatches = (
-        pack([group[i] for group in groups], args.pack_tokens, device) for i in (0, 1)
-    )
-    ref_B, ref_mismatch_B = (
-        reference_logps(reference, micro_batches, stored_B2[:, i])
-        for i, micro_batches in enumerate((completions, mismatches))
-    )
-    desirable_P = torch.tensor([completion.row["label"] for completion, _ in groups])
+    completions = pack([group[0] for group in groups], args.pack_tokens, device)
+    ref_B = reference_logps(reference, completions, stored_B2[:, 0])
+    desirable_P = torch.tensor([completion.row["label"] for completion, *_ in groups])
     desirable_B = distributed.gather_rows(desirable_P, positions_of_share(len(groups)))
+    if args.loss == "apo_zero_unpaired":
+        return completions, ref_B, desirable_B, torch.zeros((), device=device)
+    mismatches = pack([group[1] for group in groups], args.pack_tokens, device)
+    ref_mismatch_B = reference_logps(reference, mismatches, stored_B2[:, 1])
     return completions, ref_B, desirable_B, kl_baseline(policy, mismatches, ref_mismatch_B)
 
 
@@ -329,7 +336,7 @@ def main(args: Args) -> None:
             grad_norm = optimizer_step(policy, optimizer, lr, args.max_grad_norm, batch_loss)
 
         # ---- 3. metrics, with the tokens of the samples; log and evaluate ----
-        metrics = run.reduce([completion for completion, _ in batch], grad_norm=grad_norm, lr=lr)
+        metrics = run.reduce([completion for completion, *_ in batch], grad_norm=grad_norm, lr=lr)
         if run.evaluates(step + 1):
             metrics |= evaluate_sets(
                 eval_groups,

@@ -48,7 +48,7 @@ from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -188,8 +188,9 @@ class Args(ClipArgs, KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, Onli
 
 
 def estimate(
-    mb: PackedBatch, scores_BG: Tensor, turn_weight: float, beta: float, args: Args, meter: Meter
-) -> PackedBatch:
+    mb: PackedBatch, scores_BG: Tensor, turn_weight: float, beta: float, c_mean: float, args: Args,
+    meter: Meter,
+) -> PackedBatch:  # fmt: skip
     """Return the micro-batch with advantages, returns and importance weights; measure its rewards
     and KL."""
     rewards_T = token_rewards(mb, scores_BG, turn_weight, beta, args)
@@ -201,10 +202,10 @@ def estimate(
     advantages_T, returns_T = advantages(
         rewards_T, mb.values_T, mb.loss_mask_T, mb.sequence_ids_T, lengths_N, args
     )
-    log_ratio_T = mb.old_logprobs_T - mb.rollout_logprobs_T
     importance_T = importance_weights(
-        log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T, args.correction_form
-    )
+        mb.old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
+        args.correction_form, c_mean,
+    )  # fmt: skip
     measure_mismatch(meter, mb.old_logprobs_T, mb)
     meter.masked_mean("sampling/kept_fraction", importance_T > 0, mb.loss_mask_T)
     return mb.with_streams(
@@ -336,9 +337,10 @@ def main(args: Args) -> None:
             require_agreement(minibatches, step, args, device)
 
         # ---- 3. rewards of tokens; advantages and returns ----
+        c_means = [mean_weight(mbs, args.correction_form) for mbs in minibatches]
         minibatches = [
-            [estimate(mb, scores_BG, turn_weight, beta.value, args, meter) for mb in mbs]
-            for mbs in minibatches
+            [estimate(mb, scores_BG, turn_weight, beta.value, c_mean, args, meter) for mb in mbs]
+            for mbs, c_mean in zip(minibatches, c_means, strict=True)
         ]
         if args.whiten_advantages:
             minibatches = whiten(minibatches)
@@ -363,9 +365,7 @@ def main(args: Args) -> None:
                 if trains_policy:
                     grad_norm = optimizer_step(policy, optimizer, lr, norm, policy_loss)
                     meter.mean("grad_norm", grad_norm)
-                    meter.mean(
-                        "loss", policy_loss, 1 / world_size
-                    )  # the loss is the sum over ranks
+                    meter.mean("loss", policy_loss, 1 / world_size)  # a sum over ranks
                 value_lr = lr * args.value_lr / args.lr
                 grad_norm = optimizer_step(
                     value_model, value_optimizer, value_lr, norm, values_loss

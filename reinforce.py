@@ -49,7 +49,7 @@ from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, trained_counts, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -92,6 +92,7 @@ def loss(
     sequences: Tensor,
     beta: float,
     args: "Args",
+    c_mean: float = 1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
@@ -103,7 +104,7 @@ def loss(
     log_rho_T = logprobs_T - old_logprobs_T
     A_T = advantages_T
     c_T = importance_weights(
-        old_logprobs_T - rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form
+        old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, args.correction_form, c_mean
     )
     logged = {
         "ratio": bounded_exp(log_rho_T.detach()),
@@ -221,7 +222,7 @@ def main(args: Args) -> None:
     run.message(*describe_rollouts(args, prompts, held_out, rollouts), *args.cautions())
     meter = run.meter
     kl_in_reward = needs_reference and args.kl_in == "reward"
-    needs_old = kl_in_reward or args.updates_per_rollout > 1
+    needs_old = kl_in_reward or args.updates_per_rollout > 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -270,6 +271,7 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
                 tokens, sequences = count_trained(minibatch)  # of all ranks
+                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
@@ -279,7 +281,7 @@ def main(args: Args) -> None:
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
                         entropy_T, mb.on_tokens(advantages_BG), mb.loss_mask_T, mb.sequence_ids_T,
-                        tokens, sequences, beta.value, args,
+                        tokens, sequences, beta.value, args, c_mean,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()

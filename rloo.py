@@ -40,7 +40,7 @@ from common.objectives.importance import bounded_exp, importance_weights, is_cli
 from common.objectives.shaping import KLCoefficient, shape_rewards
 from common.parallel import distributed
 from common.rewards.total import Rewards
-from common.rollout.agreement import measure_mismatch, require_agreement
+from common.rollout.agreement import mean_weight, measure_mismatch, require_agreement
 from common.rollout.measure import measure_groups, truncation_penalties
 from common.rollout.prompts import load_prompts
 from common.rollout.sampler import make_sampler, serve
@@ -98,6 +98,11 @@ class Args(LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     """importance weights of sampled completions. sequence: trainer / engine probability; none: no
     weights"""
 
+    def __post_init__(self) -> None:
+        if (self.correction_reject or "").startswith("token_"):
+            flag = f"--correction_reject {self.correction_reject}"
+            raise ValueError(f"{flag}: a completion has one weight; use seq_mean or seq_max")
+
 
 def main(args: Args) -> None:
     # ---- setup: one process per GPU, the same Args on each ----
@@ -131,7 +136,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     run.message(*describe_rollouts(args, prompts, held_out, rollouts))
     meter = run.meter
-    needs_old = needs_reference or args.updates_per_rollout > 1
+    needs_old = needs_reference or args.updates_per_rollout > 1 or args.correction_normalize
     if run.first_step == 0:
         run.log(0, evaluate_prompts(rollouts, 0, held_out, rewards))
 
@@ -177,16 +182,17 @@ def main(args: Args) -> None:
             lr = run.learning_rate(step)
             for minibatch in minibatches * args.epochs_per_rollout:
                 completions = distributed.all_sum(sum(mb.num_samples for mb in minibatch))
+                c_mean = mean_weight(minibatch, args.correction_form)
                 total_loss = torch.zeros((), device=device)
                 for mb in minibatch:
                     logprobs_T, entropy_T, *_ = policy(mb, temperature=args.temperature)
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # on policy
                         old_logprobs_T = logprobs_T.detach()
-                    log_ratio_T = old_logprobs_T - mb.rollout_logprobs_T
                     weights_T = importance_weights(
-                        log_ratio_T, mb.loss_mask_T, mb.sequence_ids_T, args.correction_form
-                    )
+                        old_logprobs_T, mb.rollout_logprobs_T, mb.loss_mask_T, mb.sequence_ids_T,
+                        args.correction_form, c_mean,
+                    )  # fmt: skip
                     share_N, logged = loss(
                         mb.sequence_sums(logprobs_T), mb.sequence_sums(old_logprobs_T),
                         weights_T[mb.ends_N], mb.select(advantages_BG), completions, args,

@@ -36,7 +36,7 @@ GROUPS = [
 # Pages that explain a flag, the first one first, where no heading has the flag and more than three
 # scripts have it.
 PAGES = (
-    "sft lora grpo multinode scaling recipes rewards environments data memory "
+    "sft lora corrections grpo multinode scaling recipes rewards environments data memory "
     "asynchronous trace "
     "troubleshooting"
 )

@@ -108,11 +108,12 @@ CHOICES: Settings = dict(
     f_divergence=["reverse_kl", "forward_kl", "js"],
     length_normalize=[True, False],
     simpo_gamma=[0.0, 0.5, 1.0, 2.0],
+    alphapo_alpha=[-0.5, 0.0, 0.25, 1.0],
     discopop_tau=[0.02, 0.05, 0.2, 1.0],
 )
 DEFAULTS: dict[str, Any] = dict(
     beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=1.0, length_normalize=True,
-    simpo_gamma=0.5, discopop_tau=0.05,
+    simpo_gamma=0.5, alphapo_alpha=0.25, discopop_tau=0.05,
 )  # fmt: skip
 
 

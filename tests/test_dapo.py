@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import talkative
-from helpers import assert_close_metrics, metrics, run
+from helpers import assert_close_metrics, completion, metrics, run
 from hypothesis import given
 from hypothesis import strategies as st
 from test_grpo import REWARD, SAME, samples
@@ -71,6 +71,58 @@ def test_advantages_equal_naive_ones(rewards):
         assert got == pytest.approx(
             [0.0 if math.isnan(r) else (r - mean) / (std + 1e-6) for r in group], abs=1e-9
         )
+
+
+# ---- GFPO: the retained completions of a group ----
+
+scored = st.tuples(reward, st.integers(1, 6))
+
+
+@given(
+    st.lists(scored, min_size=4, max_size=4),
+    st.sampled_from([0, 2, 3, 4]),
+    st.sampled_from(["length", "reward_per_token"]),
+)
+def test_retained_completions_and_their_advantages_equal_naive_code(group, keep, by):
+    """Statistics are those of the retained completions; the others have advantage 0 and no trained
+    tokens. With all of a group retained, the advantages are the usual ones."""
+    rewards, lengths = map(list, zip(*group, strict=True))
+
+    def cost(i):
+        if math.isnan(rewards[i]):
+            return math.inf
+        return lengths[i] if by == "length" else -rewards[i] / lengths[i]
+
+    best = sorted(range(4), key=lambda i: (cost(i), i))[: keep or 4]
+    flags = dict(gfpo_keep=keep, gfpo_by=by) if keep else {}
+    args = dapo.Args(samples_per_prompt=4, **flags)
+    is_retained = dapo.retained(double([rewards]), torch.tensor([lengths]), args)
+    assert is_retained[0].tolist() == [i in best for i in range(4)]
+    total = double([rewards]).masked_fill(~is_retained, NAN)
+    got = dapo.advantages(total)[0].tolist()
+    present = [rewards[i] for i in best if not math.isnan(rewards[i])]
+    unequal = len(set(present)) > 1
+    mean, std = statistics.fmean(present or [0]), statistics.stdev(present) if unequal else 1.0
+    for i in range(4):
+        counts = unequal and i in best and not math.isnan(rewards[i])
+        assert got[i] == pytest.approx((rewards[i] - mean) / (std + 1e-6) if counts else 0.0)
+    if keep in (0, 4):
+        assert torch.equal(dapo.advantages(double([rewards]))[0], double(got))
+
+
+def test_completions_that_are_not_retained_or_truncated_have_no_trained_tokens():
+    reasons = ("stop", "length", "stop", "length")
+    group = [completion(3, finish_reason=reason) for reason in reasons]
+    rewards_G = double([1.0, 0.0, NAN, NAN])
+    for flags, expected in (
+        ({}, [True, True, True, True]),
+        (dict(mask_truncated=True), [True, False, True, False]),
+        (dict(gfpo_keep=2), [True, True, False, False]),
+        (dict(gfpo_keep=2, mask_truncated=True), [True, False, False, False]),
+    ):
+        masked = dapo.masked(group, rewards_G, dapo.Args(samples_per_prompt=4, **flags))
+        assert [any(sample.loss_mask) for sample in masked] == expected
+        assert [sample.ids for sample in masked] == [sample.ids for sample in group]
 
 
 # ---- the loss ----
@@ -283,6 +335,7 @@ def test_samples_include_all_draws_and_only_kept_groups_have_advantages(two_rank
 
 @pytest.mark.slow
 def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
+    """GFPO keeps all completions of a group."""
     flags = (*flags, "--reward", f"{reward}:digits", "--prompts_per_step", 6, "--max_steps", 3)
     run(1, "grpo.py", *flags, "--output_dir", tmp_path / "grpo")
     run(
@@ -293,6 +346,8 @@ def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
         0,
         "--overlong_buffer",
         0,
+        "--gfpo_keep",
+        3,
         "--output_dir",
         tmp_path / "dapo",
     )
@@ -301,6 +356,7 @@ def test_dapo_without_its_additions_equals_grpo(flags, reward, tmp_path):
         "tokens_per_second",
         "step",
         "beta",
+        "entropy_coef",
     }
     names = tuple(
         sorted(name for name in names if not name.startswith(("time/", "speed/", "memory/")))

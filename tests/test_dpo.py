@@ -15,6 +15,7 @@ from common.data.packing import pack_groups
 from common.data.rows import PAIR_COLUMNS, train_and_eval_rows
 from common.data.tasks import arithmetic_rows
 from common.metrics.meter import Meter
+from common.model.ema import move_towards
 from common.model.hub import load_tokenizer
 from common.model.policy import load_policy
 from common.model.reference import reference_logps, store_reference_logps
@@ -105,6 +106,19 @@ def test_every_objective_does_not_depend_on_ranks_or_packing(
             assert a[f"eval_{name}"] == pytest.approx(b[f"eval_{name}"], rel=1e-5, abs=1e-6)
 
 
+def test_reference_that_copies_the_policy_gives_the_first_loss(data, device):
+    """With --reference_sync 1 and a rate of 1, each step has the log-ratios of the first one."""
+    args, pairs, model = setup(data, device)
+    reference = load_policy(tiny_model(), args, device, trainable=False)
+    disturbed(model)
+    before, _ = objective_of(model, reference, pairs, args, device)
+    model.reshard()
+    move_towards(reference, model, 1.0)
+    after, metrics = objective_of(model, reference, pairs, args, device)
+    assert after.item() == pytest.approx(len(pairs) * math.log(2), rel=1e-6) != before.item()
+    assert metrics["rewards/margins"] == 0
+
+
 @pytest.mark.slow
 def test_first_sigmoid_loss_is_ln_2(two_ranks):
     assert metrics(two_ranks)[0]["loss/sigmoid"] == pytest.approx(math.log(2), abs=1e-6)
@@ -135,11 +149,21 @@ def test_sorting_within_a_micro_batch_is_detected(
 
 
 @pytest.mark.slow
-def test_run_resumes_exactly(data, small, tmp_path, main):
-    """The log-probs of the reference are those stored by the first run."""
+@pytest.mark.parametrize(
+    "reference",
+    [
+        (),
+        ("--reference_logprobs", "online", "--reference_sync", 2, "--reference_rate", 0.6),
+    ],
+    ids=["stored", "moving"],
+)
+def test_run_resumes_exactly(reference, data, small, tmp_path, main):
+    """The log-probs of the reference are those stored by the first run, or those of a reference
+    that has moved before the checkpoint and moves after it."""
     flags = (*STEPS, *small, "--loss", "sigmoid", "aot", "--beta", 0.5, "--dataset", data)
+    flags += reference
     main("dpo", *flags, "--output_dir", tmp_path / "run")
-    assert (tmp_path / "run" / "reference_logps.json").is_file()
+    assert (tmp_path / "run" / "reference_logps.json").is_file() == (not reference)
     assert_resumes_exactly(main, "dpo", *flags, folder=tmp_path / "run", finished=6)
 
 
@@ -303,7 +327,9 @@ def test_stated_loss_equals_the_sigmoid_objective_of_the_table(smoothing):
         [5.0, 2, 1],
         [1.0] * 3,
     )
-    flags = dict(length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, discopop_tau=0.05)
+    flags = dict(
+        length_normalize=True, f_alpha=0.5, simpo_gamma=0.5, alphapo_alpha=0.25, discopop_tau=0.05
+    )
     table_N = preference_loss(
         "sigmoid", pairs, beta=0.3, label_smoothing=smoothing, f_divergence="reverse_kl", **flags
     )

@@ -284,11 +284,13 @@ def test_start_and_end_of_vllm_print_no_warnings(flags, small, tmp_path):
 @pytest.fixture(scope="module")
 def whole_flags(flags, small, reward):
     """Return flags with ratios of whole completions, rewards normalized separately over the batch,
-    KL, entropy and penalties."""
+    KL to a moving reference, an adaptive entropy bonus and penalties."""
     return (
         *flags, *small, "--reward", f"{reward}:digits", f"{reward}:first",
         "--reward_weights", 1, 0.5, "--loss", "topr", "--reduction", "sequence",
         "--advantage", "gdpo", "--beta", 0.05, "--kl_estimator", "k2", "--entropy_coef", 0.01,
+        "--reference_sync", 2, "--reference_rate", 0.5, "--entropy_target", 5.8385,
+        "--entropy_step", 0.004,
         "--correction", "sequence", "--missing_eos_penalty", 0.1, "--prompts_per_step", 12,
         "--minibatches", 3, "--samples_per_prompt", 3, "--max_steps", 6, "--save_every", 2,
         "--engine", "transformers",
@@ -341,7 +343,7 @@ def test_killed_run_resumes_bitwise(two_ranks, killed, whole_flags, tmp_path):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
     assert "resuming from" in run(2, "grpo.py", *whole_flags, "--output_dir", tmp_path).stdout
     assert_same_weights(two_ranks, tmp_path)
-    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl", *SAME), rel=0)
+    assert_close_metrics(two_ranks, tmp_path, ("loss", "kl", "entropy_coef", *SAME), rel=0)
     assert samples(two_ranks) == samples(tmp_path)
 
 

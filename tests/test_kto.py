@@ -118,35 +118,42 @@ def objective_of(model, reference, groups, args, device):
     ), meter.reduce()
 
 
-def test_baseline_and_loss_equal_a_calculation_by_hand(data, device):
+@pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
+def test_baseline_and_loss_equal_a_calculation_by_hand(name, data, device):
+    """APO has a baseline of 0 and no mismatches."""
     from transformers import AutoModelForCausalLM
 
     rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
-    args, groups = encode(rows, beta=0.5, desirable_weight=2.0)
+    args, groups = encode(rows, loss=name, beta=0.5, desirable_weight=2.0)
     model = load_policy(tiny_model(), args, device)
     reference = disturbed(load_policy(tiny_model(), args, device, trainable=False))
     hf = AutoModelForCausalLM.from_pretrained(tiny_model())
     ref_hf = disturbed(AutoModelForCausalLM.from_pretrained(tiny_model()))
-    assert all(m.ids[: s.prompt_length] == s.ids[: s.prompt_length] for s, m in groups)
-    assert len(groups) == 12 and [s.row["label"] for s, _ in groups] == [True] * 6 + [False] * 6
+    for sample, *others in groups:
+        assert len(others) == (name == "kto")
+        prompt = slice(sample.prompt_length)
+        assert all(m.ids[prompt] == sample.ids[prompt] for m in others)
+    assert len(groups) == 12 and [s.row["label"] for s, *_ in groups] == [True] * 6 + [False] * 6
     ratio = {
         id(s): naive_logps(hf, s)[0] - naive_logps(ref_hf, s)[0] for group in groups for s in group
     }
-    z0 = max(0.0, sum(ratio[id(mismatch)] for _, mismatch in groups) / 12)
+    z0 = max(0.0, sum(ratio[id(mismatch)] for _, *others in groups for mismatch in others) / 12)
     expected = right = 0.0
-    for sample, _ in groups:
+    for sample, *_ in groups:
         sign = 1 if sample.row["label"] else -1
         expected += (2.0 if sign > 0 else 1.0) * (
             1 - 1 / (1 + math.exp(-sign * 0.5 * (ratio[id(sample)] - z0)))
         )
         right += (ratio[id(sample)] > z0) == sample.row["label"]
     loss, got = objective_of(model, reference, groups, args, device)
-    assert got["kl"] == pytest.approx(z0, rel=1e-4, abs=1e-5)  # for float32 sums of about 10 nats
+    assert ("kl" in got) == (name == "kto") and got.get("kl", 0.0) == pytest.approx(
+        z0, rel=1e-4, abs=1e-5
+    )  # for float32 sums of about 10 nats
     assert loss.item() == pytest.approx(expected, rel=1e-5) and got["loss"] == pytest.approx(
         expected / 12, rel=1e-5
     )
     assert got["rewards/accuracies"] == pytest.approx(right / 12)
-    chosen = sum(ratio[id(s)] for s, _ in groups[:6]) / 6
+    chosen = sum(ratio[id(s)] for s, *_ in groups[:6]) / 6
     assert got["rewards/chosen"] == pytest.approx(0.5 * chosen, rel=1e-4, abs=1e-5)
 
 

@@ -240,12 +240,12 @@ def flags(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def everything(flags):
-    """Return flags with KL in the reward, an adapted beta, the clip, penalties and importance
-    weights of completions."""
+    """Return flags with KL in the reward, an adapted beta, the clip, penalties and normalised
+    importance weights of completions."""
     return (
         *flags, "--preset", "reinforce++", "--kl_target", 0.01, "--kl_horizon", 100,
         "--entropy_coef", 0.01, "--missing_eos_penalty", 0.1, "--reward_scale", 2,
-        "--correction", "sequence",
+        "--correction", "sequence", "--correction_normalize",
     )  # fmt: skip
 
 

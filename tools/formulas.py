@@ -74,9 +74,10 @@ def policy_loss(f: Mapping) -> Formulas:
 
 
 def importance(f: Mapping) -> Formulas:
-    """Return the formulas of c, the bounded importance weight pi_old / pi_engine."""
-    if f["correction"] == "none":
-        return [("c", "1")]
+    """Return the formulas of c, the bounded importance weight pi_old / pi_engine; its recorded
+    value with --correction_reject or --correction_normalize."""
+    if f.get("correction_reject") or f.get("correction_normalize"):
+        return [("c", "sampling_weight")]
     total = "sum_old_logprobs - sum_rollout_logprobs"
     log_ratio = total if f["correction"] == "sequence" else "old_logprobs - rollout_logprobs"
     found = [("unbounded", f"exp({log_ratio})")]
@@ -85,6 +86,8 @@ def importance(f: Mapping) -> Formulas:
         bounded = (
             "where(unbounded < correction_low, 0, where(unbounded > correction_high, 0, unbounded))"
         )
+    if f["correction"] == "none":
+        found, bounded = [], "1"
     if f["correction_filter"] is None:
         return [*found, ("c", bounded)]
     low, high = f["correction_filter"]
@@ -103,6 +106,7 @@ def kl(f: Mapping) -> Formulas:
 
 
 def entropy_bonus(f: Mapping) -> str:
+    """Return the term of the bonus. A trace has the coefficient of its step among its flags."""
     return " - entropy_coef * entropy" if f["entropy_coef"] else ""
 
 
@@ -184,16 +188,19 @@ def likelihood(f: Mapping) -> Formulas:
 
 
 def rloo(f: Mapping) -> Formulas:
+    if f.get("correction_reject") or f.get("correction_normalize"):
+        raise ValueError("the weights of completions are not recorded")
     log_rho = ("log_rho", "sum_logprobs - sum_old_logprobs")
     parts = [RATIO[0], log_rho, RATIO[2], ("policy_loss", f"-{CLIP}"), *importance(f)]
     return [*parts, ("loss", "policy_loss * c"), ("w", "1 / sequences")]
 
 
 def kto(f: Mapping) -> Formulas:
-    above = "where(log_ratio > kl, 1, -1)"  # which is right, and whether it is right
+    kl = "0" if f.get("loss") == "apo_zero_unpaired" else "kl"
+    above = f"where(log_ratio > {kl}, 1, -1)"  # which is right, and whether it is right
     return [
         ("desirable", f"where(rewards_accuracies > 0, {above}, -{above})"),
-        ("margin", "beta * (log_ratio - kl)"),
+        ("margin", f"beta * (log_ratio - {kl})"),
         ("weight", "where(desirable > 0, desirable_weight, undesirable_weight)"),
         ("loss", f"weight * sigmoid(-desirable * margin){' * wpo_weight' if f['wpo'] else ''}"),
         ("w", "1 / batch_size"),
@@ -234,6 +241,8 @@ PAIRS: dict[str, str] = {
     "discopop": "-sigmoid(-z / discopop_tau) * logsigmoid(z) + exp(logsigmoid(z / "
     "discopop_tau) - z)",
     "simpo": "-logsigmoid(beta * (mean_pc - mean_pr) - simpo_gamma)",
+    "alphapo": "-logsigmoid(beta * (-expm1(-alphapo_alpha * mean_pc) + "
+    "expm1(-alphapo_alpha * mean_pr)) / alphapo_alpha - simpo_gamma)",
     "orpo": f"-mean_pc - beta * logsigmoid({LOG_ODDS[0]} - {LOG_ODDS[1]})",
     "cpo": "-logsigmoid(beta * (logps_chosen - logps_rejected)) - mean_pc",
 }
@@ -245,11 +254,11 @@ def preference(f: Mapping, weight: str) -> Formulas:
     """Return the formulas of a pair. Log-ratios come from the logged rewards, which the first
     objective defines."""
     first = f["loss"][0]
-    per_token = first in ("simpo", "orpo", "sigmoid_norm") or (
+    per_token = first in ("simpo", "alphapo", "orpo", "sigmoid_norm") or (
         first == "ipo" and f["length_normalize"]
     )
     found = [("mean_pc", "logps_chosen / nc"), ("mean_pr", "logps_rejected / nr")]
-    if first not in ("simpo", "orpo", "cpo"):
+    if first not in ("simpo", "alphapo", "orpo", "cpo"):
         ends = [(" * nc" if per_token else ""), (" * nr" if per_token else "")]
         form = (
             "{0}"

@@ -51,6 +51,8 @@ class BaseArgs(RunArgs, DataArgs, ModelArgs):
     rollout_ranks = 0
     tensor_parallel_size = 1
     minibatches = 1
+    reference_sync = 0
+    reference_rate = 1.0
     oversample = 1
     teacher_logprobs = None
     streaming = False

@@ -1,11 +1,11 @@
 """Flags of objectives that several scripts share, in groups: importance weights, reward shaping."""
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from common.config.flags import STRICT, BelowOne, NotNegative, Positive
+from common.config.flags import STRICT, BelowOne, NotNegative, Positive, PositiveFraction
 from common.config.rules import require_default
 
 if TYPE_CHECKING:
@@ -29,6 +29,18 @@ class CorrectionArgs:
     correction_filter: tuple[NotNegative[float], NotNegative[float]] | None = None
     """two bounds, e.g. 0.5 2: completions are dropped if the geometric mean of their tokens'
     trainer / engine probability ratios lies outside them; default: off"""
+    correction_reject: Literal[
+        "veto", "token_k2", "token_k3", "token_tv", "seq_mean_k2", "seq_mean_k3", "seq_mean_tv",
+        "seq_max_k2", "seq_max_k3", "seq_max_tv",
+    ] | None = None  # fmt: skip
+    """completions to drop, with correction_bound. veto: any ratio is below it; seq_mean, seq_max:
+    the mean or any token is above it in k2, k3 (KL estimate in nats) or tv (probability
+    difference); token: drop these tokens only"""
+    correction_bound: Positive[float] | None = None
+    """bound of correction_reject"""
+    correction_normalize: bool = False
+    """divide the weights by their mean over the minibatch; costs a forward pass if a rollout has
+    one update"""
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
@@ -41,8 +53,12 @@ class CorrectionArgs:
             if low >= high:
                 raise ValueError(f"--correction_filter {low:g} {high:g}: {problem}")
         if self.correction == "none":
-            unused = ("correction_mode", "correction_low", "correction_high", "correction_filter")
-            require_default(self, unused, "with --correction none")
+            unused = ("mode", "low", "high", "normalize")
+            flags = [f"correction_{name}" for name in unused]
+            require_default(self, flags, "with --correction none")
+        if (self.correction_reject is None) != (self.correction_bound is None):
+            pair = f"{self.correction_reject} --correction_bound {self.correction_bound}"
+            raise ValueError(f"--correction_reject {pair}: set both or none")
         return self
 
     @property
@@ -51,12 +67,10 @@ class CorrectionArgs:
         from common.objectives.importance import Correction
 
         return Correction(
-            self.correction,
-            self.correction_mode,
-            self.correction_low,
-            self.correction_high,
-            self.correction_filter,
-        )
+            self.correction, self.correction_mode, self.correction_low, self.correction_high,
+            self.correction_filter, self.correction_reject, self.correction_bound,
+            self.correction_normalize,
+        )  # fmt: skip
 
 
 @dataclass(config=STRICT)
@@ -78,6 +92,34 @@ class KLEstimateArgs:
     exp(-d) - 1 + d"""
     kl_clamp: NotNegative[float] = 0.0
     """bound of the KL estimate of each token, which is clamped to [-kl_clamp, kl_clamp]; 0: off"""
+
+
+@dataclass(config=STRICT)
+class MovingArgs:
+    """Entropy bonus and reference that move"""
+
+    entropy_coef: NotNegative[float] = 0.0
+    """weight of the entropy bonus, reduced over tokens like the loss (--reduction)"""
+    entropy_target: NotNegative[float] = 0.0
+    """entropy in nats per token below which there is a bonus: entropy_coef grows after a step below
+    it and shrinks after one above (arXiv:2505.22312); 0: entropy_coef is constant"""
+    entropy_step: Positive[float] = 1e-4
+    """with --entropy_target: change of entropy_coef after a step"""
+    reference_sync: NotNegative[int] = 0
+    """steps between moves of the reference model towards the policy (arXiv:2404.09656); 0: none"""
+    reference_rate: PositiveFraction = 1.0
+    """with --reference_sync: rate a of a move, reference <- (1 - a) reference + a policy"""
+
+    @model_validator(mode="after")
+    def _check_moving(self: Any) -> Any:  # reads flags of the script
+        if not self.entropy_target:
+            require_default(self, ("entropy_step",), "with --entropy_target 0")
+        if not self.reference_sync:
+            require_default(self, ("reference_rate",), "with --reference_sync 0")
+        elif self.lora_rank or not self.beta:
+            flag = f"--reference_sync {self.reference_sync}"
+            raise ValueError(f"{flag} needs --beta above 0, and --lora_rank 0 (docs/dpo.md)")
+        return self
 
 
 @dataclass(config=STRICT)

@@ -20,7 +20,7 @@ class PreferenceArgs:
     KL to smoothed labels; nca_pair, bco_pair: each side against zero; sppo_hard: each side to a
     target; apo_zero: chosen up, rejected down; apo_down: both down; aot, aot_unpaired: on the
     sorted batch; discopop: logistic and exponential. Without a reference: simpo: margin per token;
-    orpo: odds ratio; cpo: DPO and likelihood"""
+    alphapo: simpo with a bent reward; orpo: odds ratio; cpo: DPO and likelihood"""
     loss_weights: Several[NotNegative[float]] = ()
     """weight of each loss; default: all 1"""
     beta: Positive[float] = 0.1
@@ -35,7 +35,9 @@ class PreferenceArgs:
     f_alpha: Real = 0.5
     """order of --f_divergence alpha; 1: reverse_kl, 0: forward_kl"""
     simpo_gamma: Real = 0.5
-    """simpo: margin by which the reward of chosen should exceed that of rejected"""
+    """simpo, alphapo: margin by which the reward of chosen should exceed that of rejected"""
+    alphapo_alpha: Real = 0.25
+    """alphapo: bend of the reward; 0: simpo"""
     discopop_tau: Annotated[float, Field(gt=0, le=1)] = 0.05
     """discopop: temperature of its blend of logistic and exponential loss; unbounded above 1, hence
     at most 1"""
@@ -54,6 +56,7 @@ class PreferenceArgs:
             f_divergence=self.f_divergence,
             f_alpha=self.f_alpha,
             simpo_gamma=self.simpo_gamma,
+            alphapo_alpha=self.alphapo_alpha,
             discopop_tau=self.discopop_tau,
         )
 

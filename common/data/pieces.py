@@ -18,12 +18,8 @@ class Tokens(NamedTuple):
 
 
 def pieces_of(
-    tokenizer,
-    text: str,
-    cuts: Sequence[int],
-    adds_bos: bool = False,
-    added: Container[int] = (),
-) -> list[list[int]]:
+    tokenizer, text: str, cuts: Sequence[int], adds_bos: bool = False, added: Container[int] = (),
+) -> list[list[int]]:  # fmt: skip
     """Return the ids of the pieces of `text` between the places `cuts`, in characters.
 
     Together they are the ids of the whole text. Only if one token would cover a cut is the text

@@ -29,14 +29,9 @@ class RunLogger:
     metrics to draw."""
 
     def __init__(
-        self,
-        args: TrainArgs,
-        first_step: int,
-        total_steps: int,
-        show: Sequence[str],
-        curves: Sequence[str],
-        history: list[int] | None = None,
-    ):
+        self, args: TrainArgs, first_step: int, total_steps: int, show: Sequence[str],
+        curves: Sequence[str], history: list[int] | None = None,
+    ):  # fmt: skip
         """Delete the lines after `first_step`, which will be logged again. `history`: see `sync`.
         Raises `ValueError` if the lines before it are damaged."""
         self.active = distributed.is_main()

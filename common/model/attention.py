@@ -116,15 +116,9 @@ class GatherKeys(torch.autograd.Function):
 # imports when called.
 @torch._disable_dynamo
 def attention_by_length(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pack: Tokens,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, pack: Tokens, scaling: float,
+    sliding_window: int | None, softcap: float | None, sinks_H: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Compute `packed_attention` with one call for all neighbours with as many queries and keys:
     [1, T, heads, head_dim]."""
     # Equal lengths are mostly neighbours. One split: the gradient of a slice would be as large as

@@ -84,13 +84,9 @@ def refusal(models: Sequence[Shapes], plan: Plan, capacity: float) -> str | None
 
 
 def make_plan(
-    models: Sequence[Shapes],
-    args: TrainArgs,
-    ranks: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    models: Sequence[Shapes], args: TrainArgs, ranks: int, device: torch.device, dtype: torch.dtype,
     capacity: float,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the plan for models with the compute `dtype` that are sharded over `ranks` devices of
     this type. Without `--activation_checkpointing`, CUDA recomputes activations that do not fit."""
     on_cuda = device.type == "cuda"
@@ -101,6 +97,7 @@ def make_plan(
         recompute=bool(args.activation_checkpointing),
         offload=args.offload,
         bytes=dtype.itemsize,
+        frozen=4 if args.reference_sync else dtype.itemsize,
         distils=args.teacher_logprobs is not None,
         on_cuda=on_cuda,
     )

@@ -91,16 +91,9 @@ def fused(function: Callable) -> Callable:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        hidden_TD: Tensor,
-        head_VD: Tensor,
-        bias_V: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        targets_T: Tensor,
-        temperature: float,
-        compiled: bool,
-    ):
+        ctx, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float,
+        softcap: float | None, targets_T: Tensor, temperature: float, compiled: bool,
+    ):  # fmt: skip
         logits = Logits(hidden_TD, head_VD, bias_V, scale, softcap)
         chunk_statistics = fused(statistics_of_copy) if compiled else statistics
         chunks = []

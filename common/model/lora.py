@@ -34,14 +34,9 @@ class _MergedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        a_RI: Tensor,
-        b_OR: Tensor,
+        ctx, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor,
         scale: float,
-    ):
+    ):  # fmt: skip
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
         ctx.scale = scale
         return F.linear(x, merge(weight_OI, a_RI, b_OR, scale), bias_O)

@@ -52,6 +52,7 @@ class Plan:
     recompute: bool
     offload: str = "none"
     bytes: int = 2  # size of a number in the compute dtype
+    frozen: int = 2  # size of a frozen weight
     engine: float = 0.0  # bytes of an engine beside the trainer while it samples
     engine_ranks: int = 1  # ranks that share the engine
     engine_stays: bool = False  # whether the engine keeps its memory while the trainer works
@@ -188,7 +189,7 @@ def predict(models: Sequence[Shapes], plan: Plan) -> Bytes:
     and, with a colocated engine, of sampling. Trained models are updated one after the other, so
     that only one has activations."""
     trained = sum(m.trained for m in models)
-    weights = sum(4 * m.trained + plan.bytes * (m.weights - m.trained) for m in models)
+    weights = sum(4 * m.trained + plan.frozen * (m.weights - m.trained) for m in models)
     on_host = plan.offload == "all"
     resident = {
         "weights": 0 if on_host else weights / plan.ranks,
@@ -211,5 +212,5 @@ def on_the_host(models: Sequence[Shapes], plan: Plan) -> float:
     trained = sum(m.trained for m in models)
     frozen = sum(m.weights for m in models) - trained
     moments = 8 * trained
-    everything = moments + 8 * trained + plan.bytes * frozen  # with weights and gradients
+    everything = moments + 8 * trained + plan.frozen * frozen  # with weights and gradients
     return {"none": 0, "optimizer": moments, "all": everything}[plan.offload] / plan.ranks

@@ -141,20 +141,17 @@ def compute_dtype(args: BaseArgs, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(args: BaseArgs, device: torch.device, trainable: bool) -> torch.dtype:
-    """Return the dtype of the shards: float32 for weights that are trained. Frozen weights, also
-    under adapters, have the compute dtype: FSDP casts to it before every forward, so that the
-    numbers are the same in fewer bytes."""
-    return torch.float32 if trainable and not args.lora_rank else compute_dtype(args, device)
+    """Return the dtype of the shards: float32 for weights that are trained or that follow these
+    (`--reference_sync`). Frozen weights, also under adapters, have the compute dtype: FSDP casts to
+    it before every forward, so that the numbers are the same in fewer bytes."""
+    changes = (trainable or args.reference_sync > 0) and not args.lora_rank
+    return torch.float32 if changes else compute_dtype(args, device)
 
 
 def load_policy(
-    path: str,
-    args: BaseArgs,
-    device: torch.device,
-    trainable: bool = True,
-    flag: str = "--model",
+    path: str, args: BaseArgs, device: torch.device, trainable: bool = True, flag: str = "--model",
     kind: type[Policy] = Policy,
-) -> Policy:
+) -> Policy:  # fmt: skip
     """Load the causal language model of a local folder as FSDP2 shards: float32 masters, `--dtype`
     compute, float32 reduction. With `--lora_rank` only adapters are trained (lora.py).
 
@@ -181,6 +178,17 @@ def load_reference(
     from common.model.lora import StartingModel
 
     return StartingModel(policy)
+
+
+def move_reference(
+    reference: nn.Module | None, policy: Policy, finished: int, args: BaseArgs
+) -> None:
+    """Move the reference towards the policy, as `--reference_sync` and `--reference_rate` say,
+    after so many finished steps."""
+    if reference is not None and args.reference_sync and finished % args.reference_sync == 0:
+        from common.model.ema import move_towards
+
+        move_towards(reference, policy, args.reference_rate)
 
 
 def load_scalar_model(
@@ -309,12 +317,9 @@ def home_of(args: BaseArgs, device: torch.device) -> torch.device:
 
 
 def shard(
-    model: PackedModel,
-    blocks: nn.ModuleList,
-    args: BaseArgs,
-    device: torch.device,
+    model: PackedModel, blocks: nn.ModuleList, args: BaseArgs, device: torch.device,
     reshard_root: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Apply `fully_shard` to every transformer block and to the rest, as the root. With `--compile`
     compile the blocks and the log-probs.
 

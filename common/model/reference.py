@@ -42,13 +42,8 @@ def reference_logps(
 
 
 def reference_or_logps(
-    policy: Policy,
-    datasets: Datasets,
-    tokenizer,
-    args,
-    device: torch.device,
-    needed: bool = True,
-) -> tuple[Policy | None, list[Tensor]]:
+    policy: Policy, datasets: Datasets, tokenizer, args, device: torch.device, needed: bool = True,
+) -> tuple[Policy | None, list[Tensor]]:  # fmt: skip
     """Return the reference if it stays in memory (`--reference_logprobs online`), else None; and
     its log-probs of all groups, [groups, samples of a group] for each data set, which are zeros if
     it stays in memory or is not `needed`.
@@ -79,13 +74,9 @@ def reference_or_logps(
 
 
 def store_reference_logps(
-    datasets: Datasets,
-    path: str,
-    load: Callable[[], nn.Module],
-    folder: Path,
-    args: TrainArgs,
+    datasets: Datasets, path: str, load: Callable[[], nn.Module], folder: Path, args: TrainArgs,
     device: torch.device,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return the log-probs of completions by the reference, [groups, samples of a group] float64
     for each data set.
 

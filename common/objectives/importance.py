@@ -55,16 +55,21 @@ class Correction:
     high: float = 2.0
     filter: tuple[float, float] | None = None
     """bounds of a completion's geometric mean of token ratios; completions outside of them get 0"""
+    reject: str | None = None
+    bound: float | None = None
+    """criterion of rejection.py and its bound; tokens or completions beyond it get 0"""
+    normalize: bool = False
+    """divide the weights by their mean over the global minibatch"""
 
 
 def importance_weights(
-    log_ratio_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, correction: Correction
-) -> Tensor:
-    """Return the importance weight of each token, pi_old / pi_engine, bounded. [T], without
-    gradient. `log_ratio_T` is log(pi_old / pi_engine) of the trainer and the engine for the same
-    weights."""
-    if correction.level == "none":
-        return torch.ones_like(log_ratio_T)
+    old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor,
+    correction: Correction, mean: float = 1,
+) -> Tensor:  # fmt: skip
+    """Return the importance weight of each token, pi_old / pi_engine, bounded, over `mean`. [T],
+    without gradient. The log-probs are those of the trainer and of the engine that sampled. `mean`
+    is that of the weights of the global minibatch (`mean_weight`), with `normalize`."""
+    log_ratio_T = old_logprobs_T - rollout_logprobs_T
     at_level_T = log_ratio_T
     if correction.level == "sequence":
         at_level_T = sequence_sum(log_ratio_T, mask_T, sequence_ids_T)
@@ -74,11 +79,19 @@ def importance_weights(
     weights_T = ratio_T.clamp(low, high)
     if correction.mode == "mask":
         weights_T = torch.where((low <= ratio_T) & (ratio_T <= high), ratio_T, 0.0)
+    if correction.level == "none":
+        weights_T = torch.ones_like(ratio_T)
     if correction.filter is not None:
         least, most = correction.filter
         mean_ratio_T = sequence_mean(log_ratio_T, mask_T, sequence_ids_T).exp()
         weights_T = weights_T * ((least <= mean_ratio_T) & (mean_ratio_T <= most))
-    return weights_T
+    if correction.reject:
+        from common.objectives.rejection import is_rejected
+
+        weights_T = weights_T * ~is_rejected(
+            old_logprobs_T, rollout_logprobs_T, mask_T, sequence_ids_T, correction
+        )
+    return weights_T / mean
 
 
 def off_policy_mask(

@@ -88,26 +88,20 @@ READS: dict[str, tuple[str, ...]] = {
     "aot_unpaired": ("beta",),
     "discopop": (*Z, "discopop_tau"),
     "simpo": ("beta", "simpo_gamma"),
+    "alphapo": ("beta", "simpo_gamma", "alphapo_alpha"),
     "orpo": ("beta",),
     "cpo": ("beta",),
 }
-REFERENCE_FREE = {"simpo", "orpo", "cpo"}
+REFERENCE_FREE = {"simpo", "alphapo", "orpo", "cpo"}
 OVER_BATCH = {"aot", "aot_unpaired"}  # sort the pairs, so they need the global batch at once
-PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "orpo"}  # objectives with an implicit reward per token
+PER_TOKEN = {"ipo", "sigmoid_norm", "simpo", "alphapo", "orpo"}  # implicit reward per token
 
 
 def preference_loss(
-    name: str,
-    p: Pairs,
-    *,
-    beta: float,
-    label_smoothing: float,
-    length_normalize: bool,
-    f_divergence: FDivergence,
-    f_alpha: float,
-    simpo_gamma: float,
+    name: str, p: Pairs, *, beta: float, label_smoothing: float, length_normalize: bool,
+    f_divergence: FDivergence, f_alpha: float, simpo_gamma: float, alphapo_alpha: float,
     discopop_tau: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the objective `name` of each pair, [N], float64. Objectives in `OVER_BATCH` need all
     pairs of the global batch."""
     z = beta * (f(p.lc, f_divergence, f_alpha) - f(p.lr, f_divergence, f_alpha))
@@ -158,6 +152,10 @@ def preference_loss(
             return -(-z / discopop_tau).sigmoid() * logsigmoid(z) + exponential
         case "simpo":  # arXiv:2405.14734 Eq. 6
             return -logsigmoid(beta * (p.mean_pc - p.mean_pr) - simpo_gamma)
+        case "alphapo":  # arXiv:2501.03884: SimPO with (1 - P^-alpha) / alpha for log P, per token
+            order = 1 - alphapo_alpha
+            gap = f(p.mean_pc, "alpha", order) - f(p.mean_pr, "alpha", order)
+            return -logsigmoid(beta * gap - simpo_gamma)
         case "orpo":  # arXiv:2403.07691 Eq. 6-7
             return -p.mean_pc - beta * logsigmoid(_log_odds(p.mean_pc) - _log_odds(p.mean_pr))
         case "cpo":  # arXiv:2401.08417

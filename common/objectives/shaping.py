@@ -1,4 +1,4 @@
-"""Reward shaping: scale and clip of rewards, and the coefficient of the KL.
+"""Reward shaping: scale and clip of rewards; coefficients of the KL and of the entropy bonus.
 
 Keyword-only parameters have the names of the flags that set them.
 """
@@ -30,6 +30,33 @@ class KLCoefficient:
 
     def load_state_dict(self, state: dict) -> None:
         self.value = state["value"]
+
+
+class EntropyCoefficient:
+    """Coefficient of the entropy bonus, `value`, which acts against an entropy below `target` nats
+    per token (arXiv:2505.22312, with the order of its code): after a step below the target `size`
+    grows by `step` and is the value; after another one it shrinks, at most to 0, and the value is
+    0. A target of 0 keeps the value constant."""
+
+    def __init__(self, coef: float, target: float, step: float):
+        self.value = coef
+        self.size = coef
+        self.target = target
+        self.step = step
+
+    def update(self, entropy: float) -> None:
+        """Adapt the value after a step with this mean `entropy` of the policy, in nats."""
+        if self.target:
+            is_low = entropy < self.target
+            self.size = max(0.0, self.size + (self.step if is_low else -self.step))
+            self.value = self.size if is_low else 0.0
+
+    def state_dict(self) -> dict:
+        return dict(value=self.value, size=self.size)
+
+    def load_state_dict(self, state: dict) -> None:
+        self.value = state["value"]
+        self.size = state["size"]
 
 
 def shape_rewards(rewards: Tensor, *, reward_scale: float, reward_clip: float) -> Tensor:

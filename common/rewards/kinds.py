@@ -13,7 +13,7 @@ import torch
 from common.config.online import SamplingArgs
 from common.data.sample import Completion, Group
 from common.parallel import distributed
-from common.rewards.registry import load_reward, require_usable_rows, reward_of_row
+from common.rewards.registry import BY_LENGTH, load_reward, require_usable_rows, reward_of_row
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
 
@@ -66,6 +66,8 @@ def make_scorer(name: str, rows: list[dict], args: SamplingArgs, thoughts: Thoug
     """
     if name == "environment":
         return _for_each_sample(_environment_result)
+    if name in BY_LENGTH:  # `Rewards` computes it
+        return _for_each_sample(lambda sample: Result())
     function = load_reward(name)
     require_usable_rows(name, function, rows)
     if name in ("code", "code_fraction"):

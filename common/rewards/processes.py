@@ -239,15 +239,9 @@ class Pool:
     `ForkServer` and `Process`."""
 
     def __init__(
-        self,
-        target: str,
-        size: int,
-        seconds: float,
-        *,
-        shared: bool = False,
-        memory_gib: float = 4.0,
-        start_seconds: float = START_SECONDS,
-    ):
+        self, target: str, size: int, seconds: float, *, shared: bool = False,
+        memory_gib: float = 4.0, start_seconds: float = START_SECONDS,
+    ):  # fmt: skip
         limits = (size, seconds, memory_gib, start_seconds)
         assert all(limit > 0 for limit in limits), "all must be positive"
         self.server = ForkServer(target, shared=shared, memory_gib=memory_gib)

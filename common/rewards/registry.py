@@ -21,6 +21,7 @@ OTHERS = dict(
     code_fraction="code_reward:fraction",
 )  # module and function
 BUILT_IN = (*REWARDS, *OTHERS)
+BY_LENGTH = ("cosine_length", "adaptive_length")  # computed from the first of --reward
 
 
 def load_reward(name: str) -> Reward:
@@ -43,7 +44,7 @@ def load_reward(name: str) -> Reward:
 def intention(name: str) -> str:
     """Return what an unknown name without a colon probably means."""
     file, dot, function = name.rpartition(".")
-    near = difflib.get_close_matches(name, BUILT_IN, 1)
+    near = difflib.get_close_matches(name, (*BUILT_IN, *BY_LENGTH), 1)
     if near:
         return f"did you mean {near[0]}?"
     if name.endswith(".py"):
@@ -54,7 +55,7 @@ def intention(name: str) -> str:
         return f"did you mean {file}.py:{function}?"
     if Path(name, "config.json").is_file():
         return f"did you mean model:{name}?"
-    forms = ("by_row", "environment", "path/to/file.py:function", "model:PATH")
+    forms = ("by_row", "environment", *BY_LENGTH, "path/to/file.py:function", "model:PATH")
     return f"there are {', '.join((*BUILT_IN, *forms))}"
 
 
@@ -114,7 +115,7 @@ def row_check(args: SamplingArgs) -> Callable[[dict], None]:
     functions = {
         name: load_reward(name)
         for name in args.reward
-        if name not in ("by_row", "environment") and not name.startswith("model:")
+        if name not in ("by_row", "environment", *BY_LENGTH) and not name.startswith("model:")
     }
 
     def check(row: dict) -> None:

@@ -29,14 +29,9 @@ class RewardModel:
     last token or, if rm.py trained it, at the end of the turn."""
 
     def __init__(
-        self,
-        flag: str,
-        path: str,
-        args: SamplingArgs,
-        rows: list[dict],
-        policy_tokenizer,
+        self, flag: str, path: str, args: SamplingArgs, rows: list[dict], policy_tokenizer,
         device: torch.device,
-    ):
+    ):  # fmt: skip
         """Load the model. Raises `ValueError` naming `flag` if it is no reward model, or has
         another tokenizer than the policy and cannot read these rows."""
         self.flag = f"{flag} {path}"

@@ -25,7 +25,7 @@ from common.data.sample import Completion, Group
 from common.metrics.meter import Meter
 from common.parallel import distributed
 from common.rewards.kinds import Scorer, make_model_scorer, make_scorer, make_scorers_by_row
-from common.rewards.registry import short_names
+from common.rewards.registry import BY_LENGTH, short_names
 from common.rewards.result import Result
 from common.rewards.thoughts import Thoughts
 
@@ -65,6 +65,10 @@ class Rewards:
         Raises `ValueError` for a name that is unknown or comes twice, a column that `rows` lack, a
         row that a reward cannot use, a model that is no reward model or does not fit these prompts.
         """
+        if args.reward[:1] and args.reward[0] in BY_LENGTH:
+            raise ValueError(
+                f"--reward {args.reward[0]}: name a reward for right answers before it"
+            )
         self.args = args
         self.thoughts = Thoughts(tokenizer, cut=args.thoughts == "cut")
         self.scorers: dict[str, Scorer] = {}
@@ -149,9 +153,17 @@ class Rewards:
         # not stacked: there may be no reward
         rewards_KPG = torch.tensor(values, dtype=torch.float64).reshape(len(results), *shape)
         failed_KPG = torch.tensor(failed, dtype=torch.bool).reshape(len(results), *shape)
+        by_name = dict(zip(results, rewards_KPG, strict=True))
+        for name in by_name.keys() & set(BY_LENGTH):
+            from common.rewards.lengths import by_length
+
+            lengths = [len(sample.completion_ids) for sample in chain(*groups)]
+            lengths_PG = torch.tensor(lengths).reshape(shape)
+            first_PG = self.first(by_name)
+            by_name[name][:] = by_length(name, first_PG, lengths_PG, self.args.max_new_tokens)
         rewards_PG = (self.weights[:, None, None] * rewards_KPG).nansum(0)
         rewards_PG[failed_KPG.any(0) | rewards_KPG.isnan().all(0)] = math.nan
-        return Scored(rewards_PG, dict(zip(results, rewards_KPG, strict=True)), numbers)
+        return Scored(rewards_PG, by_name, numbers)
 
     def weight_of(self, name: str) -> float:
         """Return the weight of a reward, 0 for one that is not in `--reward`."""

@@ -39,24 +39,20 @@ class Checkpointer:
     """Saving and loading of model, optimizer and other objects with a `state_dict` (small, the same
     on every rank).
 
-    `value` is a second model with its optimizer.
+    `value` is a second model with its optimizer, `reference` the one of --reference_sync.
     """
 
     def __init__(
-        self,
-        args: TrainArgs,
-        model: PackedModel,
-        optimizer: Optimizer,
-        tokenizer,
-        value=None,
-        **stateful,
-    ):
+        self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer, value=None,
+        reference: PackedModel | None = None, **stateful,
+    ):  # fmt: skip
         self.args = args
         self.folder = Path(args.output_dir)
         self.checkpoints = self.folder / "checkpoints"
         self.model = model
         self.stateful = stateful
         self.trained = {"": (model, optimizer)}
+        self.moved = {"reference": reference} if args.reference_sync else {}
         if value is not None:
             self.trained["value_"] = value
         self.files: dict[str, bytes] = {}
@@ -104,11 +100,11 @@ class Checkpointer:
         return state["step"]
 
     def _tensors(self) -> dict[str, dict]:
-        """Return the state of the trained weights and their optimizers. Frozen weights are read
-        from `--model`."""
+        """Return the state of the moved weights, and of the trained ones with their optimizers.
+        Frozen weights are read from `--model`."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-        tensors = {}
+        tensors = {name: model.state_dict() for name, model in self.moved.items()}
         options = StateDictOptions(ignore_frozen_params=True)
         for prefix, (model, optimizer) in self.trained.items():
             weights, moments = get_state_dict(model, optimizer, options=options)
@@ -118,11 +114,11 @@ class Checkpointer:
 
     @property
     def size(self) -> int:
-        """Return the bytes of a checkpoint, nearly: those of the trained weights and two moments of
-        each."""
-        models = [model for model, _ in self.trained.values()]
-        parameters = chain(*(model.parameters() for model in models))
-        return sum(3 * parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        """Return the bytes of a checkpoint, nearly: those of the moved and the trained weights, and
+        of two moments of each of the latter."""
+        trained = chain(*(model.parameters() for model, _ in self.trained.values()))
+        moved = chain(*(model.parameters() for model in self.moved.values()))
+        return sum(3 * p.nbytes for p in trained if p.requires_grad) + sum(p.nbytes for p in moved)
 
     def free_space(self) -> int:
         """Return the free bytes of the disk with the checkpoints. Collective."""

@@ -90,16 +90,10 @@ def describe_rollouts(
 
 
 def dry_run(
-    args: TrainArgs,
-    path: str | None,
-    tokenizer,
-    data,
-    held_out: Sized,
-    rewards: Callable | None = None,
-    frozen: Sequence[str] = (),
-    value_path: str | None = None,
+    args: TrainArgs, path: str | None, tokenizer, data, held_out: Sized,
+    rewards: Callable | None = None, frozen: Sequence[str] = (), value_path: str | None = None,
     counts: Counter | None = None,
-) -> NoReturn:
+) -> NoReturn:  # fmt: skip
     """`--dry_run`: build the models without weights, print the first row of the run, the rewards of
     ten rows and the plan, and end the process.
 

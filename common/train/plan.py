@@ -181,8 +181,9 @@ def schedule(
 
 
 def disk(args: TrainArgs, models: Sequence[Shapes], steps: int) -> str:
-    """Return a line about the checkpoints, which have 12 bytes per trained weight."""
-    size = 12e-9 * sum(model.trained for model in models)
+    """Return a line about the checkpoints, which have 12 bytes per trained weight, and 4 more if a
+    copy of it moves."""
+    size = (16e-9 if args.reference_sync else 12e-9) * sum(model.trained for model in models)
     count = min(args.keep_last + 1, math.ceil(steps / args.save_every))
     parents = (Path(args.output_dir) / "x").resolve().parents
     folder = next(parent for parent in parents if parent.is_dir())

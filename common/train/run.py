@@ -36,24 +36,15 @@ class Run:
     """Run of `total_steps` steps, resumed from the newest checkpoint in `--output_dir`."""
 
     def __init__(
-        self,
-        args: TrainArgs,
-        model: PackedModel,
-        optimizer: Optimizer,
-        tokenizer,
-        total_steps: int,
-        *,
-        show: Sequence[str],
-        curves: Sequence[str],
-        value: tuple[PackedModel, Optimizer] | None = None,
-        order=None,
-        rollouts=None,
-        **stateful,
-    ):
+        self, args: TrainArgs, model: PackedModel, optimizer: Optimizer, tokenizer,
+        total_steps: int, *, show: Sequence[str], curves: Sequence[str],
+        value: tuple[PackedModel, Optimizer] | None = None, reference: PackedModel | None = None,
+        order=None, rollouts=None, **stateful,
+    ):  # fmt: skip
         """Load the newest intact checkpoint into the model, the optimizer, `order` or `rollouts`,
         which have the data cursor, and all of `stateful`: objects with a `state_dict`. `value` is a
-        second model with its optimizer. `show`: metrics beside the progress bar; `curves`: metrics
-        to draw. Collective.
+        second model with its optimizer, `reference` that of --reference_sync. `show`: metrics
+        beside the progress bar; `curves`: metrics to draw. Collective.
 
         Raises `ValueError` if all checkpoints are damaged.
         """
@@ -73,7 +64,7 @@ class Run:
         stateful |= dict(order=order) if order is not None else {}
         stateful |= dict(rollouts=rollouts) if rollouts is not None else {}
         self.checkpointer = Checkpointer(
-            args, model, optimizer, tokenizer, value=value, totals=self, **stateful
+            args, model, optimizer, tokenizer, value, reference, totals=self, **stateful
         )
         self.first_step = self.checkpointer.load_latest()
         self.finished = self.first_step

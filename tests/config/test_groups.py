@@ -278,6 +278,22 @@ PERMUTED = [dataclass(type("Args", bases, {})) for bases in permutations(Args.__
             dict(correction="none", correction_high=3.0),
             "--correction_high 3.0 has no effect with --correction none",
         ),
+        (
+            dict(correction="none", correction_normalize=True),
+            "--correction_normalize True has no effect with --correction none",
+        ),
+        (
+            dict(correction_reject="seq_mean_k3"),
+            "--correction_reject seq_mean_k3 --correction_bound None: set both or none",
+        ),
+        (
+            dict(correction_bound=0.1),
+            "--correction_reject None --correction_bound 0.1: set both or none",
+        ),
+        (
+            dict(correction_reject="veto", correction_bound=0),
+            "--correction_bound 0 must be greater than 0",
+        ),
         (dict(kl_target=0.1), "--kl_target 0.1 adapts --beta; set --beta above 0"),
         (dict(beta=0.1, kl_horizon=3), "--kl_horizon 3 has no effect with --kl_target 0"),
         (dict(lora_alpha=8.0), "--lora_alpha 8.0 has no effect with --lora_rank 0"),
@@ -332,6 +348,7 @@ class PairArgs(PreferenceArgs, TrainArgs):
             "--length_normalize False has no effect with --loss sigmoid",
         ),
         (dict(simpo_gamma=1.0), "--simpo_gamma 1.0 has no effect with --loss sigmoid"),
+        (dict(alphapo_alpha=1.0), "--alphapo_alpha 1.0 has no effect with --loss sigmoid"),
         (dict(discopop_tau=0.1), "--discopop_tau 0.1 has no effect with --loss sigmoid"),
         (dict(f_alpha=0.1), "--f_alpha 0.1 has no effect with --f_divergence reverse_kl"),
         (

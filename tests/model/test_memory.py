@@ -165,7 +165,7 @@ def test_predicted_parts_equal_a_count_by_hand():
     assert host | dict(Adam=parts["Adam"]) == parts and host["Adam"] == 0
     gone = predict([MODEL, FROZEN], dataclasses.replace(PLAN, offload="all"))
     assert gone["weights"] == gone["gradients"] == gone["Adam"] == 0
-    float32 = predict([FROZEN, MODEL], dataclasses.replace(PLAN, bytes=4))
+    float32 = predict([FROZEN, MODEL], dataclasses.replace(PLAN, bytes=4, frozen=4))
     assert float32["weights"] == pytest.approx(7.2e9)
 
 

@@ -263,6 +263,7 @@ def ipo(pairs, length_normalize=True):
         f_divergence="reverse_kl",
         f_alpha=0.5,
         simpo_gamma=0.5,
+        alphapo_alpha=0.25,
         discopop_tau=0.05,
     )
     return preference_loss(
@@ -497,7 +498,8 @@ def test_value_clip_never_lowers_the_loss(target):
 
 def importance(log_ratio, mode="truncate"):
     mask_T, ids_T = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
-    return importance_weights(log_ratio, mask_T, ids_T, Correction("token", mode, 0.5, 4.0))
+    correction = Correction("token", mode, 0.5, 4.0)
+    return importance_weights(log_ratio, 0 * log_ratio, mask_T, ids_T, correction)
 
 
 def test_importance_weight_is_above_1_where_the_trainer_is_likelier():

@@ -16,7 +16,8 @@ from common.objectives.importance import Correction, importance_weights, off_pol
 def bounded(log_ratio, mode, low, high):
     """Return the weights of single tokens."""
     mask, ids = torch.ones(len(log_ratio)).bool(), torch.arange(len(log_ratio))
-    return importance_weights(log_ratio, mask, ids, Correction("token", mode, low, high))
+    engine = torch.zeros_like(log_ratio)
+    return importance_weights(log_ratio, engine, mask, ids, Correction("token", mode, low, high))
 
 
 @given(
@@ -78,7 +79,8 @@ MASK, IDS = (
 )
 def test_weights_follow_level_mode_and_bounds(flags, expected):
     correction = Correction(**dict(level="token") | flags)
-    weights_T = importance_weights(RATIOS.log().requires_grad_(), MASK, IDS, correction)
+    old_T = RATIOS.log().requires_grad_()
+    weights_T = importance_weights(old_T, torch.zeros(7), MASK, IDS, correction)
     assert weights_T[MASK].tolist() == pytest.approx(expected, rel=1e-5)
     assert not weights_T.requires_grad
 
@@ -91,7 +93,91 @@ def test_weights_without_trained_tokens_are_finite(flags):
         torch.tensor([0, 0, 1]),
     )
     correction = Correction(**dict(level="token") | flags)
-    assert importance_weights(log_ratio_T, none_T, ids_T, correction).isfinite().all()
+    streams = log_ratio_T, torch.zeros(3), none_T, ids_T
+    assert importance_weights(*streams, correction).isfinite().all()
+
+
+# ---- rejection and normalisation ----
+
+OLD, ENGINE = torch.tensor(
+    [
+        [-9.0, -0.5, -1.0, -3.0, -9.0, -0.1, -0.2, -9.0, -1.5, -2.0],
+        [-1.0, -0.6, -0.2, -2.0, -1.0, -0.1, -0.3, -1.0, -1.4, -2.0],
+    ]
+).double()
+TRAINED = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1, 1]).bool()
+COMPLETIONS = torch.tensor([0] * 4 + [1] * 3 + [2] * 3)
+NAIVE_STATISTICS = dict(
+    k2=lambda old, engine: (engine - old) ** 2 / 2,
+    k3=lambda old, engine: math.exp(old - engine) - 1 - (old - engine),
+    tv=lambda old, engine: abs(math.exp(old) - math.exp(engine)),
+)
+# The first completion has log-ratios 0.1, -0.8 and -1, the second 0 and 0.1, the third -0.1 and 0.
+REJECTIONS = {
+    ("veto", 0.5): [0, 0, 0, 1, 1, 1, 1],
+    ("veto", 0.95): [0, 0, 0, 1, 1, 0, 0],
+    ("token_k2", 0.3): [1, 0, 0, 1, 1, 1, 1],
+    ("token_k3", 0.3): [1, 1, 0, 1, 1, 1, 1],
+    ("token_tv", 0.08): [1, 0, 0, 1, 1, 1, 1],
+    ("token_tv", 0.06): [1, 0, 0, 1, 0, 1, 1],
+    ("seq_mean_k2", 0.1): [0, 0, 0, 1, 1, 1, 1],
+    ("seq_mean_k3", 0.003): [0, 0, 0, 1, 1, 1, 1],
+    ("seq_mean_k3", 0.0025): [0, 0, 0, 0, 0, 1, 1],
+    ("seq_mean_tv", 0.03): [0, 0, 0, 0, 0, 1, 1],
+    ("seq_max_k2", 0.0045): [0, 0, 0, 0, 0, 0, 0],
+    ("seq_max_k3", 0.0049): [0, 0, 0, 0, 0, 1, 1],
+    ("seq_max_tv", 0.03): [0, 0, 0, 0, 0, 1, 1],
+}
+
+
+def naive_kept(criterion, bound):
+    """Return which trained tokens of the stream a criterion keeps."""
+    kept = []
+    for n in range(3):
+        own = TRAINED & (COMPLETIONS == n)
+        pairs = list(zip(OLD[own].tolist(), ENGINE[own].tolist(), strict=True))
+        if criterion == "veto":
+            kept += [all(math.exp(old - engine) >= bound for old, engine in pairs)] * len(pairs)
+            continue
+        scope, statistic = criterion.rsplit("_", 1)
+        values = [NAIVE_STATISTICS[statistic](*pair) for pair in pairs]
+        of_completion = dict(seq_mean=sum(values) / len(values), seq_max=max(values))
+        kept += [of_completion.get(scope, value) <= bound for value in values]
+    return kept
+
+
+@pytest.mark.parametrize(("criterion", "bound"), REJECTIONS)
+@pytest.mark.parametrize("level", ["none", "token"])
+def test_rejection_equals_naive_code(criterion, bound, level):
+    """Prompts have extreme ratios. Engine and trainer are not exchangeable."""
+    correction = Correction(level, high=9.0, reject=criterion, bound=bound)
+    old_T = OLD.clone().requires_grad_()
+    weights_T = importance_weights(old_T, ENGINE, TRAINED, COMPLETIONS, correction)
+    ratios = (OLD - ENGINE)[TRAINED].exp().tolist()
+    kept = naive_kept(criterion, bound)
+    assert kept == [bool(x) for x in REJECTIONS[criterion, bound]]
+    expected = [
+        k * (ratio if level == "token" else 1) for k, ratio in zip(kept, ratios, strict=True)
+    ]
+    assert weights_T[TRAINED].tolist() == pytest.approx(expected, rel=1e-12)
+    assert not weights_T.requires_grad
+
+
+@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+def test_wide_bounds_reject_nothing(level):
+    streams = OLD, ENGINE, TRAINED, COMPLETIONS
+    plain_T = importance_weights(*streams, Correction(level))[TRAINED]
+    for criterion, _ in REJECTIONS:
+        bound = 1e-30 if criterion == "veto" else 1e30
+        wide = Correction(level, filter=(0.0, 1e30), reject=criterion, bound=bound)
+        assert importance_weights(*streams, wide)[TRAINED].equal(plain_T)
+
+
+def test_weights_are_divided_by_their_mean():
+    correction = Correction("token", normalize=True)
+    streams = OLD, ENGINE, TRAINED, COMPLETIONS, correction
+    halved_T = importance_weights(*streams, 2.0)
+    assert halved_T.equal(importance_weights(*streams) / 2)
 
 
 # ---- off-policy sequence masking ----

@@ -30,7 +30,7 @@ STEP = (
 
 FLAGS = dict(
     beta=0.1, label_smoothing=0.0, f_divergence="reverse_kl", f_alpha=0.5, length_normalize=True,
-    simpo_gamma=0.5, discopop_tau=0.05,
+    simpo_gamma=0.5, alphapo_alpha=0.25, discopop_tau=0.05,
 )  # fmt: skip
 # the objectives that read label_smoothing, and those that read f_divergence and f_alpha
 SMOOTHED = {"sigmoid", "robust", "exo_pair"}
@@ -112,6 +112,10 @@ def naive_loss(name, row, rows, args):
             return (1 - m) * -log_s(z) + m * mp.exp(-z)
         case "simpo":
             return -log_s(b * (pc / nc - pr / nr) - mp.mpf(args.simpo_gamma))
+        case "alphapo":
+            a = mp.mpf(args.alphapo_alpha)
+            bent = [(1 - mp.exp(min(-a * p, 60))) / a if a else p for p in (pc / nc, pr / nr)]
+            return -log_s(b * (bent[0] - bent[1]) - mp.mpf(args.simpo_gamma))
         case "orpo":
             return -pc / nc - b * log_s(naive_log_odds(pc / nc) - naive_log_odds(pr / nr))
         case "cpo":
@@ -174,8 +178,10 @@ BETAS = st.integers(1, 60).map(
 def arguments(*names, **flags):
     """Draw random flags among those that these objectives read."""
     drawn = {"beta": BETAS}
-    if "simpo" in names:
+    if {"simpo", "alphapo"} & set(names):
         drawn["simpo_gamma"] = st.floats(0, 2)
+    if "alphapo" in names:
+        drawn["alphapo_alpha"] = st.sampled_from([-0.5, 0.0, 0.1, 0.25, 1.0, 2.0])
     if "discopop" in names:
         drawn["discopop_tau"] = st.floats(0.05, 1)
     if SMOOTHED & set(names):
@@ -241,7 +247,7 @@ every_objective = pytest.mark.parametrize("name", READS)
 
 OTHERS = dict(
     beta=0.3, label_smoothing=0.2, f_divergence="js", length_normalize=False, simpo_gamma=0.1,
-    discopop_tau=0.4,
+    alphapo_alpha=0.5, discopop_tau=0.4,
 )  # fmt: skip
 
 
@@ -368,7 +374,17 @@ def test_aot_unpaired_matches_sorted_log_ratios_and_keeps_the_order_of_the_chose
     )
 
 
-@pytest.mark.parametrize("name", ["simpo", "orpo", "cpo"])
+@settings(max_examples=20)
+@given(ROWS, BETAS)
+def test_alphapo_with_alpha_0_is_simpo(rows, beta):
+    flags, pairs = flags_of(beta=beta, alphapo_alpha=0.0), pairs_of(rows)
+    alphapo, simpo = bind("alphapo", flags)(pairs), bind("simpo", flags)(pairs)
+    assert torch.equal(alphapo, simpo)
+    near = bind("alphapo", flags_of(beta=beta, alphapo_alpha=1e-9))(pairs)
+    torch.testing.assert_close(near, simpo, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCE_FREE))
 @settings(max_examples=8)
 @given(rows=ROWS, beta=BETAS)
 def test_reference_free_objectives_do_not_depend_on_the_reference(name, rows, beta):
@@ -432,8 +448,11 @@ def test_implicit_rewards_equal_naive_code(name, length_normalize, rows, beta):
         assert not reward_N.requires_grad
         for row, reward in zip(rows, reward_N.tolist(), strict=True):
             policy, reference, length = row[side::2]
-            expected = policy if name in ("simpo", "orpo", "cpo") else policy - reference
-            if name in ("sigmoid_norm", "simpo", "orpo") or (name == "ipo" and length_normalize):
+            free = name in ("simpo", "alphapo", "orpo", "cpo")
+            expected = policy if free else policy - reference
+            if name in ("sigmoid_norm", "simpo", "alphapo", "orpo") or (
+                name == "ipo" and length_normalize
+            ):
                 expected /= length
             assert math.isclose(reward, beta * expected, rel_tol=1e-9, abs_tol=1e-9)
 

@@ -1,11 +1,13 @@
-"""Reward shaping and the KL coefficient, by hand."""
+"""Reward shaping, the coefficients of the KL and of the entropy bonus, by hand."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.objectives.shaping import KLCoefficient, shape_rewards
+from common.objectives.shaping import EntropyCoefficient, KLCoefficient, shape_rewards
 
 NAN = float("nan")
 
@@ -50,3 +52,31 @@ def test_beta_is_constant_without_a_target_and_is_restored_from_a_checkpoint():
     beta.update(5.0, 50)
     resumed.load_state_dict(beta.state_dict())
     assert resumed.value == beta.value != 0.1
+
+
+# ---- coefficient of the entropy bonus ----
+
+
+@given(st.lists(st.integers(0, 8), max_size=12), st.sampled_from([0.0, 0.25]))
+def test_entropy_coefficient_equals_naive_code(entropies, start):
+    """The target is 4. Steps of 1/8 are exact in floating point."""
+    coefficient = EntropyCoefficient(start, target=4.0, step=0.125)
+    size = value = start
+    for entropy in entropies:
+        size = max(0, size + 0.125) if entropy < 4 else max(0, size - 0.125)
+        value = size if entropy < 4 else 0
+        coefficient.update(float(entropy))
+        assert coefficient.value == value
+        resumed = EntropyCoefficient(start, target=4.0, step=0.125)
+        resumed.load_state_dict(coefficient.state_dict())
+        coefficient = resumed
+
+
+@pytest.mark.parametrize("target", [0.0, 1e-9])
+def test_entropy_coefficient_without_a_target_or_far_above_it_stays(target):
+    """Far above the target there is no bonus, as with --entropy_coef 0."""
+    coefficient = EntropyCoefficient(0.0 if target else 0.1, target, step=0.01)
+    before = coefficient.value
+    for entropy in (3.0, 1e-3, 0.5):
+        coefficient.update(entropy)
+    assert coefficient.value == before

@@ -149,7 +149,7 @@ def reinforce_case():
 def ppo_case():
     args = ppo.Args(entropy_coef=0.01)
     A_T = torch.linspace(-1, 1, 7).double().round(decimals=3)
-    c_T = importance_weights(OLD - ROLLOUT, *WHERE, args.correction_form)
+    c_T = importance_weights(OLD, ROLLOUT, *WHERE, args.correction_form)
     share_T, logged = ppo.loss(NEW, OLD, ENTROPY, A_T, c_T, MASK, TOKENS, torch.tensor(5), args)
     return token_case(args, share_T, logged, advantages=A_T, importance=c_T)
 
@@ -171,7 +171,7 @@ def sums(x_T):
 
 def rloo_case():
     args = rloo.Args()
-    c_T = importance_weights(OLD - ROLLOUT, *WHERE, args.correction_form)
+    c_T = importance_weights(OLD, ROLLOUT, *WHERE, args.correction_form)
     share_N, logged = rloo.loss(
         sums(NEW), sums(OLD), c_T[torch.tensor([3, 6])], ADVANTAGES, SEQUENCES, args
     )
@@ -253,6 +253,9 @@ CASES: dict[str, Callable] = {
     "k1": lambda: grpo_lines(kl_estimator="k1", kl_clamp=0.2, correction="none"),
     "unbiased k2": lambda: grpo_lines(kl_estimator="k2", unbiased_kl=True),
     "filter": lambda: grpo_lines(correction_filter=(0.9, 1.02), correction_mode="mask"),
+    "rejection": lambda: grpo_lines(
+        correction="none", correction_reject="token_tv", correction_bound=0.1
+    ),
     "off policy": lambda: grpo_lines(off_policy_threshold=0.05),
     "gspo": lambda: grpo_lines(loss="gspo", **WHOLE),
     "sequence_clip": lambda: grpo_lines(loss="sequence_clip", **WHOLE),
