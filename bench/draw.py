@@ -3,11 +3,11 @@ to choose the prompts of a step (docs/grpo.md).
 
     OMP_NUM_THREADS=1 python bench/draw.py
 
-The prompts are questions of the built-in task: `--prompts` easy ones, which need no carry and which
-the starting model solves, as many that need a carry, which it solves sometimes, and as many whose
-expected answer is never right. `grpo.py` draws prompts uniformly or by difficulty; `dapo.py` draws
-them until a step has enough groups of unequal rewards. Every four steps, one greedy completion of
-each learnable prompt measures progress; a run ends at 0.9, or after `--steps` steps.
+The prompts are questions of the built-in task: `--prompts` learnable ones, which need a carry and
+which the starting model solves sometimes; `--others` easy ones, which need no carry; and `--others`
+impossible ones, whose expected answer is no number. `grpo.py` draws prompts uniformly or by
+difficulty; `dapo.py` draws them until a step has enough groups of unequal rewards. Every four
+steps, one greedy completion of each learnable prompt measures progress. A run ends at 0.9.
 
 Samples count all completions, also those that dapo.py does not train on. Seconds are CPU seconds of
 the steps, without evaluations, which other jobs change little. Intervals are 95% bootstraps over
@@ -52,16 +52,15 @@ def needs_carry(row: dict) -> bool:
     return row["prompt"][1] != row["answer"][1]
 
 
-def write_data(folder: Path, size: int) -> None:
-    """Write the training rows, with their `kind`, and the held-out rows."""
+def write_data(folder: Path, learnable: int, others: int) -> None:
+    """Write the training rows, with their `kind`, and the learnable ones alone."""
     rows = {row["prompt"]: row for row in arithmetic_rows("train")}.values()
     easy = [row for row in rows if not needs_carry(row)]
     carry = [row for row in rows if needs_carry(row)]
-    kinds = dict(easy=easy[:size], learnable=carry[:size])
-    kinds["impossible"] = [
-        row | dict(answer="none")
-        for row in (easy[size:] + carry[size:])[:: len(rows) // size][:size]
-    ]
+    kinds = dict(easy=easy[:others], learnable=carry[:learnable])
+    rest = easy[others:] + carry[learnable:]
+    rest = [row | dict(answer="none") for row in rest]
+    kinds["impossible"] = rest[:: len(rows) // others][:others]
     train = [row | dict(kind=kind) for kind, kind_rows in kinds.items() for row in kind_rows]
     random.Random(0).shuffle(train)
     for name, some in (("train", train), ("learnable", kinds["learnable"])):
@@ -120,13 +119,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/draw")
-    parser.add_argument("--prompts", type=int, default=64, help="of each of the three kinds")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--others", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    write_data(options.folder, options.prompts)
+    write_data(options.folder, options.prompts, options.others)
     runs: dict[str, list] = {name: [] for name in options.variants}
     for seed, name in product(range(options.seeds), options.variants):
         folder = options.folder / f"{name.replace(' ', '_')}_{seed}"
