@@ -137,7 +137,7 @@ FLAG_ERRORS = [
         "--overlong_penalty 2.0 has no effect with --overlong",
     ),
     ("dapo", "--gfpo_by reward_per_token", "--gfpo_by reward_per_token has no effect with"),
-    ("dapo", "--gfpo_keep 9", "--gfpo_keep 9 must be 0, or at least 2 and at most --samples_per"),
+    ("dapo", "--gfpo_keep 1", "--gfpo_keep 1 must be 0, or at least 2 and at most --samples_per"),
     ("dapo", "--samples_per_prompt 1", "--samples_per_prompt 1 must be greater than or equal to 2"),
     (
         "reinforce",
