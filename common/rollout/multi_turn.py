@@ -19,10 +19,11 @@ from common.rollout.environments import Message, load_environment
 from common.rollout.episodes import Episode
 
 
-def prompt_maker_of_environment(name: str) -> Callable[[dict], list[Message]]:
-    """Return the function row -> prompt of an environment, the messages of its reset. It raises
+def prompt_maker_of_environment(args: SamplingArgs) -> Callable[[dict], list[Message]]:
+    """Return the function row -> prompt of the environment, the messages of its reset. It raises
     `ValueError` naming the row that the environment cannot use."""
-    environment = load_environment(name)
+    name = args.environment
+    environment = load_environment(name, args.records_states)
 
     def first_messages(row: dict) -> list[Message]:
         place = f"{row['_source']}: --environment {name}"
@@ -47,7 +48,9 @@ class Turns:
         self.args = args
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, args)
-        self.environments = Environments(args.environment, args.environment_timeout)
+        self.environments = Environments(
+            args.environment, args.environment_timeout, records_states=args.records_states
+        )
         self.playing: dict[int, Episode] = {}  # episodes that wait for their environment, by number
 
     def end_turn(self, episode: Episode) -> None:
@@ -70,9 +73,10 @@ class Turns:
 
     def end_episode(self, episode: Episode) -> None:
         """End the environment of an episode and decode all its turns."""
-        if episode.number in self.environments.episodes:  # not if the first turn was truncated
-            self.environments.end(episode.number)
         completion = episode.completion
+        if episode.number in self.environments.episodes:  # not if the first turn was truncated
+            completion.states = self.environments.episodes[episode.number].states
+            self.environments.end(episode.number)
         completion.transcript = self.tokenizer.decode(completion.completion_ids)
 
     def _next_turn(self, episode: Episode, answer: Answer) -> Request | None:
