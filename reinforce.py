@@ -28,10 +28,9 @@ micro-batch. Per-token tensors are aligned with the *targets*: x_T[t] describes 
 targets_T[t]."""
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count, repeat
 from statistics import mean
 from typing import ClassVar, Literal
 
@@ -44,20 +43,14 @@ from common.config.objectives import CorrectionArgs, KLEstimateArgs, LogKLArgs, 
 from common.config.online import OnlineArgs
 from common.config.parse import parse
 from common.config.rules import require_default
-from common.data.packing import (
-    Minibatches,
-    PackedBatch,
-    count_trained,
-    pack_minibatches,
-    per_sample,
-)
-from common.data.sample import Completion, Group
+from common.data.packing import PackedBatch, count_trained, pack_minibatches, per_sample
+from common.data.sample import Group
 from common.evaluate.greedy import evaluate_prompts
 from common.metrics.moments import moments
 from common.model.fixed_streams import with_logprobs
 from common.model.hub import context_length, load_tokenizer, resolve_model
 from common.model.policy import load_policy, load_reference
-from common.objectives.advantages import EPSILON, centre_groups, whiten
+from common.objectives.advantages import EPSILON, centre_groups
 from common.objectives.importance import bounded_exp, importance_weights, is_clipped
 from common.objectives.kl import kl_estimate
 from common.objectives.shaping import KLCoefficient, shape_rewards
@@ -76,8 +69,8 @@ from common.train.run_folder import prepare_output_dir
 
 
 def less_baseline(name: str, rewards_BG: Tensor) -> Tensor:
-    """Return the reward of every completion of all ranks minus its baseline, [B, G] float64; 0 for
-    a missing reward (NaN), and exactly 0 for equal rewards."""
+    """Return the reward of every completion of all ranks minus its baseline, [B, G] float64. A
+    missing reward (NaN) counts in no mean and gets 0; equal rewards get exactly 0."""
     match name:
         case "reinforce++":  # r - mean of the batch
             return centre_groups(rewards_BG.reshape(1, -1)).reshape(rewards_BG.shape)
@@ -89,69 +82,45 @@ def less_baseline(name: str, rewards_BG: Tensor) -> Tensor:
     raise ValueError(name)
 
 
-def advantages(name: str, rewards_BG: Tensor, tokens_BG: Tensor) -> Tensor:
-    """Return the advantage of every completion of all ranks, [B, G] float64. `tokens_BG`: number of
-    its trained tokens; the words of an environment are not trained. A completion without a reward
-    (NaN) counts in no statistic and gets 0, one without trained tokens counts in its baseline
-    alone; equal rewards get exactly 0."""
-    less_BG = less_baseline(name, rewards_BG)
-    if name == "leave_one_out":
-        return less_BG
-    # (r - mean) / std over the trained tokens of the batch, r standing on each token
-    return whiten(less_BG, torch.where(rewards_BG.isnan(), 0, tokens_BG))
-
-
 def kl_to_come(kl_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor) -> Tensor:
-    """Return, at each token, the sum of the KL over the trained tokens of its completion from it
-    on (arXiv:2501.03262 Eq. 8). Shape [T], float64."""
+    """Return, at each token, the sum of the KL over the trained tokens of its completion from this
+    one on (arXiv:2501.03262 Eq. 8). Shape [T], float64."""
     trained_T = torch.where(mask_T, kl_T, 0).double()
     until_T = trained_T.cumsum(0)
     ends_N = sequence_ids_T.bincount().cumsum(0) - 1
     return until_T[ends_N][sequence_ids_T] - until_T + trained_T
 
 
-def turn_returns(
-    completion: Completion, score: float, turn_weight: float, discount: float
-) -> list[float]:
-    """Return R_k = r_k + discount R_{k+1} for each turn k of the model (arXiv:2505.10978 Eq. 5).
-    r_k is the environment's reward times `turn_weight`. The last turn has the rest of the score."""
-    earlier = completion.turn_rewards[: completion.turns - 1]
-    rewards = [turn_weight * reward for _, reward in earlier]
-    rewards.append(score - sum(rewards))
-    backwards = accumulate(reversed(rewards), lambda later, reward: reward + discount * later)
-    return [*backwards][::-1]
-
-
 def turn_advantages(
-    group: Group, scores: list[float], turn_weight: float, credit: str, discount: float
+    group: Group, scores: list[float], turn_weight: float, args: "Args"
 ) -> list[list[float]]:
-    """Return the advantage of each turn of each completion: its return minus the mean return of the
-    turns of the group that `credit` compares (arXiv:2505.10978 Eq. 6-7 with F = 1). Equal returns,
-    and the turns of a completion without a score (NaN), get exactly 0."""
-    started = [completion.states for completion in group if completion.states]
-    keys: list[list] = []  # equal for turns that are compared
-    returns: list[list[float]] = []
-    peers = defaultdict(list)
+    """Return the advantage of each turn of each completion (arXiv:2505.10978 Eq. 5-7): its return
+    R_k = r_k + turn_discount R_{k+1} minus the mean return of the turns that it is compared with.
+    r_k is the environment's reward times `turn_weight`; the last turn has the rest of the score.
+    Equal returns, and completions without a score (NaN), get exactly 0."""
+    # All completions begin in one state; it is not recorded where the first turn was truncated.
+    start = next((completion.states[:1] for completion in group if completion.states), [""])
+    turns: list[list[tuple]] = []  # of each completion, as (key, return)
+    peers = defaultdict(list)  # returns of the turns that have a key in common
     for completion, score in zip(group, scores, strict=True):
-        # A first turn that was truncated has no state recorded; all completions begin in one.
-        states = completion.states or started[:1] and started[0][:1] or [""]
-        every = dict(group=[""] * completion.turns, turn=[*range(completion.turns)], state=states)
-        keys.append([] if math.isnan(score) else every[credit])
-        returns.append(turn_returns(completion, score, turn_weight, discount))
-        for key, value in zip(keys[-1], returns[-1], strict=False):
+        rewards = [turn_weight * r for _, r in completion.turn_rewards[: completion.turns - 1]]
+        rewards.append(score - sum(rewards))
+        returns = [*accumulate(reversed(rewards), lambda R, r: r + args.turn_discount * R)][::-1]
+        keys = dict(group=repeat(0), turn=count(), state=completion.states or start)
+        pairs = zip(keys[args.turn_credit], returns, strict=False)
+        turns.append([] if math.isnan(score) else [*pairs])
+        for key, value in turns[-1]:
             peers[key].append(value)
     baselines = {key: mean(values) for key, values in peers.items()}  # exact for equal values
     return [
-        [x - baselines[key] for key, x in zip(keys_of, values, strict=False)] or [0.0] * len(values)
-        for keys_of, values in zip(keys, returns, strict=True)
+        [value - baselines[key] for key, value in pairs] or [0.0] * completion.turns
+        for completion, pairs in zip(group, turns, strict=True)
     ]
 
 
-def on_turns(completion: Completion, values: list[float]) -> list[float]:
-    """Return, for each of the completion's ids, the number of its turn. The words of an environment
-    belong to the next turn, the prompt to the first."""
-    ends = [index for index, _ in completion.turn_rewards[: completion.turns - 1]]
-    return [values[bisect_left(ends, i)] for i in range(len(completion.ids))]
+def sampled_kl(mb: PackedBatch, args: "Args") -> Tensor:
+    """Return the estimated KL of the policy that sampled to the reference, [T]."""
+    return kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
 
 
 def token_advantages(mb: PackedBatch, less_BG: Tensor, beta: float, args: "Args") -> Tensor:
@@ -161,28 +130,25 @@ def token_advantages(mb: PackedBatch, less_BG: Tensor, beta: float, args: "Args"
     A_T = mb.on_tokens(less_BG).double()
     if mb.turn_advantages_T is not None:
         A_T = A_T + args.turn_coef * mb.turn_advantages_T
-    if args.kl_in == "return" and beta:
-        kl_T = kl_estimate(mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp)
-        A_T = A_T - beta * kl_to_come(kl_T, mb.loss_mask_T, mb.sequence_ids_T)
+    if args.kl_in == "return" and mb.ref_logprobs_T is not None:
+        A_T = A_T - beta * kl_to_come(sampled_kl(mb, args), mb.loss_mask_T, mb.sequence_ids_T)
     return A_T
 
 
-def with_token_advantages(
-    minibatches: Minibatches, rewards_BG: Tensor, beta: float, args: "Args"
-) -> Minibatches:
-    """Return the micro-batches with `advantages_T`, whitened over the trained tokens of all ranks;
-    not whitened with leave_one_out. Completions without a reward (NaN) count in no statistic and
-    get 0. Collective."""
+def with_advantages(
+    minibatches: list[list[PackedBatch]], rewards_BG: Tensor, beta: float, args: "Args"
+) -> list[list[PackedBatch]]:
+    """Return the micro-batches with `advantages_T`, whitened over the trained tokens of all ranks,
+    but for leave_one_out. The words of an environment count in no statistic, and neither do
+    completions without a reward (NaN); both get 0. Collective."""
     less_BG = less_baseline(args.advantage, rewards_BG)
+    scored = []  # with the tokens that count
+    for mb in chain(*minibatches):
+        mask_T = mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan()
+        A_T = torch.where(mask_T, token_advantages(mb, less_BG, beta, args), 0)
+        scored.append(mb.with_streams(advantages_T=A_T, loss_mask_T=mask_T))
     centre = 0.0
     scale = 1.0
-    scored = [  # with the tokens that count
-        mb.with_streams(
-            advantages_T=token_advantages(mb, less_BG, beta, args),
-            loss_mask_T=mb.loss_mask_T & ~mb.on_tokens(rewards_BG).isnan(),
-        )
-        for mb in chain(*minibatches)
-    ]
     if args.advantage != "leave_one_out":
         centre, std = moments([scored], lambda mb: mb.advantages_T)
         scale = std + EPSILON
@@ -191,19 +157,10 @@ def with_token_advantages(
 
 
 def loss(
-    logprobs_T: Tensor,
-    old_logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    ref_logprobs_T: Tensor | None,
-    entropy_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    sequence_ids_T: Tensor,
-    tokens: Tensor,
-    sequences: Tensor,
-    beta: float,
-    args: "Args",
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs_T: Tensor, old_logprobs_T: Tensor, rollout_logprobs_T: Tensor,
+    ref_logprobs_T: Tensor | None, entropy_T: Tensor, advantages_T: Tensor, mask_T: Tensor,
+    sequence_ids_T: Tensor, tokens: Tensor, sequences: Tensor, beta: float, args: "Args",
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return each token's share of the objective L, to be minimised, and per-token tensors to log:
 
         L = sum_t w_t (c_t policy_loss_t + beta KL_t - entropy_coef H_t)
@@ -279,9 +236,9 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
     """place of the KL penalty. loss: on each token of the loss; reward: summed over a completion,
     in its reward; return: summed from a token on, in the advantage of this token (REINFORCE++)"""
     turn_credit: Literal["none", "group", "turn", "state"] = "none"
-    """with --environment: turns of a group whose returns are compared, for an advantage of each
-    turn. group: all; turn: those of the same number; state: those that begin in the same state,
-    which the environment's method `state` returns (GiGPO); none: off"""
+    """with --environment: turns of a group whose returns are compared, to give each an advantage.
+    group: all; turn: those of the same number; state: those that begin in the same state, which
+    the environment's method `state` returns (GiGPO); none: off"""
     turn_coef: Positive[float] = 1.0
     """weight of the advantage of a turn beside that of its completion"""
     turn_discount: Fraction = 0.95
@@ -299,22 +256,14 @@ class Args(KLEstimateArgs, LogKLArgs, RewardArgs, CorrectionArgs, OnlineArgs):
             require_default(self, ("kl_in", "kl_estimator", "kl_clamp"), "with --beta 0")
         if self.turn_credit == "none":
             require_default(self, ("turn_coef", "turn_discount"), "with --turn_credit none")
-        elif self.environment is None or self.max_turns == 1:
-            need = "needs --environment and --max_turns above 1"
+        elif self.environment is None or self.max_turns == 1 or self.samples_per_prompt == 1:
+            need = "needs --environment, --max_turns and --samples_per_prompt above 1"
             raise ValueError(f"--turn_credit {self.turn_credit} {need}")
-        elif self.samples_per_prompt < 2:
-            problem = f"--turn_credit {self.turn_credit} compares completions"
-            raise ValueError(f"{problem}; set --samples_per_prompt above 1")
 
     @property
     def records_states(self) -> bool:
         """Whether completions need the states of their environment."""
         return self.turn_credit == "state"
-
-    @property
-    def per_token(self) -> bool:
-        """Whether the tokens of a completion have different advantages."""
-        return self.turn_credit != "none" or (self.kl_in == "return" and self.beta > 0)
 
     def cautions(self) -> Iterator[str]:
         """Yield lines about flags whose effect may surprise."""
@@ -341,7 +290,6 @@ def main(args: Args) -> None:
     if args.dry_run:  # ends the process
         frozen = [path] if needs_reference else []
         dry_run(args, path, tokenizer, prompts, held_out, rewards, frozen)
-
     turn_weight = args.reward_scale * rewards.weight_of("environment")
 
     # ---- models: FSDP2 shards ----
@@ -380,7 +328,10 @@ def main(args: Args) -> None:
         )
         shaped_PG += truncation_penalties(groups, args.missing_eos_penalty)
         if args.turn_credit != "none":
-            give_turn_advantages(groups, shaped_PG, turn_weight, args)
+            for group, scores in zip(groups, shaped_PG.tolist(), strict=True):
+                of_group = turn_advantages(group, scores, turn_weight, args)
+                for sample, of_turns in zip(group, of_group, strict=True):
+                    sample.streams["turn_advantages"] = sample.on_turns(of_turns)
         minibatches = pack_minibatches(
             groups, positions, args.minibatches, args.pack_tokens, device, args.share_prefix
         )
@@ -394,20 +345,13 @@ def main(args: Args) -> None:
         # ---- 3. rewards and advantages; the statistics are those of all ranks ----
         rewards_BG = distributed.gather_rows(shaped_PG, positions)
         if measures_kl:
-            kl = []  # of each micro-batch, [N]
             for mb in chain(*minibatches):
-                kl_T = kl_estimate(
-                    mb.old_logprobs_T, mb.ref_logprobs_T, args.kl_estimator, args.kl_clamp
-                )
-                meter.masked_mean("kl", kl_T, mb.loss_mask_T)
-                kl.append(mb.sequence_sums(kl_T))
-            if args.kl_in == "reward":
+                meter.masked_mean("kl", sampled_kl(mb, args), mb.loss_mask_T)
+            if args.kl_in == "reward":  # of the whole completion
+                kl = (mb.sequence_sums(sampled_kl(mb, args)) for mb in chain(*minibatches))
                 kl_BG = per_sample(chain(*minibatches), kl, rewards_BG.shape)
                 rewards_BG = rewards_BG - beta.value * kl_BG
-        tokens_BG = distributed.gather_rows(trained_counts(groups), positions)
-        advantages_BG = advantages(args.advantage, rewards_BG, tokens_BG)
-        if args.per_token:
-            minibatches = with_token_advantages(minibatches, rewards_BG, beta.value, args)
+        minibatches = with_advantages(minibatches, rewards_BG, beta.value, args)
 
         # ---- 4. update: one optimizer step per minibatch; none if the loss is not finite ----
         with meter.time("train"):
@@ -420,11 +364,10 @@ def main(args: Args) -> None:
                     old_logprobs_T = mb.old_logprobs_T
                     if old_logprobs_T is None:  # on policy
                         old_logprobs_T = logprobs_T.detach()
-                    A_T = mb.advantages_T if args.per_token else mb.on_tokens(advantages_BG)
                     share_T, logged = loss(
                         logprobs_T, old_logprobs_T, mb.rollout_logprobs_T, mb.ref_logprobs_T,
-                        entropy_T, A_T, mb.loss_mask_T, mb.sequence_ids_T, tokens, sequences,
-                        beta.value, args,
+                        entropy_T, mb.advantages_T, mb.loss_mask_T, mb.sequence_ids_T, tokens,
+                        sequences, beta.value, args,
                     )  # fmt: skip
                     # FSDP averages gradients over ranks; undo that.
                     (share_T.sum() * world_size).backward()
@@ -443,7 +386,9 @@ def main(args: Args) -> None:
         if run.evaluates(step + 1):
             metrics |= evaluate_prompts(rollouts, step + 1, held_out, rewards)
         run.log(step + 1, metrics)
-        advantages_PG = advantages_BG[positions]
+        of_tokens = (mb.sequence_sums(mb.advantages_T) for mb in chain(*minibatches))
+        advantages_BG = per_sample(chain(*minibatches), of_tokens, rewards_BG.shape)
+        advantages_PG = advantages_BG[positions] / trained_counts(groups).clamp(min=1)
         run.show_samples(step + 1, groups, positions, scores_PG, advantages_PG, named_rewards)
 
     run.end()
