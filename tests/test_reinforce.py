@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import talkative
 from helpers import assert_close_metrics, metrics, run
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_grpo import REWARD, samples
 
@@ -261,6 +261,7 @@ def episodes(draw) -> tuple[list[Completion], list[float]]:
     return group, scores
 
 
+@settings(max_examples=40)
 @given(episodes(), st.sampled_from(["group", "turn", "state"]), st.sampled_from([0.0, 0.9, 1.0]))
 def test_turn_advantages_equal_naive_code(played, credit, discount):
     """The environment's rewards count twice; -0.25 belongs to the last turn."""
@@ -282,6 +283,7 @@ def test_turn_advantages_equal_naive_code(played, credit, discount):
         assert a == pytest.approx(b, abs=1e-9)
 
 
+@settings(max_examples=20)
 @given(episodes())
 def test_numbers_of_turns_stand_on_their_trained_tokens(played):
     for sample in played[0]:
@@ -441,8 +443,8 @@ def flags(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def everything(flags):
-    """Return flags with KL in the reward, an adapted beta, the clip, penalties and importance
-    weights of completions."""
+    """Return flags with the KL to come in the returns, an adapted beta, the clip, penalties and
+    importance weights of completions."""
     return (
         *flags, "--preset", "reinforce++", "--kl_target", 0.01, "--kl_horizon", 100,
         "--entropy_coef", 0.01, "--missing_eos_penalty", 0.1, "--reward_scale", 2,
@@ -482,15 +484,16 @@ def test_gradient_does_not_depend_on_ranks_packing_or_resume(
 
 @pytest.mark.slow
 def test_rewards_are_scaled_scores_minus_penalty_and_kl(everything, main, tmp_path, monkeypatch):
-    seen, advantages = [], reinforce.advantages
+    seen, less_baseline = [], reinforce.less_baseline
 
-    def look(name, rewards_BG, tokens_BG):
+    def look(name, rewards_BG):
         seen.append(rewards_BG.mean().item())
-        return advantages(name, rewards_BG, tokens_BG)
+        return less_baseline(name, rewards_BG)
 
-    monkeypatch.setattr(reinforce, "advantages", look)
+    monkeypatch.setattr(reinforce, "less_baseline", look)
     extra = ("--max_steps", 2, "--prompts_per_step", 4, "--kl_target", 0, "--kl_horizon", 10_000)
-    main("reinforce", *everything, *extra, "--preset", "reinforce++", "--output_dir", tmp_path)
+    flags = [flag for flag in everything if flag not in ("--preset", "reinforce++")]
+    main("reinforce", *flags, *extra, "--kl_in", "reward", "--output_dir", tmp_path)
     for line, mean in zip(metrics(tmp_path), seen, strict=True):
         kl = line["kl"] * line["completions/mean_length"]  # of a completion
         penalty = 0.1 * line["completions/clipped_ratio"]
